@@ -2,7 +2,9 @@
 
 Each part in turn dies at each token: four runs of a request, in each of which the part that dies at a token is the next
 one in turn. One of the four runs by default, with MIDSTREAM_ALL_KILLS=1 all of them, over frames and gRPC, with
-each layout of workers.
+each layout of workers. MIDSTREAM_KILL_MODEL=NAME runs all this on a model of tests/gpu_worker/test_families.py.
+
+Models whose state is not keys and values alone are killed a few times by default.
 """
 
 from __future__ import annotations
@@ -20,10 +22,14 @@ from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from tests.faults.rig import KINDS, Rig, WorkerSettings
 from tests.faults.small_model import make_small_model
+from tests.gpu_worker.test_families import MODELS
 from tests.gpu_worker.tiny_models import make_runner
 from tests.gpu_worker.whole import Whole, outputs
 
 NUM_TOKENS = 48
+MODEL = os.environ.get("MIDSTREAM_KILL_MODEL", "llama")
+# Recurrent state, and a latent cache.
+OTHER_MODELS = ("lfm2", "deepseek_v3")
 ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else None
 PROMPT = list(range(400, 437))
 SEEDED = pb.SamplingConfig(
@@ -72,7 +78,8 @@ def settings_of(layout: str, folder: Path) -> WorkerSettings:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
-    return make_small_model(tmp_path_factory.mktemp("small"))
+    family, settings = MODELS[MODEL]
+    return make_small_model(tmp_path_factory.mktemp("small"), family, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +139,20 @@ async def test_whatever_dies_at_any_token_the_output_is_the_same(
     assert (rig.num_handovers > 0) == layout.startswith("apart")
     assert (rig.gate.num_adopted > 0) == (layout != "together")
     print(kind, rig.num_kills, expected.text)
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+async def test_other_models_survive_the_death_of_each_part(name: str, tmp_path: Path) -> None:
+    family, settings = MODELS[name]
+    small = make_small_model(tmp_path, family, **settings)
+    request = request_of("seeded, with penalties", "undisturbed")
+    request.max_tokens = 9
+    runner = make_runner(small.path)
+    expected = alone(request, runner)
+    runner.close()
+    rig = Rig(small, tmp_path / "journal", "frames", settings_of("together", tmp_path))
+    await rig.start()
+    result = await rig.run(request, {number: KINDS[number % 4] for number in range(1, 9)})
+    await rig.close()
+    assert [item.token_ids for item in result.sequences] == expected
+    assert set(rig.num_kills.values()) == {2}
