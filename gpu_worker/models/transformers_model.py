@@ -386,11 +386,12 @@ def _replace_linears(model: nn.Module, weights: str) -> None:
 
 
 def _describe(config: Any, folder: ModelFolder, layers: list[_Layer]) -> DecoderDescription:
+    sizes = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return DecoderDescription(
         architecture=folder.architecture,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        intermediate_size=max(sizes) if isinstance(sizes, list) else sizes,  # a list: by layer
         num_layers=len(layers),
         num_heads=layers[0].num_heads,
         num_kv_heads=layers[0].num_kv_heads,

@@ -100,6 +100,7 @@ SERVED_FAMILIES = (
     _torch("GPT-2", "gpt2", notes="learned positions"),
     _torch("OPT", "opt", notes="learned positions"),
     _other("GPT-NeoX, Pythia", "gpt_neox"),
+    _other("Gemma 3n (text)", "gemma3n_text"),
 )
 HEADINGS = ("family", "model_type", "on a CPU", "weights", "LoRA", "tensor ranks", "drafts", "CUDA graphs", "notes")
 

@@ -35,8 +35,21 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Both soft caps; windows on every other layer.
     "gemma2": ("Gemma2", {"head_dim": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
-    # Two windows, then all; two rotary bases.
-    "gemma3": ("Gemma3Text", {"head_dim": 32, "sliding_window": 24, "sliding_window_pattern": 3}),
+    # Its last layers share keys and values; its config.json has an intermediate size for each layer.
+    "gemma3n": (
+        "Gemma3nText",
+        {
+            "head_dim": 32,
+            "sliding_window": 24,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0],
+            "vocab_size_per_layer_input": 331,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+        },
+    ),
     "gpt_neox": ("GPTNeoX", {}),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 48}),
     # Its config.json has n_embd, n_layer and n_positions.
