@@ -240,7 +240,6 @@ class Rig:
         for runner in self._cluster.runners:
             runner.close()
         await self._stop_scheduler()
-        self._cluster.prompts.close()
 
     async def _start_scheduler(self) -> None:
         self._service = SchedulerService(self._config, self._folder)

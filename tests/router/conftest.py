@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 from starlette.types import ASGIApp
@@ -99,6 +101,17 @@ class Part:
             await self._task
 
 
+_prompts: dict[Path, PromptBuilder] = {}
+
+
+def prompts_of(folder: ModelFolder) -> PromptBuilder:
+    """Return the only prompt builder of a model folder in this process: loading the tokenizer takes up to a second."""
+    if folder.path not in _prompts:
+        _prompts[folder.path] = PromptBuilder(folder, 1)
+        atexit.register(_prompts[folder.path].close)
+    return _prompts[folder.path]
+
+
 class Cluster:
     """The parts of one test."""
 
@@ -108,7 +121,7 @@ class Cluster:
         self.decoders = decoders
         self.scheduler = scripted_scheduler()
         self.scheduler_address = ""
-        self.prompts = PromptBuilder(folder, 1)
+        self.prompts = prompts_of(folder)
         self._parts: list[Part] = []
         self.runners: list[Runner] = []
         self.slots = MessageSlots()
@@ -206,7 +219,6 @@ class Cluster:
         for runner in self.runners:
             runner.close()
         await self.scheduler.stop()
-        self.prompts.close()
 
     def _keep(self, part: Part) -> Part:
         self._parts.append(part)
