@@ -8,8 +8,9 @@ token, so tokens of other sequences in the batch do not matter.
 A first pass over two tokens reveals the layers' settings: heads, scale, window and soft cap. The window is read from
 the mask that transformers creates for the layer, because some models pass nothing else to their attention. This pass
 rejects models that would be wrong over a paged cache: those with attention outside that interface, state other than
-keys and values, or masks and biases of their own. Further passes without attention, over different tokens, show whether
-anything else carries from one token to another, such as a convolution or a recurrent state beside the attention.
+keys and values, or masks and biases of their own. Further passes, over different tokens that each see themselves alone,
+show whether anything else carries from one token to another, such as a convolution or a recurrent state beside the
+attention or before it.
 """
 
 from __future__ import annotations
@@ -158,9 +159,10 @@ class _FirstLook:
         return int(self._config.sliding_window)
 
 
-def _without_attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Compute a pass in which attention gives zeros."""
-    return q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+def _alone(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Return for each token what depends on its own query, key and value, and on nothing else."""
+    k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
+    return v * (1 + torch.tanh((q * k).mean(-1, keepdim=True)))
 
 
 class _PagedPass:
@@ -301,13 +303,13 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def _check_tokens_meet_in_attention(self) -> None:
-        """Raise UnsupportedError if a token's logits depend on another token where attention gives zeros."""
+        """Raise UnsupportedError if a token's logits depend on another token where attention sees each token alone."""
         config = self._model.config.get_text_config()
         positions = torch.arange(2, device=self._device)[None]
 
         def logits(*tokens: int) -> Tensor:
             ids = torch.tensor([tokens], device=self._device) % config.vocab_size
-            found: Tensor = self._run(_without_attention, positions, input_ids=ids).logits[0].float()
+            found: Tensor = self._run(_alone, positions, input_ids=ids).logits[0].float()
             return found
 
         base, other_first, other_second = logits(5, 9), logits(7, 9), logits(5, 11)

@@ -225,6 +225,12 @@ def test_a_lora_adapter_is_refused_as_it_is_read(gemma2: tuple[torch.nn.Module, 
             {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 12, "num_hidden_layers": 1},
             "'falcon_h1' passes something from token to token outside of its attention",
         ),
+        # A convolution over tokens gives queries and keys.
+        (
+            "Zaya",
+            {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 48},
+            "'zaya' passes something from token to token outside of its attention",
+        ),
     ],
 )
 def test_what_cannot_be_right_is_refused(family: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
