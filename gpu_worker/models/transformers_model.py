@@ -232,7 +232,7 @@ class TransformersDecoder:
         self._device = device
         self._takes_places = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._layers = self._first_look(max_attention_window)
-        self._check_tokens_meet_in_attention()
+        self._check_tokens_and_positions()
         self._kv: KvCache | None = None
         described = _describe(self._model.config.get_text_config(), folder, list(self._layers.values()))
         self.description = replace(described, num_sink_tokens=sink_token_length)
@@ -302,12 +302,12 @@ class TransformersDecoder:
         return look.layers
 
     @torch.inference_mode()
-    def _check_tokens_meet_in_attention(self) -> None:
-        """Raise UnsupportedError if a token's logits depend on another token where attention sees each token alone."""
+    def _check_tokens_and_positions(self) -> None:
+        """Raise UnsupportedError if tokens meet outside of attention, or the model's own positions are not ours."""
         config = self._model.config.get_text_config()
-        positions = torch.arange(2, device=self._device)[None]
+        from_zero = torch.arange(2, device=self._device)[None]
 
-        def logits(*tokens: int) -> Tensor:
+        def logits(*tokens: int, positions: Tensor | None = from_zero) -> Tensor:
             ids = torch.tensor([tokens], device=self._device) % config.vocab_size
             found: Tensor = self._run(_alone, positions, input_ids=ids).logits[0].float()
             return found
@@ -322,8 +322,10 @@ class TransformersDecoder:
                     "convolution or a recurrent state, so it cannot run over the paged cache",
                     field="model",
                 )
+        if not float((logits(5, 9, positions=None) - base).abs().max()) <= limit:
+            raise UnsupportedError(f"{config.model_type!r} does not count positions from 0", field="model")
 
-    def _run(self, attention: _Pass, positions: Tensor, **options: Any) -> Any:
+    def _run(self, attention: _Pass, positions: Tensor | None, **options: Any) -> Any:
         token = _current.set(attention)
         try:
             return self._model(position_ids=positions, use_cache=False, return_dict=True, **options)

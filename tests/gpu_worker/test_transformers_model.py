@@ -225,6 +225,7 @@ def test_a_lora_adapter_is_refused_as_it_is_read(gemma2: tuple[torch.nn.Module, 
             {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 12, "num_hidden_layers": 1},
             "'falcon_h1' passes something from token to token outside of its attention",
         ),
+        ("Roberta", {"is_decoder": True}, "'roberta' does not count positions from 0"),
         # A convolution over tokens gives queries and keys.
         (
             "Zaya",
