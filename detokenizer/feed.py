@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import grpc.aio
 
-from detokenizer.feed_codec import opened_from_proto, sequence_end_from_proto
+from detokenizer.feed_messages import opened_from_proto, sequence_end_from_proto
 from detokenizer.streams import OutputStream
 from midstream.chunk import perf_metrics_from_proto, usage_from_proto
 from midstream.errors import ExecutionError, NotFoundError, UnavailableError, from_proto

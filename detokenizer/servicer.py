@@ -13,7 +13,7 @@ import grpc.aio
 
 from detokenizer.feed import FeedPool
 from detokenizer.incremental import DecoderFactory
-from detokenizer.streams import OutputStream
+from detokenizer.streams import OutputStream, RouterConnection
 from midstream.errors import UnavailableError
 from midstream.rpc.frames import FrameConnection, FrameServer, Pump
 from protos import detokenizer_pb2 as pb
@@ -21,55 +21,6 @@ from protos import detokenizer_pb2_grpc
 from protos.frames_pb2 import FramesOffer, OpenFramesRequest
 
 logger = logging.getLogger(__name__)
-
-# Of one message to a router; its last request may exceed it.
-_MAX_TENSOR_BYTES = 8 << 20
-
-
-class RouterConnection:
-    """One router's streams; they mark themselves ready, and `collect` returns all ready output in one batch."""
-
-    def __init__(self, pool: FeedPool, wake: Callable[[], None]) -> None:
-        """`wake` is called when there is output to collect."""
-        self.streams: dict[int, OutputStream] = {}
-        self._pool = pool
-        self._wake = wake
-        self._ready: dict[int, OutputStream] = {}
-
-    def mark_ready(self, stream: OutputStream) -> None:
-        """Mark a stream ready."""
-        self._ready[stream.number] = stream
-        self._wake()
-
-    def collect(self) -> pb.StreamBatch | None:
-        """Return the ready output, one chunk per sequence, and drop finished streams; None if nothing is ready."""
-        if not self._ready:
-            return None
-        ready, self._ready = self._ready, {}
-        batch, batch_bytes = pb.StreamBatch(), 0
-        add = batch.chunks.add
-        for number, stream in ready.items():
-            if batch_bytes >= _MAX_TENSOR_BYTES:
-                self.mark_ready(stream)
-                continue
-            for chunk in stream.take():
-                batch_bytes += chunk.extras.num_tensor_bytes if chunk.extras is not None else 0
-                item = add()
-                item.stream = number
-                item.response.SetInParent()
-                chunk.fill(item.response)
-            if stream.error is not None and not stream.is_done:
-                logger.info("a stream failed: %s", stream.error, extra={"request_id": stream.request_id})
-                add(stream=number, error=stream.error.to_proto())
-            if stream.is_done or stream.error is not None:
-                self.streams.pop(number, None)
-                self._pool.detach(stream)
-        return batch if batch.chunks else None
-
-    def detach(self, number: int) -> OutputStream | None:
-        """Drop a stream."""
-        self._ready.pop(number, None)
-        return self.streams.pop(number, None)
 
 
 class _FramesHandler:
@@ -122,7 +73,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
 
     def connect(self, wake: Callable[[], None]) -> RouterConnection:
         """Add a router."""
-        connection = RouterConnection(self._pool, wake)
+        connection = RouterConnection(wake, self._pool.detach)
         self._connections[connection] = None
         return connection
 

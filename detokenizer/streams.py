@@ -7,8 +7,9 @@ slow: there is no queue. Repeated tokens (the scheduler restarted, the feed was 
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,16 +20,12 @@ from detokenizer.sequence import SequenceText, TextRules
 from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
 from midstream.errors import MidstreamError, OverloadedError, UnavailableError
 from midstream.extras import Extras
+from protos import detokenizer_pb2 as pb
 
-# Of one sequence in one message to the router.
+logger = logging.getLogger(__name__)
+
+# Of one sequence in one message to the router, and of one message, which its last request may exceed.
 MAX_TENSOR_BYTES = 8 << 20
-
-
-class Sink(Protocol):
-    """The router's connection."""
-
-    def mark_ready(self, stream: OutputStream) -> None:
-        """Signal that the stream has output or an error."""
 
 
 class Upstream(Protocol):
@@ -73,7 +70,7 @@ class OutputStream:
         feed_number: int,
         from_token: int,
         from_token_by_sequence: Sequence[int],
-        sink: Sink,
+        connection: RouterConnection,
         decoders: DecoderFactory,
         max_pending_bytes: int,
     ) -> None:
@@ -87,7 +84,7 @@ class OutputStream:
         self.first_output_ns = 0
         self._from_token = from_token
         self._from_token_by_sequence = from_token_by_sequence
-        self._sink = sink
+        self._connection = connection
         self._decoders = decoders
         self._max_pending_bytes = max_pending_bytes
         self._opened: Opened | None = None
@@ -235,7 +232,7 @@ class OutputStream:
         """End the stream without a final chunk."""
         if self.error is None and not self.is_done:
             self.error = error
-            self._sink.mark_ready(self)
+            self._connection.mark_ready(self)
 
     def take(self) -> list[Chunk]:
         """Return all ready output, and set `is_done` with the final chunk."""
@@ -247,7 +244,7 @@ class OutputStream:
                 continue
             chunk, sequence.pending = sequence.pending.cut(MAX_TENSOR_BYTES)
             if sequence.pending is not None:
-                self._sink.mark_ready(self)
+                self._connection.mark_ready(self)
             if self._opened.return_all:
                 chunk.token_offset, chunk.token_ids, chunk.text = 0, sequence.all_ids[:], sequence.all_text
             chunks.append(chunk)
@@ -298,9 +295,55 @@ class OutputStream:
                 self._show(sequence.pending)
 
     def _show(self, pending: Chunk) -> None:
-        self._sink.mark_ready(self)
+        self._connection.mark_ready(self)
         if pending.num_bytes > self._max_pending_bytes:
             self.fail(OverloadedError("the router reads too slowly"))
+
+
+class RouterConnection:
+    """One router's streams; they mark themselves ready, and `collect` returns all ready output in one batch."""
+
+    def __init__(self, wake: Callable[[], None], detach: Callable[[OutputStream], None]) -> None:
+        """`wake` is called when there is output to collect, `detach` with each stream that has ended."""
+        self.streams: dict[int, OutputStream] = {}
+        self._wake = wake
+        self._detach = detach
+        self._ready: dict[int, OutputStream] = {}
+
+    def mark_ready(self, stream: OutputStream) -> None:
+        """Mark a stream ready."""
+        self._ready[stream.number] = stream
+        self._wake()
+
+    def collect(self) -> pb.StreamBatch | None:
+        """Return the ready output, one chunk per sequence, and drop finished streams; None if nothing is ready."""
+        if not self._ready:
+            return None
+        ready, self._ready = self._ready, {}
+        batch, batch_bytes = pb.StreamBatch(), 0
+        add = batch.chunks.add
+        for number, stream in ready.items():
+            if batch_bytes >= MAX_TENSOR_BYTES:
+                self.mark_ready(stream)
+                continue
+            for chunk in stream.take():
+                batch_bytes += chunk.extras.num_tensor_bytes if chunk.extras is not None else 0
+                item = add()
+                item.stream = number
+                item.response.SetInParent()
+                chunk.fill(item.response)
+            if stream.error is not None and not stream.is_done:
+                logger.info("a stream failed: %s", stream.error, extra={"request_id": stream.request_id})
+                add(stream=number, error=stream.error.to_proto())
+            if stream.is_done or stream.error is not None:
+                self.streams.pop(number, None)
+                self._detach(stream)
+        return batch if batch.chunks else None
+
+    def detach(self, number: int) -> OutputStream | None:
+        """Drop a stream."""
+        self._ready.pop(number, None)
+        return self.streams.pop(number, None)
 
 
 def _with_prompt(rules: TextRules, prompt: tuple[int, ...]) -> TextRules:

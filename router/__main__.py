@@ -26,17 +26,16 @@ from router.pipeline.cell_metrics import CellMetrics
 from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.embedder import Embedder
-from router.pipeline.generation import Runner
+from router.pipeline.generation import FrontDoor, Runner
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.message_slots import MessageSlots
-from router.pipeline.output import FrontDoor, RouterMetrics
+from router.pipeline.metrics import RouterMetrics, log_throughput
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.quotas import Quotas
 from router.pipeline.reach import watch_reach
 from router.pipeline.request_traces import RequestTraces, TracedApp, remember_client
 from router.pipeline.sampling_defaults import sampling_defaults
 from router.pipeline.stream_limits import CallLimits, StreamLimits, admit_within, watcher_limits
-from router.pipeline.throughput_log import log_throughput
 from router.protocols import ADAPTED_SERVICES, SERVICE, add_servicers
 from router.protocols.anthropic.app import MessagesApi, refuse
 from router.protocols.batches.service import batch_service

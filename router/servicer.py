@@ -19,8 +19,8 @@ from router.authentication import current_caller
 from router.permissions import Role
 from router.pipeline.cells import Cells
 from router.pipeline.embedder import Embedder, EmbedInput, VectorShape
+from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import check_no_id, key_of, make_repeatable, request_id_of
-from router.pipeline.output import FrontDoor, Output
 from router.pipeline.request_checks import check_adapter_path, check_model
 from router.status import StatusFeed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -48,6 +49,26 @@ def test_settings_and_commands_that_are_named_exist(page: Path) -> None:
     assert named - KNOWN_SETTINGS - OTHER_VARIABLES == set()
     commands = set(re.findall(r"^(?:[A-Z_]+=\S+ )*midstream (\w+)", text, re.MULTILINE))
     assert commands - COMMANDS.keys() - PROGRAMS.keys() == set()
+
+
+def test_the_path_of_a_request_is_short_and_its_functions_exist() -> None:
+    text = text_of(ROOT / "docs" / "architecture.md")
+    section = text.partition("## The path of a request, by function\n")[2].partition("\n## ")[0]
+    walk = [
+        (step[1], name)
+        for step in re.finditer(r"^\d+\. `([\w/]+\.py)` (.*?):", section, re.MULTILINE)
+        for name in re.findall(r"`(\w+\.\w+)`", step[2])
+    ]
+    assert section.count("\n1. ") == 1
+    assert len(re.findall(r"^\d+\. ", section, re.MULTILINE)) <= len(walk) <= 25
+    assert len({file for file, _ in walk}) <= 15
+    assert [found for found in walk if found[1] not in methods_of(ROOT / found[0])] == []
+
+
+def methods_of(file: Path) -> set[str]:
+    classes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {f"{owner.name}.{item.name}" for owner in classes for item in owner.body if isinstance(item, functions)}
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS))

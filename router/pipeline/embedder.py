@@ -17,8 +17,8 @@ from midstream.chunk import Chunk, Usage
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 from midstream.extras import join_tensors
 from protos import generation_pb2 as pb
+from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import keep
-from router.pipeline.output import FrontDoor
 
 MAX_INPUTS = 2048
 # Inputs of one call that run at once.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from midstream.rpc.serving import Server
 from protos import kserve_pb2_grpc, openengine_pb2_grpc, service_pb2_grpc
 from router.pipeline.cells import Cells
-from router.pipeline.output import FrontDoor
+from router.pipeline.generation import FrontDoor
 from router.pipeline.prompt import PromptBuilder
 from router.protocols.kserve.servicer import KserveServicer
 from router.protocols.openengine.servicer import ControlServicer, InferenceServicer

@@ -6,9 +6,9 @@ One request's journey:
 2. A `Turn` starts it on the worker group that has most of its prefix and the least work, once the capacity policy
    allows it (placement); it gets rows and blocks there (worker_group).
 3. The same turn plans steps for every group with room in its pipeline (`_plan`): the micro-batch policy fills a step
-   (step_builder), and the StepPlan goes out. Two steps are in flight, so the next one waits at the worker when one
+   (steps), and the StepPlan goes out. Two steps are in flight, so the next one waits at the worker when one
    ends.
-4. `StepDone` carries tokens: they are appended, and sequences that are complete are ended (results). Their rows and
+4. `StepDone` carries tokens: they are appended, and sequences that are complete are ended (steps). Their rows and
    blocks are free at once, because steps run strictly in order.
 5. If it is paused, or its worker is lost, it is queued again with its tokens (membership), and continues at 2. Where
    groups have roles, it moves from a prefill group to a decode group once its context is computed (handover).
@@ -48,9 +48,8 @@ from scheduler.core.placement import Placement
 from scheduler.core.queue import RequestQueue
 from scheduler.core.request import Request
 from scheduler.core.request_scheduler import RequestScheduler
-from scheduler.core.results import Results
 from scheduler.core.stats import IterationStats, Totals
-from scheduler.core.step_builder import StepBuilder
+from scheduler.core.steps import Results, StepBuilder
 from scheduler.core.timers import Clock, Timers
 from scheduler.core.worker_group import WorkerGroup
 

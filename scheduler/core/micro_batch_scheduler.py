@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from scheduler.core.request import Sequence
-from scheduler.core.step_builder import StepBuilder
+from scheduler.core.steps import StepBuilder
 from scheduler.core.worker_group import WorkerGroup
 
 # One part in this many of a step's context tokens is for clients other than the one served first.

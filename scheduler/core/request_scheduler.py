@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from scheduler.core.capacity_scheduler import CapacityScheduler
 from scheduler.core.micro_batch_scheduler import MicroBatchScheduler
 from scheduler.core.request import Request
-from scheduler.core.step_builder import StepBuilder
+from scheduler.core.steps import StepBuilder
 from scheduler.core.worker_group import WorkerGroup
 
 

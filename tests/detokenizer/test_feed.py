@@ -5,17 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from detokenizer.feed import FeedPool, SchedulerFeed
-from detokenizer.streams import OutputStream
+from detokenizer.streams import OutputStream, RouterConnection
 from midstream.errors import ExecutionError
 from protos import generation_pb2
 from protos import scheduler_pb2 as pb
-
-
-class Router:
-    """The connection to the router: nobody is told anything."""
-
-    def mark_ready(self, stream: OutputStream) -> None:
-        """Nothing is sent here."""
 
 
 def opened(stream: int) -> pb.FeedOpened:
@@ -25,7 +18,8 @@ def opened(stream: int) -> pb.FeedOpened:
 
 def streams_of(feed: SchedulerFeed) -> list[OutputStream]:
     decoders: Any = None
-    streams = [OutputStream(number, f"r{number}", number, 0, (), Router(), decoders, 1 << 20) for number in (1, 2)]
+    router = RouterConnection(lambda: None, lambda _: None)
+    streams = [OutputStream(number, f"r{number}", number, 0, (), router, decoders, 1 << 20) for number in (1, 2)]
     for stream in streams:
         feed.attach(stream)
     return streams

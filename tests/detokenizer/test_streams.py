@@ -8,20 +8,18 @@ from typing import cast
 from detokenizer.feed_messages import Opened
 from detokenizer.incremental import DecoderFactory
 from detokenizer.sequence import TextRules
-from detokenizer.streams import OutputStream
+from detokenizer.streams import OutputStream, RouterConnection
 from midstream.extras import Extras, LogProbs, Tensor
 
 
-class Router:
-    """The connection to the router, and the feed: nobody is told anything."""
-
-    def mark_ready(self, stream: OutputStream) -> None:
-        """Nothing is sent here."""
+class Feed:
+    """A feed that tells nobody."""
 
     def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
         """Nobody is told."""
 
 
+ROUTER = RouterConnection(lambda: None, lambda _: None)
 OPENED = Opened(num_sequences=2, rules=TextRules(detokenize=False), is_streaming=True, return_all=False)
 
 
@@ -29,7 +27,7 @@ def log_prob(value: float) -> Extras:
     return Extras(log_probs=LogProbs((value,), 0, (), (), (1,)))
 
 
-def feed(stream: OutputStream, upstream: Router, num_tokens: int) -> None:
+def feed(stream: OutputStream, upstream: Feed, num_tokens: int) -> None:
     """What a feed brings from the first token on, for two sequences; each token has its log probability."""
     stream.open(OPENED)
     for index in range(2):
@@ -49,8 +47,8 @@ def taken(stream: OutputStream) -> dict[int, tuple[list[int], list[float]]]:
 
 
 def test_log_probabilities_come_once_when_the_feed_begins_anew() -> None:
-    upstream = Router()
-    stream = OutputStream(1, "r", 1, 0, (), upstream, cast("DecoderFactory", None), 1 << 20)
+    upstream = Feed()
+    stream = OutputStream(1, "r", 1, 0, (), ROUTER, cast("DecoderFactory", None), 1 << 20)
     feed(stream, upstream, 3)
     assert taken(stream) == {0: ([0, 1, 2], [0, 1, 2]), 1: ([100, 101, 102], [100, 101, 102])}
     feed(stream, upstream, 5)
@@ -59,8 +57,8 @@ def test_log_probabilities_come_once_when_the_feed_begins_anew() -> None:
 
 
 def test_a_stream_from_an_offset_has_the_log_probabilities_from_there_on() -> None:
-    upstream = Router()
-    stream = OutputStream(1, "r", 1, 2, (), upstream, cast("DecoderFactory", None), 1 << 20)
+    upstream = Feed()
+    stream = OutputStream(1, "r", 1, 2, (), ROUTER, cast("DecoderFactory", None), 1 << 20)
     feed(stream, upstream, 4)
     feed(stream, upstream, 5)
     assert taken(stream) == {0: ([2, 3, 4], [2, 3, 4]), 1: ([102, 103, 104], [102, 103, 104])}
@@ -83,7 +81,7 @@ def test_outputs_of_tokens_behind_a_stop_word_are_dropped_whenever_they_come() -
     """Those of a token may come a batch before it, when its stop word is not known yet."""
     opened = Opened(1, TextRules(stop_words=TextRules.words(["c"])), is_streaming=True, return_all=False)
     for num_early in range(5):
-        upstream, stream = Router(), OutputStream(1, "r", 1, 0, (), Router(), Letters(), 1 << 20)
+        upstream, stream = Feed(), OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20)
         stream.open(opened)
         for token in range(num_early):
             stream.add_outputs(0, token, report(token))

@@ -29,10 +29,10 @@ from router.pages import page_routes
 from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.embedder import Embedder
-from router.pipeline.generation import Runner
+from router.pipeline.generation import FrontDoor, Runner
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.message_slots import MessageSlots
-from router.pipeline.output import FrontDoor, RouterMetrics
+from router.pipeline.metrics import RouterMetrics
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.quotas import Quotas
 from router.pipeline.stream_limits import CallLimits, admit_within, watcher_limits

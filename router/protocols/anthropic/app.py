@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 from midstream.chunk import Chunk, FinishReason, Usage
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError, UnavailableError
 from protos import generation_pb2 as pb
+from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import HEADER, check_key, make_repeatable, request_id_of
-from router.pipeline.output import FrontDoor, Output
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import check_model, check_name
 from router.protocols.anthropic.errors import error_body, headers, http_status

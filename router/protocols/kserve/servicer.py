@@ -25,8 +25,8 @@ from midstream.client.result import Result
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
 from protos import kserve_pb2 as pb
 from protos import kserve_pb2_grpc
+from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import key_of, make_repeatable, request_id_of
-from router.pipeline.output import FrontDoor
 from router.pipeline.prompt import PromptBuilder
 from router.protocols.kserve.ensemble import INPUTS, OUTPUTS, check_outputs, native_request, num_rows
 from router.protocols.kserve.outputs import piece_outputs, whole_outputs

@@ -17,9 +17,9 @@ from starlette.types import Receive, Scope, Send
 from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
+from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import HEADER, check_key, check_no_id
 from router.pipeline.kept_requests import KeptRequests
-from router.pipeline.output import FrontDoor
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import check_model
 from router.protocols.body_reader import BodyReader

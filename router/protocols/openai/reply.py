@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from midstream.chunk import Chunk, PerfMetrics, Usage
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError
-from router.pipeline.output import FrontDoor, Output
+from router.pipeline.generation import FrontDoor, Output
 from router.protocols.fields import ignored_header
 from router.protocols.openai.echo import EchoedPrompt
 from router.protocols.openai.errors import error_body, headers, http_status

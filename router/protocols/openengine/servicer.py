@@ -20,8 +20,8 @@ from protos import generation_pb2 as pb
 from protos import loads_pb2, openengine_pb2_grpc, stats_pb2
 from protos import openengine_pb2 as oe
 from router.pipeline.cells import Cells
+from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import key_of, make_repeatable, request_id_of
-from router.pipeline.output import FrontDoor
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import MAX_LOG_PROBS, check_model
 from router.protocols.openengine.request import native_request

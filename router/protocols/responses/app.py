@@ -28,9 +28,9 @@ from midstream.errors import (
 )
 from protos import generation_pb2 as pb
 from protos import scheduler_pb2
+from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import HEADER, check_key, keep, request_id_of
 from router.pipeline.kept_requests import KeptRequests
-from router.pipeline.output import FrontDoor, Output
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import check_model
 from router.protocols.body_reader import BodyReader

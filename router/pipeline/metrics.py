@@ -1,0 +1,63 @@
+"""Metrics of a router's clients, and a periodic throughput line in the log while there is traffic."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from prometheus_client import Counter, Histogram
+
+from midstream.telemetry import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+class RouterMetrics:
+    """Metrics of this router's clients.
+
+    Attributes:
+        num_tokens: Tokens sent so far, for the throughput log.
+        num_ended: Requests ended so far, for the throughput log.
+    """
+
+    def __init__(self, metrics: Metrics, *, logs_requests: bool = False) -> None:
+        self.num_tokens = self.num_ended = 0
+        self._request_level = logging.INFO if logs_requests else logging.DEBUG
+        self.first_token: Histogram = metrics.histogram("time_to_first_token_seconds", "Arrival to first output.")
+        self.inter_token: Histogram = metrics.histogram(
+            "inter_token_latency_seconds", "Time per token after the first."
+        )
+        self.request: Histogram = metrics.histogram("e2e_request_latency_seconds", "Arrival to last output.")
+        self.success: Counter = metrics.counter("request_success", "Ended requests.", ("finished_reason",))
+        self.tokens: Counter = metrics.counter("relayed_tokens", "Tokens sent to clients.")
+
+    def log_end(self, reason: str, duration_s: float, first_s: float | None, num_tokens: int) -> None:
+        """Log an ended request; the log's context has its id."""
+        self.num_ended += 1
+        if logger.isEnabledFor(self._request_level):
+            extra = {
+                "finish_reason": reason,
+                "num_output_tokens": num_tokens,
+                "duration_s": round(duration_s, 4),
+                "first_token_s": None if first_s is None else round(first_s, 4),
+            }
+            logger.log(self._request_level, "a request ended: %s", reason, extra=extra)
+
+
+async def log_throughput(metrics: RouterMetrics, num_open: Callable[[], int], interval_s: float) -> None:
+    """Log tokens per second, open streams and requests that ended, every `interval_s`, until cancelled."""
+    before, num_tokens, num_ended = time.monotonic(), metrics.num_tokens, metrics.num_ended
+    while True:
+        await asyncio.sleep(interval_s)
+        now = time.monotonic()
+        rate, ended, streams = (
+            (metrics.num_tokens - num_tokens) / (now - before),
+            metrics.num_ended - num_ended,
+            num_open(),
+        )
+        if rate or ended or streams:
+            extra = {"tokens_per_s": round(rate, 1), "num_open_streams": streams, "num_ended_requests": ended}
+            logger.info("%.1f tokens/s, %d open streams, %d requests ended", rate, streams, ended, extra=extra)
+        before, num_tokens, num_ended = now, metrics.num_tokens, metrics.num_ended
