@@ -1,4 +1,4 @@
-"""Write adapters for the embedded model in PEFT's format without loading PEFT or a model, which takes seconds."""
+"""Write adapters for the embedded model in PEFT's format without loading PEFT or a model, which would take seconds."""
 
 from __future__ import annotations
 

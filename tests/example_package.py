@@ -1,4 +1,4 @@
-"""Installs an example package of the tests where nothing else is."""
+"""Install an example package for tests in a separate folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def install(package: Path, folder: Path) -> Path:
-    """Builds the package in `package` and installs it under `folder`; returns what belongs on the path."""
+    """Build the package in `package` and install it under `folder`; return the folder to add to the path."""
     source, site = folder / "source", folder / "site"
     source.mkdir()
     for file in package.glob("*.*"):

@@ -1,4 +1,4 @@
-"""Ratios compare the best rounds, and figures within each round, with the best peer."""
+"""Compare with the best peer, by each peer's best rounds and by the ratios within each round."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_sums_by_hand() -> None:
     assert weight_bytes(tiny, 2) == 2 * (2 * (12 * 16 * 64 + 3 * 96 * 64) + 300 * 64)
     assert kv_bytes(tiny, 10, 2) == 2 * 2 * 2 * 16 * 10 * 2
     matrices = 2 * (2 * (12 * 16 * 64 + 3 * 96 * 64)) * 3
-    # Three queries see 1 + 2 + 3 keys; a product and a weighing are two operations each, for each number of a head.
+    # Three queries attend to 1 + 2 + 3 keys; scores and weighted values each take two operations per number of a head.
     assert prefill_operations(tiny, 1, 3) == matrices + 2 * 4 * 4 * 16 * 6 + 2 * 300 * 64
 
 
@@ -82,7 +82,7 @@ def test_limits_and_what_misses_them(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder whose `sitecustomize` replaces the benchmark's parts by ones that pass, crash, hang or raise."""
+    """Return a folder whose `sitecustomize` replaces the benchmark's parts by ones that pass, crash, hang or raise."""
     (tmp_path / "sitecustomize.py").write_text(PARTS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     return tmp_path
@@ -170,7 +170,7 @@ def test_steps_of_a_tiny_model_run() -> None:
 
 
 def test_it_needs_neither_grpc_nor_zeromq() -> None:
-    # torch, Triton and transformers bring the rest that it imports.
+    # Installed with torch, Triton and transformers.
     program = """
 import sys
 

@@ -11,7 +11,7 @@ from benchmarks.league.systems import Server
 
 
 class System:
-    """Answers with four pieces; once it is hurt, plain requests break off and guided ones say something else."""
+    """A system that answers in four pieces; after a fault, plain requests fail and guided ones give other text."""
 
     def __init__(self) -> None:
         self.is_hurt = False

@@ -1,4 +1,4 @@
-"""Results of several sessions are merged; processor time includes all child processes."""
+"""Results of several sessions are merged; CPU time includes all child processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST = Measurement(0, "a", 0.5, Figures("mixed", 10.0, 2.0, (1.0, 2.0), (3.0, 4
 SECOND = Measurement(1, "a", 0.5, Figures("mixed", 11.0, 2.0))
 AGAIN = replace(FIRST, figures=Figures("mixed", 12.0, 2.0))
 
-# Uses 0.3 s in a child that has ended, in one that runs on and in a grandchild that left its parent, which all report.
+# Use 0.3 s in a child that has ended, in one that still runs, and in a grandchild whose parent has exited.
 PROGRAM = """
 import subprocess, sys
 from benchmarks.peers.processor_time import mark_processes, processor_seconds

@@ -1,4 +1,4 @@
-"""All peers get the same tokens, and their output is parsed as figures."""
+"""All peers get the same tokens, and figures are parsed from their output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from midstream.cli.bench import workloads
 
 @dataclass(frozen=True)
 class FakePeer:
-    """Its interpreter is a shell script that prints `output` and ends with `code`."""
+    """A peer whose interpreter is a shell script that prints `output` and exits with `code`."""
 
     script: Path
     name: str = "fake"
@@ -100,7 +100,7 @@ def test_another_line_is_refused(line: str) -> None:
 
 
 def answering(folder: Path, name: str, times: int = 100) -> FakePeer:
-    """A peer that notes each workload it gets in `order`, and ends after `times` of them."""
+    """Return a peer that records each workload it gets in `order`, and exits after `times` of them."""
     note = f"echo {name} >> {folder / 'order'}"
     (folder / name).mkdir()
     lines = f"for i in $(seq {times}); do read -r line || exit 0; {note}; echo '{LINE}'; done"

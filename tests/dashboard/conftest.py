@@ -24,7 +24,7 @@ _BEGINNING = "You know the rivers of Europe, their towns, their bridges and thei
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Two of each part, with a KV cache small enough to see it fill."""
+    """Start two of each part, with a KV cache small enough to fill visibly."""
     flags = ("--routers", "2", "--detokenizers", "2", "--workers", "2")
     settings = {"MIDSTREAM_MAX_KV_TOKENS": "4096", "MIDSTREAM_MAX_BATCH_SIZE": "4"}
     service = Service.start(tmp_path_factory.mktemp("service"), *flags, **settings)
@@ -34,7 +34,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def load(service: Service) -> Iterator[None]:
-    """Clients that send requests without a pause."""
+    """Run clients that send requests continuously."""
     running = threading.Thread(target=asyncio.run, args=(_ask(service.routers(), stop := threading.Event()),))
     running.start()
     yield
@@ -79,7 +79,7 @@ def running(module: str, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes],
 
 @pytest.fixture
 def hostile(service: Service) -> Iterator[subprocess.Popen[bytes]]:
-    """A detokenizer whose name is markup."""
+    """Start a detokenizer whose name is HTML markup."""
     (scheduler,) = service.processes("scheduler")
     with running("detokenizer", "--name", HOSTILE, "--schedulers", scheduler["addresses"]["grpc"]) as (process, _):
         yield process
@@ -87,7 +87,7 @@ def hostile(service: Service) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def locked(service: Service, tmp_path: Path) -> Iterator[str]:
-    """The address of a router that asks for a token."""
+    """Start a router that requires a token; return its address."""
     (scheduler,) = service.processes("scheduler")
     detokenizers = ",".join(item["addresses"]["grpc"] for item in service.processes("detokenizer"))
     (tmp_path / "tokens").write_text(f"{TOKEN} somebody\n")

@@ -1,6 +1,6 @@
-"""The dashboard in a real browser, before a real service under load. Run by `make e2e-dashboard`.
+"""The dashboard in a real browser, with a real service under load. Run by `make e2e-dashboard`.
 
-With PICTURES=FOLDER it leaves dashboard.png, dashboard-dark.png and top.svg there: the pictures of the docs.
+With PICTURES=FOLDER it writes the pictures of the docs to that folder: dashboard.png, dashboard-dark.png and top.svg.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def page(service: Service, browser: Browser) -> Browser:
 
 
 def changes(page: Browser, selector: str) -> bool:
-    """Whether an element says something else within some seconds."""
+    """Return whether an element's text changes within some seconds."""
     before, deadline = page.text(selector), time.monotonic() + 10
     while page.text(selector) == before:
         if time.monotonic() > deadline:
@@ -64,7 +64,7 @@ def test_numbers_are_there_and_move(page: Browser) -> None:
         assert changes(page, selector), selector
     assert page.run("return document.querySelectorAll('#groups canvas').length") == 2
     assert page.text("#states").split("\n")[1::2] == ["generating", "in context", "queued", "paused"]
-    # Eight rows for ten clients: some wait.
+    # Eight rows for ten clients, so that some wait.
     assert page.number("#tile-requests-more") > 0
     drawn = """const canvas = document.querySelector('#groups canvas'), {width, height} = canvas;
       return new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, width, height).data.buffer)).size"""
@@ -77,7 +77,7 @@ def test_pictures_can_be_taken(page: Browser, service: Service, tmp_path: Path) 
     page.click("[data-window='60']")
     page.wait_for("return Number(document.querySelector('#tile-tokens').innerText) > 0", limit_s=60)
     if "PICTURES" in os.environ:
-        time.sleep(60)  # charts of a whole minute
+        time.sleep(60)  # one minute of history
     for scheme, name in (("light", "dashboard.png"), ("dark", "dashboard-dark.png")):
         page.emulate(1280, page.run("return document.body.offsetHeight"), scheme)
         time.sleep(1)
@@ -107,7 +107,7 @@ def test_every_control_does_what_it_says(page: Browser) -> None:
 
     background = "return getComputedStyle(document.body).backgroundColor"
     light = page.run(background)
-    page.click("#theme")  # system, which is light here, to light
+    page.click("#theme")  # from "system", which is light here, to light
     assert page.run(background) == light
     page.click("#theme")
     assert page.run(background) != light
@@ -116,7 +116,7 @@ def test_every_control_does_what_it_says(page: Browser) -> None:
     assert page.text("#theme") == "Theme: system"
 
     page.run("document.querySelector('.chart svg').focus()")
-    page.write(".chart svg", "\ue012\ue012")  # the arrow to the left
+    page.write(".chart svg", "\ue012\ue012")  # left arrow key
     assert "s ago" in page.text(".chart figcaption")
     assert "seconds ago" in page.run("return document.querySelector('.chart svg').getAttribute('aria-label')")
     assert page.complaints() == []
@@ -183,7 +183,7 @@ def test_a_router_that_asks_for_a_token_gets_it_from_the_reader(browser: Browser
     browser.click("#door button")
     browser.wait_for(_LIVE)
     assert "via locked" in browser.text("#what")
-    # It is known for as long as the tab is open, and is no part of any address.
+    # The token is kept while the tab is open, and never appears in an address.
     browser.open(f"http://{locked}/dashboard")
     browser.wait_for(_LIVE)
     assert TOKEN not in browser.run("return location.href + document.documentElement.outerHTML")
@@ -196,5 +196,5 @@ async def _draw_top(routers: list[str]) -> str:
             board.take(status, is_first=True)
     console = Console(record=True, width=112, file=io.StringIO(), force_terminal=True)
     console.print(frame(board, console.width))
-    # Without Rich's font from a server: any fixed-width one will do.
+    # Use any fixed-width font instead of Rich's, which is loaded from a server.
     return re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="midstream top"), flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over the W3C's WebDriver protocol: JSON over HTTP, so that it needs no package."""
+"""A headless Chromium, driven over the W3C WebDriver protocol, which is JSON over HTTP and needs no package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-
 
 
 class Browser:
-    """One window."""
+    """One browser window."""
 
     def __init__(self, driver: str) -> None:
         self._driver = driver
@@ -33,30 +33,30 @@ class Browser:
         self._ask("POST", f"{self._session}/url", {"url": url})
 
     def run(self, script: str, *arguments: object) -> Any:
-        """The value that the body of a function returns."""
+        """Run a function body and return its value."""
         return self._ask("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
 
     def emulate(self, width: int, height: int, scheme: str = "light") -> None:
-        """Sets the page's size, and whether the reader prefers `light` or `dark`."""
+        """Set the page's size, and whether the user prefers `light` or `dark`."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._command("Emulation.setDeviceMetricsOverride", metrics)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._command("Emulation.setEmulatedMedia", {"features": features})
 
     def click(self, selector: str) -> None:
-        """Clicks as a person does: what is covered or not there cannot be clicked."""
+        """Click like a user; fail if the element is covered or missing."""
         self._ask("POST", f"{self._session}/element/{self._find(selector)}/click", {})
 
     def write(self, selector: str, text: str) -> None:
         self._ask("POST", f"{self._session}/element/{self._find(selector)}/value", {"text": text})
 
     def text(self, selector: str) -> str:
-        """As it is seen."""
+        """Return an element's visible text."""
         text: str = self.run("return document.querySelector(arguments[0]).innerText", selector)
         return text
 
     def number(self, selector: str) -> float:
-        """The first number in an element's text; -1 where there is none."""
+        """Return the first number in an element's text, or -1 if there is none."""
         found = re.search(r"\d[\d,]*(\.\d+)?", self.text(selector))
         return float(found.group().replace(",", "")) if found else -1.0
 
@@ -69,11 +69,11 @@ class Browser:
         return value
 
     def screenshot(self) -> bytes:
-        """PNG."""
+        """Return a screenshot as PNG."""
         return base64.b64decode(self._ask("GET", f"{self._session}/screenshot"))
 
     def complaints(self) -> list[str]:
-        """What the browser wrote to its console since it was asked last."""
+        """Return the browser's console messages since the last call."""
         entries = self._ask("POST", f"{self._session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
 
@@ -102,7 +102,7 @@ class Browser:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser; Debian's packages `chromium` and `chromium-driver` bring what it takes."""
+    """Start a browser; it needs Debian's packages `chromium` and `chromium-driver`."""
     driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     try:

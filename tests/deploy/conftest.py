@@ -7,7 +7,7 @@ import pytest
 from tests.deploy.rendering import OVERLAYS, ROOT, Rendered, render
 
 HAS_KUBECTL = shutil.which("kubectl") is not None
-# Kubernetes's own tool is not for everybody who tests; without it these files have nothing to look at.
+# kubectl may not be installed; the tests in these files need it.
 collect_ignore = [] if HAS_KUBECTL else ["test_manifests.py", "test_network_policies.py", "test_services.py"]
 HAS_HELM = shutil.which("helm") is not None or (ROOT / ".venv-manifests" / "bin" / "helm").exists()
 if not (HAS_KUBECTL and HAS_HELM):

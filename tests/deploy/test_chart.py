@@ -1,4 +1,4 @@
-"""The Helm chart deploys what kustomize deploys, and values change what they name."""
+"""The Helm chart deploys the same objects as kustomize, and values change what they name."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_its_files_are_what_kustomize_makes_now(tmp_path: Path) -> None:
 def test_without_other_values_it_is_the_overlay(overlay: str, flags: tuple[str, ...]) -> None:
     ours = chart("cpu", *flags)
     theirs = {(item["kind"], item["metadata"]["name"]): item for item in render(overlay).objects}
-    del theirs["Namespace", "midstream"]  # a release is installed into one that exists
-    if "keda" in overlay:  # KEDA owns the numbers
+    del theirs["Namespace", "midstream"]  # the namespace already exists
+    if "keda" in overlay:  # KEDA sets the numbers
         for (kind, name), item in theirs.items():
             if kind == "Deployment" and name.startswith("worker"):
                 item["spec"].pop("replicas", None)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.deploy.rendering import ROOT, Manifest, Rendered, container_of, labels_match, render
 
-# What the platform provides: see docs/operations.md.
+# Objects that the platform provides; see docs/operations.md.
 OUTSIDE = {("PersistentVolumeClaim", "models"), ("Secret", "journal")} | {
     ("Secret", name)
     for name in (
@@ -19,7 +19,7 @@ OUTSIDE = {("PersistentVolumeClaim", "models"), ("Secret", "journal")} | {
 
 
 def references(pod: Manifest) -> set[tuple[str, str]]:
-    """(kind, name) of what a pod needs; optional things are left out."""
+    """Return (kind, name) of every object that a pod requires, without optional ones."""
     spec = pod["spec"]
     found = {("ServiceAccount", spec["serviceAccountName"])}
     for volume in spec["volumes"]:
@@ -52,7 +52,7 @@ def test_pods_are_restricted(rendered: Rendered) -> None:
     for pod in rendered.pods().values():
         spec, container = pod["spec"], container_of(pod)
         assert spec["automountServiceAccountToken"] is False
-        # Else a Service named `x` becomes variables that a setting could be mistaken for.
+        # Otherwise a Service named `x` sets environment variables that could be mistaken for settings.
         assert spec["enableServiceLinks"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] == 65532
@@ -99,11 +99,11 @@ def test_rolling_updates_keep_what_must_stay(rendered: Rendered) -> None:
         strategy = rendered.get("Deployment", part)["spec"]["strategy"]
         assert strategy["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     scheduler = rendered.get("Deployment", "scheduler")["spec"]["strategy"]
-    # Two at once only where the journal fences the older.
+    # Two schedulers at once are allowed only if the journal fences the older one.
     if rendered.overlay != "ha":
         assert scheduler == {"type": "Recreate"}
     else:
-        # A pod that stands by is not ready before the one that serves has gone.
+        # A standby pod is not ready before the active one is gone.
         replicas = rendered.get("Deployment", "scheduler")["spec"]["replicas"]
         assert scheduler["rollingUpdate"] == {"maxSurge": replicas, "maxUnavailable": replicas}
 
@@ -116,7 +116,7 @@ def test_autoscalers_have_their_target_and_metric(overlay: str) -> None:
     for autoscaler in rendered.all("HorizontalPodAutoscaler"):
         spec = autoscaler["spec"]
         deployment = rendered.get("Deployment", spec["scaleTargetRef"]["name"])
-        # With a number of its own, each apply would undo the autoscaler's.
+        # With a fixed number of replicas, each apply would undo the autoscaler's.
         assert "replicas" not in deployment["spec"]
         (metric,) = spec["metrics"]
         assert f"as: {metric['pods']['metric']['name']}\n" in rules
@@ -134,7 +134,7 @@ def test_keda_takes_the_autoscalers_place() -> None:
 
 
 def check_behaviour(behaviour: Manifest) -> None:
-    """Up at once; down slowly, and one at a time."""
+    """Check that it scales up at once, and down slowly and one at a time."""
     assert behaviour["scaleUp"]["stabilizationWindowSeconds"] == 0
     assert behaviour["scaleDown"]["stabilizationWindowSeconds"] >= 300
     assert [policy["value"] for policy in behaviour["scaleDown"]["policies"]] == [1]
@@ -148,7 +148,7 @@ def test_a_worker_group_is_the_worker_on_several_nodes() -> None:
     for key in ("image", "ports", "startupProbe", "readinessProbe", "livenessProbe", "resources", "securityContext"):
         assert each[key] == one[key]
     variables = {item["name"]: item.get("value") for item in each["env"]}
-    # The names under which torch.distributed finds its group.
+    # The names under which torch.distributed finds its process group.
     assert variables["WORLD_SIZE"] == "$(LWS_GROUP_SIZE)"
     assert variables["RANK"] == "$(LWS_WORKER_INDEX)"
     assert variables["MASTER_ADDR"] == "$(LWS_LEADER_ADDRESS)"

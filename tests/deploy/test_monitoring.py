@@ -1,4 +1,4 @@
-"""Alerts, dashboard and autoscalers name metrics that the code has, and every alert is explained."""
+"""Alerts, dashboard and autoscalers use existing metrics, and every alert is documented."""
 
 from __future__ import annotations
 

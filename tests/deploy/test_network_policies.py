@@ -1,4 +1,4 @@
-"""Allowed connections, computed from the NetworkPolicies as a network plug-in does."""
+"""Allowed connections, computed from the NetworkPolicies like a network plug-in does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.deploy.rendering import Manifest, Rendered, labels_match, ports_of, r
 
 
 class Peer(NamedTuple):
-    """A pod, or what stands for one outside."""
+    """A pod, or a peer outside the cluster."""
 
     name: str
     labels: dict[str, str]

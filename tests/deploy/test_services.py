@@ -16,12 +16,12 @@ CONFIGS: dict[str, type[ServiceConfig]] = {
     "worker": WorkerConfig,
 }
 KNOWN = frozenset(name for config in CONFIGS.values() for name in config.__dataclass_fields__)
-# What Kubernetes fills in for a field, in place of the value.
+# Values that Kubernetes fills in from a field.
 FIELD_VALUES = {"metadata.name": "part-0", "requests.cpu": "1", "status.podIP": "10.0.0.7"}
 
 
 def environment(rendered: Rendered, part: str) -> dict[str, str]:
-    """The variables of a part's container, but for Secrets."""
+    """Return the environment variables of a part's container, without Secrets."""
     variables = rendered.config()
     for item in container_of(rendered.pods()[part])["env"]:
         source = item.get("valueFrom", {})
@@ -91,7 +91,7 @@ def test_parts_dial_services_that_exist(rendered: Rendered) -> None:
         name, _, port = address.rpartition(":")
         service = rendered.get("Service", name)
         assert {"name": port_name, "port": int(port)}.items() <= port_named(service, port_name).items()
-    # All addresses of a name in turn, and anew when they change.
+    # Use all addresses of a name in turn, and resolve it again when they change.
     assert router.schedulers.startswith("dns:///")
     assert router.detokenizers.startswith("dns:///")
     assert detokenizer.schedulers.startswith("dns:///")
@@ -126,15 +126,15 @@ def test_probes_ask_what_is_served(rendered: Rendered) -> None:
         for name in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = container[name]
             if part == "scheduler" and rendered.overlay in ("ha", "secure") and name != "readinessProbe":
-                # One that stands by does not serve, and is alive.
+                # A standby is alive but does not serve.
                 assert action_of(probe) == {"httpGet": {"path": "/live", "port": "http"}}
             elif part == "router" and name != "readinessProbe":
-                # One that reaches no scheduler, or no worker, is alive, and not ready.
+                # A router that reaches no scheduler, or no worker, is alive but not ready.
                 scheme = {"scheme": "HTTPS"} if rendered.overlay == "secure" else {}
                 assert action_of(probe) == {"httpGet": {"path": "/live", "port": "http", **scheme}}
             elif part == "router" and rendered.overlay == "secure":
                 assert action_of(probe) == {"httpGet": {"path": "/health", "port": "http", "scheme": "HTTPS"}}
-            elif part == "worker" or rendered.overlay == "secure":  # gRPC probes speak no TLS
+            elif part == "worker" or rendered.overlay == "secure":  # gRPC probes do not support TLS
                 assert action_of(probe) == {"httpGet": {"path": "/health", "port": "http"}}
             else:
                 assert action_of(probe) == {"grpc": {"port": ports_of(pod)["grpc"]}}
@@ -146,7 +146,7 @@ def test_grace_outlasts_the_longest_drain(rendered: Rendered) -> None:
     for part, pod in rendered.pods().items():
         pause = container_of(pod).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         assert pod["spec"]["terminationGracePeriodSeconds"] > pause + config_of(rendered, part).drain_timeout_s
-        # Clients and routers need time to stop dialling a pod that goes.
+        # Clients and routers need time to stop connecting to a terminating pod.
         assert (pause >= 5) == (part in ("router", "detokenizer"))
 
 
@@ -173,9 +173,9 @@ def test_every_link_is_secured() -> None:
         assert config.tls
         files = {config.tls_cert, config.tls_key, config.tls_ca}
         assert files == {f"/etc/midstream/tls/{name}" for name in ("tls.crt", "tls.key", "ca.crt")}
-        # Services take only those of the same authorities; a router's clients show tokens.
+        # Services accept only certificates of the same authority; a router's clients send tokens.
         assert config.tls_require_client_cert == (part != "router")
-        # Each inner port takes the parts whose certificates are named there, which those of certificates.yaml are.
+        # Each internal port accepts the parts whose certificate names it lists, which are those in certificates.yaml.
         names = {"scheduler": ["router", "detokenizer"], "detokenizer": ["router"], "router": []}[part]
         listed = [getattr(config, f"{name}_names") for name in names]
         assert listed == [f"spiffe://midstream/{name}" for name in names]

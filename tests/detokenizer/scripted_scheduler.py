@@ -23,7 +23,7 @@ END_ID = 2
 
 @dataclass
 class Scripted:
-    """One request: its tokens so far, and its end."""
+    """One request: its tokens so far, and its finish reason."""
 
     request: pb.GenerateRequest
     num_prompt_tokens: int = 3
@@ -33,12 +33,12 @@ class Scripted:
 
 
 def scripted_scheduler() -> ScriptedScheduler:
-    """One that knows nothing yet."""
+    """Return a scheduler without requests."""
     return ScriptedScheduler()
 
 
 class Feed:
-    """One detokenizer's stream: what it has attached, and how far each was fed."""
+    """One detokenizer's stream: attached requests, and the tokens sent of each."""
 
     def __init__(self) -> None:
         self.attached: dict[int, str] = {}
@@ -49,7 +49,7 @@ class Feed:
 
 
 class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
-    """Knows what is submitted or `add`ed; tokens come by `emit`, ends by `end`."""
+    """Requests come from Submit or `add`, tokens from `emit`, ends from `end`."""
 
     def __init__(self) -> None:
         super().__init__(Documents(SqliteDocuments(None), SteadyClock()), time.time_ns, 64 << 20)
@@ -70,7 +70,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self.server: Server | None = None
 
     async def start(self, port: int = 0) -> str:
-        """Serves; returns the address."""
+        """Start serving; return the address."""
         self.server = Server("midstream.v1.Scheduler", "127.0.0.1", port, Progress())
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, self.server.grpc)
         self._documents = Documents(SqliteDocuments(None), SteadyClock())
@@ -80,7 +80,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return f"127.0.0.1:{self.server.port}"
 
     async def stop(self) -> None:
-        """Dies."""
+        """Stop without notice."""
         assert self.server is not None
         await self.server.stop()
         if self._is_running:
@@ -88,11 +88,11 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             await self._documents.close()
 
     def add(self, request_id: str, **fields: Any) -> None:
-        """A request that is running."""
+        """Add a running request."""
         self.requests[request_id] = Scripted(pb.GenerateRequest(request_id=request_id, **fields))
 
     def emit(self, request_id: str, token_ids: Iterable[int], sequence_index: int = 0) -> None:
-        """Feeds tokens."""
+        """Send tokens."""
         self.requests[request_id].tokens.setdefault(sequence_index, []).extend(token_ids)
         self._wake()
 
@@ -105,7 +105,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         error: pb.ErrorInfo | None = None,
         **fields: Any,
     ) -> None:
-        """Ends sequences, and the request with the last of them."""
+        """End sequences, and the request with the last of them."""
         script = self.requests[request_id]
         for index in sequences:
             count = fields.pop("num_tokens", len(script.tokens.get(index, ())))
@@ -120,7 +120,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self._wake()
 
     async def until(self, condition: Any) -> None:
-        """Waits for what another part brings about."""
+        """Wait for a condition that another part fulfils."""
         async with asyncio.timeout(30):
             while not condition():
                 self.changed.clear()
@@ -242,7 +242,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         elif command.HasField("stop"):
             stop = command.stop
             request_id = feed.attached.get(stop.stream)
-            if request_id is not None:  # else it has ended meanwhile
+            if request_id is not None:  # otherwise it has ended meanwhile
                 self.stops.append((request_id, stop.sequence_index, stop.num_tokens, stop.stop_word))
         self.changed.set()
 

@@ -1,4 +1,4 @@
-"""Incremental decoding gives the same text as the tokenizer, however the tokens are divided."""
+"""Incremental decoding gives the same text as the tokenizer, however the tokens are split."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_text_survives_any_cutting(text: str, cuts: list[int], skip: bool) -> No
 def test_any_tokens_survive_any_cutting(ids: list[int], cuts: list[int], skip: bool) -> None:
     whole = TOKENIZER.decode(ids, skip_special_tokens=skip)
     assert "".join(in_chunks(FACTORY, ids, cuts, skip=skip)) == whole
-    # The text that is final after k tokens does not depend on how the tokens were divided.
+    # The text that is final after k tokens does not depend on how the tokens were split.
     one_by_one = in_chunks(FACTORY, ids, list(range(len(ids))), skip=skip)
     k = min([*cuts, len(ids)])
     decoder = FACTORY.open(skip_special_tokens=skip)
@@ -122,7 +122,7 @@ def test_cost_per_token_is_constant() -> None:
             times.append(time.thread_time() - start)
         return min(times[-4:]) / min(times[:4])
 
-    # With a cost that grows with the text so far, the last parts would cost 17/4 of the first and more.
+    # If the cost grew with the text so far, the last parts would cost at least 17/4 of the first.
     assert min(ratio() for _ in range(3)) < 2
 
 
@@ -143,7 +143,7 @@ DECODERS = {
 
 
 def other_tokenizer(folder: Path, decoder: dict[str, Any] | None) -> Tokenizer:
-    """A tokenizer whose decoder is none of those with code of ours."""
+    """Return a tokenizer with a decoder that our own code does not implement."""
     tokenizer = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(OTHER_WORDS)}, unk_token="the"))
     tokenizer.add_special_tokens(["<s>"])
     spec = json.loads(tokenizer.to_str())
@@ -167,7 +167,7 @@ def test_other_decoders_survive_any_cutting(other: Tokenizer, ids: list[int], cu
 def test_a_decoder_that_changes_earlier_text_gives_what_depends_on_tokens_alone(
     tmp_path_factory: pytest.TempPathFactory, ids: list[int], cuts: list[int]
 ) -> None:
-    """`do n't` becomes `don't` with its last token, when `do n` was given already."""
+    """`do n't` becomes `don't` with its last token, after `do n` has been sent."""
     decoder = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     factory = decoder_factory(other_tokenizer(tmp_path_factory.getbasetemp(), decoder))
     whole = "".join(in_chunks(factory, ids, cuts, skip=True))

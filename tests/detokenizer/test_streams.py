@@ -37,7 +37,7 @@ def feed(stream: OutputStream, upstream: Feed, num_tokens: int) -> None:
 
 
 def taken(stream: OutputStream) -> dict[int, tuple[list[int], list[float]]]:
-    """Tokens and log probabilities by sequence."""
+    """Return the taken tokens and log probabilities by sequence."""
     result = {}
     for chunk in stream.take():
         assert chunk.extras is not None
@@ -65,7 +65,7 @@ def test_a_stream_from_an_offset_has_the_log_probabilities_from_there_on() -> No
 
 
 class Letters:
-    """Decodes token 0 as a, 1 as b and so on."""
+    """Decode token 0 as a, 1 as b and so on."""
 
     def open(self, *, skip_special_tokens: bool) -> Letters:
         return self
@@ -78,7 +78,7 @@ class Letters:
 
 
 def test_outputs_of_tokens_behind_a_stop_word_are_dropped_whenever_they_come() -> None:
-    """Those of a token may come a batch before it, when its stop word is not known yet."""
+    """Outputs of a token may arrive one batch early, before its stop word is known."""
     opened = Opened(1, TextRules(stop_words=TextRules.words(["c"])), is_streaming=True, return_all=False)
     for num_early in range(5):
         upstream, stream = Feed(), OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20)
@@ -95,6 +95,6 @@ def test_outputs_of_tokens_behind_a_stop_word_are_dropped_whenever_they_come() -
 
 
 def report(token: int) -> Extras:
-    """The log probability and the logits of a token."""
+    """Return the log probability and the logits of a token."""
     logits = Tensor("generation_logits", "float32", (1, 1), bytes(4), 4 * token, is_last=False)
     return Extras(LogProbs((float(token),), 0, (), (), (1,)), tensors=(logits,))

@@ -1,8 +1,8 @@
-"""A model whose arithmetic can be done by hand, behind the worker protocol, that checks every step it is given.
+"""A fake model behind the worker protocol, with hand-calculable output, that validates every step.
 
-The next token is the last one plus one, modulo the vocabulary. Its "KV cache" keeps, for each slot, a number that
-stands for all tokens up to there; before a row is computed, everything behind it must be in its blocks. So wrong
-sharing, blocks released too early, and lost or repeated tokens are detected in the step that causes them.
+The next token is the last one plus one, modulo the vocabulary. Its "KV cache" stores, for each slot, a hash of all
+tokens up to it; when a row is computed, all preceding tokens must be in its blocks. Wrong sharing, blocks released too
+early, and lost or repeated tokens are therefore detected in the step that causes them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from protos import generation_pb2, worker_pb2
 
 _MASK = (1 << 61) - 1
-# What a failed row leaves in its blocks; who computes on it gives a wrong token, which nobody may see.
+# Stored in the blocks of a failed row; a row that uses them gives a wrong token, which must never be delivered.
 _NOT_COMPUTED = -1
 
 
@@ -22,14 +22,14 @@ class ProtocolError(AssertionError):
 
 
 def next_token(last: int, vocab_size: int) -> int:
-    """The model."""
+    """Return the next token."""
     return (last + 1) % vocab_size
 
 
 def candidates(last: int, count: int, end_ids: frozenset[int], vocab_size: int) -> list[tuple[int, float]]:
-    """The model for a beam: the next tokens after `last`, the first of them likeliest, less so the greater it is.
+    """Return the candidates of a beam: the tokens after `last` in order of probability.
 
-    After each seventh token an end is the second likeliest.
+    After each seventh token, an end token is the second most likely.
     """
     scale = (1 + last % 5) / 8
     tokens = [(last + 1 + place) % vocab_size for place in range(count)]
@@ -39,13 +39,13 @@ def candidates(last: int, count: int, end_ids: frozenset[int], vocab_size: int) 
 
 
 def num_accepted(position: int, limit: int) -> int:
-    """How many of `limit` drafts the model agrees with, for a row that knows `position` tokens."""
+    """Return how many of `limit` drafts the model accepts for a row with `position` tokens."""
     return position * 7 % (limit + 1)
 
 
 @dataclass
 class Row:
-    """A row's state at the worker."""
+    """A row's state in the worker."""
 
     request_id: str
     sequence_index: int
@@ -64,11 +64,11 @@ class FakeModel:
     """Rows, blocks and steps of one epoch.
 
     Attributes:
-        end_after: Output tokens after which an end id is given; 0 is never.
-        num_context_tokens: Computed in context chunks so far, over all rows.
-        fail_token: A row whose prompt holds it fails.
-        checks: Verify the KV cache at each step.
-        followers: Tokens that follow given tokens, instead of the next number.
+        end_after: Number of output tokens after which an end id follows; 0: never.
+        num_context_tokens: Tokens computed in context chunks so far, over all rows.
+        fail_token: A row whose prompt contains it fails.
+        checks: Whether to verify the KV cache in each step.
+        followers: Successors of given tokens, instead of the next number.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class FakeModel:
         self.slots = [[0] * tokens_per_block for _ in range(num_blocks)]
 
     def step(self, batch: worker_pb2.StepBatch) -> worker_pb2.StepResult:
-        """Runs a step.
+        """Run a step.
 
         Raises:
-            ProtocolError: The step contradicts what is known.
+            ProtocolError: The step contradicts the state of the worker.
         """
         if batch.step_id != self.num_steps + 1:
             raise ProtocolError(f"step {batch.step_id} after {self.num_steps}")
@@ -197,7 +197,7 @@ class FakeModel:
                     raise ProtocolError(f"row {number} generates with {row.num_computed} of {len(row.tokens)} computed")
 
     def _write(self, chunks: list[tuple[int, int, int]]) -> None:
-        """All keys and values of a step are written before anything is attended to."""
+        """Write all keys and values of a step before any attention."""
         size = self.tokens_per_block
         spans = [(self._row(number), start, start + length) for number, start, length in chunks]
         spans += [(self.rows[n], self.rows[n].num_computed, self.rows[n].num_computed + 1) for n in self.generating]
@@ -244,7 +244,7 @@ class FakeModel:
         result.errors.append(worker_pb2.RowError(row=number, error=error))
 
     def _accept(self, row: Row, number: int, limit: int, tokens: list[int], result: worker_pb2.StepResult) -> int:
-        """Drafts are verified: all are written to the cache, some are right."""
+        """Verify drafts: write all of them to the cache and accept some."""
         if len(row.table) * self.tokens_per_block < row.num_computed + limit:
             raise ProtocolError(f"row {number} has no room for {limit} drafts")
         accepted = num_accepted(len(row.tokens), limit)
@@ -262,7 +262,7 @@ class FakeModel:
         return accepted
 
     def _sample(self, row: Row, number: int, tokens: list[int], result: worker_pb2.StepResult) -> int:
-        """Adds what a row gives to `tokens`, and returns how much that is."""
+        """Append a row's sampled tokens to `tokens`; return their number."""
         if self._fails(row):
             self._fail(number, result)
             if row.beam_width > 1:

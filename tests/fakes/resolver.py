@@ -1,8 +1,8 @@
-"""Runs a service whose host names are resolved by a file, as a cluster's DNS would by its pods.
+"""Run a service whose host names are resolved from a file, emulating a cluster's DNS.
 
 python -m tests.fakes.resolver HOSTS router --schedulers dns:///scheduler:50052 ...
 
-A line of HOSTS is `NAME ADDRESS`; a name with several lines has several addresses. It is read at each question.
+A line of HOSTS is `NAME ADDRESS`; a name on several lines has several addresses. The file is read for each query.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def resolve_by(hosts: Path) -> None:
-    """Answers `socket.getaddrinfo` by the file, and by the machine where the file does not name the host."""
+    """Resolve names in `socket.getaddrinfo` from the file, and others as usual."""
     ask_machine = socket.getaddrinfo
 
     def getaddrinfo(host: Any, port: Any, *arguments: Any, **options: Any) -> Any:
@@ -27,7 +27,7 @@ def resolve_by(hosts: Path) -> None:
 
 
 def publish(hosts: Path, **names: list[str]) -> None:
-    """Gives names their addresses, all at once."""
+    """Set the addresses of names atomically."""
     new = hosts.with_suffix(".new")
     new.write_text("".join(f"{name} {address}\n" for name in names for address in names[name]), encoding="utf-8")
     new.replace(hosts)

@@ -1,4 +1,4 @@
-"""A worker without a model: real ZeroMQ and protobuf, hand-calculable tokens. In a thread, or as a process:
+"""A worker without a model: real ZeroMQ and protobuf, hand-calculable tokens. Runs in a thread or as a process:
 
 python -m tests.fakes.worker --scheduler tcp://127.0.0.1:50053 --model-fingerprint abc --step-ms 5
 """
@@ -23,19 +23,15 @@ PROTOCOL_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class FakeWorkerConfig:
-    """Behaviour of the fake worker, and how it fails.
+    """Behaviour and faults of the fake worker.
 
-    Attributes:
-        step_ms: Time of a step.
-        end_after: Output tokens after which a row gives an end id; 0 is never.
-        fail_token: A row whose prompt holds it fails.
-        die_token: A step that adds a row whose prompt holds it kills the worker.
-        hang_at_step: It stops computing at this step, and goes on with its heartbeats; 0 is never.
-        wrong_shape_at_step: That result has a token too many.
-        repeat_results: Each result is sent twice.
-        checks: The KV cache is verified at each step; slow.
-        circle: Token ids, comma-separated: each is followed by the next one, and the last by the first.
-        curve_secret_key: File with its key pair; empty: plain text. curve_server_key: File with the scheduler's key.
+    Attributes: step_ms: Duration of a step. end_after: Output tokens after which a row gives an end id; 0: never.
+    fail_token: A row whose prompt contains it fails. die_token: A step that adds a row whose prompt contains it kills
+    the worker. hang_at_step: It stops computing at this step but continues its heartbeats; 0: never.
+    wrong_shape_at_step: The result of this step has one token too many. repeat_results: Whether to send each result
+    twice. checks: Whether to verify the KV cache in each step, which is slow. circle: Comma-separated token ids: each
+    is followed by the next one, and the last by the first. curve_secret_key: File with its key pair; empty: plain text.
+    curve_server_key: File with the scheduler's key.
     """
 
     scheduler: str = "tcp://127.0.0.1:50053"
@@ -65,10 +61,8 @@ class FakeWorkerConfig:
 class FakeWorker:
     """One worker group.
 
-    Attributes:
-        epoch: Of the current registration; 0 while there is none.
-        rejected: Why the scheduler refused it.
-        error: What went wrong in its own thread.
+    Attributes: epoch: Of the current registration; 0 if there is none. rejected: Why the scheduler rejected it. error:
+    Exception of its own thread.
     """
 
     def __init__(self, config: FakeWorkerConfig) -> None:
@@ -103,12 +97,12 @@ class FakeWorker:
         return model
 
     def start(self) -> FakeWorker:
-        """Runs in a thread."""
+        """Run in a thread."""
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """Leave, like SIGTERM."""
+        """Stop like on SIGTERM."""
         self._stop.set()
         self._freeze.clear()
         self._thread.join(5)
@@ -131,11 +125,11 @@ class FakeWorker:
         self._freeze.clear()
 
     def is_alive(self) -> bool:
-        """Whether its thread runs."""
+        """Return whether its thread runs."""
         return self._thread.is_alive()
 
     def run(self) -> None:
-        """Runs in this thread, until stopped."""
+        """Run in this thread until stopped."""
         self._run()
 
     def _run(self) -> None:
@@ -245,7 +239,7 @@ class FakeWorker:
 
 
 def main() -> None:
-    """A process that runs until killed."""
+    """Run as a process until killed."""
     parser = argparse.ArgumentParser(description="A worker without a model.")
     for name, item in FakeWorkerConfig.__dataclass_fields__.items():
         if isinstance(item.default, bool):

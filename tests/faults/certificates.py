@@ -1,4 +1,4 @@
-"""Certificates for tests, made with the openssl program."""
+"""Certificates for tests, created with the openssl program."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ class Identity:
 
 
 class Authority:
-    """Signs certificates in a folder of its own.
+    """A certificate authority in its own folder.
 
-    Attributes:
-        ca: Path of its own certificate.
+    Attributes: ca: Path of its own certificate.
     """
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
@@ -32,7 +31,7 @@ class Authority:
         _openssl("req", "-x509", *_KEY, "-keyout", self._key, "-out", self.ca, "-subj", f"/CN={name}")
 
     def issue(self, name: str, *, hosts: str = "IP:127.0.0.1,DNS:localhost", part: str = "") -> Identity:
-        """A new certificate for `name`, and for a part's kind; one of this name made before is replaced."""
+        """Issue a certificate for `name` and a kind of part, replacing an earlier one of this name."""
         if part:
             hosts = f"URI:spiffe://midstream/{part},{hosts}"
         request, key, cert, extensions = (

@@ -25,7 +25,7 @@ async def client(shared: Processes) -> AsyncIterator[AsyncClient]:
 
 @pytest.fixture
 async def processes(shared: Processes, client: AsyncClient) -> Processes:
-    """The service, with all parts running and idle. Parts that a test kills are restarted before the next one."""
+    """Return the service with all parts running and idle, restarting parts that an earlier test killed."""
     shared.worker_flags = ()
     await shared.make_whole(client)
     return shared
@@ -33,6 +33,6 @@ async def processes(shared: Processes, client: AsyncClient) -> Processes:
 
 @pytest.fixture(scope="package")
 def pressed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pressed]:
-    """All parts as processes, with low limits."""
+    """Run all parts as processes, with low limits."""
     with running_pressed(tmp_path_factory.mktemp("pressed")) as pressed:
         yield pressed

@@ -1,5 +1,5 @@
-"""The service with all security on: TLS with client certificates, CURVE keys, callers authenticated by token or
-certificate; with a small real model.
+"""The service with all security features on a small real model: TLS with client certificates, CURVE keys, callers
+authenticated by token or certificate.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ROOT = "root-is-the-administrator"
 
 
 class Guarded(NamedProcesses):
-    """The running processes: scheduler, worker, detokenizer, a router that knows callers by token, one by certificate.
+    """The running processes: scheduler, worker, detokenizer, a router that authenticates by token, and one by
+    certificate.
 
-    Attributes:
-        authority: Who signed all certificates.
-        ports: By name of the part; `worker` is where workers dial, `http` the first router's.
+    Attributes: authority: Signer of all certificates. ports: By name of the part; `worker` is the scheduler's port for
+    workers, `http` the first router's.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,29 +71,29 @@ class Guarded(NamedProcesses):
         return ["router", *own, *schedulers, "--detokenizers", f"127.0.0.1:{ports['detokenizer']}", *http, *auth]
 
     def start(self, *names: str) -> None:
-        """Starts parts."""
+        """Start parts."""
         for name in names:
             self.launch(name, *self._command(name), "--model", self._model)
 
     def kill(self, name: str) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.end(name)
 
     def client(self, router: str = "token", *, tls: Tls | None = None, token: str = "") -> AsyncClient:
-        """A client of a router."""
+        """Return a client of a router."""
         return AsyncClient(f"127.0.0.1:{self.ports[router]}", tls=tls, token=token)
 
     def alice(self) -> AsyncClient:
-        """Who has a token."""
+        """Return a client with a token."""
         return self.client(tls=Tls(ca=self.authority.ca), token=ALICE)
 
     def carol(self) -> AsyncClient:
-        """Who has a certificate."""
+        """Return a client with a certificate."""
         carol = self.authority.issue("carol")
         return self.client("certificate", tls=Tls(carol.cert, carol.key, self.authority.ca))
 
     async def is_whole(self) -> bool:
-        """Whether both routers see a worker and a detokenizer; raises a MidstreamError where they do not answer."""
+        """Return whether both routers see a worker and a detokenizer; raise a MidstreamError if they do not answer."""
         async with self.alice() as alice, self.carol() as carol:
             infos = [await client.server_info() for client in (alice, carol)]
         return all(info.worker_groups and info.detokenizers for info in infos)
@@ -105,7 +105,7 @@ def _flags(identity: Identity) -> list[str]:
 
 @contextlib.contextmanager
 def running_guarded(folder: Path) -> Iterator[Guarded]:
-    """Starts everything, and kills it in the end."""
+    """Start all parts; kill them on exit."""
     guarded = Guarded(folder)
     try:
         guarded.start("scheduler", "worker", "detokenizer", "token", "certificate")

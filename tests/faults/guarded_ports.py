@@ -22,7 +22,7 @@ from router.authentication import AuthenticatedApp, Authenticator, current_calle
 from router.protocols.http_server import HttpPort
 from router.protocols.openai.app import refuse
 
-# Names of the real service, for its methods' roles.
+# Names of the real service, so that its methods' roles apply.
 SERVICE = "midstream.v1.Midstream"
 
 
@@ -30,7 +30,7 @@ SERVICE = "midstream.v1.Midstream"
 async def serving(
     tls: Tls | None, authenticator: Authenticator | None = None, admit: Admit | None = None
 ) -> AsyncIterator[str]:
-    """A server whose method `GetModelInfo` answers with the caller's name."""
+    """Run a server whose method `GetModelInfo` returns the caller's name."""
     if authenticator is not None:
         admit = authenticator.admit
     server = Server(SERVICE, "127.0.0.1", 0, Progress(), tls=tls, admit=admit)

@@ -26,17 +26,15 @@ _NUM_STREAMS = 8
 _MAX_TOKENS = 24
 _END_WITHIN_S = 60.0
 _KINDS = [field.name for field in worker_pb2.WorkerMessage.DESCRIPTOR.fields]
-# With the usual hold-off the worker would send few messages that matter.
+# With the usual hold-off the worker would send few relevant messages.
 _SHORT_PAUSE_NS = 1_000_000
 
 
 class HostileWorker:
-    """Obeys like a worker, and changes most of what it says.
+    """A worker that mutates most of the messages it sends.
 
-    Attributes:
-        num_mutated: Messages that it changed.
-        paths: The fields.
-        seen: Requests that it was given, whose output it may have spoiled.
+    Attributes: num_mutated: Number of mutated messages. paths: The mutated fields. seen: Requests that it ran, whose
+    output may be wrong.
     """
 
     def __init__(self, address: str, seed: int, cell: Cell) -> None:
@@ -59,7 +57,7 @@ class HostileWorker:
         return FakeModel(vocab_size=MODEL.vocab_size, tokens_per_block=16, num_blocks=256)
 
     def _numbers(self) -> list[int]:
-        """Epochs of all workers, and of none."""
+        """Return the epochs of all workers, and of none."""
         epochs = [group.epoch for group in self._cell.service.engine.core.groups]
         return [*epochs, self._epoch, self._epoch - 1]
 
@@ -75,7 +73,7 @@ class HostileWorker:
                     if socket.poll(2):
                         self._obey(socket, worker_pb2.SchedulerMessage.FromString(socket.recv()))
                     else:
-                        self._is_waiting = False  # no answer: it will try again
+                        self._is_waiting = False  # no answer: it will retry
                         self._say(socket, self._unasked(), 0.9)
             except BaseException as error:
                 self.error = error
@@ -99,11 +97,11 @@ class HostileWorker:
             try:
                 result = self._model.step(message.step_batch)
             except (ProtocolError, KeyError):
-                return  # it has lost the thread by its own doing
+                return  # it has lost its state through its own mutations
             self._say(socket, worker_pb2.WorkerMessage(step_result=result), 0.5)
 
     def _unasked(self) -> worker_pb2.WorkerMessage:
-        """A message of any kind, as it might be."""
+        """Return a random message of any kind."""
         message = worker_pb2.WorkerMessage()
         kind = self._dice.choice(_KINDS)
         part = getattr(message, kind)
@@ -117,7 +115,7 @@ class HostileWorker:
         return message
 
     def _say(self, socket: zmq.Socket[bytes], message: worker_pb2.WorkerMessage, share: float) -> None:
-        """Sends a message, changed in such a share of the cases; sometimes twice, late, damaged or never."""
+        """Send a message, mutated with this probability, and sometimes repeated, late, damaged or dropped."""
         dice = self._dice
         if dice.random() >= share:
             socket.send(message.SerializeToString())
@@ -148,11 +146,10 @@ class HostileWorker:
 
 @dataclass
 class Outcome:
-    """What came of it.
+    """The result of a run.
 
-    Attributes:
-        problems: What must not be.
-        num_own: Requests that the healthy worker had for itself, all of which ended rightly.
+    Attributes: problems: Violations found. num_own: Requests run only by the healthy worker, all of which completed
+    correctly.
     """
 
     num_mutated: int = 0
@@ -164,7 +161,7 @@ class Outcome:
 
 
 async def run(num_messages: int, seed: int) -> Outcome:
-    """Keeps requests going until so many messages were changed."""
+    """Send requests until this many messages have been mutated."""
     outcome = Outcome()
     with mock.patch.multiple(standing, FIRST_PAUSE_NS=_SHORT_PAUSE_NS, MAX_PAUSE_NS=_SHORT_PAUSE_NS):
         async with run_cell(worker_timeout_ms=5_000, heartbeat_interval_ms=50) as cell:
@@ -224,7 +221,7 @@ def _judge(cell: Cell, worker: HostileWorker, outcome: Outcome) -> None:
 
 
 def main() -> int:
-    """Runs by hand."""
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--messages", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
-"""Hosts whose links can be cut: network namespaces of this machine, or, where those may not be made, relays in between.
+"""Hosts whose links can be cut: network namespaces of this machine, or relays where namespaces are not allowed.
 
-python -m tests.faults.hosts ADDRESS PORT SOCKET passes connections on to a Unix socket: what is behind it lies on
-whichever host this runs on.
+python -m tests.faults.hosts ADDRESS PORT SOCKET forwards connections to a Unix socket, so that its server appears to be
+on the host where this runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NETWORK = "10.77.0"
 
 
 def namespace_command() -> list[str]:
-    """What to put before a command that makes namespaces; empty where this machine does not allow them."""
+    """Return the command prefix that creates namespaces; empty if this machine does not allow them."""
     unshare = ["unshare", "--net", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "-r", "--net", "--mount"]
     attempt = [*unshare, sys.executable, "-m", "tests.faults.hosts", "try"]
     try:
@@ -29,15 +29,15 @@ def namespace_command() -> list[str]:
 
 
 class Hosts(Protocol):
-    """Named hosts, all of which reach each other at first."""
+    """Named hosts that initially can all reach each other."""
 
     listen_address: str
 
     def command(self, host: str, *words: str) -> list[str]:
-        """The command that runs `words` on a host."""
+        """Return the command that runs `words` on a host."""
 
     async def dial(self, source: str, target: str, port: int) -> str:
-        """HOST:PORT at which `source` reaches a port of `target`; an empty source is whoever asks."""
+        """Return the HOST:PORT at which `source` reaches a port of `target`; an empty source is this process."""
 
     def cut(self, first: str, second: str) -> None:
         """Drop all traffic between two hosts without notifying them."""
@@ -47,7 +47,7 @@ class Hosts(Protocol):
 
 
 class Namespaces:
-    """Each host is a network namespace on a bridge. To be used in a network and a mount namespace of its own."""
+    """Hosts as network namespaces on a bridge; requires its own network and mount namespace."""
 
     listen_address = "0.0.0.0"
 
@@ -74,7 +74,8 @@ class Namespaces:
 
     def cut(self, first: str, second: str) -> None:
         for here, there in ((first, second), (second, first)):
-            # A card that nobody has: what is sent to it vanishes, which a route that refuses it would tell the sender.
+            # An address that no host has: packets to it are dropped silently, while an unreachable route would notify
+            # the sender.
             words = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
             _ip("-n", here, "neigh", "replace", self._addresses[there], *words)
 
@@ -84,7 +85,7 @@ class Namespaces:
 
 
 class Relays:
-    """All hosts are this machine; a relay, which can stop forwarding, connects each pair in each direction."""
+    """All hosts are this machine; a relay that can stop forwarding connects each pair in each direction."""
 
     listen_address = "127.0.0.1"
 
@@ -116,7 +117,7 @@ class Relays:
         self._gate(first, second).set()
 
     async def close(self) -> None:
-        """Takes no more connections, and waits for the end of those there are."""
+        """Stop accepting connections, and wait until the existing ones end."""
         for server in self._servers:
             server.close()
         await asyncio.gather(*self._relaying)
@@ -138,7 +139,7 @@ async def relay(
     opening: Awaitable[_Connection],
     gate: asyncio.Event,
 ) -> None:
-    """Passes bytes on both ways while the gate is open."""
+    """Forward bytes in both directions while the gate is open."""
     try:
         await gate.wait()
         there = await opening
@@ -159,7 +160,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate
 
 
 async def serve_unix_socket(address: str, port: int, path: str) -> None:
-    """Passes connections to a port on to a Unix socket, without end."""
+    """Forward connections on a port to a Unix socket, forever."""
     gate = asyncio.Event()
     gate.set()
 
@@ -181,7 +182,7 @@ def _run(*words: str) -> None:
 
 
 def main() -> None:
-    """Makes two hosts to see whether that can be done, or serves a Unix socket."""
+    """Create two hosts to check whether this is possible, or serve a Unix socket."""
     if sys.argv[1:] == ["try"]:
         hosts = Namespaces(["a", "b"])
         _run(*hosts.command("a", "true"))

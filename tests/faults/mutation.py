@@ -1,4 +1,4 @@
-"""Mutate protobuf messages by their descriptors: any field of any message, including later additions."""
+"""Mutate protobuf messages using their descriptors: any field of any message, including future ones."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ _TEXTS = ("", "x", "x" * 1000, "\n", "\u0000", "%s{}", "😀" * 300)
 
 @dataclass(frozen=True)
 class Mutator:
-    """Draws mutations.
+    """Random mutations.
 
-    Attributes:
-        numbers, texts: Values that mean something to the receiver, such as another's epoch or name.
+    Attributes: numbers, texts: Values that are meaningful to the receiver, such as another worker's epoch or name.
     """
 
     dice: random.Random
@@ -39,7 +38,7 @@ class Mutator:
     texts: Callable[[], Sequence[str]]
 
     def mutate(self, message: Message) -> str:
-        """Changes one field, set or not, of a message or one of those in it; its path."""
+        """Change one field, set or not, of a message or a nested one; return its path."""
         places = list(_fields(message, ""))
         path, owner, field = self.dice.choice(places)
         if field.is_repeated:

@@ -1,6 +1,6 @@
 """Scenarios with three hosts and a cut link between two of them: python -m tests.faults.network_scenarios NAME ...
 
-A program of its own, since it may have to run in a network namespace; test_network.py starts it.
+A separate program, since it may have to run in a network namespace; started by test_network.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QUICK = ("--worker-timeout-ms", "1000", "--heartbeat-interval-ms", "100")
 
 
 class Machine:
-    """Processes on hosts."""
+    """Processes on named hosts."""
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self.hosts = hosts
@@ -72,7 +72,7 @@ class Machine:
 
 
 async def cut_worker(machine: Machine) -> None:
-    """The link between the scheduler and one of two workers is cut in the middle of streams, and healed after them."""
+    """Cut the link between the scheduler and one of two workers during streams, and restore it afterwards."""
     hosts, listen = machine.hosts, ("--host", machine.hosts.listen_address)
     port, worker_port, http_port, detokenizer_port, router_port, router_http = free_ports(6)
     schedulers = ("--schedulers", f"127.0.0.1:{port}")
@@ -105,7 +105,7 @@ async def cut_worker(machine: Machine) -> None:
 
 
 async def read(stub: Stub, first: int, flowing: asyncio.Event) -> list[int]:
-    """A stream without gap or repeat."""
+    """Read a stream and check that it has no gap and no repeat."""
     received: list[int] = []
     async for response in stub.Generate(tokens([first], max_tokens=NUM_TOKENS), timeout=LIMIT_S):
         assert response.token_offset == len(received)
@@ -116,7 +116,7 @@ async def read(stub: Stub, first: int, flowing: asyncio.Event) -> list[int]:
 
 
 async def cut_database(machine: Machine, socket: str) -> None:
-    """A scheduler is cut off from its journal in the middle of a request, and lives on; a standby takes over."""
+    """Cut a scheduler off from its journal during a request while it keeps running; a standby takes over."""
     hosts = machine.hosts
     (port,) = free_ports(1)
     machine.start("database", "database", "tests.faults.hosts", hosts.listen_address, port, socket)
@@ -139,7 +139,8 @@ async def cut_database(machine: Machine, socket: str) -> None:
             await second.attach(1, "a")
             await second.read_until(1)
         assert second.tokens[1] == list(range(1001, 1001 + NUM_TOKENS))
-        # What the old one could not write it has not shown; now it is told, or has given up by itself.
+        # The old scheduler has not delivered what it could not write; now it is deposed, or has already exited by
+        # itself.
         hosts.heal("old", "database")
         assert await asyncio.to_thread(old.wait, LIMIT_S) == 1
         with contextlib.suppress(grpc.aio.AioRpcError):
@@ -153,7 +154,7 @@ async def cut_database(machine: Machine, socket: str) -> None:
 async def start_scheduler(
     machine: Machine, host: str, database_port: int, *flags: str
 ) -> tuple[subprocess.Popen[bytes], str]:
-    """A scheduler with a worker on its host: its process and gRPC address."""
+    """Start a scheduler with a worker on its host; return its process and gRPC address."""
     port, worker_port = free_ports(2)
     journal = ("--journal", "postgres", "--journal-url", await conninfo(machine.hosts, host, database_port))
     ports = ("--host", machine.hosts.listen_address, "--port", port, "--worker-port", worker_port)
@@ -164,7 +165,7 @@ async def start_scheduler(
 
 @contextlib.asynccontextmanager
 async def scheduler_at(address: str) -> AsyncIterator[SchedulerAsyncStub]:
-    """A scheduler, once it serves."""
+    """Return a scheduler's stub once it serves."""
     async with open_channel(address) as channel:
         stub = cast("SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
         await stub.GetLoads(loads_pb2.GetLoadsRequest(), wait_for_ready=True, timeout=LIMIT_S)
@@ -172,13 +173,13 @@ async def scheduler_at(address: str) -> AsyncIterator[SchedulerAsyncStub]:
 
 
 async def conninfo(hosts: Hosts, source: str, port: int) -> str:
-    """Where a host finds the database."""
+    """Return the database address as seen from a host."""
     address, _, number = (await hosts.dial(source, "database", port)).rpartition(":")
     return f"host={address} port={number} user=postgres dbname=postgres"
 
 
 async def database_answers(where: str) -> None:
-    """Returns once it does."""
+    """Wait until the database answers."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             with contextlib.suppress(psycopg.OperationalError):
@@ -188,7 +189,7 @@ async def database_answers(where: str) -> None:
 
 
 async def metric(url: str, name: str) -> float:
-    """A number that a process shows."""
+    """Return a metric of a process."""
     text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=20).read().decode())
     found = re.search(rf"^midstream:{name} (\S+)$", text, re.MULTILINE)
     assert found, name
@@ -196,7 +197,7 @@ async def metric(url: str, name: str) -> float:
 
 
 async def until(url: str, name: str, holds: Callable[[float], bool]) -> None:
-    """Waits for a number."""
+    """Wait until a metric has a value."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             with contextlib.suppress(OSError):
@@ -224,7 +225,7 @@ async def _run(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs a scenario; fails where something is not as it should be."""
+    """Run a scenario; fail if anything is wrong."""
     parser = argparse.ArgumentParser()
     parser.add_argument("scenario", choices=("cut-worker", "cut-database"))
     parser.add_argument("--namespaces", action="store_true", help="In namespaces; else with relays.")

@@ -29,8 +29,7 @@ LIMITS = {"MAX_PENDING_BYTES": 16384, "MAX_MESSAGE_BYTES": 4 << 20}
 class Pressed:
     """The parts.
 
-    Attributes:
-        parts: Their processes.
+    Attributes: parts: Their processes.
     """
 
     def __init__(self, folder: Path, http_port: int) -> None:
@@ -47,7 +46,7 @@ class Pressed:
         return float(found[1])
 
     def resident_bytes(self, name: str) -> int:
-        """Return the memory of a part."""
+        """Return a part's resident memory."""
         status = Path(f"/proc/{self.parts.processes[name].pid}/status").read_text(encoding="ascii")
         found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
         assert found
@@ -56,7 +55,7 @@ class Pressed:
 
 @contextlib.contextmanager
 def running_pressed(folder: Path) -> Iterator[Pressed]:
-    """Starts the parts, and kills them in the end."""
+    """Start the parts; kill them on exit."""
     (http_port,) = free_ports(1)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in LIMITS.items():
@@ -80,7 +79,7 @@ class Reading:
 
 
 async def read(stub: Stub, first: int, num_tokens: int) -> Reading:
-    """A stream of the worker without a model, whose tokens count on from `first`, checked to be whole and in order."""
+    """Read a stream of the fake worker, whose tokens count up from `first`; check that it is complete and in order."""
     reading = Reading()
     async for response in stub.Generate(request(first, num_tokens), timeout=120):
         assert response.token_offset == len(reading.token_ids)

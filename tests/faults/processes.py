@@ -1,4 +1,4 @@
-"""Two of each part as processes on this machine, with fake workers; each can be killed, stopped and started."""
+"""Run two of each part as processes on this machine, with fake workers; each can be killed, stopped and started."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ ALL = ("scheduler", "worker-0", "worker-1", "detokenizer-0", "detokenizer-1", "r
 class Processes(NamedProcesses):
     """The running service.
 
-    Attributes:
-        worker_flags: Of workers that are started from now on.
-        worker_port: Where they dial; another one may stand between.
-        urls: Of the routers' HTTP ports.
+    Attributes: worker_flags: Flags of workers started from now on. worker_port: Port to which workers connect; may be a
+    proxy. urls: Of the routers' HTTP ports.
     """
 
     def __init__(self, folder: Path, *scheduler_flags: str, step_ms: float = 10) -> None:
@@ -62,16 +60,16 @@ class Processes(NamedProcesses):
         return ["tests.fakes.worker", *address, *model, "--step-ms", str(self._step_ms), *self.worker_flags]
 
     def start(self, *names: str) -> None:
-        """Starts processes."""
+        """Start processes."""
         for name in names:
             self.launch(name, *self._command(name))
 
     async def kill(self, name: str) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         await asyncio.to_thread(self.end, name)
 
     async def wait(self, name: str) -> int:
-        """The exit status, once it has ended."""
+        """Wait until a process exits; return its status."""
         return await asyncio.to_thread(self.processes[name].wait, WAIT_S)
 
     async def make_whole(self, client: AsyncClient) -> None:
@@ -88,12 +86,12 @@ class Processes(NamedProcesses):
         return {"worker-0", "worker-1"} <= groups and {"detokenizer-0", "detokenizer-1"} <= names and is_idle
 
     async def stand(self) -> None:
-        """Returns when each router has all parts behind it."""
+        """Wait until each router sees all parts."""
         for address in self.routers:
             await until(functools.partial(_has_all_parts, address))
 
     async def stats(self) -> stats_pb2.IterationStats:
-        """The scheduler's, by way of a router."""
+        """Return the scheduler's statistics through a router."""
         for address in self.routers:
             async with open_channel(address) as channel:
                 with contextlib.suppress(Exception):
@@ -108,7 +106,7 @@ async def _has_all_parts(address: str) -> bool:
 
 
 async def until(holds: Callable[[], object], limit_s: float = WAIT_S) -> None:
-    """Return when `holds()` is true; an error of the service counts as false."""
+    """Wait until `holds()` is true; an error of the service counts as false."""
     deadline = time.monotonic() + limit_s
     while True:
         with contextlib.suppress(MidstreamError):
@@ -121,7 +119,7 @@ async def until(holds: Callable[[], object], limit_s: float = WAIT_S) -> None:
 
 @contextlib.contextmanager
 def running_processes(folder: Path, *scheduler_flags: str, step_ms: float = 10) -> Iterator[Processes]:
-    """Starts everything, and kills what is left in the end."""
+    """Start all parts; kill any left on exit."""
     processes = Processes(folder, *scheduler_flags, step_ms=step_ms)
     try:
         processes.start(*ALL)
@@ -131,7 +129,7 @@ def running_processes(folder: Path, *scheduler_flags: str, step_ms: float = 10) 
 
 
 class Streams:
-    """Several requests that run at once; the model counts on from the last token of the prompt."""
+    """Several concurrent requests; the model counts up from the last token of the prompt."""
 
     def __init__(self, client: AsyncClient, firsts: list[int], num_tokens: int, **options: float) -> None:
         self.firsts, self.num_tokens = firsts, num_tokens
@@ -149,7 +147,7 @@ class Streams:
             self._results[number].add(chunk)
 
     async def reach(self, num_tokens: int) -> None:
-        """Returns when each has this many tokens, or has ended."""
+        """Wait until each has this many tokens or has ended."""
         await until(
             lambda: all(
                 task.done() or len(result.token_ids) >= num_tokens
@@ -158,7 +156,7 @@ class Streams:
         )
 
     async def check(self) -> list[Result]:
-        """Waits for the ends: every token came once, and in order."""
+        """Wait until all end; check that every token arrived once and in order."""
         async with asyncio.timeout(2 * WAIT_S):
             await asyncio.gather(*self._tasks)
         for first, result in zip(self.firsts, self._results, strict=True):

@@ -1,7 +1,7 @@
-"""Two ranks of a worker on two hosts, whose link is cut: python -m tests.faults.rank_hosts FOLDER [--namespaces].
+"""Two ranks of a worker on two hosts whose link is cut: python -m tests.faults.rank_hosts FOLDER [--namespaces].
 
-A program of its own, since it has to run in a network namespace where these may be made. Where not, both ranks are on
-this host, and one is killed.
+A separate program, since it has to run in a network namespace where these are allowed. Otherwise both ranks are on this
+host, and one is killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOST = 4
 
 
 def main() -> None:
-    """Runs a prompt and prints its tokens; fails where something is not as it should be."""
+    """Run a prompt and print its tokens; fail if anything is wrong."""
     folder, hosts = Path(sys.argv[1]), Namespaces(["one", "two"]) if "--namespaces" in sys.argv else None
     first, outer = ("10.77.0.1", "10.77.0.254") if hosts else ("127.0.0.1", "127.0.0.1")
     scheduler, port = ScriptedScheduler(host=outer), free_port()

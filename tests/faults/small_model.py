@@ -13,7 +13,7 @@ from midstream.model.folder import ModelFolder, open_model_folder
 from midstream.model.tokenizer import Tokenizer
 from tests.gpu_worker.tiny_models import SHAPE
 
-# Every token that one of these takes can follow any other; most characters here take two or three tokens.
+# Any token can follow any other; most characters here take two or three tokens.
 _TEXT = "so the stream goes on and on, never lost. 😀 🎉 🫠 🚀 日本語 漢字 東京 你好 naïve Grüße"
 
 
@@ -34,7 +34,7 @@ def make_small_model(folder: Path, family: str = "Llama", **settings: Any) -> Mo
     spoken = sorted(set(Tokenizer(embedded.path).encode(_TEXT)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Larger than at the start of training, so that what it says depends on all that went before.
+            # Larger than usual initial weights, so that output depends on the whole context.
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
             if "norm" in name:
                 parameter.add_(1)

@@ -1,4 +1,4 @@
-"""Who is let in by token, over gRPC and HTTP: real servers and sockets in this process."""
+"""Authentication by token over gRPC and HTTP: real servers and sockets in this process."""
 
 from __future__ import annotations
 

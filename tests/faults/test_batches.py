@@ -1,7 +1,6 @@
-"""A batch while every kind of part is killed, routers that run it and the scheduler included.
+"""A batch while every kind of part is killed, including the routers that run it and the scheduler.
 
-BATCH_LINES=1000 BATCH_KILLS=30 BATCH_TOKENS=400 makes it that long; the limit on a test's time must then be raised
-(--timeout 1800).
+For a longer run set BATCH_LINES=1000 BATCH_KILLS=30 BATCH_TOKENS=400 and raise the time limit (--timeout 1800).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def line(number: int, user: str) -> str:
 
 
 class Api:
-    """OpenAI's client at whichever router answers."""
+    """OpenAI's client, connected to any router that answers."""
 
     def __init__(self, processes: Processes) -> None:
         self._clients = [
@@ -89,7 +88,7 @@ class Api:
 
 
 def same(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without what differs from batch to batch: ids, the time, and what was in the cache."""
+    """Return a row without fields that differ between batches: ids, times, cached tokens."""
     response = row["response"]
     body = {name: value for name, value in response["body"].items() if name not in ("id", "created")}
     if "usage" in body:
@@ -142,7 +141,7 @@ async def test_a_batch_has_the_same_output_whatever_dies(processes: Processes, c
 
 
 def is_billed(processes: Processes, client_id: str, expected: list[int]) -> bool:
-    """Whether the ledger has this number of a client's requests, of prompt tokens and of completion tokens."""
+    """Return whether the ledger has these numbers of a client's requests, prompt tokens and completion tokens."""
     path = processes.journal_path.with_name(processes.journal_path.name + ".documents")
     with contextlib.closing(sqlite3.connect(path)) as documents:
         pages = documents.execute("SELECT data FROM midstream_documents WHERE kind = 'ledger'").fetchall()

@@ -1,4 +1,4 @@
-"""The wall clock of each part jumps under load: only time stamps notice. Real processes, a worker without a model."""
+"""The wall clock of each part jumps under load: only time stamps change. Real processes, a worker without a model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ JUMPS_S = (3, -3, 30, -30, 3600, -3600)
 BETWEEN_S = 0.25
 NUM_TOKENS = 60
 DEADLINE_S = 1.5
-# How late the end of a stream may be seen on a busy machine; a jump would show as 3 s or more.
+# How late the end of a stream may be detected on a busy machine; a jump would show as 3 s or more.
 TOLERANCE_S = 0.5
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
 
 
 class ShiftedParts(Parts):
-    """Parts whose wall clocks are shifted one by one."""
+    """Parts whose wall clocks are shifted one at a time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -54,7 +54,7 @@ class ShiftedParts(Parts):
         return self.processes[name]
 
     def shift(self, name: str, seconds: int) -> None:
-        """Sets the clock of a part."""
+        """Set the clock of a part."""
         with os.fdopen(os.open(self._shift_file(name), os.O_RDWR | os.O_CREAT), "r+b") as file:
             file.write(struct.pack("=q", seconds * 1_000_000_000))
 
@@ -63,7 +63,7 @@ class ShiftedParts(Parts):
 
 
 async def one_after_the_other(stub: Stub, first: int, stop: asyncio.Event) -> int:
-    """Requests without a pause; each gives its tokens. How many there were."""
+    """Send requests one after another and check their tokens; return how many there were."""
     for count in itertools.count():
         if stop.is_set():
             return count
@@ -75,7 +75,7 @@ async def one_after_the_other(stub: Stub, first: int, stop: asyncio.Event) -> in
 
 
 async def deadlines(stub: Stub, stop: asyncio.Event) -> AsyncIterator[float]:
-    """Requests that come to their deadline in the middle; by how much each was off, in seconds."""
+    """Run requests that time out halfway; return by how many seconds each deadline was off."""
     while not stop.is_set():
         began = time.monotonic()
         request = tokens([5000], max_tokens=3000, timeout_ms=int(DEADLINE_S * 1000))

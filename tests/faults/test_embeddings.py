@@ -1,4 +1,4 @@
-"""Embeddings through all parts, against transformers, while parts die."""
+"""Embeddings through all parts, compared with transformers, while parts die."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.faults.rig import KINDS, Rig
 from tests.faults.small_model import make_small_model
 
 TEXTS = ["so the stream goes on", "never lost", "日本語 😀", "so the stream goes on and on, " * 12]
-# CPU workers compute linear layers with activations of 16 bits.
+# CPU workers compute linear layers with 16-bit activations.
 ATOL = 1e-4
 IDS = [list(range(400, 437)), [5], list(range(300, 480))]
 
@@ -52,7 +52,7 @@ async def rig(folder: ModelFolder, tmp_path: Path) -> AsyncIterator[Rig]:
 
 
 def states(model: Any, folder: ModelFolder, inputs: list[Any]) -> np.ndarray[Any, Any]:
-    """The last hidden state, normed, at the last token of each input, by transformers."""
+    """Return transformers' last hidden state, after the final norm, at the last token of each input."""
     tokenizer = Tokenizer(folder.path)
     found = []
     for item in inputs:
@@ -79,7 +79,7 @@ async def check_openais_client(rig: Rig, model: Any, folder: ModelFolder) -> Non
     async with openai.AsyncOpenAI(base_url=rig.next_url() + "/v1", api_key="-", max_retries=0) as client:
         encodings: tuple[Any, ...] = ("float", "base64")
         for encoding in encodings:
-            # Given explicitly, the client hands on what the service sends.
+            # With an explicit format, the client returns the service's data unchanged.
             answer = await client.embeddings.create(input=TEXTS, model="", encoding_format=encoding)
             shown: list[Any] = [item.embedding for item in answer.data]
             if encoding == "base64":
@@ -127,7 +127,7 @@ async def check_scores_and_ranks(rig: Rig, model: Any, folder: ModelFolder) -> N
 
 
 async def check_key(rig: Rig) -> None:
-    """A call with a key attaches to the first one with it."""
+    """Check that a call with a key attaches to the first one with that key."""
     async with httpx.AsyncClient(timeout=30, headers={"idempotency-key": "k"}) as http:
         first = await http.post(rig.next_url() + "/v1/embeddings", json={"input": TEXTS})
         again = await http.post(rig.next_url() + "/v1/embeddings", json={"input": TEXTS})

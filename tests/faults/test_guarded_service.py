@@ -1,4 +1,4 @@
-"""All security on, with real processes: who may call which port, and recovery from faults."""
+"""All security features on real processes: who may call which port, and recovery from faults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.faults.processes import until
 from tests.router.test_grammar_check import BAD
 
 NUM_TOKENS = 400
-# Five processes that begin at once, one of which imports torch.
+# Five processes start at once, and one of them imports torch.
 START_S = 120
 SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.9, seed=4)
 
@@ -80,7 +80,7 @@ async def test_nobody_else_gets_through_any_door(guarded: Guarded, tmp_path_fact
         async with guarded.client(router, tls=trusted) as client:
             with pytest.raises(UnavailableError):
                 await client.server_info()
-    # The parts behind the routers take nothing but certificates of the authority.
+    # The parts behind the routers accept only certificates of the authority.
     for part in ("scheduler", "detokenizer"):
         for tls in (None, Tls(ca=ca), strange):
             async with open_channel(f"127.0.0.1:{guarded.ports[part]}", tls=tls) as channel:
@@ -104,7 +104,7 @@ async def test_a_clients_certificate_opens_no_inner_port(guarded: Guarded) -> No
     named = Tls(detokenizer.cert, detokenizer.key, guarded.authority.ca)
     for port, tls, calls in (
         ("scheduler", spy, ("Abort", "TokenFeed", "OpenTokenFeed")),
-        ("scheduler", named, ("Abort",)),  # a detokenizer reads the feed, and does nothing else there
+        ("scheduler", named, ("Abort",)),  # a detokenizer may only read the feed there
         ("detokenizer", spy, ("Stream", "OpenStream")),
         ("detokenizer", named, ("Stream", "OpenStream")),
     ):
@@ -199,7 +199,7 @@ async def test_parts_that_die_come_back_behind_their_locks(guarded: Guarded) -> 
         result = Result(stream.request_id)
         for name in ("scheduler", "worker", "detokenizer"):
             chunk = await anext(stream, None)
-            if chunk is None:  # it was faster than the kills
+            if chunk is None:  # it finished before the kills
                 break
             result.add(chunk)
             await asyncio.to_thread(guarded.kill, name)

@@ -27,7 +27,7 @@ from router.protocols.http_server import HttpPort
 from tests.faults.pressed import Pressed, read
 from tests.router.test_request_checks import BAD
 
-# Fault 23 by its own words, and inputs; fields and their ends are in tests/router/test_request_checks.py.
+# Further inputs of the same kind; fields and their limits are tested in tests/router/test_request_checks.py.
 OVER_ALL_BOUNDS: list[tuple[str, pb.GenerateRequest]] = [
     ("prompt", pb.GenerateRequest(prompt="word " * 600_000)),
     ("token_ids", pb.GenerateRequest(token_ids=pb.TokenIds(values=[5] * 9000))),
@@ -108,7 +108,7 @@ async def test_what_is_not_body_is_limited_over_http(sent: bytes, answer: bytes)
     port.start()
     received = await asyncio.to_thread(_exchange, port.port, sent)
     await port.stop(0)
-    # A connection that is cut while more comes is reset, and the answer may be lost with it.
+    # A connection closed while more data arrives is reset, and the response may be lost with it.
     assert received.split()[1:2] == [answer] or (answer == b"431" and not received)
     assert num_calls == (1 if answer == b"200" or b"chunked" in sent else 0)
 
@@ -123,7 +123,7 @@ def _exchange(port: int, data: bytes) -> bytes:
 
 
 def greeting() -> bytes:
-    """The beginning of ZeroMQ's protocol, version 3.1, without encryption."""
+    """Return the beginning of ZeroMQ's protocol, version 3.1, without encryption."""
     return b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
 
@@ -133,7 +133,7 @@ def ready() -> bytes:
 
 
 def fuzzed(generator: random.Random, message: Message, depth: int = 0) -> None:
-    """Fills a message with values that no worker would send."""
+    """Fill a message with values that no worker would send."""
     for item in message.DESCRIPTOR.fields:
         if generator.random() < 0.4 or depth > 3:
             continue
@@ -170,7 +170,7 @@ def _value(generator: random.Random, item: Any) -> object:
 
 
 class Bomb:
-    """What a pickle would run where it were loaded."""
+    """A pickle that would run code if it were loaded."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
         return pytest.fail, ("it was loaded",)
@@ -198,7 +198,7 @@ async def test_garbage_on_the_worker_port_is_dropped_and_counted(pressed: Presse
             for parts in frames:
                 dealer.send_multipart(parts)
             await _until(pressed, "num_malformed_messages_total", before + len(frames))
-            # Messages that parse, and say nothing that can be.
+            # Messages that parse but have impossible contents.
             for _ in range(300):
                 message = worker_pb2.WorkerMessage()
                 fuzzed(generator, message)
@@ -231,7 +231,7 @@ async def test_bytes_that_are_not_zeromq_and_frames_of_a_gigabyte_cut_their_own_
 
 
 def _send(address: str, data: bytes, *, is_cut: bool) -> None:
-    """Sends bytes over a connection, and waits until the other side closes it where it `is_cut`."""
+    """Send bytes over a connection; if `is_cut`, wait until the other side closes it."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=30) as link:
         try:

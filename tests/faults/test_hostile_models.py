@@ -56,7 +56,7 @@ BOMBS = [
 
 
 def refusal(template: ChatTemplate, content: str) -> str:
-    """Why a conversation is refused; empty where it is not."""
+    """Return why a conversation is rejected; empty if it is not."""
     try:
         template.render([{"role": "user", "content": content}])
     except InvalidArgumentError as error:
@@ -65,8 +65,8 @@ def refusal(template: ChatTemplate, content: str) -> str:
 
 
 def chosen(sources: list[str]) -> str:
-    """One template for all: the first message says which to render. `x` is a letter and `n` a number, not constants,
-    which would be worked out when the template is compiled."""
+    """One template for all cases: the first message selects which to render. `x` is a letter and `n` a number instead
+    of constants, which would be evaluated when the template is compiled."""
     values = "{% set x, n = 'x' ~ messages[0].content[:0], messages[0].content | length + 9 %}"
     branches = "".join(f"{{% elif messages[0].content == '{i}' %}}{source}" for i, source in enumerate(sources))
     return values + "{% if messages[0].content == 'hi' %}fine" + branches + "{% endif %}"
@@ -80,7 +80,7 @@ def test_templates_that_escape_or_fail_are_refused() -> None:
 
 
 def test_templates_that_explode_are_ended_and_the_next_conversation_is_rendered() -> None:
-    """Each is ended by the limit of its own process; this one, and the one that comes after, notice nothing."""
+    """Each is ended by the limit of its own process; this process and the next conversation are not affected."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with closing(ChatTemplate(chosen(BOMBS), {})) as template:
         for i, bomb in enumerate(BOMBS):
@@ -91,7 +91,7 @@ def test_templates_that_explode_are_ended_and_the_next_conversation_is_rendered(
 
 @pytest.mark.parametrize("source", ["{{ '%99999999999d' % 1 }}", "{{ 'x' | center(99999999999) }}"])
 def test_a_template_that_explodes_while_it_is_compiled_is_refused_or_rendered_no_better(source: str) -> None:
-    """Jinja works constant expressions out when it compiles."""
+    """Jinja evaluates constant expressions at compile time."""
     with pytest.raises(MidstreamError), closing(ChatTemplate(source, {})) as template:
         template.render(USER)
 
@@ -115,7 +115,7 @@ def test_what_escapes_from_the_sandbox_finds_no_files_no_network_and_no_secrets(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder like a prepared one, with a weight file of a few bytes."""
+    """Write a folder like a prepared one, with a weight file of a few bytes."""
     model = open_model_folder("smollm2")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (tmp_path / name).write_bytes((model.path / name).read_bytes())
@@ -218,7 +218,7 @@ def test_inflated_headers_of_safetensors_are_refused(tmp_path: Path, make: Calla
 
 
 def test_a_worker_does_not_take_memory_by_what_a_configuration_says(folder: Path) -> None:
-    """Dimensions that are in bounds, and not those of the weights."""
+    """The dimensions are within bounds but do not match the weights."""
     change(folder / "config.json", hidden_size=1 << 20, intermediate_size=1 << 22, num_hidden_layers=512)
     from gpu_worker.model_runner import ModelRunner
 
@@ -251,7 +251,7 @@ def test_no_process_starts_on_a_hostile_model(folder: Path) -> None:
 
 
 class limited_memory:  # noqa: N801 (used as a function)
-    """Within it this process may not take a gigabyte more than it has."""
+    """Limit this process to a gigabyte more than it uses now."""
 
     def __enter__(self) -> None:
         self._limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -289,7 +289,7 @@ def test_what_ends_the_process_that_loads_a_tokenizer_ends_its_own_alone(
 ) -> None:
     bomb = {"type": "Sequence", "normalizers": [replaced("a", "a" * 1000)] * 4}
     change(folder / "tokenizer.json", normalizer=bomb)
-    monkeypatch.setattr("midstream.model.tokenizer_check.MAX_EXPANSION", 1 << 50)  # as if it were not recognized
+    monkeypatch.setattr("midstream.model.tokenizer_check.MAX_EXPANSION", 1 << 50)  # as if it were unknown
     with pytest.raises(ConfigError, match="crashes the process that uses it"):
         Tokenizer(folder)
 

@@ -1,6 +1,6 @@
-"""Calls with idempotency keys, sent again while parts are killed: each runs once, and is in the ledger once.
+"""Calls with idempotency keys, retried while parts are killed: each runs once, and is in the ledger once.
 
-IDEMPOTENT_CALLS=800 makes that many.
+For a longer run set IDEMPOTENT_CALLS=800.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ async def stubs(processes: Processes) -> AsyncIterator[list[Stub]]:
 
 
 async def call(stub: Stub, number: int) -> list[int]:
-    """One try, which a client may give up at any time."""
+    """Make one attempt, which the client may cancel at any time."""
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(values=[number % 1000]),
         max_tokens=MAX_TOKENS,
@@ -57,10 +57,9 @@ async def call(stub: Stub, number: int) -> list[int]:
 
 
 class Retries:
-    """A client that sends what breaks, or takes too long, again to the other router.
+    """A client that retries failed or slow calls at the other router.
 
-    Attributes:
-        num_tries: Calls that it made.
+    Attributes: num_tries: Number of calls made.
     """
 
     def __init__(self, routers: list[Stub], dice: random.Random) -> None:
@@ -70,7 +69,7 @@ class Retries:
         self._limit = asyncio.Semaphore(AT_ONCE)
 
     async def answer(self, number: int) -> None:
-        """Calls until there is an answer, which is the right one."""
+        """Retry until there is an answer; check that it is correct."""
         async with self._limit:
             for attempt in range(300):
                 self.num_tries += 1

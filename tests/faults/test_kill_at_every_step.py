@@ -1,4 +1,4 @@
-"""One request of each kind; at each of its tokens a part dies. What arrives is what arrives when nothing dies.
+"""One request of each kind; a part dies at each of its tokens. The output equals that of an undisturbed run.
 
 Each part in turn dies at each token: four runs of a request, in each of which the part that dies at a token is the next
 one in turn. One of the four runs by default, with MIDSTREAM_ALL_KILLS=1 all of them, over frames and gRPC, with
@@ -37,7 +37,7 @@ SEEDED = pb.SamplingConfig(
 )
 GREEDY = pb.SamplingConfig(temperature=0.0)
 STOPS = ["never, never", "日日日", "on and on, on and on"]
-# Kinds of request; what a model or worker learns is added here.
+# Kinds of request; add new request features here.
 REQUESTS: dict[str, dict[str, object]] = {
     "greedy": {"sampling": GREEDY},
     "seeded, with penalties": {"sampling": SEEDED},
@@ -50,7 +50,8 @@ REQUESTS: dict[str, dict[str, object]] = {
         "guided_decoding": pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="([a-z]+ ){200}"),
     },
 }
-# Kinds of transport, and layouts of the two workers: both do all, or one prefills; where blocks are kept and moved.
+# Kinds of transport, and layouts of the two workers: both do everything, or one prefills; where blocks are stored and
+# moved.
 TRANSPORTS = ("frames", "grpc")
 LAYOUTS = ("together", "tiers", "apart over TCP", "apart in shared memory")
 CHOSEN: dict[str, tuple[str, str]] = dict.fromkeys(REQUESTS, ("frames", "together")) | {
@@ -65,7 +66,7 @@ if ROTATIONS:
 
 
 def settings_of(layout: str, folder: Path) -> WorkerSettings:
-    """The settings of both workers; `folder` is private, for tiers and pools."""
+    """Return the settings of both workers; `folder` is private, for tiers and pools."""
     shared = {"shared_kv_folder": str(folder / "shared"), "host_kv_bytes": 1 << 24}
     disk = {"disk_kv_folder": str(folder / "disk")}
     if layout == "together":
@@ -91,7 +92,7 @@ def runner(folder: ModelFolder) -> Iterator[ModelRunner]:
 
 @pytest.fixture
 async def rig(folder: ModelFolder, tmp_path: Path, transport: str, layout: str) -> AsyncIterator[Rig]:
-    gc.freeze()  # each part collects garbage when it stops; what was imported is none
+    gc.freeze()  # each part collects garbage when it stops, but not imported modules
     (tmp_path / "kv").mkdir(mode=0o700)
     rig = Rig(folder, tmp_path / "journal", transport, settings_of(layout, tmp_path / "kv"))
     await rig.start()
@@ -115,7 +116,7 @@ def output(result: Result) -> list[tuple[list[int], bytes, object, object]]:
 
 
 def alone(request: pb.GenerateRequest, runner: ModelRunner) -> list[list[int]]:
-    """The tokens that one worker without roles and tiers gives, when nothing dies and nothing looks for stop words."""
+    """Return the tokens of one worker without roles and tiers, without kills and without stop words."""
     made = pb.GenerateRequest.FromString(request.SerializeToString())
     made.request_id = "alone"
     return outputs(Whole(runner, ()).run([made])[0])

@@ -1,4 +1,4 @@
-"""Three hosts and a link that is cut: in network namespaces where this machine allows them, with relays where not."""
+"""Three hosts with a cut link: in network namespaces if this machine allows them, otherwise with relays."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 NUM_TOKENS = 200
-# How much slower tokens may come on a busy machine before something must be wrong.
+# Maximum slowdown of tokens on a busy machine.
 PACE_FACTOR = 5
 
 
@@ -54,7 +54,7 @@ async def test_ten_times_overload_is_refused_at_once_and_the_admitted_keep_their
         assert len(admitted) >= MAX_BATCH_SIZE + MAX_QUEUE_SIZE
         assert len(refused) >= count // 2
         assert all(result.error.retry_after_ms > 0 for result in refused)
-        # The last of those that were admitted waits for two batches before it.
+        # The last admitted request waits for two batches before it.
         assert max(result.after_s for result in refused) < 10
         assert max(result.pace for result in admitted) < PACE_FACTOR * max(result.pace for result in full)
         await read(stub, 7, NUM_TOKENS)
@@ -74,11 +74,11 @@ async def test_slow_readers_cost_bounded_memory_and_are_cut_and_nobody_else_noti
         before = {name: pressed.resident_bytes(name) for name in ("router", "detokenizer", "scheduler")}
         slow = [slow_stub.Generate(long, timeout=170) for _ in range(4)]
         for call in slow:
-            await call.read()  # it runs, and from here on nobody reads
+            await call.read()  # it runs; from here on nobody reads
         beside: list[Reading] = []
         while await asyncio.to_thread(pressed.metric, "num_requests_running"):
             beside += await asyncio.gather(*(read(stub, 1000 * i, NUM_TOKENS) for i in range(1, 5)))
-        # What a client has in its hands already comes before the status.
+        # Data already received by a client is delivered before the status.
         for call in slow:
             assert await _end(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
         grown = {name: pressed.resident_bytes(name) - before[name] for name in before}

@@ -1,4 +1,4 @@
-"""A worker across two hosts: in network namespaces where this machine allows them, else on one host."""
+"""A worker across two hosts: in network namespaces if this machine allows them, otherwise on one host."""
 
 from __future__ import annotations
 

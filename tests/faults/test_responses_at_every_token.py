@@ -1,8 +1,8 @@
-"""A stored response, as OpenAI's client streams it, and a message, as Anthropic's client does that sends its call
-again, while a part dies at each of its tokens.
+"""A stored response, streamed by OpenAI's client, and a message, retried by Anthropic's client, while a part dies at
+each token.
 
-As in test_kill_at_every_step.py, the part that dies at a token is the next one in turn; with MIDSTREAM_ALL_KILLS=1 each
-of them dies at each token.
+As in test_kill_at_every_step.py, the part that dies changes with each token; with MIDSTREAM_ALL_KILLS=1 every part dies
+at every token.
 """
 
 from __future__ import annotations
@@ -44,11 +44,9 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 
 class Reader:
-    """Reads one response, at another router where one dies.
+    """Read one response, switching to another router when one dies.
 
-    Attributes:
-        events: As they came.
-        num_breaks: How often the stream broke.
+    Attributes: events: In order of arrival. num_breaks: How often the stream broke.
     """
 
     def __init__(self, rig: Rig, *, is_background: bool) -> None:
@@ -58,7 +56,7 @@ class Reader:
         self._is_background = is_background
 
     async def read(self) -> None:
-        """Reads to the end."""
+        """Read to the end."""
         while not (self.events and self.events[-1]["type"] in ("response.incomplete", "response.completed")):
             async with self.client() as client:
                 try:
@@ -87,7 +85,7 @@ class Reader:
         return response_id
 
     async def read_again(self) -> list[dict[str, Any]]:
-        """All events, from what is stored."""
+        """Return all events of the stored response."""
         async with self.client() as client:
             stream = await client.responses.retrieve(self.response_id, stream=True)
             return [event.to_dict() async for event in stream]

@@ -1,4 +1,4 @@
-"""Writes docs/features.md and docs/models.md."""
+"""Write docs/features.md and docs/models.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/models.md: the families of models, as `midstream models` shows them."""
+"""docs/models.md: the supported model families, as shown by `midstream models`."""
 
 from __future__ import annotations
 

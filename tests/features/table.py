@@ -44,7 +44,7 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The whole of it; titles of the columns by name."""
+    """The whole table; titles of the columns by name."""
 
     families: dict[str, str]
     doors: dict[str, str]

@@ -1,4 +1,4 @@
-"""Adapters for tests: without a model, and as PEFT writes them."""
+"""Adapters for tests: without a model, and as written by PEFT."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def no_adapters() -> AdapterCache[object]:
 
 
 def make_lora(model: torch.nn.Module, folder: Path, seed: int, scale: float = 0.25, **settings: Any) -> None:
-    """Writes a random adapter for `model`, by PEFT; the model is as before afterwards."""
+    """Write a random LoRA adapter for `model` with PEFT, without changing the model."""
     config = peft.LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, init_lora_weights=False, **settings)
     _write(model, config, folder, seed, scale)
 
 
 def make_prompt(model: torch.nn.Module, folder: Path, seed: int, num_virtual_tokens: int) -> None:
-    """Writes a random prompt adapter for `model`, by PEFT."""
+    """Write a random prompt adapter for `model` with PEFT."""
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=num_virtual_tokens)
     _write(model, config, folder, seed, scale=1.0)
 
 
 @contextlib.contextmanager
 def adapted(model: torch.nn.Module, folder: Path) -> Iterator[torch.nn.Module]:
-    """The model with an adapter on it; PEFT and transformers warn of each other."""
+    """Return the model with an adapter; suppress the warnings of PEFT and transformers."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         made = peft.PeftModel.from_pretrained(model, folder)
@@ -64,5 +64,5 @@ def _write(model: torch.nn.Module, config: peft.PeftConfig, folder: Path, seed: 
 
 
 def ref_of(runner: ModelRunner, folder: Path) -> AdapterRef:
-    """What a request would say of the adapter in `folder`, once it is loaded."""
+    """Return the reference that a request has to the adapter in `folder` once it is loaded."""
     return AdapterRef(folder.name, str(folder), runner.adapters.load(str(folder)).result().fingerprint)

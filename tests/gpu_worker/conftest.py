@@ -15,7 +15,7 @@ from gpu_worker.model_runner import ModelRunner
 from midstream.model.folder import open_model_folder
 from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
 
-# PyTorch's threads would wait for each other, and more so beside other processes of tests.
+# PyTorch's threads would wait for each other, especially beside other test processes.
 torch.set_num_threads(1)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,7 +30,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
-    """transformers' model and its folder, of each family."""
+    """Return transformers' model of each family and its folder."""
     name, settings = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     return make_tiny_model(folder, name, **settings), folder

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-# Of two tokens whose logits are closer than this, rounding decides.
+# If two logits are closer than this, rounding may decide between their tokens.
 MARGIN = 1e-4
 
 
 def wrong_tokens(model: Any, prompt: list[int], output: list[int]) -> list[int]:
-    """Return the places of output tokens that transformers would not choose after those before them."""
+    """Return the positions of output tokens that transformers would not choose after the preceding ones."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
     likeliest = logits.topk(2)

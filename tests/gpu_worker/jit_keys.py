@@ -1,8 +1,8 @@
-"""Prints the Triton kernels that random steps would compile after a warm-up: `python -m tests.gpu_worker.jit_keys`.
+"""Print the Triton kernels that random steps would compile after a warm-up: `python -m tests.gpu_worker.jit_keys`.
 
-Kernels are not run: each launch is recorded with the key under which Triton keeps compiled code for it (types,
-alignment of pointers, integers that are 1 or multiples of 16, constants), and PyTorch's operations compute the results.
-Triton must not be in its interpreter, so this is a process of its own.
+Kernels are not run: each launch is recorded with the key under which Triton caches compiled code (types, pointer
+alignment, integers that are 1 or multiples of 16, constants), and PyTorch's operations compute the results. This is a
+separate process because Triton must not be in interpreter mode.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ SAMPLINGS = (
 
 
 class Keys:
-    """Keys of the launches since the beginning, each with the kernel's name."""
+    """Keys of all launches, each with the kernel's name."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[str, str]] = set()
         self._binders: dict[int, Callable[..., Any]] = {}
 
     def launch(self, function: JITFunction) -> Callable[..., object]:
-        """Return what records a launch of `function`."""
+        """Return a recorder of launches of `function`."""
 
         def record(*args: object, **kwargs: object) -> None:
             binder = self._binders.setdefault(id(function), function.create_binder()[-1])
@@ -62,7 +62,7 @@ class Keys:
 
 
 def with_results(name: str) -> Callable[..., Any]:
-    """Launch the Triton operation, and return what PyTorch's computes in its place."""
+    """Launch the Triton operation, and return the result of the PyTorch one instead."""
     reference = getattr(dispatch, f"torch_{name}", None)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def with_results(name: str) -> Callable[..., Any]:
 
 
 def record_at_once(run: Callable[[], object]) -> Callable[[], None]:
-    """Run what is recorded as often as `GraphRecorder` does before a replay."""
+    """Run the function to record as often as `GraphRecorder` does before a replay."""
     run()
 
     def replay() -> None:
@@ -90,7 +90,7 @@ def record_at_once(run: Callable[[], object]) -> Callable[[], None]:
 
 
 def random_steps(generator: np.random.Generator, num_steps: int, lora: AdapterRef) -> list[Step]:
-    """Sequences, some with an adapter, come, are prefilled in chunks of any length beside decodes, and go."""
+    """Plan steps in which sequences, some with an adapter, start, are prefilled in chunks beside decodes, and end."""
     steps, lengths, computed = [], dict[int, int](), dict[int, int]()
     for _ in range(num_steps):
         released = [row for row in lengths if computed[row] >= lengths[row] and generator.random() < 0.1]
@@ -137,7 +137,7 @@ def random_steps(generator: np.random.Generator, num_steps: int, lora: AdapterRe
 
 
 def make_runner() -> ModelRunner:
-    """Return a runner that takes a GPU's path, warmed up."""
+    """Return a warmed-up runner that uses the GPU code path."""
     return random_runner(
         TINY,
         random_decoder(TINY, CPU, torch.float32),
@@ -153,7 +153,7 @@ def make_runner() -> ModelRunner:
 
 
 def main() -> None:
-    """Print one JSON object: how many keys the warm-up made, and the new ones behind it."""
+    """Print one JSON object: the number of keys of the warm-up, and the new ones after it."""
     keys = Keys()
     driver.set_active(NoDevice())
     JITFunction.__getitem__ = lambda function, grid: keys.launch(function)

@@ -1,7 +1,7 @@
-"""Stand-ins for a CUDA stream on which nothing happens until somebody waits for it.
+"""Stand-ins for a CUDA stream that do no work until somebody waits for it.
 
-A real device may be this slow. Code that changes memory which an asynchronous copy has yet to read is then wrong each
-time, not once in a while.
+A real device may be this slow. Code that modifies memory which an asynchronous copy has yet to read then fails every
+time instead of occasionally.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class LazyStream:
         self._work.append(work)
 
     def run(self, count: int) -> None:
-        """Do all work up to the first `count`."""
+        """Do the first `count` pieces of work."""
         while self.num_done < count:
             self.num_done += 1
             self._work[self.num_done - 1]()
 
     def record(self, run: Callable[[], object]) -> Callable[[], None]:
-        """Stand in for the recorder of a graph: a replay is work."""
+        """Stand in for the recorder of a graph: a replay is queued work."""
         run()
         return lambda: self.launch(run)
 
@@ -67,11 +67,11 @@ class LazyEvent:
 
 
 class LateReader:
-    """A stand-in for a device that does a copy as late as it may: when its event is waited for.
+    """A stand-in for a device that does each copy as late as possible: when its event is waited for.
 
-    Everything else is done at once, so a whole runner works on it. A buffer that was changed between a copy's start and
-    the wait for it raises, and what is copied to the host holds nonsense until then. One that `catches_up` has done
-    all that was started whenever the host waits for any of it.
+    Everything else is done immediately, so a whole runner works on it. It raises if a buffer was changed between the
+    start of its copy and the wait for it; the destination of a copy to the host contains garbage until then. With
+    `catches_up`, it completes all started work whenever the host waits for any of it.
     """
 
     NONSENSE = -987654321
@@ -94,7 +94,7 @@ class LateReader:
             send(buffers, source, target)
 
         def start_late(readback: staging.Readback, values: Tensor) -> staging.Copy:
-            self._pending.append(lambda: None)  # the copy's place, before that of its event
+            self._pending.append(lambda: None)  # the copy goes before its event
             place = len(self._pending) - 1
             copy = start(readback, values)
             numbers = copy._values.numpy()
@@ -113,7 +113,7 @@ class LateReader:
         return len(self._pending)
 
     def run(self, count: int) -> None:
-        """Do all copies up to the first `count`."""
+        """Do the first `count` copies."""
         while self._num_done < count:
             self._num_done += 1
             self._pending[self._num_done - 1]()

@@ -1,4 +1,4 @@
-"""Requests of the embedded model with features drawn at random."""
+"""Requests to the embedded model with random features."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = (
     "One two three four. One two three four. One two",
     "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer the slings and arrows of",
 )
-# Without commas and full stops between values, which are stop tokens of some requests.
+# No commas and full stops between values, as these are stop tokens of some requests.
 SCHEMAS = (
     '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}',
     '{"type": "array", "items": {"enum": [1, "b", null, true]}, "minItems": 1, "maxItems": 1}',
@@ -35,7 +35,9 @@ DRAFTS = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP, 
 
 
 def draw(number: int, prompts: list[list[int]], adapters: dict[str, pb.ResolvedAdapter]) -> pb.GenerateRequest:
-    """Request `number`: sequences or beams, an adapter or none, and any of the other features, each for itself."""
+    """Return request `number`: sequences or beams, an adapter or none, and any of the other features, drawn
+    independently.
+    """
     rng = random.Random(number)
     request = pb.GenerateRequest(request_id=f"m{number}", max_tokens=rng.randint(3, 6))
     sampling, stopping, output = request.sampling, request.stopping, request.output
@@ -80,7 +82,7 @@ def draw(number: int, prompts: list[list[int]], adapters: dict[str, pb.ResolvedA
 def _adapt(
     request: pb.GenerateRequest, adapter: str, number: int, adapters: dict[str, pb.ResolvedAdapter]
 ) -> list[int]:
-    """Gives the request its adapter; returns the virtual tokens that belong into its prompt."""
+    """Add the adapter to the request; return the virtual tokens for its prompt."""
     if adapter == "table":
         values = np.random.default_rng(number).normal(0, 0.1, (NUM_VIRTUAL, HIDDEN_SIZE)).astype(np.float16)
         tensor = pb.Tensor(dtype=pb.Tensor.DTYPE_FLOAT16, shape=values.shape, data=values.tobytes())
@@ -106,7 +108,7 @@ def _draw_sequences(request: pb.GenerateRequest, rng: random.Random) -> None:
 
 
 def resolve(runner: ModelRunner, folder: Path) -> pb.ResolvedAdapter:
-    """What a scheduler would know of the adapter in `folder` once it is loaded."""
+    """Return the adapter in `folder` as a scheduler knows it once it is loaded."""
     adapter = runner.adapters.load(str(folder)).result()
     count = 0 if adapter.prompt_table is None else len(adapter.prompt_table)
     return pb.ResolvedAdapter(

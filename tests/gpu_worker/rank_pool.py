@@ -1,6 +1,6 @@
-"""Processes that are ranks 1, 2, … of one group after another, so that tests need not start their own.
+"""Processes that serve as ranks 1, 2, … of one group after another, so that tests need not start their own.
 
-python -m tests.gpu_worker.rank_pool reads a line of JSON for each group, follows it to its end, and says so.
+python -m tests.gpu_worker.rank_pool reads one JSON line per group, follows it to its end, and reports that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HOST = "127.0.0.1"
 
 
 class RankPool:
-    """Some processes; this one is rank 0."""
+    """A pool of processes; this process is rank 0."""
 
     def __init__(self, size: int) -> None:
         command = [sys.executable, "-m", "tests.gpu_worker.rank_pool"]
@@ -39,7 +39,7 @@ class RankPool:
 
     @contextmanager
     def runner(self, folder: Path | str, tensor: int, stages: int, **settings: Any) -> Iterator[ModelRunner]:
-        """A runner on a grid of ranks, with the settings of `make_runner`."""
+        """Return a runner on a grid of ranks, with the settings of `make_runner`."""
         defaults = {"device": "cpu", "max_kv_tokens": 4096, "max_batch_size": 8, "num_threads": 1}
         values = {**defaults, **settings, "tensor_parallel": tensor, "pipeline_parallel": stages}
         world_size = tensor * stages
@@ -61,7 +61,7 @@ class RankPool:
             runner.close()
             group.stop(exit_code=0)
         except BaseException:
-            group.lifelines.expect_end()  # else the end of the others would be the end of this process
+            group.lifelines.expect_end()  # otherwise the exit of the others would end this process
             raise
         for process in followers:
             assert process.stdout is not None

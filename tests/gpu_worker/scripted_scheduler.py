@@ -19,7 +19,7 @@ TIMEOUT_MS = 150_000
 
 
 class ScriptedScheduler:
-    """A ROUTER socket; keeps the identity of the worker that spoke last."""
+    """A ROUTER socket; keeps the identity of the worker that sent the last message."""
 
     def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
         self._context = zmq.Context()
@@ -37,7 +37,7 @@ class ScriptedScheduler:
         return int(self.address.rpartition(":")[2])
 
     def receive(self, kind: str, accept: Callable[[Any], bool] = lambda _: True) -> Any:
-        """The next message of this kind that `accept` likes; others are passed over."""
+        """Return the next message of this kind that `accept` matches; skip others."""
         while True:
             if not self._socket.poll(TIMEOUT_MS):
                 raise TimeoutError(f"no {kind} came")
@@ -53,7 +53,7 @@ class ScriptedScheduler:
         self._socket.send_multipart([self.identity, *frames])
 
     def register(self, epoch: int) -> worker_pb2.Register:
-        """Takes the worker's next Register and answers it."""
+        """Receive the worker's next Register and answer it."""
         register: worker_pb2.Register = self.receive("register")
         self.epoch = epoch
         self.send(registered=worker_pb2.Registered(epoch=epoch, heartbeat_interval_ms=50, timeout_ms=1_000_000))
@@ -73,7 +73,7 @@ class ScriptedScheduler:
 
 
 def rank_environment(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
-    """Variables that make a process one of a group."""
+    """Return the environment variables of a process in a group."""
     return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
 
@@ -85,7 +85,7 @@ def worker_process(
     variables: Mapping[str, str] = MappingProxyType({}),
     on: Sequence[str] = (),
 ) -> Iterator[subprocess.Popen[str]]:
-    """A worker that dials `scheduler`, started by the command `on`; it is killed when the block ends."""
+    """Run a worker that connects to `scheduler`, started by the command `on`; kill it on exit."""
     command = [sys.executable, "-m", "gpu_worker", "--scheduler", scheduler, "--model", str(folder), "--device", "cpu"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")}
     process = subprocess.Popen(
@@ -104,7 +104,7 @@ def worker_process(
 
 
 def greedy(row: int, tokens: Sequence[int], **fields: Any) -> worker_pb2.AddSequence:
-    """A greedy sequence whose blocks are 8 * row and those after it."""
+    """Return a greedy sequence whose blocks start at 8 * row."""
     add = worker_pb2.AddSequence(
         row=row,
         request_id=f"r{row}",

@@ -1,4 +1,4 @@
-"""Where adapters lie in the memory that is set aside for them, and that graphs find them there."""
+"""Placement of adapters in preallocated memory, and their use by graphs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.gpu_worker.test_cuda_path import BLOCK, LENGTH, NUM_BLOCKS, TINY, TOK
 
 CPU = torch.device("cpu")
 HIDDEN = TINY["hidden_size"]
-ONE_PAIR = 8 * 2 * HIDDEN  # numbers of a pair of rank up to 8 for the output layer of attention
+ONE_PAIR = 8 * 2 * HIDDEN  # numbers of a pair of rank up to 8 for the attention output layer
 
 
 def adapter(value: float, rank: int, *, layer: int = 0) -> Adapter:
-    """Adds value * rank * sum(x) to the output of attention in one layer."""
+    """Return an adapter that adds value * rank * sum(x) to the attention output of one layer."""
     pair = LoraPair(torch.full((rank, HIDDEN), value), torch.ones(HIDDEN, rank), 1.0)
     return Adapter("", f"{value}", tuple({"o": pair} if i == layer else {} for i in range(2)))
 
 
 def tokens(*placed: PlacedAdapter | None) -> AdapterTokens[PlacedAdapter]:
-    """One token for each."""
+    """Return one token for each."""
     used = tuple(dict.fromkeys(item for item in placed if item is not None))
     indices = [-1 if item is None else used.index(item) for item in placed]
     return AdapterTokens(tuple(map(str, range(len(used)))), used, torch.tensor(indices, dtype=torch.int32))
@@ -51,7 +51,7 @@ def test_adapters_move_together_when_the_room_is_in_pieces() -> None:
     with pytest.raises(OverloadedError):
         arena.place(adapter(5.0, 2))
     del first, third
-    wide = arena.place(adapter(5.0, 16))  # as large as both that went
+    wide = arena.place(adapter(5.0, 16))  # as large as both removed ones
     assert added(arena, wide, second, fourth) == pytest.approx([80, 4, 8])
 
 
@@ -89,7 +89,7 @@ def test_graphs_run_with_adapters() -> None:
     adapted = replace(inputs, adapters=tokens(other, None, one))
     plain, eager = graphs.forward(inputs), graphs.forward(adapted)
     graphs.capture()
-    # Batches of 1, 2 and 4 rows, mixed steps of 32 and 64 tokens; each without adapters and with.
+    # Batches of 1, 2 and 4 rows, mixed steps of 32 and 64 tokens, each with and without adapters.
     assert num_recorded == 10
     torch.testing.assert_close(graphs.forward(adapted), eager, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(graphs.forward(inputs), plain, rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Padding, layout and choice of graphs, with a recorder that runs what it recorded again, eagerly, on a CPU."""
+"""Padding, layout and choice of graphs, with a recorder that replays eagerly on a CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class FakeDecoder:
-    """Logits [a, b]: the token id times 10 plus the position; the sum of the row's blocks up to its length."""
+    """Return logits [a, b]: the token id times 10 plus the position; the sum of the row's blocks up to its length."""
 
     def __init__(self) -> None:
         self.num_rows: list[int] = []
@@ -39,7 +39,7 @@ class FakeDecoder:
         self.slots = inputs.slot_mapping.tolist()
         sampled = inputs.sampled.long()
         firsts = (inputs.token_ids * 10 + inputs.positions)[sampled]
-        # Padding rows may sample a token of no sequence.
+        # Padding rows may sample a token without a sequence.
         rows = torch.bucketize(sampled, inputs.query_starts[1:], right=True).clamp(max=len(inputs.context_lens) - 1)
         blocks = [int(inputs.block_tables[row, : int(inputs.context_lens[row])].sum()) for row in rows.tolist()]
         return torch.stack((firsts, torch.tensor(blocks)), dim=1).float()
@@ -105,7 +105,7 @@ def test_graphs_are_recorded_largest_first() -> None:
     GraphDecoder(
         decoder, CPU, max_batch_size=20, max_num_tokens=64, max_blocks=5, make_recorder=lambda: recorder
     ).capture()
-    # The first run shows how large the logits are. Steps of 64 and 32 tokens come with 20 and with 8 rows.
+    # The first run shows the size of the logits. Steps of 64 and 32 tokens have 20 and 8 rows.
     assert decoder.num_rows == [20, 20, 20, 20, 16, 8, 8, 8, 4, 2, 1]
     assert recorder.num_recorded == 10
 

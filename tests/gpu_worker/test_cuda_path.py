@@ -1,4 +1,4 @@
-"""The path that a GPU takes, on a CPU: graphs' padding over a real decoder, and its operations as Triton kernels."""
+"""The GPU code path on a CPU: padded graphs with a real decoder, and its operations as Triton kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENS = torch.arange(3 * LENGTH, dtype=torch.int32).view(3, LENGTH) * 7 % TINY[
 
 
 def step_inputs(tokens: Tensor, start: int) -> ForwardInputs:
-    """Each row of tokens continues its sequence at position `start`, and samples one token."""
+    """Continue each row's sequence at position `start` and sample one token."""
     batch_size, count = tokens.shape
     positions = torch.arange(start, start + count, dtype=torch.int32)
     tables = torch.arange(batch_size * NUM_BLOCKS, dtype=torch.int32).flip(0).view(batch_size, NUM_BLOCKS)

@@ -1,4 +1,4 @@
-"""Which GPU a worker takes, and how much of its memory it leaves to steps and graphs, with stand-ins for CUDA."""
+"""Choice of the GPU, and the memory left for steps and graphs, with stand-ins for CUDA."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TINY = CONFIG_8B | {
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """The devices that were made current, on a machine with two GPUs."""
+    """Return the devices made current, on a machine with two GPUs."""
     found: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -76,7 +76,7 @@ def test_the_device_is_set_before_anything_is_loaded(
 
 
 class FakeMemory:
-    """A device of 1000 bytes and PyTorch's allocator on it, which keeps what it was given back until it is emptied."""
+    """A device of 1000 bytes with PyTorch's caching allocator."""
 
     def __init__(self) -> None:
         self.elsewhere = self.in_use = self.cached = self.peak = 0
@@ -121,12 +121,12 @@ def test_steps_and_graphs_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> 
     fake.free(150)
 
     def capture() -> None:
-        fake.empty_cache()  # as PyTorch does before it records
+        fake.empty_cache()  # like PyTorch before recording
         fake.allocate(60)
-        fake.elsewhere += 10  # what the driver takes for a graph
+        fake.elsewhere += 10  # the driver's memory for a graph
 
     memory.record(capture)
-    # Dropped again, as the runner does before it takes the pool.
+    # Dropped again, as by the runner before it allocates the pool.
     fake.free(60)
     fake.elsewhere -= 10
     assert (memory.step_bytes, memory.graph_bytes) == (150, 70)
@@ -164,7 +164,7 @@ def test_the_pool_is_sized_after_full_batches_and_graphs(monkeypatch: pytest.Mon
     eager = before[: before.index("recorded")]
     # Four ways of sampling, each a prefill and two decodes of six rows.
     assert eager.count(6) == 12
-    # Recording begins with the largest batch; once more over the pool itself, with the largest steps behind it.
+    # Recording starts with the largest batch; it runs once more on the real pool, followed by the largest steps.
     assert before[len(eager) :] == ["recorded", 6]
     after = events[events.index("sized") + 1 :]
     assert after.count(6) == 13

@@ -1,4 +1,4 @@
-"""The embedded model with adapters made by PEFT: against transformers, together in one batch, and each alone."""
+"""The embedded model with adapters made by PEFT: compared with transformers, in one batch, and alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.gpu_worker.test_models import Recorder
 from tests.gpu_worker.tiny_models import Driver, make_runner
 
 NUM_NEW, NUM_VIRTUAL = 6, 4
-# Of logits of the order of 20, after thirty layers summed in another order.
+# For logits of about 20, after thirty layers summed in another order.
 TOLERANCE = 5e-3
 LORAS = {
     "r4": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
@@ -73,7 +73,7 @@ def test_each_sequence_of_a_batch_is_what_peft_computes_and_what_it_is_alone(
         output = driver.output(i)
         wanted = expected(transformers_model, folder, name, [*PROMPTS[i], *output])[len(PROMPTS[i]) - 1 : -1]
         assert float((together[i] - wanted).abs().max()) < TOLERANCE, name
-        for token, logits in zip(output, wanted, strict=True):  # greedy, but for ties
+        for token, logits in zip(output, wanted, strict=True):  # greedy, except for ties
             assert float(logits.max() - logits[token]) < BOUND, name
     assert len({tuple(driver.output(i)) for i in rows}) == len(NAMES)
 

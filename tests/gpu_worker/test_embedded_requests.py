@@ -1,4 +1,4 @@
-"""What requests ask for, on the embedded model, all in one batch: against transformers given the same tokens."""
+"""Request features on the embedded model, all in one batch: compared with transformers on the same tokens."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tests.gpu_worker.whole import Whole, contents
 
 PROMPTS = ("One, two, three. One, two, three. One,", "Here is a short list of colors: red, green,", "The sun")
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS = 49_152, 576, 30
-END_ID = 28  # a comma, which comes often
+END_ID = 28  # a comma, a frequent token
 MAX_TOKENS = 14
-# Logits of the order of 20 differ by up to this after thirty layers that are summed in another order.
+# Logits of about 20 differ by up to this after thirty layers summed in another order.
 BOUND = 2e-3
 Change = Callable[[list[int], list[int], Tensor], Tensor]
 
 
 def by_transformers(make: Callable[[int], Any]) -> Change:
-    """`make` gets the number of prompt tokens."""
+    """Return the processors; `make` gets the number of prompt tokens."""
     return lambda prompt, output, scores: make(len(prompt))(torch.tensor([[*prompt, *output]]), scores)
 
 
@@ -70,8 +70,8 @@ STEERED: dict[str, tuple[dict[str, Any], Change]] = {
         by_transformers(lambda _: transformers.SequenceBiasLogitsProcessor({(k,): v for k, v in BIAS.items()})),
     ),
 }
-# What may be drawn: the same limits a little wider, since a token at the edge may fall on either side by rounding.
-DRAWN: dict[str, tuple[dict[str, Any], float, Any]] = {  # with the temperature
+# Allowed tokens: the same limits slightly wider, since rounding may include or exclude a token at the edge.
+DRAWN: dict[str, tuple[dict[str, Any], float, Any]] = {  # after the temperature
     "top-k": ({"top_k": 3}, 1.0, transformers.TopKLogitsWarper(3)),
     "top-p": ({"top_p": 0.6}, 1.0, transformers.TopPLogitsWarper(0.601)),
     "min-p": ({"min_p": 0.2}, 1.0, transformers.MinPLogitsWarper(0.199)),
@@ -97,7 +97,7 @@ def request(number: str, prompt: list[int], sampling: dict[str, Any], **parts: A
 
 
 def logits_of(model: Any, prompt: list[int], output: list[int]) -> Tensor:
-    """transformers' logits that each token of `output` is chosen from."""
+    """Return transformers' logits from which each token of `output` is chosen."""
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([[*prompt, *output[:-1]]]), logits_to_keep=len(output)).logits[0]
     return logits.clone()
@@ -106,7 +106,7 @@ def logits_of(model: Any, prompt: list[int], output: list[int]) -> Tensor:
 def test_steered_tokens_are_those_of_transformers(
     runner: ModelRunner, transformers_model: Any, prompts: list[list[int]]
 ) -> None:
-    """Greedy: each token has the highest logit behind transformers' processors, and each feature changes something."""
+    """Greedy: each token has the highest logit after transformers' processors, and each feature has an effect."""
     cases = [(name, prompt) for name in ("", *STEERED) for prompt in prompts]
     requests = []
     for i, (name, prompt) in enumerate(cases):

@@ -1,4 +1,4 @@
-"""Every family that our own code computes, as tiny random models: against transformers, and itself in other batches."""
+"""Every family of our own implementation, as tiny random models: compared with transformers, and across batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.gpu_worker.adapters import adapted, make_lora, ref_of
 from tests.gpu_worker.test_models import Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
 
-# Per unit of the largest logit.
+# Relative to the largest logit.
 TOLERANCE = 1e-4
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 GROUPED = {
@@ -220,7 +220,7 @@ def runner(made: tuple[torch.nn.Module, Path]) -> ModelRunner:
 def logits_of(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, tokens: list[int], chunk: int, beside: int = 0
 ) -> tuple[list[Tensor], list[int]]:
-    """Prefill in chunks and decode twice, beside other sequences; return the logits of the three tokens, and those."""
+    """Prefill in chunks and decode twice, beside other sequences; return the three tokens and their logits."""
     driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
     rows = range(1, 1 + beside)
     if beside:
@@ -268,7 +268,7 @@ def test_a_cached_prefix_gives_the_same_bits(runner: ModelRunner, monkeypatch: p
 
 
 def forward(decoder: PartDecoder, shard: Shard, tokens: list[int]) -> Tensor:
-    """Logits of a prompt's last token, by a decoder with a cache of its own."""
+    """Return the logits of a prompt's last token, from a decoder with a new cache."""
     decoder.use_cache(KvCache(shard.part, 8, 16, torch.float32, torch.device("cpu")))
     length = len(tokens)
     inputs = ForwardInputs(
@@ -284,18 +284,18 @@ def forward(decoder: PartDecoder, shard: Shard, tokens: list[int]) -> Tensor:
 
 
 class ThreadRanks:
-    """Tensor parallel ranks as threads of this process."""
+    """Tensor-parallel ranks as threads of this process."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=60)
         self._parts: list[Tensor] = [torch.empty(0)] * size
 
     def rank(self, number: int) -> TensorRanks:
-        """What the decoder of a rank asks."""
+        """Return the interface that a rank's decoder uses."""
         return ThreadRank(self, number)
 
     def gather(self, number: int, x: Tensor) -> list[Tensor]:
-        """All ranks' x."""
+        """Return all ranks' x."""
         self._parts[number] = x
         self._barrier.wait()
         parts = list(self._parts)
@@ -336,12 +336,12 @@ def test_two_tensor_ranks_give_the_logits_of_transformers(
 def test_lora_gives_the_logits_of_peft(
     made: tuple[torch.nn.Module, Path], runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On every linear layer that is not an expert's."""
+    """On every linear layer except those of experts."""
     d = runner.model.description
     of_ffn = {"gate", "up", "down"} if any(d.mixtures) else set()
     targets = [path.rpartition(".")[2] for path, modules in module_paths(d).items() if of_ffn.isdisjoint(modules)]
     settings: dict[str, Any] = {"target_modules": targets, "exclude_modules": ".*vision_tower.*"}
-    # transformers sums logarithms of decays over a chunk, less exactly where an adapter makes steps large.
+    # transformers sums logarithms of decays over a chunk, which loses precision if an adapter makes steps large.
     alpha = 2 if d.state_size else 8
     make_lora(made[0], tmp_path / "lora", seed=1, r=4, lora_alpha=alpha, **settings)
     tokens = prompt(30, seed=6)
@@ -365,7 +365,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "q4"])
 def test_experts_are_kept_in_each_weight_format(mixture: Path, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kinds of kernels agree, and threads change no bits."""
+    """Both kinds of kernels agree, and results do not depend on the number of threads."""
     found = [
         logits_of(
             make_runner(mixture, weights=weights, kv="f32", activations="f32", **settings), monkeypatch, prompt(40), 40
@@ -381,7 +381,7 @@ def test_experts_are_kept_in_each_weight_format(mixture: Path, weights: str, mon
 def test_triton_kernels_under_the_decoder_give_the_same_logits(
     name: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the interpreter, on the path that a GPU takes."""
+    """In the interpreter, on the GPU code path."""
     family, settings = MODELS[name]
     make_tiny_model(tmp_path, family, **{**settings, "num_hidden_layers": num_layers})
     with pytest.MonkeyPatch.context() as patch:

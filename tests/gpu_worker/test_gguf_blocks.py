@@ -1,4 +1,4 @@
-"""GGUF's block types as the kernels' blocks, against the `gguf` package."""
+"""GGUF's block types in the kernels' format, compared with the `gguf` package."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gpu_worker.models.weights.weight import Weight
 
 KINDS = gguf.GGMLQuantizationType
 NAMES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
-# Where the float16 numbers of a block lie: random bytes may be no finite number.
+# Offsets of a block's float16 numbers, since random bytes may not be finite numbers.
 HALVES = {"Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "Q5_1": [0, 2], "Q4_1": [0, 2]}
 
 
 def random_rows(kind: gguf.GGMLQuantizationType, num_rows: int, num_columns: int) -> np.ndarray:
-    """Rows of blocks of any bytes."""
+    """Return rows of random blocks."""
     generator = np.random.default_rng(len(kind.name))
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = generator.integers(0, 256, (num_rows, num_columns // block_size, block_bytes), dtype=np.uint8)
@@ -37,7 +37,7 @@ def test_every_type_stands_for_what_its_definition_says(name: str) -> None:
     blocks = from_gguf(kind, torch.from_numpy(rows))
     assert blocks is not None
     expected = torch.from_numpy(gguf.quants.dequantize(rows, kind))
-    # Exact but for the rounding of scale * q + minimum in float32, where the definition has it in another order.
+    # Exact except for the rounding of scale * q + minimum in float32, which the definition computes in another order.
     torch.testing.assert_close(
         Weight(*blocks, 768).dense(), expected, rtol=2e-7, atol=2e-7 * float(expected.abs().max())
     )

@@ -1,4 +1,4 @@
-"""Graphs with operations between ranks end before the ranks' communicator, with one that refuses to end before."""
+"""Graphs with collective operations are destroyed before the ranks' communicator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Graph:
-    """A graph that holds operations of a communicator."""
+    """A graph that contains operations of a communicator."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         self._run = run
@@ -36,7 +36,9 @@ class Graph:
 
 
 class Communicator:
-    """NCCL's, which does not end while there are graphs of its operations; here that is an error, not a hang."""
+    """A stand-in for NCCL's communicator, which hangs on exit while graphs of its operations exist; this one raises
+    instead.
+    """
 
     def __init__(self) -> None:
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
@@ -71,7 +73,7 @@ def test_a_runner_lets_go_of_its_graphs(communicator: Communicator) -> None:
 
 
 class FakeGroup:
-    """A follower's group, in which rank 0 has a pool taken and graphs recorded, and then ends."""
+    """A follower's group; rank 0 allocates a pool, records graphs, and then ends."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.ranks = Ranks(rank=1, world_size=2, tensor_size=2)
@@ -95,7 +97,7 @@ def test_a_follower_lets_go_of_its_graphs(communicator: Communicator, monkeypatc
     graphs = GraphDecoder(
         decoder, CPU, max_batch_size=2, max_num_tokens=8, max_blocks=4, make_recorder=lambda: communicator.record
     )
-    # Its own device is a GPU as far as the follower asks.
+    # The follower sees its own device as a GPU.
     model = SimpleNamespace(
         decoder=decoder,
         device=SimpleNamespace(type="cuda"),

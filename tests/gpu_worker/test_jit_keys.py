@@ -1,4 +1,4 @@
-"""No kernel is compiled while serving: random steps need none that the warm-up did not."""
+"""No kernel is compiled while serving: random steps need only kernels that the warm-up compiled."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def test_random_steps_need_no_kernel_that_the_warm_up_did_not() -> None:
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["new"] == []
-    # Two norms, rotary, KV write, activation, sampling; attention of prompts, of single queries, split and joined; two
-    # of LoRA.
+    # Two norms, rotary, KV write, activation, sampling; attention for prompts and single queries, split and combined;
+    # two for LoRA.
     assert found["warm"] >= 11

@@ -1,7 +1,6 @@
-"""Blocks damaged in a tier or on their way between workers never change a token, and each is counted.
+"""Blocks corrupted in a tier or in transfer between workers never change a token, and each is counted.
 
-10,000 in all:
-MIDSTREAM_CORRUPTIONS=2500 pytest -o faulthandler_timeout=0 tests/gpu_worker/test_kv_corruption.py
+10,000 in all: MIDSTREAM_CORRUPTIONS=2500 pytest -o faulthandler_timeout=0 tests/gpu_worker/test_kv_corruption.py
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
 from tests.gpu_worker.whole import Whole, outputs
 
 NUM_CORRUPTIONS = int(os.environ.get("MIDSTREAM_CORRUPTIONS", "60"))
-PROMPT = [3 + index * 7 % 320 for index in range(70)]  # 4 blocks of 16 tokens and a rest
+PROMPT = [3 + index * 7 % 320 for index in range(70)]  # 4 blocks of 16 tokens and a partial one
 NUM_BLOCKS = 4
 
 Make = Callable[..., ModelRunner]
@@ -32,7 +31,7 @@ Make = Callable[..., ModelRunner]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two models of one shape."""
+    """Write two models of the same shape."""
     made = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")
     for folder, settings in zip(made, ({}, {"rope_theta": 5000.0}), strict=True):
         make_tiny_model(folder, "Llama", **settings)
@@ -50,14 +49,14 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 class Client:
-    """Sends one prompt again and again."""
+    """A client that repeats one prompt."""
 
     def __init__(self, runner: ModelRunner, *others: ModelRunner) -> None:
         self.whole = Whole(runner, (), others=others)
         self._num_workers, self._count = 1 + len(others), 0
 
     def answer(self, salt: str = "") -> list[list[int]]:
-        """The answer of workers whose pools are empty."""
+        """Return the output of workers whose pools are empty."""
         for number in range(self._num_workers):
             self.whole.lose_worker(number)
         self._count += 1
@@ -72,7 +71,7 @@ class Client:
 
 
 def blocks_in(folder: Path) -> list[Path]:
-    """The files of stored blocks, oldest first: those of the prompt begin."""
+    """Return the files of stored blocks, oldest first, starting with those of the prompt."""
     files = [path for path in folder.rglob("[0-9a-f]*") if path.is_file()]
     return sorted(files, key=lambda path: path.stat().st_mtime_ns)
 
@@ -80,7 +79,7 @@ def blocks_in(folder: Path) -> list[Path]:
 def damaged(
     whole: bytes, swapped: bytes, other_model: bytes, other_salt: bytes, rng: random.Random
 ) -> tuple[str, bytes]:
-    """What a block's file may become, and what it is called."""
+    """Return corrupted variants of a block's file, each with a name."""
     bit, start = rng.randrange(8 * len(whole)), rng.randrange(40, len(whole) - 64)
     kinds = {
         "a flipped bit": whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :],
@@ -110,7 +109,7 @@ def test_a_damaged_block_of_a_tier_is_recomputed(
             return {"disk_kv_folder": path}
         return {"shared_kv_folder": path, "host_kv_bytes": 1 << 24}
 
-    # What is taken from elsewhere: blocks of another salt, and of another model under the same hashes.
+    # Blocks from elsewhere: of another salt, and of another model under the same hashes.
     runner, strange = make(folders[0], **settings("own")), make(folders[1], **settings("strange"))
     client = Client(runner)
     client.answer(salt="another")
@@ -121,7 +120,7 @@ def test_a_damaged_block_of_a_tier_is_recomputed(
     tiers = runner.kv.tiers
     assert tiers is not None
     (folder,) = tiers._tiers
-    # The prompt's blocks have the same names for both models.
+    # The prompt's blocks have the same file names for both models.
     own = [path for path in blocks_in(tmp_path / "own") if path.name in others]
     assert len(own) == NUM_BLOCKS
     whole = {path: path.read_bytes() for path in own}
@@ -139,7 +138,7 @@ def test_a_damaged_block_of_a_tier_is_recomputed(
 
 
 class Spoiled:
-    """A transport that spoils one block in each request."""
+    """A transport that corrupts one block in each request."""
 
     def __init__(self, transport: BlockTransport, rng: random.Random) -> None:
         self._transport, self._rng = transport, rng
@@ -167,7 +166,7 @@ class Spoiled:
                 (contents[: rng.randrange(len(contents))], checksum),
                 (np.concatenate([contents, contents[:8]]), checksum),
                 (contents, checksum[:wrong] + bytes([checksum[wrong] ^ 1]) + checksum[wrong + 1 :]),
-                before or (spoiled, checksum),  # the block before, with its own checksum
+                before or (spoiled, checksum),  # the previous block, with its own checksum
             )
         )
 

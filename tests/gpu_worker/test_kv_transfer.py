@@ -1,4 +1,4 @@
-"""Blocks that one worker fetches from another: the same bytes, or none."""
+"""Blocks that one worker fetches from another: either the same bytes, or none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def new_pool(num_blocks: int = 8) -> PoolMemory:
 
 
 def fill(pool: PoolMemory) -> None:
-    """Blocks 3, 2, 1 and 0 hold HASHES."""
+    """Fill blocks 3, 2, 1 and 0 with HASHES."""
     rng = np.random.default_rng(3)
     for part in (pool.keys, pool.values):
         part[:] = rng.integers(0, 256, part.shape)
@@ -36,14 +36,14 @@ def fill(pool: PoolMemory) -> None:
 
 
 def outcome(fetcher: BlockFetcher, hashes: Sequence[int], source: BlockSource | str, epoch: int = 1) -> Fetched:
-    """What a fetch reports."""
+    """Return the result of a fetch."""
     store = source.store if isinstance(source, BlockSource) else ""
     fetcher.fetch(epoch, hashes, store, str(source))
     return fetcher._reports.get(timeout=30)
 
 
 def adopted(fetcher: BlockFetcher, pool: PoolMemory) -> tuple[PoolMemory, list[int]]:
-    """A pool whose blocks 0 to 3 were filled by HASHES, and those that were not held."""
+    """Return a pool whose blocks 0 to 3 were filled by HASHES, and the hashes not found."""
     mine = new_pool()
     missing = fetcher.take(np.array(HASHES, dtype=np.uint64), np.arange(4, dtype=np.int32), mine)
     for place in set(range(4)) - set(missing.tolist()):
@@ -106,7 +106,7 @@ def test_on_one_host_they_are_read_from_shared_memory(
     }
     assert outcome(fetcher, HASHES, source).missing == ()
     assert adopted(fetcher, pool)[1] == []
-    # What changes between the answer and the copy is not taken.
+    # Data that changes between the response and the copy is not used.
     server._store = ours
     assert outcome(fetcher, HASHES, source).hashes == ()
     assert fetcher.num_damaged == 4
@@ -137,7 +137,7 @@ def test_another_models_blocks_and_strangers_get_nothing(
 
 
 class Scripted:
-    """A transport whose contents a test may spoil."""
+    """A transport whose contents a test can corrupt."""
 
     def __init__(self, pool: PoolMemory, spoil: Callable[[int, Bytes], tuple[Bytes, bytes] | None]) -> None:
         self.pool, self.spoil, self.asked = pool, spoil, []  # type: ignore[var-annotated]
@@ -178,14 +178,14 @@ def test_a_cut_link_is_taken_up_where_it_was_cut(open_fetcher: Open) -> None:
     assert adopted(fetcher, pool)[1] == []
     cuts += [HASHES[1]] * 2
     assert outcome(fetcher, HASHES, "tcp://127.0.0.1:1 00") == Fetched(1, (HASHES[0],), tuple(HASHES[1:]))
-    # For a while it is not asked again, so that others do not wait for it.
+    # It is not asked again for a while, so that others do not wait for it.
     num_asked = len(link.asked)
     assert outcome(fetcher, HASHES, "tcp://127.0.0.1:1 00").hashes == ()
     assert len(link.asked) == num_asked
 
 
 def test_what_does_not_verify_is_missing(open_fetcher: Open) -> None:
-    """10,000 corruptions with MIDSTREAM_ALL_CORRUPTIONS=1."""
+    """MIDSTREAM_ALL_CORRUPTIONS=1 runs 10,000 corruptions."""
     pool, rng = new_pool(), random.Random(5)
     fill(pool)
     num_spoiled = 0

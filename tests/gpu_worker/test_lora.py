@@ -1,4 +1,4 @@
-"""LoRA adapters made by PEFT, on tiny random models: against transformers, in mixed batches, in small caches."""
+"""LoRA adapters made by PEFT, on tiny random models: compared with transformers, in mixed batches, in small caches."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_mixed_batch_gives_each_sequence_the_bits_that_it_has_alone(
     order = np.random.default_rng(5).permutation(len(NAMES)).tolist()
     running: list[int] = []
     rows_of_logits: list[list[int]] = []
-    for i in order:  # one joins in each step, in two chunks
+    for i in order:  # one starts in each step, in two chunks
         driver.step([sequence(driver, i, prompts[i], refs.get(NAMES[i]))], [(i, 0, 13)], generation=running)
         rows_of_logits.append(sorted(running))
         driver.step([], [(i, 13, len(prompts[i]) - 13)], generation=running)
@@ -136,7 +136,7 @@ def test_a_sequence_that_is_rebuilt_goes_on_with_its_adapter(
     tokens = prompt(30, seed=9)
     whole = run_solo(runner, 0, tokens, refs["all"])
     other = make_runner(model_folder[1] / "model", kernels="native" if "Cpu" in str(runner.model.decoder) else "torch")
-    driver = Driver(other)  # it has never heard of the adapter
+    driver = Driver(other)  # it does not have the adapter
     known = [*tokens, *whole[:3]]
     driver.step([sequence(driver, 4, known, refs["all"])], [(4, 0, len(known))])
     for _ in range(NUM_NEW - 4):
@@ -145,7 +145,7 @@ def test_a_sequence_that_is_rebuilt_goes_on_with_its_adapter(
 
 
 def bytes_of(folder: Path, model: torch.nn.Module, name: str) -> int:
-    """What an adapter takes, from its modules' sizes."""
+    """Return an adapter's size, computed from its modules."""
     with adapted(model, folder / name) as made:
         pairs = [
             (module.in_features, module.out_features, module.r["default"])
@@ -174,12 +174,12 @@ def test_adapters_in_use_stay_and_the_least_recently_used_one_goes(
     assert add(0, "few") is None
     assert cache.num_device_bytes == sizes["few"]
     assert add(1, "all") is None
-    assert add(2, "few") is None  # it is there already
+    assert add(2, "few") is None  # already loaded
     assert cache.num_device_bytes == sizes["few"] + sizes["all"]
     assert add(3, "uneven") is OverloadedError
     driver.release(3)
     driver.release(1)
-    assert add(1, "uneven") is None  # in place of `all`, which nobody uses
+    assert add(1, "uneven") is None  # replaces `all`, which is unused
     assert add(3, "one_layer") is None
     assert cache.num_device_bytes == sizes["few"] + sizes["uneven"] + sizes["one_layer"]
     assert 0 < cache.num_host_bytes <= host_bytes
@@ -214,7 +214,7 @@ def test_a_row_that_is_forked_keeps_the_adapter(runner: ModelRunner, refs: dict[
     driver = Driver(runner)
     driver.step([sequence(driver, 0, tokens, refs["all"])], [(0, 0, 21)])
     driver.step(generation=[0])
-    # Row 5, which never held a sequence, goes on from row 0, which is given to another.
+    # Row 5, which never held a sequence, continues from row 0, which is reassigned.
     whole, rest = driver.blocks[0][:1], driver.blocks[0][1:]
     driver.sequence(5, tokens, shared_blocks=whole)
     target = driver.blocks[5]

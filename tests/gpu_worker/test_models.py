@@ -1,4 +1,4 @@
-"""Native models against transformers, on tiny random models of each family, on both kinds of kernels."""
+"""Our own models compared with transformers, on tiny random models of each family, with both kinds of kernels."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import open_model_folder
 from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner, make_tiny_model
 
-# Logits here are of the order of 10, where float32 is spaced 1e-6; some hundred roundings lie between.
+# Logits here are about 10, where the spacing of float32 is 1e-6; there are some hundred roundings in between.
 TOLERANCE = 2e-4
 
 
 class Recorder:
-    """Keeps the logits of each forward pass of a runner; what is chosen without logits must be what they choose."""
+    """Record the logits of each forward pass; check that tokens chosen without logits are their argmax."""
 
     def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.logits: list[Tensor] = []

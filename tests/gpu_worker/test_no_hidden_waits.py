@@ -1,7 +1,7 @@
-"""What is recorded as a CUDA graph, and what samples behind it, neither reads the device nor mixes devices.
+"""Recording CUDA graphs and sampling after them neither read from the device nor mix devices.
 
-Tensors of the `meta` device stand in for a GPU's: they have no values, so anything that would read one (`item`,
-`tolist`, `nonzero`, a condition) raises, and so does an operation that takes them together with a CPU's.
+Tensors of the `meta` device stand in for a GPU's: they have no values, so anything that reads one (`item`, `tolist`,
+`nonzero`, a condition) raises, as does an operation that mixes them with CPU tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAMES = ["llama", "qwen3_moe", "gemma2", "gpt_oss", "llama4_text", "olmo2"]
 
 
 def on_device(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses tensors of the CPU, which a kernel could not read."""
+    """Reject CPU tensors, which a kernel could not read."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
@@ -58,7 +58,7 @@ def group(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None
 
 @pytest.fixture(autouse=True)
 def kernels_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replacements of Triton's kernels that only return tensors of the right shape."""
+    """Replace Triton's kernels by functions that only return tensors of the right shape."""
     references = vars(dispatch)
     made: dict[str, Callable[..., Any]] = {
         "rms_norm": references["torch_rms_norm"],
@@ -138,5 +138,5 @@ def test_sampling_with_features_reads_nothing_from_the_device() -> None:
     constraints = Constraints({1: np.full(7, 255, dtype=np.uint8)})
     chosen = Sampler(rows).choose(torch.empty(2, 50, device=META), ints([0, 1]), constraints)
     assert chosen.values.device == META
-    # A token of each, and for each log probability and rank of the token, and three tokens with theirs.
+    # One token each, and per log probability the token's own value and rank, and three top tokens with theirs.
     assert chosen.values.shape == (2 + 2 * (2 + 2 * 3),)

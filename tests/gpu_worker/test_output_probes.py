@@ -1,4 +1,4 @@
-"""Output probes: what they compute is reported under their names, and one that fails fails its own request."""
+"""Output probes: their values are reported under their names, and a failing probe fails only its own request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = [5, 9, 40, 3, 77, 8, 120]
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, **places: str) -> None:
-    """Offers probes as installed packages would."""
+    """Register probes like installed packages."""
     offered = [EntryPoint(name, place, output_probes.ENTRY_POINT_GROUP) for name, place in places.items()]
     monkeypatch.setattr(output_probes, "entry_points", lambda group: offered)
 
@@ -50,7 +50,7 @@ def request(name: str, *probes: str) -> pb.GenerateRequest:
 
 
 def test_what_they_compute_is_reported(tiny: tuple[torch.nn.Module, ModelRunner]) -> None:
-    """Of prompt and output, beside other requests, with the prompt in chunks of at most 4 tokens."""
+    """For prompt and output, beside other requests, with the prompt in chunks of at most 4 tokens."""
     model, runner = tiny
     both, plain = Whole(runner, (2,)).run([request("a", "TopKLogits", "entropy"), request("b")])
     (made,) = contents(both)

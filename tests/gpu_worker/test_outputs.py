@@ -1,4 +1,4 @@
-"""Logits, hidden states and log probabilities of the prompt: against transformers, however the prompt is chunked."""
+"""Logits, hidden states and log probabilities of the prompt equal transformers', however the prompt is chunked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def runner(request: pytest.FixtureRequest, tiny_folder: Path) -> ModelRunner:
 
 
 def joined(outputs: Iterable[StepOutput], row: int = 0) -> dict[str, NDArray[Any]]:
-    """Whole tensors by name; pieces must follow one another."""
+    """Join pieces to whole tensors by name; check that they are consecutive."""
     parts: defaultdict[str, list[RowTensor]] = defaultdict(list)
     for output in outputs:
         for tensor in output.tensors:
@@ -50,7 +50,7 @@ def joined(outputs: Iterable[StepOutput], row: int = 0) -> dict[str, NDArray[Any
 
 
 def run(driver: Driver, chunk: int, beside: int = 0) -> list[StepOutput]:
-    """The prompt in chunks, beside a row that decodes, then the output."""
+    """Run the prompt in chunks beside a decoding row, then the output."""
     others = [1] if beside else []
     if beside:
         driver.step([driver.sequence(1, PROMPT[:beside])], [(1, 0, beside)])
@@ -86,7 +86,7 @@ def test_they_equal_transformers(tiny_folder: Path, runner: ModelRunner) -> None
     found = joined(outputs)
     ids = {name: values for name, values in found.items() if name.endswith("ids")}
     assert found.keys() - ids.keys() == expected.keys()
-    # Equal logits may change places by rounding, so the ids are told by their values.
+    # Equal logits may swap by rounding, so tokens are identified by their values.
     for name, rows in (("context_topk_logits.5", prompt), ("topk_logits.5", output)):
         assert ids[f"{name}.ids"].dtype == np.int32
         by_id = logits[rows].gather(1, torch.from_numpy(ids[f"{name}.ids"]).long())

@@ -1,4 +1,4 @@
-"""How ranks meet, frames over shared memory and connections, and lifelines, in one process."""
+"""Rendezvous of ranks, frames over shared memory and connections, and heartbeats, in one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Reader:
-    """Reads frames in a thread, when it is let to."""
+    """Read frames in a thread, when allowed to."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -50,7 +50,7 @@ class Reader:
 
 
 def test_all_followers_read_all_frames_in_order() -> None:
-    """Two share 4 KiB, which are used over and over; one is elsewhere. Frames of more than 2 KiB go inline."""
+    """Two followers share 4 KiB, which is reused; one is remote. Frames of more than 2 KiB go inline."""
     pairs = [socket.socketpair(), socket.socketpair(), tcp_pair()]
     readers = [Reader(far) for _, far in pairs]
     sender = FrameSender([near for near, _ in pairs], num_bytes=4096)
@@ -75,7 +75,7 @@ def test_a_frame_is_not_written_over_before_it_is_read() -> None:
     sending = threading.Thread(target=lambda: list(map(sender.send, sent)))
     sending.start()
     sending.join(0.2)
-    assert sending.is_alive()  # there is room for two
+    assert sending.is_alive()  # there is space for two
     reader.may_read.set()
     assert [reader.frames.get(timeout=LIMIT_S) for _ in sent] == sent
     sending.join(LIMIT_S)
@@ -85,7 +85,7 @@ def test_a_frame_is_not_written_over_before_it_is_read() -> None:
 
 @pytest.fixture
 def lifelines() -> Iterator[Lines]:
-    """Rank 0's and rank 1's, rank 1's connection, and what rank 0 lost."""
+    """Return rank 0's and rank 1's lifelines, rank 1's connection, and the ranks lost by rank 0."""
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     near, far = tcp_pair()
     one, other = Lifelines({1: near}, 5.0, lost.put), Lifelines({0: far}, 5.0, lambda reason: None)

@@ -1,4 +1,4 @@
-"""Groups of real processes over gloo: what they compute is what one rank computes, whatever is asked for."""
+"""Groups of real processes over gloo compute the same as one rank, for every feature."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner, make_
 from tests.gpu_worker.whole import Whole, outputs
 
 VOCAB = SHAPE["vocab_size"]
-# Logits are of the order of 10, where float32 is spaced 1e-6; sums of a layer's parts are rounded in another order.
+# Logits are about 10, where the spacing of float32 is 1e-6; partial sums are rounded in another order.
 TOLERANCE = 1e-5
-# Each of what may not divide: heads, KV heads, features, vocabulary, layers.
+# Sizes that may not divide evenly: heads, KV heads, features, vocabulary, layers.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one_kv_head": (
         "Mistral",
@@ -64,12 +64,12 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
 
 
 def logits_of(runner: ModelRunner) -> list[Tensor]:
-    """Whole and chunked prefills, decodes beside a prefill, and a shared prefix."""
+    """Return logits of whole and chunked prefills, decodes beside a prefill, and a shared prefix."""
     with pytest.MonkeyPatch.context() as patch:
         driver, recorder = Driver(runner), Recorder(runner, patch)
         first, second = prompt(70, seed=1), prompt(45, seed=2)
         driver.step([driver.sequence(0, first)], [(0, 0, 70)])
-        driver.step([driver.sequence(1, second)], [(1, 0, 19)])  # nobody samples
+        driver.step([driver.sequence(1, second)], [(1, 0, 19)])  # no row samples
         driver.step([], [(1, 19, 26)], generation=[0])
         third = first[:48] + prompt(9, seed=3)
         driver.step([driver.sequence(2, third, shared_blocks=driver.blocks[0][:3])], [(2, 48, 9)], generation=[0, 1])
@@ -120,7 +120,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runners(pool: RankPool, adapted: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
-    """One rank, and four; both with a draft model and little room for adapters."""
+    """Return runners of one rank and of four, both with a draft model and a small adapter cache."""
     settings = {"kernels": "torch", "draft_model": str(adapted / "model"), "lora_num_device_module_layer": 200}
     with ExitStack() as stack:
         yield (
@@ -130,7 +130,7 @@ def runners(pool: RankPool, adapted: Path) -> Iterator[tuple[ModelRunner, ModelR
 
 
 def reports_of(runner: ModelRunner, adapted: Path) -> list[StepOutput]:
-    """Adapters, virtual tokens, reports, drawn tokens, and a copied block, in one batch."""
+    """Run adapters, virtual tokens, reports, sampled tokens and a copied block in one batch."""
     driver = Driver(runner)
     drawn = SamplingParams(temperature=0.9, seed=7, top_p=0.9, log_probs=3)
     table = np.random.default_rng(5).normal(size=(3, SHAPE["hidden_size"])).astype(np.float32)
@@ -153,7 +153,7 @@ def reports_of(runner: ModelRunner, adapted: Path) -> list[StepOutput]:
             generation=[0, 2],
         )
     )
-    # The adapter of row 1 is not used any more, and has to go before this one fits.
+    # The adapter of row 1 is no longer used, and must be evicted before this one fits.
     made.append(
         driver.step([replace(driver.sequence(1, prompt(9)), lora=ref_of(runner, adapted / "lora"))], [(1, 0, 9)])
     )

@@ -1,4 +1,4 @@
-"""Division of weights among ranks: each part exactly once, and queries with the keys they read."""
+"""Division of weights among ranks: each part exactly once, and queries with the keys they use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def grid(tensor: int, stages: int) -> list[Ranks]:
 
 @pytest.fixture(scope="module")
 def embedded() -> DecoderDescription:
-    """30 layers, 9 heads, 3 KV heads."""
+    """The embedded model: 30 layers, 9 heads, 3 KV heads."""
     return describe(open_model_folder("smollm2").config)
 
 

@@ -1,4 +1,4 @@
-"""Adapter folders that are rejected, with the name of the fault."""
+"""Adapter folders that are rejected, with the reason."""
 
 from __future__ import annotations
 

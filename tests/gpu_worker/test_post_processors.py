@@ -45,7 +45,7 @@ def processors(site: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, PostPro
 
 
 def sample(processors: dict[str, PostProcessor], *rows: tuple[str, str], **sampling: Any) -> Sampled:
-    """One token after 1, 2, 3 for each (processor, client id); by itself the model would choose 7."""
+    """Sample one token after 1, 2, 3 for each (processor, client id); the model alone would choose 7."""
     state = Rows(len(rows), 64, 16, 8, VOCAB_SIZE)
     for row, (name, client_id) in enumerate(rows):
         params = SamplingParams(**{"temperature": 0.0} | sampling)

@@ -1,4 +1,4 @@
-"""A quantized KV cache as a GPU holds it, scales apart from keys and values, on a CPU: float8."""
+"""A quantized KV cache in the layout used on GPUs, with separate scales, on a CPU: float8."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_logits_are_near_those_over_a_cache_in_the_compute_type(monkeypatch: pyt
 
     exact, rounded = logits(torch.float32), logits(FLOAT8)
     assert not torch.equal(exact, rounded)
-    # Three bits behind the point: a relative error of at most 1/16 in keys and values.
+    # Three mantissa bits: a relative error of at most 1/16 in keys and values.
     assert (rounded - exact).norm() < exact.norm() / 16
     monkeypatch.setattr(dispatch, "triton", operations, raising=False)
     monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)
-    # A number that lies between two of float8 may go the other way, where a product before it was rounded otherwise.
+    # A value between two float8 numbers may round differently if an earlier product was rounded differently.
     assert (logits(FLOAT8) - exact).norm() < exact.norm() / 16
 
 

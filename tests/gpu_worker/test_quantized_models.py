@@ -1,4 +1,4 @@
-"""Quantized checkpoints, read and computed with as they are, against what defines their formats."""
+"""Quantized checkpoints, computed in their own formats, compared with the libraries that define them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_scheme_stands_for_what_its_definition_says(name: str, tmp_path: P
     block = {"block": [128, 128]} if name == "fp8-blocks" else {}
     found = SafetensorsFiles([file], Scheme(settings["quant_method"], {**settings, **block})).matrix("a.weight")
     assert found.format == FORMATS[name]
-    # A scale times a level is rounded once, and a zero point's share once more.
+    # The product of a scale and a level is rounded once, and the zero point's part once more.
     error = (found.dense().double() - expected.double()).abs()
     assert bool((error <= 3e-7 * expected.double().abs() + 3e-7 * float(weight.abs().max())).all())
 
@@ -68,7 +68,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
     def make(name: str) -> tuple[torch.nn.Module, Path]:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            # Mistral's bias-free layers with tied heads, and Qwen2's with biases, in turn.
+            # Mistral's layers without biases and with tied heads, and Qwen2's with biases, alternating.
             family = "Qwen2" if len(made) % 2 else "Mistral"
             model = make_tiny_model(folder, family, **SIZES, tie_word_embeddings=family == "Mistral")
             quantize_model(folder, model, name)
@@ -79,7 +79,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
 
 
 def logits_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[int], Tensor]:
-    """Tokens of a prefill in two parts and two more steps, and the logits of each of the last three."""
+    """Return tokens of a prefill in two parts and two more steps, and the logits of the last three."""
     runner = make_runner(folder, **settings)
     driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
     tokens = prompt(40, seed=4)
@@ -98,7 +98,7 @@ def test_logits_are_those_of_the_values(
     for settings in ({"activations": "f32", "kv": "f32"}, {}):
         tokens, logits = logits_of(folder, monkeypatch, kernels="native", **settings)
         wanted = expected_logits(model, tokens)[39:42]
-        # Activations and cache of 16 bits, the default, are about as exact.
+        # With the default 16-bit activations and cache the results are about as exact.
         assert float((logits - wanted).abs().max()) <= (TOLERANCE if settings else 1e-3) * float(wanted.abs().max())
 
 
@@ -115,7 +115,7 @@ def test_logits_without_our_kernels(
 def test_adapters_add_to_parts_of_other_orders(
     quantized: Callable[[str], tuple[torch.nn.Module, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows of q, and those of k and v, have their columns in orders of their own."""
+    """The columns of q, k and v may be stored in different orders."""
     model, folder = quantized("gptq-order")
     make_lora(model, tmp_path / "lora", 1, r=4, lora_alpha=8, target_modules=ALL_MODULES)
     runner = make_runner(folder, kernels="native", activations="f32", kv="f32")
@@ -128,7 +128,9 @@ def test_adapters_add_to_parts_of_other_orders(
 
 
 def test_experts_of_gpt_oss_are_computed_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor of codes and one of exponents hold all experts, gate and up in turn; against transformers' values."""
+    """One tensor of codes and one of exponents contain all experts, gate and up interleaved; compared with
+    transformers.
+    """
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 24}
     model = make_tiny_model(tmp_path, "GptOss", hidden_size=64, intermediate_size=96, num_hidden_layers=2, **experts)
     tensors = load_file(tmp_path / "model.safetensors")

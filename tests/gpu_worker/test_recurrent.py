@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def requests() -> list[pb.GenerateRequest]:
-    """Prompts of 20 to 60 tokens, half of which begin alike; some ask for several sequences, or for beams."""
+    """Return prompts of 20 to 60 tokens, half with a common prefix; some request several sequences or beams."""
     draw = random.Random(1)
     prefix = [draw.randrange(3, 331) for _ in range(40)]
     made = []
@@ -65,7 +65,7 @@ def requests() -> list[pb.GenerateRequest]:
 
 
 def run_alone(runner: ModelRunner) -> list[Any]:
-    """What each request gives by itself, where nothing is reused."""
+    """Return the output of each request alone, without reuse."""
     return [contents(Whole(runner, (), enable_block_reuse=False).run([item])[0]) for item in requests()]
 
 
@@ -95,7 +95,7 @@ def test_bits_depend_neither_on_the_cache_nor_on_pauses_chunks_or_the_loss_of_a_
 
 
 def test_a_hit_ends_where_a_state_is(folders: Any) -> None:
-    """At full blocks, of prompt and answer alike."""
+    """At full blocks, both of prompts and of outputs."""
     whole = Whole(make_runner(folders("qwen3_next")[1]), ())
     tokens = list(range(3, 53))
 
@@ -120,7 +120,7 @@ def test_a_hit_ends_where_a_state_is(folders: Any) -> None:
 
 
 def test_without_attention_blocks_are_given_back(folders: Any) -> None:
-    """A sequence of Mamba 2 holds the blocks of its last tokens alone, so two run where one has room to restart."""
+    """A sequence of Mamba 2 holds only the blocks of its last tokens, so two can run where only one can restart."""
     whole = Whole(make_runner(folders("mamba2")[1], max_batch_size=2), (), num_blocks=14)
     made = [
         pb.GenerateRequest(

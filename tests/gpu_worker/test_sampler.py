@@ -1,4 +1,4 @@
-"""The sampler against transformers' logits processors and hand-worked cases."""
+"""The sampler compared with transformers' logits processors and hand-computed cases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCAB_SIZE = 1000
 
 
 def make_rows(*sampling: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None) -> Rows:
-    """One row for each of `sampling`, all with the same tokens."""
+    """Return one row for each of `sampling`, all with the same tokens."""
     rows = Rows(len(sampling), 64, 16, 8, VOCAB_SIZE)
     prompt = prompt or [1, 2, 3]
     for i, params in enumerate(sampling):
@@ -53,14 +53,14 @@ def sample(logits: Tensor, *sampling: SamplingParams, **tokens: list[int]) -> li
 
 
 def drawn_from(logits: Tensor, params: dict[str, Any], num_draws: int = 4000) -> NDArray[np.float64]:
-    """Shares of tokens among draws with different seeds."""
+    """Return the frequencies of tokens over draws with different seeds."""
     rows = [SamplingParams(seed=seed, **params) for seed in range(num_draws)]
     tokens = sample(logits.expand(num_draws, -1).contiguous(), *rows)
     return np.bincount(tokens, minlength=VOCAB_SIZE) / num_draws
 
 
 def processed(logits: Tensor, *processors: Any, ids: list[int] | None = None) -> Tensor:
-    """The logits after transformers' processors."""
+    """Return the logits after transformers' processors."""
     for processor in processors:
         logits = processor(torch.tensor([ids or [1, 2, 3]]), logits)
     return logits
@@ -98,7 +98,7 @@ def test_draws_follow_transformers_distribution(params: dict[str, Any], processo
     expected = processed(logits, *processors).softmax(dim=-1)[0].numpy()
     shares = drawn_from(logits, params)
     assert (shares[expected == 0] == 0).all()
-    # Five standard deviations of a share of 4,000 draws.
+    # Five standard deviations of a frequency over 4,000 draws.
     assert (np.abs(shares - expected) <= 5 * np.sqrt(expected * (1 - expected) / 4000) + 1e-3).all()
 
 
@@ -123,7 +123,7 @@ def test_penalties_equal_transformers_and_count_output_alone() -> None:
     expected[0, 9] -= 0.5 + 0.25
     params: dict[str, Any] = {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     for token in (1, 2, 3, 5, 9):
-        # The bias lifts this token to just above and just below the best of the others.
+        # The bias raises this token to just above and just below the best of the others.
         others = expected.clone()
         others[0, token] = -torch.inf
         gap = float(others.max()) - float(expected[0, token])
@@ -265,7 +265,7 @@ def test_rows_with_features_are_chosen_on_the_device_as_they_are_sampled(
     rows.features[[7, 8, 9]] |= np.uint16(Feature.GUIDED)
     logits, places = random_logits(11), ints(range(11))
     logits[6, 1] = torch.nan
-    # The eighth row's mask allows two tokens of its prompt, the ninth's all tokens; the tenth's grammar failed.
+    # The eighth row's mask allows two tokens of its prompt, the ninth's all tokens; the tenth row's grammar failed.
     allowed = np.zeros((2, VOCAB_SIZE), dtype=np.bool_)
     allowed[0, [1, 3]], allowed[1] = True, True
     masks = np.packbits(allowed, axis=1, bitorder="little")

@@ -1,4 +1,4 @@
-"""The link of a worker to its scheduler."""
+"""The worker's connection to its scheduler."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from protos import worker_pb2
 
 
 def test_a_link_that_fails_ends_the_worker() -> None:
-    """Otherwise the process would stand there without a scheduler, and nobody would start it again."""
+    """Otherwise the process would keep running without a scheduler, and would not be restarted."""
     kept = KeptBlocks(np.zeros(4, dtype=np.uint64))
-    broken = cast("Any", None)  # a registration that cannot be written
+    broken = cast("Any", None)  # a registration that cannot be serialized
     link = SchedulerLink("tcp://127.0.0.1:1", broken, Metrics(), worker_pb2.MemoryUsage, cast("Any", None), kept)
     link.start()
     stopped = link.inbox.get(timeout=20)

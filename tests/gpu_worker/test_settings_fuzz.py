@@ -1,9 +1,9 @@
-"""Random settings on real tiny models: what is accepted gets the tokens that transformers chooses, nothing stalls.
+"""Random settings on real tiny models: accepted requests get transformers' tokens, and nothing stalls.
 
-Tiers are among the settings, and so are workers of both roles with either way for blocks between them.
+The settings include tiers, and workers of both roles with either way to transfer blocks.
 
-A failing seed can be run alone: pytest tests/gpu_worker/test_settings_fuzz.py -k 'settings[12]'. More by
-MIDSTREAM_COMBINATIONS.
+To run one failing seed: pytest tests/gpu_worker/test_settings_fuzz.py -k 'settings[12]'. Set MIDSTREAM_COMBINATIONS for
+more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.gpu_worker.tiny_models import SHAPE, make_runner, make_tiny_model
 from tests.gpu_worker.whole import Whole, outputs
 
 NUM_COMBINATIONS, NARROW = int(os.environ.get("MIDSTREAM_COMBINATIONS", "32")), 8
-# Of each model: its family and settings, and the setting max_attention_window.
+# Family and settings of each model, and max_attention_window.
 MODELS: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("Llama", {}, 0),
     ("Llama", {}, NARROW),
@@ -41,14 +41,14 @@ MODELS: tuple[tuple[str, dict[str, Any], int], ...] = (
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Make transformers' model, with the setting, and the folder that knows nothing of it."""
+    """Make transformers' model with the window, and a folder whose config does not have it."""
 
     @cache
     def make(number: int) -> tuple[Any, Path]:
         family, settings, narrow = MODELS[number]
         folder = tmp_path_factory.mktemp(family)
         model: Any = make_tiny_model(folder, family, **settings)
-        if narrow:  # Mistral is a Llama with a window
+        if narrow:  # Mistral is Llama with a window
             config = transformers.MistralConfig(**SHAPE, sliding_window=narrow)
             narrowed = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
             narrowed.load_state_dict(model.state_dict())
@@ -74,7 +74,7 @@ def draw_request(draw: random.Random, number: int, prefix: list[int]) -> pb.Gene
 
 
 def draw_places(draw: random.Random, folder: Path) -> dict[str, Any]:
-    """Settings for the memory that workers share, and for tiers: no room, room for a few blocks, or for all."""
+    """Draw settings for shared memory and tiers: no space, space for a few blocks, or for all."""
     places: dict[str, Any] = {}
     size = draw.choice((1 << 10, 1 << 17, 1 << 24))
     if draw.random() < 0.5:
@@ -85,7 +85,7 @@ def draw_places(draw: random.Random, folder: Path) -> dict[str, Any]:
 
 
 def run_with_losses(whole: Whole, draw: random.Random, num_workers: int, *, has_journal: bool) -> None:
-    """Take all steps; on the way a worker is lost, and the scheduler where a journal has what it knew."""
+    """Run all steps; on the way lose a worker, and with a journal also the scheduler."""
     lost_after = draw.choice((0, 5, 20))
     for count in range(1, 3000):
         if not whole.step():

@@ -1,4 +1,4 @@
-"""Copies between host and device that a slow device does late, beside the steps that use them."""
+"""Copies between host and device that a slow device does late, concurrently with the steps that use them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_buffer_is_filled_again_after_its_copy_is_done(stream: LazyStream) -> 
     assert stream.num_done < stream.num_launched
     stream.run(stream.num_launched)
     assert seen == [[step] * 4 for step in range(5)]
-    # Two are in flight at any time: the third, fourth and fifth each waited for the one before the last.
+    # Two are in flight at any time: the third, fourth and fifth each waited for the second to last.
     assert stream.num_waits == 3
 
 
@@ -36,7 +36,7 @@ def test_tokens_are_read_when_they_have_arrived(stream: LazyStream, is_slow: boo
     readback, tokens, copies = Readback(CPU, 2), torch.zeros(2, dtype=torch.int32), list[Copy]()
     read = []
     for step in range(4):
-        # The step writes the same tokens on the device as the one before.
+        # The step writes the same tokens on the device as the previous one.
         stream.launch(lambda step=step: tokens.fill_(step))  # type: ignore[misc]
         copies.append(readback.start(tokens))
         if not is_slow:

@@ -1,4 +1,4 @@
-"""Models that run by transformers' code over the paged cache, against transformers alone."""
+"""Models that run on transformers' implementation over the paged cache, compared with transformers alone."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
-    """transformers' model and its folder, of each family."""
+    """Return transformers' model of each family and its folder."""
     name, settings = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     return make_tiny_model(folder, name, **settings), folder
@@ -127,7 +127,7 @@ def test_output_does_not_depend_on_batch_or_chunks(gemma2: tuple[torch.nn.Module
 
 
 def test_a_prepared_folder_generates_what_transformers_does(gemma2: tuple[Any, Path], tmp_path: Path) -> None:
-    """Through the scheduler's core and the wire, in one batch."""
+    """Through the scheduler's core and the wire format, in one batch."""
     model, folder = gemma2
     prepared = prepare_model_folder(str(folder), tmp_path / "prepared")
     assert prepared.architecture == "gemma2"
@@ -164,7 +164,7 @@ def test_native_models_run_so_if_that_is_wanted(tiny_folder: Path, monkeypatch: 
 def test_int8_weights_are_kept_as_integers(
     tiny_folder: Path, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both compute with the values that the CPU kernels have."""
+    """Both compute with the same values as the CPU kernels."""
     logits = []
     for settings in ({"kernels": "native"}, {"kernels": "torch", "implementation": implementation}):
         runner = make_runner(tiny_folder, weights="int8", kv="f32", activations="f32", **settings)
@@ -176,7 +176,7 @@ def test_int8_weights_are_kept_as_integers(
     weights = kept["_layers"][0].attention.qkv if is_native else kept["_model"].model.layers[0].mlp.up_proj
     assert weights.weight.dtype == torch.int8
     scale = float(logits[0].abs().max())
-    # The embedding stays as it is in the one.
+    # In one of them the embedding is not quantized.
     limit = TOLERANCE if implementation == "native" else 0.05
     assert float((logits[1] - logits[0]).abs().max()) <= limit * scale
 
@@ -251,7 +251,7 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
 
 
 def test_what_we_do_not_compute_runs_by_transformers_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Unless it is to be our own code; and no ranks divide it."""
+    """Unless our own implementation is requested; such models cannot be divided among ranks."""
     make_tiny_model(tmp_path, "GPTNeoX")
     with caplog.at_level(logging.INFO):
         make_runner(tmp_path)

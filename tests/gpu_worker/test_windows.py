@@ -1,4 +1,4 @@
-"""Layers with attention windows under KV pressure: tokens are those of transformers."""
+"""Layers with attention windows under KV pressure give transformers' tokens."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", {"head_dim": 32, "layer_types": [SLIDING, FULL, SLIDING]}),
     "mistral": ("Mistral", {}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
-    # As gpt-oss: every other layer.
+    # Like gpt-oss: every other layer.
     "qwen3": ("Qwen3", {"head_dim": 32, "use_sliding_window": True, "layer_types": [SLIDING, FULL, SLIDING]}),
 }
-# Which of them may give blocks back.
+# Models that free blocks behind their window.
 ALL_WINDOWED = {"mistral"}
 
 
@@ -48,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def requests(seed: int = 0, **fields: Any) -> list[pb.GenerateRequest]:
-    """Prompts of 20 to 60 tokens, half of which begin alike; a third of the requests make drafts."""
+    """Return prompts of 20 to 60 tokens, half with a common prefix; a third of the requests use drafts."""
     draw = random.Random(seed)
     prefix = [draw.randrange(3, 331) for _ in range(40)]
     made = []
@@ -71,7 +71,7 @@ def requests(seed: int = 0, **fields: Any) -> list[pb.GenerateRequest]:
 
 
 def num_right(model: Any, whole: Whole, made: list[pb.GenerateRequest]) -> int:
-    """How many requests get as many tokens as they ask for, all of them as transformers chooses."""
+    """Return how many requests get all the tokens they ask for, each equal to transformers' choice."""
     answers = [outputs(answer)[0] for answer in whole.run(made)]
     pairs = [(list(request.token_ids.values), answer) for request, answer in zip(made, answers, strict=True)]
     return sum(len(answer) == MAX_TOKENS and not wrong_tokens(model, prompt, answer) for prompt, answer in pairs)
@@ -92,7 +92,7 @@ def test_tokens_under_pressure_are_those_of_transformers(folders: Any, name: str
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
 def test_what_the_cache_keeps_of_windowed_sequences_serves_others(folders: Any, name: str) -> None:
-    """The same prompts again, over blocks that were given back behind the window, and after the loss of the worker."""
+    """The same prompts again, over blocks freed behind the window, and after the loss of the worker."""
     model, folder = folders(name)
     whole = Whole(make_runner(folder, kv="f32", max_kv_tokens=2048, max_batch_size=32), ())
     assert num_right(model, whole, requests()) == NUM_REQUESTS
@@ -113,7 +113,7 @@ def test_what_the_cache_keeps_of_windowed_sequences_serves_others(folders: Any, 
 
 
 NARROW = 8
-# Family and settings, then how transformers says that no layer attends to more than 8 tokens.
+# Family and settings, then transformers' setting for layers that attend to at most 8 tokens.
 NARROWED: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "llama": ("Llama", {}, "Mistral", {}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}, "Mistral", {}),
@@ -142,7 +142,7 @@ def test_a_setting_below_the_models_window_is_what_layers_attend_to(tmp_path: Pa
 
 
 class WithSinks:
-    """transformers' model in float64 whose layers attend to the first `num_sinks` tokens and the last `window`."""
+    """transformers' model in float64, whose layers attend to the first `num_sinks` and the last `window` tokens."""
 
     def __init__(self, model: Any, num_sinks: int, window: int) -> None:
         self._model, self._num_sinks, self._window = copy.deepcopy(model).double(), num_sinks, window
@@ -162,7 +162,7 @@ class WithSinks:
 def test_sink_tokens_are_attended_to_beside_the_window(
     tmp_path: Path, name: str, implementation: str, num_sinks: int
 ) -> None:
-    """Under pressure, over cached prefixes, and after the loss of the worker."""
+    """Under pressure, with cached prefixes, and after the loss of the worker."""
     family, settings, *_ = NARROWED[name]
     model = make_tiny_model(tmp_path, family, **settings)
     limits: dict[str, Any] = {"max_attention_window": NARROW, "sink_token_length": num_sinks}
@@ -188,7 +188,7 @@ def test_sink_tokens_are_attended_to_beside_the_window(
     [({"sink_token_length": 4}, "sink_token_length"), ({"max_attention_window": 8, "kernels": "native"}, "kernels")],
 )
 def test_sink_tokens_are_refused_where_they_cannot_be(tmp_path: Path, settings: dict[str, Any], field: str) -> None:
-    """Without a window, and on the native kernels."""
+    """Without a window, and with the native kernels."""
     make_tiny_model(tmp_path, "Llama")
     with pytest.raises(ConfigError) as raised:
         make_runner(tmp_path, **{"sink_token_length": 4, **settings})
@@ -196,7 +196,7 @@ def test_sink_tokens_are_refused_where_they_cannot_be(tmp_path: Path, settings: 
 
 
 def test_blocks_of_another_window_are_not_taken_over(tmp_path: Path) -> None:
-    """What a block holds depends on what its layers attended to."""
+    """A block's contents depend on the attention windows of its layers."""
     make_tiny_model(tmp_path, "Llama")
     store = tmp_path / "store"
     runners = [
@@ -242,7 +242,7 @@ def test_native_windows_are_those_of_transformers(config: dict[str, Any], window
     family = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[config["model_type"]]
     theirs = getattr(transformers, f"{family}Config")(**shape, **settings)
     model = transformers.AutoModelForCausalLM.from_config(theirs)
-    # Only some families tell a layer its window; of the others the model's mask has it.
+    # Only some families pass a layer its window; in the others the model's mask applies it.
     found = (
         [getattr(layer.self_attn, "sliding_window", theirs.sliding_window) for layer in model.model.layers]
         if (family != "Llama")

@@ -1,4 +1,4 @@
-"""Tiny random models, made with transformers, as model folders; and a driver that plays the scheduler in process."""
+"""Tiny random models, made with transformers, as model folders; and a driver that acts as the scheduler in process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPE = {
 
 
 def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Module:
-    """Writes a random model of `family` (such as Llama) to `folder`, and returns transformers' own."""
+    """Write a random model of `family` (such as Llama) to `folder`, and return transformers' model."""
     torch.manual_seed(len(family))
     config_class = getattr(transformers, f"{family}Config")
     if "text_config" in config_class.sub_configs:
@@ -40,7 +40,7 @@ def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Modu
     model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Larger than at the start of training, so that a mistake anywhere shows in the logits.
+            # Larger than usual initial weights, so that any mistake shows in the logits.
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
             if "norm" in name:
                 parameter.add_(1)
@@ -53,7 +53,7 @@ def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Modu
 
 
 def make_runner(folder: Path | str, **settings: Any) -> ModelRunner:
-    """A runner on the CPU with a small KV pool, on one thread, which is steadier beside other tests."""
+    """Return a runner on the CPU with a small KV pool and one thread, which is more stable beside other tests."""
     defaults = {"device": "cpu", "max_kv_tokens": 4096, "max_batch_size": 8, "num_threads": 1}
     config = WorkerConfig(**{**defaults, **settings})
     return ModelRunner(config, open_model_folder(str(folder)))
@@ -64,7 +64,7 @@ def ints(values: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 class Driver:
-    """Plays the scheduler for a runner: hands out rows and blocks, and keeps what was sampled."""
+    """A stand-in for the scheduler: assigns rows and blocks, and keeps sampled tokens."""
 
     def __init__(self, runner: ModelRunner, tokens_per_block: int = 16) -> None:
         runner.clear()
@@ -86,7 +86,7 @@ class Driver:
         sequence_index: int = 0,
         outputs: OutputParams = NOTHING,
     ) -> NewSequence:
-        """Makes a sequence that may grow to 64 tokens more; `shared_blocks` are the first of its table."""
+        """Create a sequence that may grow by 64 tokens; `shared_blocks` are the first of its table."""
         num_blocks = -(-(len(tokens) + 64) // self._tokens_per_block)
         own = [self._free.pop() for _ in range(num_blocks - len(shared_blocks))]
         self.blocks[row] = [*shared_blocks, *own]
@@ -109,7 +109,7 @@ class Driver:
         generation: Sequence[int] = (),
         **more: Any,
     ) -> StepOutput:
-        """Runs a step; contexts are (row, start, length)."""
+        """Run a step; contexts are (row, start, length)."""
         context_rows, starts, lengths = zip(*contexts, strict=True) if contexts else ((), (), ())
         output = self.runner.run_step(
             Step(
@@ -127,18 +127,18 @@ class Driver:
         return output
 
     def output(self, row: int) -> list[int]:
-        """The tokens that were sampled for `row`."""
+        """Return the tokens sampled for `row`."""
         return self.tokens[row][self.num_prompt[row] :]
 
     def release(self, row: int) -> None:
-        """Frees a row and its own blocks."""
+        """Free a row and its own blocks."""
         self._free += self.blocks.pop(row)
         self.step(released_rows=ints([row]))
 
     def run_alone(
         self, tokens: Sequence[int], num_new: int, sampling: SamplingParams = GREEDY, *, chunk: int = 10**9
     ) -> list[int]:
-        """The tokens that a sequence gives by itself."""
+        """Return the tokens of a sequence run alone."""
         new = [self.sequence(0, tokens, sampling)]
         for start in range(0, len(tokens), chunk):
             self.step(new, [(0, start, min(chunk, len(tokens) - start))])

@@ -56,7 +56,7 @@ FINGERPRINT = "a model's"
 
 
 class Member:
-    """A runner as a worker of the core, with the tiers and the role that its settings give it."""
+    """A runner as a worker of the core, with the tiers and role from its settings."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -66,7 +66,7 @@ class Member:
         self._kept = KeptBlocks(runner.kv.block_hashes, None if tiers is None else tiers.offer)
 
     def begin(self, connection: bytes) -> dict[str, Any]:
-        """Begin anew, with an empty pool; return what a registration says of the pool and of what is below it."""
+        """Start with an empty pool; return the pool's and tiers' part of a registration."""
         self.runner.clear()
         self._kept.clear()
         self.connection = connection
@@ -81,13 +81,13 @@ class Member:
         }
 
     def join(self, epoch: int) -> None:
-        """Begin an epoch."""
+        """Start an epoch."""
         self.epoch = epoch
         if self.runner.kv.fetcher is not None:
             self.runner.kv.fetcher.begin_epoch(epoch)
 
     def run(self, plan: StepPlan, limits: ModelLimits) -> Iterator[Event]:
-        """Run a step; yield its result, and a heartbeat where blocks were stored."""
+        """Run a step; yield its result, and a heartbeat if blocks were stored."""
         batch = worker_pb2.SchedulerMessage.FromString(encode_step(plan, limits)).step_batch
         for part in table_parts(plan):
             self.adapters.keep(worker_pb2.SchedulerMessage.FromString(part).prompt_table)
@@ -117,10 +117,9 @@ class Member:
 
 
 class Whole:
-    """One core over one runner or more.
+    """One core with one or more runners.
 
-    Attributes:
-        stats: Of every iteration.
+    Attributes: stats: Of every iteration.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class Whole:
         batching: str = "inflight_fused",
         **config: Any,
     ) -> None:
-        """Keep a journal of `journal_kind` (sqlite or log) where told to.
+        """Create the core, with a journal of `journal_kind` (sqlite or log) if set.
 
         `others` are further runners, `config` are settings of the core.
         """
@@ -231,7 +230,7 @@ class Whole:
         return next(member for member in self._members if member.connection == connection)
 
     def step(self) -> bool:
-        """Takes a turn and runs the oldest step or fetch; False when there is none."""
+        """Run the oldest step or fetch; return False if there is none."""
         self.handle(Turn(1))
         if not self._work:
             return False
@@ -250,18 +249,18 @@ class Whole:
         self._join(member)
 
     def lose_scheduler(self) -> None:
-        """Replace the scheduler by a new one that starts from its journal."""
+        """Replace the scheduler by a new one that recovers from its journal."""
         assert self._store is not None
         self._store.close()
         self._start()
 
     def submit(self, request: pb.GenerateRequest) -> Request:
-        """Submits a request."""
+        """Submit a request."""
         self.handle(Submitted(1, spec_from_proto(request, self.limits, 1)))
         return self.core.lifecycle.requests[request.request_id]
 
     def recover(self, request: Request) -> None:
-        """Takes in what a journal would hold of a request of another core."""
+        """Restore a request of another core from what a journal would contain."""
         outputs = tuple(array("I", sequence.output) for sequence in request.sequences)
         steps = tuple(request.beams.search.steps) if request.beams is not None else ()
         ends = tuple((s.index, s.end) for s in request.sequences if s.end is not None)
@@ -278,14 +277,14 @@ class Whole:
 
 
 def outputs(request: Request) -> list[list[int]]:
-    """The output of each sequence."""
+    """Return the output of each sequence."""
     ends = [sequence.end for sequence in request.sequences]
     assert all(ends), "a sequence has not ended"
     return [s.output[: s.end.num_tokens].tolist() for s in request.sequences if s.end is not None]
 
 
 class LogProb(NamedTuple):
-    """Of one token; `top` are the likeliest ones."""
+    """A token's log probability; `top` are the most likely tokens."""
 
     log_prob: float
     rank: int
@@ -297,9 +296,9 @@ class Contents:
     """Everything that a client receives for one sequence.
 
     Attributes:
-        log_probs: Of each token: its own, and (token, log probability) of the likeliest.
-        prompt_log_probs: The same of the prompt's tokens from the second on.
-        tensors: Whole ones, as one row of numbers each.
+        log_probs: Of each token: its own, and (token, log probability) of the most likely ones.
+        prompt_log_probs: The same for the prompt's tokens from the second on.
+        tensors: Complete tensors, flattened.
     """
 
     tokens: list[int]
@@ -311,12 +310,12 @@ class Contents:
     tensors: dict[str, bytes] = field(default_factory=dict)
 
     def array(self, name: str, width: int) -> NDArray[np.float32]:
-        """A tensor of floats with rows of `width`."""
+        """Return a float tensor with rows of `width`."""
         return np.frombuffer(self.tensors[name], dtype=np.float32).reshape(-1, width)
 
 
 def contents(request: Request) -> list[Contents]:
-    """Of each sequence of a request that has ended without an error."""
+    """Return the contents of each sequence of a request that ended without an error."""
     assert request.failure is None, request.failure
     return [_contents(sequence) for sequence in request.sequences]
 

@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry traces, over OTLP/gRPC, in this process."""
+"""A collector of OpenTelemetry traces over OTLP/gRPC, in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 @dataclass(frozen=True)
 class Span:
-    """A span as it came; times are Unix nanoseconds, ids are in hexadecimal."""
+    """A received span; times are Unix nanoseconds, ids are hexadecimal."""
 
     service: str
     name: str
@@ -30,7 +30,7 @@ class Span:
 
 
 class Collector(pb_grpc.TraceServiceServicer):
-    """Keeps every span that it gets."""
+    """Collect all received spans."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
@@ -52,7 +52,7 @@ class Collector(pb_grpc.TraceServiceServicer):
         return pb.ExportTraceServiceResponse()
 
     def spans(self, trace_id: str) -> list[Span]:
-        """The trace so far, by time."""
+        """Return the trace so far, ordered by time."""
         with self._has_news:
             found = [span for span in self._spans if span.trace_id == trace_id]
         return sorted(found, key=lambda span: span.start_ns)
@@ -60,7 +60,7 @@ class Collector(pb_grpc.TraceServiceServicer):
     def await_spans(
         self, trace_id: str, is_whole: Callable[[Sequence[Span]], bool], timeout_s: float = 30
     ) -> list[Span]:
-        """The trace as soon as it is whole, or at the limit."""
+        """Return the trace once it is complete, or at the time limit."""
         deadline = time.monotonic() + timeout_s
         while not is_whole(found := self.spans(trace_id)) and time.monotonic() < deadline:
             with self._has_news:

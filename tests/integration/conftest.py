@@ -27,11 +27,11 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Service]:
-    """Two routers, three detokenizers and two workers, shared by all tests here."""
+    """Start two routers, three detokenizers and two workers, shared by all tests here."""
     flags = ("--routers", "2", "--detokenizers", "3", "--workers", "2")
     site = install(EXAMPLE_POST_PROCESSOR, tmp_path_factory.mktemp("package"))
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Traced is what clients ask to be traced.
+    # Only requests with a client's traceparent are traced.
     tracing = {"MIDSTREAM_OTLP_ENDPOINT": collector.endpoint, "MIDSTREAM_TRACE_RATIO": "0"}
     settings = {"MIDSTREAM_LOG_LEVEL": "debug", "MIDSTREAM_ADAPTER_ROOT": tempfile.gettempdir()}
     service = Service.start(tmp_path_factory.mktemp("service"), *flags, PYTHONPATH=path, **tracing, **settings)

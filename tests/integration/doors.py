@@ -168,7 +168,7 @@ class Doors:
 
 
 def infer_request(case: Case, *, stream: bool = False) -> kserve_pb2.ModelInferRequest:
-    """The case as the tensors of TensorRT-LLM's ensemble."""
+    """Return the case as tensors of TensorRT-LLM's ensemble model."""
     request = kserve_pb2.ModelInferRequest(model_name="ensemble")
 
     def add(name: str, datatype: str, *values: object) -> None:

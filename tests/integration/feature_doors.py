@@ -33,11 +33,9 @@ MAX_TOKENS = 6
 
 @dataclass
 class Answer:
-    """What came.
+    """A response.
 
-    Attributes:
-        texts: Of each sequence.
-        beside: Names of what came beside them.
+    Attributes: texts: Of each sequence. beside: Names of further outputs.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -49,7 +47,7 @@ class RefusedError(Exception):
 
 
 def native_fields(feature: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Fields of the native request that ask for a feature."""
+    """Return fields of the native request that use a feature."""
     blue, two = (tokenizer.encode(text) for text in (" blue", " three"))
     table = pb.Tensor(dtype=pb.Tensor.DTYPE_FLOAT32, shape=TABLE.shape, data=TABLE.tobytes())
     retention = pb.KvRetentionConfig(token_ranges=[pb.KvRetentionConfig.TokenRange(start=0, priority=90)])
@@ -96,7 +94,7 @@ def native_fields(feature: str, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 class Asking:
-    """Clients of every door of one router; each `ask` gives an Answer or raises RefusedError."""
+    """Clients of all front doors of one router; each `ask` returns an Answer or raises RefusedError."""
 
     def __init__(
         self,
@@ -106,7 +104,7 @@ class Asking:
         address: str,
         expected: dict[tuple[str, bool], Answer],
     ) -> None:
-        """Keep the native call's answers in `expected`, by feature and whether the input is a chat."""
+        """Store the native call's answers in `expected`, by feature and whether the input is a chat."""
         self._doors = doors
         self._executor = executor
         self._tokenizer = tokenizer
@@ -319,7 +317,7 @@ class Asking:
 
 
 def _executor_arguments(feature: str, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sampling parameters, and other arguments."""
+    """Return sampling parameters and other arguments."""
     params: dict[str, dict[str, Any]] = {
         "seeded": {"temperature": 1.5, "random_seed": 11, "top_k": 40, "top_p": 0.875, "min_p": 0.0},
         "sequences": {"temperature": 1.5, "seed": 11, "n": 2},

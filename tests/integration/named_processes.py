@@ -1,4 +1,4 @@
-"""Processes of this machine by name, each with a log, to be killed and started again."""
+"""Processes of this machine by name, each with a log, to be killed and restarted."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ ENVIRONMENT = python_environment(os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 class NamedProcesses:
-    """What runs, or ran.
+    """Current and past processes.
 
-    Attributes:
-        folder: Where NAME.log is, for all lives of a process.
-        processes: The last life of each.
+    Attributes: folder: Contains NAME.log, for all incarnations of a process. processes: The last incarnation of each.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,29 +25,29 @@ class NamedProcesses:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def launch(self, name: str, *words: str) -> subprocess.Popen[bytes]:
-        """Starts `python -m WORDS`, for the first time or again."""
+        """Start or restart `python -m WORDS`."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(python_command(*words), env=ENVIRONMENT, stdout=log, stderr=log)
         return self.processes[name]
 
     def is_running(self, name: str) -> bool:
-        """Whether the process lives."""
+        """Return whether the process runs."""
         return name in self.processes and self.processes[name].poll() is None
 
     def send(self, name: str, number: signal.Signals) -> None:
-        """Sends a signal."""
+        """Send a signal."""
         self.processes[name].send_signal(number)
 
     def end(self, name: str) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Send SIGKILL; wait until the process is gone."""
         self.processes[name].kill()
         self.processes[name].wait()
 
     def log(self, name: str) -> str:
-        """All that it has logged."""
+        """Return its whole log."""
         return (self.folder / f"{name}.log").read_text(encoding="utf-8")
 
     def close(self) -> None:
-        """Kills everything."""
+        """Kill everything."""
         for name in self.processes:
             self.end(name)

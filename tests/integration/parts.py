@@ -28,8 +28,7 @@ START_TIMEOUT_S = 60
 class Parts(NamedProcesses):
     """Running processes by name: scheduler, worker, detokenizer, router.
 
-    Attributes:
-        flags: Of the scheduler, beside its ports.
+    Attributes: flags: Additional flags of the scheduler.
     """
 
     def __init__(self, folder: Path, *flags: str, step_ms: float = 10) -> None:
@@ -49,11 +48,11 @@ class Parts(NamedProcesses):
         }
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        """Starts a part, for the first time or again."""
+        """Start or restart a part."""
         return self.launch(name, *self._commands[name].split(), *(self.flags if name == "scheduler" else ()))
 
     def kill(self, name: str) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.end(name)
 
     def wait_for_log(self, name: str, text: str) -> None:
@@ -65,7 +64,7 @@ class Parts(NamedProcesses):
 
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[Stub]:
-        """The router, once a worker and a detokenizer stand behind it."""
+        """Return the router's stub once it sees a worker and a detokenizer."""
         async with open_channel(f"127.0.0.1:{self.router_port}") as channel, asyncio.timeout(START_TIMEOUT_S):
             stub = cast("Stub", service_pb2_grpc.MidstreamStub(channel))
             while not await _is_whole(stub):  # noqa: ASYNC110 (the other side is a process)
@@ -83,7 +82,7 @@ async def _is_whole(stub: Stub) -> bool:
 
 @contextlib.contextmanager
 def running(parts: Parts, *names: str) -> Iterator[Parts]:
-    """Starts all parts, or those named, and kills what is left in the end."""
+    """Start all parts, or the named ones, and kill any left on exit."""
     try:
         for name in names or ("scheduler", "worker", "detokenizer", "router"):
             parts.start(name)

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of its own, on a temporary folder and a free port."""
+"""A private PostgreSQL server in a temporary folder on a free port."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _USER = "postgres"
 
 @contextlib.contextmanager
 def postgres_server() -> Iterator[str]:
-    """Its connection string, as long as it runs."""
+    """Run the server; yield its connection string."""
     folder = Path(tempfile.mkdtemp(prefix="midstream-postgres-"))
     data, (port,) = folder / "data", free_ports(1)
     # PostgreSQL refuses to run as root.
@@ -45,7 +45,7 @@ def postgres_server() -> Iterator[str]:
         _wait(conninfo, server)
         yield conninfo
     finally:
-        server.send_signal(signal.SIGINT)  # does not wait for clients
+        server.send_signal(signal.SIGINT)  # without waiting for clients
         server.wait()
         shutil.rmtree(folder)
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 def midstream(
     *arguments: str, timeout: float = 60, stdin: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the command; its exit status and output."""
+    """Run the command; return its exit status and output."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "midstream.cli", *arguments],
         check=False,
@@ -95,7 +95,7 @@ class Answer:
 
 
 async def collect(stub: Stub, request: pb.GenerateRequest, timeout_s: float = 120) -> Answer:
-    """Runs `request` to its end, checking that its chunks cover its tokens exactly once and in order."""
+    """Run `request` to its end, checking that its chunks cover its tokens exactly once and in order."""
     text, tokens, last = "", list[int](), None
     async for response in stub.Generate(request, timeout=timeout_s):
         assert response.token_offset == len(tokens)
@@ -115,7 +115,7 @@ async def latest_stats(stub: Stub) -> stats_pb2.IterationStats:
 
 
 async def eventually_idle(stub: Stub, limit_s: float = 20) -> stats_pb2.IterationStats:
-    """The statistics once no request is left; the latest ones when that takes too long."""
+    """Return the statistics once no request is left, or the latest ones at the time limit."""
     return await eventually(
         lambda: latest_stats(stub),
         lambda stats: (
@@ -136,13 +136,13 @@ async def eventually(ask: Callable[[], Awaitable[T]], holds: Callable[[T], bool]
 
 
 def chat(text: str, **fields: Any) -> pb.GenerateRequest:
-    """A greedy request with one user's turn."""
+    """Return a greedy request with one user message."""
     message = pb.ChatMessage(role="user", content=text)
     sampling = pb.SamplingConfig(temperature=0)
     return pb.GenerateRequest(**{"chat": pb.ChatInput(messages=[message]), "sampling": sampling} | fields)
 
 
 def tokens(values: Sequence[int], **fields: Any) -> pb.GenerateRequest:
-    """A greedy request of token ids that goes on past the end id."""
+    """Return a greedy request of token ids that ignores the end id."""
     base = {"sampling": pb.SamplingConfig(temperature=0), "stopping": pb.StoppingConfig(ignore_eos=True)}
     return pb.GenerateRequest(**{"token_ids": pb.TokenIds(values=values)} | base | fields)

@@ -1,4 +1,4 @@
-"""Routers and detokenizers find what comes and goes behind a name, on real processes, without a restart."""
+"""Routers and detokenizers follow changes of the addresses behind a name, on real processes, without a restart."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from protos.scheduler_pb2_grpc import SchedulerAsyncStub
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-# Each stands for a host; a part has the same port on all of them, as pods have.
+# Each address represents a host; a part has the same port on all of them, like pods.
 FIRST, SECOND = "127.0.0.1", "127.0.0.2"
 LIMIT_S = 20.0
 
 
 class Cluster(NamedProcesses):
-    """A router, and on each of two hosts a scheduler with a worker and a detokenizer."""
+    """A router, and two hosts with a scheduler, a worker and a detokenizer each."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -84,7 +84,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def stub(cluster: Cluster) -> AsyncIterator[Stub]:
-    """The router, once both detokenizers are at the first scheduler and both schedulers have their workers."""
+    """Return the router's stub once both detokenizers are connected to the first scheduler and both schedulers have
+    workers.
+    """
     async with open_channel(f"127.0.0.1:{cluster.router}") as channel:
         stub = cast("Stub", service_pb2_grpc.MidstreamStub(channel))
         info = await eventually(lambda: server_info(stub), lambda info: len(info.detokenizers) == 2, START_TIMEOUT_S)
@@ -100,7 +102,7 @@ async def server_info(stub: Stub) -> loads_pb2.ServerInfo:
 
 
 async def cells(stub: Stub) -> set[str]:
-    """Hosts of the schedulers that have workers, as the router sees them."""
+    """Return the hosts of schedulers with workers, as seen by the router."""
     try:
         answer = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=5)
     except grpc.aio.AioRpcError:
@@ -109,7 +111,7 @@ async def cells(stub: Stub) -> set[str]:
 
 
 async def lag_until(holds: Callable[[], Awaitable[bool]]) -> float:
-    """Seconds until it holds, and no more than the limit."""
+    """Return the seconds until it holds, at most the limit."""
     started = time.monotonic()
     assert await eventually(holds, bool, LIMIT_S)
     return time.monotonic() - started
@@ -122,7 +124,7 @@ async def test_a_router_finds_detokenizers_that_come_and_go(cluster: Cluster, st
     await lag_until(lambda: has_live(1))
     publish(cluster.hosts, scheduler=[FIRST], detokenizer=[FIRST, SECOND])
     came_s = await lag_until(lambda: has_live(2))
-    # What hangs on the one that leaves goes on at the other.
+    # Streams on the removed host continue on the other.
     request = tokens([5, 6, 7], max_tokens=300)
     reading = [asyncio.create_task(collect(stub, request)) for _ in range(4)]
     await eventually(lambda: num_running(stub), lambda number: number == 4, START_TIMEOUT_S)
@@ -138,17 +140,17 @@ async def test_routers_and_detokenizers_find_schedulers_that_come_and_go(cluster
     async def has(hosts: set[str]) -> bool:
         return await cells(stub) == hosts
 
-    # Its worker must have joined before the clock starts: a router asks it as soon as it is found.
+    # Its worker must have registered before the clock starts, as a router queries it as soon as it is found.
     await eventually(lambda: worker_of(cluster, SECOND), bool, START_TIMEOUT_S)
     publish(cluster.hosts, scheduler=[FIRST, SECOND], detokenizer=[SECOND])
     came_s = await lag_until(lambda: has({FIRST, SECOND}))
     publish(cluster.hosts, scheduler=[SECOND], detokenizer=[SECOND])
     left_s = await lag_until(lambda: has({SECOND}))
     expected = await collect(stub, tokens([8, 9], max_tokens=20))
-    # A request for a scheduler that has died goes to the one that takes its place under another address.
+    # A request for a dead scheduler goes to its successor at another address.
     cluster.end(f"scheduler-{SECOND}")
     waiting = asyncio.create_task(collect(stub, tokens([8, 9], max_tokens=20)))
-    await asyncio.sleep(0.2)  # it is being tried, or will be; either way it must arrive
+    await asyncio.sleep(0.2)  # it is being retried, or will be; either way it must arrive
     publish(cluster.hosts, scheduler=[FIRST], detokenizer=[SECOND])
     assert (await waiting).token_ids == expected.token_ids
     print(f"a scheduler came after {came_s:.1f} s, left after {left_s:.1f} s")

@@ -1,4 +1,4 @@
-"""Whatever is sent to an API, the service survives. On a small model, so that no request is long."""
+"""The service survives arbitrary input to any API. Uses a small model, so that no request takes long."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONTEXT = 64
 NUM_REQUESTS = 150
 SCHEMATHESIS_S = 10
 TOOLS = "{% if tools %}Call them within <tool_call></tool_call>: {{ tools | tojson }}\n{% endif %}"
-# What a door may answer to nonsense. INTERNAL and UNKNOWN, and 5xx over HTTP, would be ours.
+# Allowed responses to invalid input. INTERNAL and UNKNOWN, and 5xx over HTTP, would be our fault.
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
@@ -43,7 +43,7 @@ REFUSALS = {
 
 @pytest.fixture(scope="module")
 def small_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("model") / "smollm2"  # its name is the model's
+    folder = tmp_path_factory.mktemp("model") / "smollm2"  # named like the model
     folder.mkdir()
     make_small_model(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -61,7 +61,7 @@ def addresses(small_service: Service) -> Iterator[dict[str, str]]:
     before = small_service.status()["processes"]
     yield small_service.processes("router")[0]["addresses"]
     after = small_service.status()["processes"]
-    # The same processes: none has died and was started again.
+    # The same processes: none has died and been restarted.
     assert [process["pid"] for process in after] == [process["pid"] for process in before]
     assert {process["health"] for process in after} == {"serving"}
 
@@ -77,7 +77,7 @@ SANE = Case("so the stream", 20, 2, 1, 0, 0, 1.0, 1.0, 1.0, 0.0, 0.0, ())
 
 
 async def check_sane(doors: Doors) -> None:
-    """Every door answers, the same, and nothing is left behind."""
+    """Check that every API gives the same answer, and that nothing is left behind."""
     native = await doors.ask_native(SANE)
     for answer in (await doors.ask_openai(SANE), await doors.ask_kserve(SANE), await doors.ask_openengine(SANE)):
         assert [sequence.text for sequence in answer] == [sequence.text for sequence in native]
@@ -165,7 +165,7 @@ async def test_random_json_in_every_field(doors: Doors) -> None:
 
 
 def fill(message: Message, rng: random.Random, depth: int = 0) -> None:
-    """Random fields at random values, most of them small."""
+    """Set random fields to random values, most of them small."""
     fields: list[Any] = list(message.DESCRIPTOR.fields)
     for item in rng.sample(fields, min(3, len(fields))):
         kind, place = item.message_type, getattr(message, item.name)
@@ -215,14 +215,14 @@ async def test_random_messages_on_every_grpc_door(doors: Doors) -> None:
     }
 
     async def send(method: str, number: int) -> tuple[bool, grpc.StatusCode]:
-        """A third are random bytes, most of them no message; the others are good requests with random fields."""
+        """Send random bytes a third of the time, mostly invalid messages; otherwise valid requests with random fields."""
         message = type(methods[method])()
         message.MergeFrom(methods[method])
         data = rng.randbytes(rng.randint(0, 300))
         if number % 3:
             fill(message, rng)
             data = message.SerializeToString()
-        # Without serializers: the bytes as they are.
+        # Without serializers, to send raw bytes.
         channel: Any = doors.channel
         if "Stream" in method:
             call = channel.stream_stream(method)(iter([data]), timeout=30)
@@ -236,15 +236,15 @@ async def test_random_messages_on_every_grpc_door(doors: Doors) -> None:
     answers = set(await asyncio.gather(*(send(*one) for one in each)))
     found = {code for is_message, code in answers if is_message}
     assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} <= found <= REFUSALS | {grpc.StatusCode.OK}
-    # What is no message mostly fails inside gRPC, before any code of ours.
+    # Invalid messages mostly fail inside gRPC, before any of our code.
     assert {code for is_message, code in answers if not is_message} <= REFUSALS | {grpc.StatusCode.UNKNOWN}
     assert (False, grpc.StatusCode.DEADLINE_EXCEEDED) not in answers
     await check_sane(doors)
 
 
 async def test_schemathesis_finds_no_server_error(doors: Doors, tmp_path: Path) -> None:
-    """A few seconds of what docs/adapters.md says how to run for longer."""
-    # A deadline of 1 ms passes: that is an answer, not a defect.
+    """A few seconds of the longer run described in docs/adapters.md."""
+    # A deadline of 1 ms passes, which is an expected result.
     statuses = '["2xx", "3xx", "4xx", "504"]'
     (tmp_path / "schemathesis.toml").write_text(f"[checks]\nnot_a_server_error.expected-statuses = {statuses}\n")
     command = [

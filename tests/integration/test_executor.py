@@ -1,4 +1,4 @@
-"""The executor on a real service: the usages of TensorRT-LLM's documentation, and the batch manager's callbacks."""
+"""The executor on a real service: the usage in TensorRT-LLM's documentation, and the batch manager's callbacks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.integration.service import Service
 PROMPT = [504, 2365, 282, 4649, 314]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
-# TensorRT-LLM's names of what an iteration says.
+# TensorRT-LLM's names of iteration statistics.
 STATS = {
     "": {
         "timestamp", "iter", "iterLatencyMS", "newActiveRequestsQueueLatencyMS", "numActiveRequests",
@@ -49,7 +49,7 @@ STATS = {
 }  # fmt: skip
 
 
-# What TensorRT-LLM's batch manager calls the same.
+# The same statistics under the names of TensorRT-LLM's batch manager.
 LABELS = {
     "Timestamp", "Iteration Counter", "Active Request Count", "Max Request Count", "Max KV cache blocks",
     "Free KV cache blocks", "Used KV cache blocks", "Tokens per KV cache block", "Scheduled Requests",
@@ -66,7 +66,7 @@ def executor(service: Service) -> Iterator[GenerationExecutor]:
 
 @pytest.fixture(scope="module")
 def expected(service: Service) -> tuple[str, list[int]]:
-    """What the client gets for PROMPT."""
+    """Return the client's output for PROMPT."""
     with Client(service.routers()[0]) as client:
         params = ClientParams(max_tokens=12, temperature=0, ignore_eos=True)
         result = client.generate(token_ids=PROMPT, sampling=params).result()
@@ -175,7 +175,7 @@ def test_statistics(executor: GenerationExecutor) -> None:
 
 
 def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tuple[str, list[int]]) -> None:
-    """Two requests finish, one is stopped, one comes under an id in use; statistics come while there is work."""
+    """Two requests finish, one is stopped, one reuses an id in use; statistics arrive while there is work."""
     endless = SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
     waiting = [
         InferenceRequest(1, GenerationRequest(PROMPT, GREEDY)),
@@ -213,7 +213,7 @@ def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tu
     with BatchManager(executor, get_requests, send_response, poll_stop_signals, stats.append, max_num_requests=8):
         assert done.wait(60)
     assert sorted(finals) == [(1, ""), (2, ""), (3, ""), (3, "request_id: the id is in use")]
-    # The whole sequence where the request does not stream, the new tokens where it does.
+    # The whole sequence if the request does not stream, otherwise the new tokens.
     assert tokens[1] == PROMPT + tokens[2] == PROMPT + expected[1]
     assert lengths[1] == lengths[2] == len(tokens[1])
     # An entry for every iteration, in order, under both kinds of names.

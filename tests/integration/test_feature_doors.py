@@ -22,7 +22,7 @@ CELLS = [
     for door, cell in row.doors.items()
     if cell != NOT_APPLICABLE
 ]
-# What comes beside the text, where a feature asks for more than text; its name is the feature's unless it is given.
+# Further outputs of features that return more than text; named like the feature unless given here.
 BESIDE = {
     "log_probs": "log_probs",
     "prompt_log_probs": "prompt_log_probs",
@@ -31,9 +31,9 @@ BESIDE = {
     "additional_outputs": "topk_logits.3",
     "tools": "tool_calls",
 }
-# Of these the text is as without them.
+# These do not change the text.
 UNCHANGED = {*BESIDE, "drafts", "retention", "priority", "cache_salt", "streaming"}
-# All others give one.
+# All others change it.
 NUM_SEQUENCES = {"sequences": 2, "beams": 2}
 
 
@@ -60,7 +60,7 @@ def addresses(service: Service) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[str, bool], Answer]:
-    """The native call's answers so far."""
+    """Return the native call's answers so far."""
     return {}
 
 

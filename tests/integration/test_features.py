@@ -147,7 +147,7 @@ async def test_everything_that_is_reported_agrees(client: AsyncClient, tokenizer
     best = log_softmax(tensors["generation_logits"]).max(axis=1)
     np.testing.assert_allclose(extras.log_probs.token_log_probs, best, atol=1e-4)
     assert result.sequences[0].cumulative_log_prob == pytest.approx(sum(extras.log_probs.token_log_probs))
-    # Another client that takes the request up has the tensors again, whole.
+    # Another client that resumes the request gets the whole tensors again.
     again = await client.resume(stream.request_id, 4).result()
     assert again.token_ids == result.token_ids[4:]
     assert again.sequences[0].tensors == result.sequences[0].tensors
@@ -205,7 +205,7 @@ async def test_all_so_far_and_the_prompt_first(client: AsyncClient, tokenizer: T
 async def test_json_follows_its_schema_in_100_of_100(client: AsyncClient) -> None:
     requests = [guided("JSON_SCHEMA", json.dumps(SCHEMA), temperature=1.0, seed=seed) for seed in range(100)]
     for request in requests:
-        request.max_tokens = 160  # longer than anything that the schema lets through
+        request.max_tokens = 160  # longer than any output that the schema allows
     results = await asyncio.gather(*(client.stream(request).result() for request in requests))
     for result in results:
         assert result.finish_reason == "stop"

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 NUM_TOKENS = 200
-# What `midstream up` waits before it starts a part again that has died for the first time.
+# The delay of `midstream up` before it restarts a part that has died for the first time.
 BACKOFF_S = 0.25
 
 
 async def read(stub: Stub, first: int, half_way: asyncio.Event) -> tuple[list[int], float]:
-    """The stream of one request, without gap or repeat, and the longest time without a token, in seconds."""
+    """Read the stream of one request, checking for gaps and repeats; return the longest time without a token, in
+    seconds.
+    """
     received: list[int] = []
     longest, last = 0.0, time.monotonic()
     async for response in stub.Generate(tokens([first], max_tokens=NUM_TOKENS), timeout=60):
@@ -65,7 +67,7 @@ async def test_streams_go_on_when_the_scheduler_is_killed(tmp_path: Path, kind: 
 async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_on(tmp_path: Path, kind: str) -> None:
     with running(Parts(tmp_path, "--journal", kind)) as parts:
         async with parts.stub() as stub:
-            # Makes the journal larger than what the scheduler logs, which the limit is not to stop.
+            # Make the journal larger than the scheduler's log, to which the limit must not apply.
             async for _ in stub.Generate(tokens([40_000] * 8000, max_tokens=1), timeout=60):
                 pass
             half_way = asyncio.Event()
@@ -82,7 +84,7 @@ async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_o
 
 
 def _num_journal_bytes(folder: Path) -> int:
-    """Return how much is in the file that is written to."""
+    """Return the number of bytes in the current journal file."""
     log = folder / "journal-wal"
     return len((log if log.exists() else folder / "journal" / "00000001.log").read_bytes().rstrip(b"\0"))
 

@@ -1,4 +1,4 @@
-"""Requests with features drawn at random, through the whole service, where a worker is killed under them."""
+"""Requests with random features through the whole service, while a worker is killed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def client(service: Service) -> AsyncIterator[AsyncClient]:
 
 
 def drawn(number: int, adapters: dict[str, Path], tokenizer: Tokenizer) -> pb.GenerateRequest:
-    """A request with features drawn at random, and text that is looked for."""
+    """Return a request with random features, and a stop text."""
     resolved = {name: pb.ResolvedAdapter(num_virtual_tokens=int(name == "soft")) for name in adapters}
     request = draw(number, [tokenizer.encode(text) for text in PROMPTS], resolved)
     for config in (request.lora, request.prompt_tuning):
@@ -48,7 +48,7 @@ def drawn(number: int, adapters: dict[str, Path], tokenizer: Tokenizer) -> pb.Ge
 
 
 def contents(result: Result) -> list[dict[str, object]]:
-    """All that a client gets of each sequence, by name."""
+    """Return everything that a client receives for each sequence, by name."""
     return [
         {
             "token_ids": item.token_ids,
@@ -64,7 +64,7 @@ def contents(result: Result) -> list[dict[str, object]]:
 
 
 def assert_equal(index: int, found: list[dict[str, object]], expected: list[dict[str, object]]) -> None:
-    """Says which parts differ; whole results would fill pages."""
+    """Report which parts differ, as whole results would fill pages."""
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         different = [name for name in other if one[name] != other[name]]
         assert not different, (index, number, different, one["token_ids"], other["token_ids"])

@@ -38,7 +38,7 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def expected(prompt: list[int]) -> list[int]:
-    """What one rank gives."""
+    """Return the output of one rank."""
     runner = make_runner("smollm2", kernels="torch", max_kv_tokens=512, max_sequence_length=512)
     return Driver(runner).run_alone(prompt, NUM_TOKENS)
 
@@ -71,5 +71,5 @@ async def test_a_killed_rank_ends_the_group_and_no_stream(
     )
     assert tuple(rank["name"] for rank in ranks if rank["num_restarts"]) == RANKS
     log = await asyncio.to_thread(Path(ranks[0]["log"]).read_text)
-    # It may meet the loss in the middle of a step that all ranks work on, or by the closed connection.
+    # The loss may be detected in the middle of a step, or by the closed connection.
     assert re.search("the group failed: (rank 1 disconnected|a step failed while all ranks worked on it)", log)

@@ -38,7 +38,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def database(server: str) -> str:
-    """An empty journal."""
+    """Return an empty journal."""
     with psycopg.connect(server, autocommit=True) as connection:
         connection.execute("DROP TABLE IF EXISTS midstream_writer, midstream_requests, midstream_commits")
     return server
@@ -123,7 +123,7 @@ async def test_a_standby_takes_over_while_the_old_scheduler_stands_still(databas
                 assert await asyncio.to_thread(old.processes["scheduler"].wait, 60) == 1
     assert received == list(range(1001, 1001 + NUM_TOKENS))
     assert feed.tokens[1] == received[: len(feed.tokens[1])]
-    # Which of the two it meets first depends on where it stood: another's lease, or that its transaction was ended.
+    # Which error occurs first depends on its state: the lease of another, or its aborted transaction.
     assert re.search("is over|closed the connection", old.log("scheduler"))
 
 

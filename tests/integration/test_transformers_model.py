@@ -1,4 +1,4 @@
-"""A model without code of ours through the whole service: prepared by the command, served, asked."""
+"""A model without our own implementation through the whole service: prepared by the command, served, queried."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_TOKENS = 10
 
 @pytest.fixture(scope="module")
 def gemma2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A tiny random Gemma 2 whose tokens are bytes, and its folder."""
+    """Write a tiny random Gemma 2 whose tokens are bytes."""
     folder = tmp_path_factory.mktemp("gemma2")
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
@@ -49,7 +49,7 @@ def gemma2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
         eos_token_id=0,
         pad_token_id=0,
         bos_token_id=0,
-        tie_word_embeddings=False,  # or it would repeat its last token
+        tie_word_embeddings=False,  # otherwise it would repeat its last token
     )
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -70,7 +70,7 @@ def gemma2_service(gemma2: tuple[Any, Path], tmp_path_factory: pytest.TempPathFa
     result = midstream("prepare", str(gemma2[1]), "--output", str(prepared))
     assert result.returncode == 0, result.stderr
     assert "gemma2, 2 layers" in result.stdout
-    # Blocks are short, so that requests are paused and blocks taken from each other.
+    # Blocks are scarce, so that requests are paused and preempted.
     service = Service.start(
         tmp_path_factory.mktemp("service"),
         "--model",
@@ -107,7 +107,7 @@ async def test_greedy_tokens_are_those_that_transformers_generates(
 async def test_windowed_layers_beside_others_get_the_right_tokens_when_blocks_are_short(
     gemma2: tuple[Any, Path], gemma2_service: Service
 ) -> None:
-    """Of its two layers one attends to 8 tokens, one to all."""
+    """One of its two layers attends to 8 tokens, the other to all."""
     draw = random.Random(5)
     prompts = [[draw.randrange(1, 256) for _ in range(draw.randint(20, 60))] for _ in range(24)]
     requests = [tokens(prompt, max_tokens=48) for prompt in prompts]
@@ -142,7 +142,7 @@ async def _check_narrow(model: Any, service: Service) -> None:
 
 
 async def refusal(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
-    """Status and field of a call that is refused."""
+    """Return the status and field of a rejected call."""
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
     fields = dict(raised.value.trailing_metadata() or ())

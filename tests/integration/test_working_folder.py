@@ -26,7 +26,7 @@ NAMES = ("protos/__init__", "midstream/__init__", "scheduler", "router", "gpu_wo
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of modules that leave a file behind where one is imported."""
+    """Write a folder of modules that create a file when imported."""
     folder = tmp_path / "project"
     for name in NAMES:
         file = (folder / name).with_suffix(".py")
@@ -49,13 +49,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
     options = ["--python", str(folder / "venv/bin/python"), "-q", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", *options, "install", "--no-deps", "--no-build-isolation"]
-    # Modules of this environment, but not its editable installation of the project: .pth files in it are not read.
+    # Modules of this environment except its editable installation of the project: .pth files in it are not read.
     packages = str(Path(pytest.__file__).parents[1])
     subprocess.run([*command, str(folder / "source")], check=True, env=os.environ | {"PYTHONPATH": packages})
-    # Names such as `router` and `kernels` are other projects' too.
+    # Other projects also use names such as `router` and `kernels`.
     assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == {"midstream"}
     (site / "dependencies.pth").write_text(packages)
-    if (ROOT / "kernels" / "_build").is_dir():  # the same sources: compiling them again shows nothing
+    if (ROOT / "kernels" / "_build").is_dir():  # the same sources: no need to compile them again
         shutil.copytree(ROOT / "kernels" / "_build", site / "midstream" / "kernels" / "_build")
     return folder / "venv" / "bin" / "midstream"
 

@@ -7,10 +7,10 @@ import pytest
 from kernels.build import ISA_NEEDS, build, processor_flags
 from kernels.cpu import Library, ThreadPool
 
-# "pair" is the 16-lane code of AVX-512 on two AVX2 halves; nobody needs it fast, so it is compiled fast: with -O1, GCC
-# takes six times as long over the sums that are unrolled.
+# "pair" is the 16-lane AVX-512 code on two AVX2 halves. Only compile time matters for it: -O1 takes GCC six times as
+# long on the unrolled sums.
 _PAIR = ("-DMIDSTREAM_PAIR", "-Og")
-# Build, flags, and the instruction set that it is used for; "tiles" has AMX in plain C++.
+# Build, flags, and instruction set; "tiles" has AMX emulated in plain C++.
 BUILDS = {
     "avx2": ("avx2", (), "avx2"),
     "pair": ("avx2", _PAIR, "avx512"),

@@ -24,7 +24,7 @@ class RandomLayer:
 
 @dataclass(frozen=True)
 class RandomDecoder:
-    """Float weights, from which the reference and the kernels are made."""
+    """Float weights of the reference and the kernels."""
 
     dims: DecoderDims
     layers: Sequence[RandomLayer]
@@ -32,16 +32,16 @@ class RandomDecoder:
     sin: Tensor
 
     def caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> Tensor:
-        """The reference's caches, NaN where nothing was written: [layers, 2, num_blocks, block_size, Hk, D].
+        """Return the reference's caches, NaN where nothing was written: [layers, 2, num_blocks, block_size, Hk, D].
 
-        The kernels' alone, with what scales take in addition to D, where dtype is one of integers.
+        For the kernels, integer types need additional space for scales in D.
         """
         dim = stored_head_dim(self.dims.head_dim, dtype)
         shape = (len(self.layers), 2, num_blocks, block_size, self.dims.num_kv_heads, dim)
         return torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype)
 
     def native(self, name: str, caches: Tensor, num_threads: int = 2) -> NativeDecoder:
-        """Return it over caches of this shape, in whose blocks the numbers lie as in_kernel_order puts them."""
+        """Return the native decoder with caches of this shape, in the layout of in_kernel_order."""
         layers = [
             _native_layer(name, layer, *_kernel_views(*cache)) for layer, cache in zip(self.layers, caches, strict=True)
         ]
@@ -54,7 +54,7 @@ class RandomDecoder:
 
 
 def in_kernel_order(caches: Tensor) -> Tensor:
-    """Return the reference's caches with the numbers inside each block ordered as the CPU kernels want them."""
+    """Return the reference's caches with the numbers inside each block in the CPU kernels' order."""
     ordered = torch.empty_like(caches)
     for source, target in zip(caches, ordered, strict=True):
         keys, values = _kernel_views(*target)

@@ -1,4 +1,4 @@
-"""A random batch over a paged cache, as a worker would lay it out."""
+"""A random batch over a paged cache, in the layout of a worker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Sequences whose last query_lens[i] positions of context_lens[i] are asked for; blocks lie in random order."""
+    """Sequences with queries at the last query_lens[i] positions of context_lens[i]; blocks are in random order."""
 
     query_starts: Tensor
     context_lens: Tensor

@@ -16,7 +16,7 @@ GGUF_TYPES = {
 
 
 def quantized(weight: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tensor]:
-    """What PackedLinear takes, and the floats that it stands for."""
+    """Return the arguments of PackedLinear, and their float values."""
     if weight_format.has_blocks and weight_format not in GGUF_TYPES:
         rows = random_blocks(weight_format, *weight.shape)
         return rows, dequantize_blocks(rows, weight_format, weight.shape[1])
@@ -35,10 +35,10 @@ def quantized(weight: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tens
 
 
 def rounded(x: Tensor, most: int) -> Tensor:
-    """Blocks of 32 numbers, each rounded to a multiple of 1/most of its largest."""
+    """Return blocks of 32 numbers, each rounded to a multiple of 1/most of its largest."""
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).view(len(x), -1, 32)
     largest = blocks.abs().amax(dim=-1, keepdim=True)
-    # A number divided by a tensor would be a product with its reciprocal, which is rounded once more.
+    # Dividing by a tensor would multiply by its reciprocal, with one more rounding.
     levels = (blocks * torch.where(largest > 0, torch.full_like(largest, most) / largest, 0)).round()
     return (levels * (largest / most)).flatten(1)[:, : x.shape[1]]
 
@@ -107,7 +107,7 @@ def test_products_of_tiles_have_the_same_bits(
     if with_tiles not in runnable_builds:
         pytest.skip("this processor has no AMX")
     source, _ = quantized(torch.randn(200, 1024), weight_format)
-    # Sums as large as they get, and more rows than pass over the weights at once.
+    # Sums of maximum size, and more rows than one pass over the weights handles.
     x = torch.randn(260, 1024) * torch.logspace(-6, 6, 260)[:, None]
     x[3], x[4] = 1.0, -1.0
     x[5, ::2] = 0.0
@@ -140,7 +140,7 @@ def test_a_nan_stays_in_its_row(name: str, input_format: InputFormat) -> None:
 
 @each_build
 def test_the_highest_sums_of_tiles_are_exact(name: str) -> None:
-    """All codes of MXFP4 are the largest, and all inputs: sums of products of bfloat16 stay below 2^24."""
+    """All codes of MXFP4 and all inputs have the largest value: sums of bfloat16 products stay below 2^24."""
     rows = torch.full((70, 34), 0x77, dtype=torch.uint8)
     rows[:, ::17] = 127
     packed = PackedLinear(library(name), [rows], WeightFormat.MXFP4, input_format=InputFormat.INT16)
@@ -151,7 +151,7 @@ def test_the_highest_sums_of_tiles_are_exact(name: str) -> None:
 @each_build
 @pytest.mark.parametrize("num_rows", [1, 4, 20])
 def test_the_highest_sums_of_int16_weights_fit(name: str, num_rows: int) -> None:
-    """32 levels of 2,046 sum to nearly as much as they may, and all inputs are the largest."""
+    """32 levels of 2,046 are close to the largest possible sum, and all inputs have the largest value."""
     packed = PackedLinear(
         library(name), [torch.full((70, 64), 2046 / 2048)], WeightFormat.INT16, input_format=InputFormat.INT16
     )
@@ -186,7 +186,7 @@ def test_layers_that_follow_and_columns_in_another_order(name: str, input_format
 
 @each_build
 def test_rows_of_bytes_with_their_scales(name: str) -> None:
-    """Columns that do not fill the last block are left out of the sums."""
+    """Columns beyond the last full block are left out of the sums."""
     levels, scales = torch.randint(-128, 128, (70, 52), dtype=torch.int8), torch.rand(70, 1)
     padded = torch.nn.functional.pad(levels, (0, 12), value=77).view(torch.uint8)
     rows = torch.cat((padded, scales.view(torch.uint8)), dim=1)

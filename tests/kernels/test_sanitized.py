@@ -15,7 +15,7 @@ FLAGS = (
     "-O0",
 )
 
-# Shapes whose sizes are multiples of nothing, so that a read or write past an end is one past a buffer.
+# Sizes that are not multiples of any block size, so that an access past an end is past a buffer.
 PROGRAM = """
 import sys, torch
 from dataclasses import replace
@@ -106,7 +106,7 @@ def test_no_access_outside_a_buffer() -> None:
     path = build("avx2", FLAGS)
     runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     root = Path(__file__).parents[2]
-    # Python itself never frees everything, and the sanitizer's runtime must come before it.
+    # Python itself never frees everything, and the sanitizer's runtime must be loaded first.
     environment = os.environ | {
         "LD_PRELOAD": runtime.stdout.strip(),
         "ASAN_OPTIONS": "detect_leaks=0",

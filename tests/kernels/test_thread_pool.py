@@ -1,4 +1,4 @@
-"""The kernels' threads, compiled alone: right under ThreadSanitizer, and asleep when they have nothing to do."""
+"""The kernels' thread pool, compiled alone: correct under ThreadSanitizer, and asleep when idle."""
 
 import subprocess
 import threading
@@ -23,7 +23,7 @@ def test_each_phase_sees_the_one_before(tmp_path: Path, flags: tuple[str, ...]) 
 
 
 def compute_seconds() -> float:
-    """Processor time of all threads of kernels in this process."""
+    """Return the CPU time of all kernel threads in this process."""
     tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "compute\n"]
     assert tasks
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9

@@ -1,6 +1,6 @@
-"""The attention kernels in Triton's interpreter, which shows that they compute the right thing, not how fast.
+"""The attention kernels in Triton's interpreter, which checks correctness but not speed.
 
-16-bit types are float16 here: the interpreter does not multiply bfloat16 matrices.
+16-bit types are float16 here, since the interpreter cannot multiply bfloat16 matrices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPSILON = {torch.float32: 1e-6, torch.float16: 2e-3}
 def random_cache(
     batch: PagedBatch, block_size: int, num_kv_heads: int, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """A cache whose places beyond the sequences hold NaN."""
+    """Return a cache with NaN in slots beyond the sequences."""
     caches = torch.full((2, batch.num_blocks, block_size, num_kv_heads, dim), torch.nan, dtype=dtype)
     for i, length in enumerate(batch.context_lens.tolist()):
         positions = torch.arange(length)
@@ -166,7 +166,7 @@ def test_programs_go_to_the_longest_sequences_and_any_may_join(
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_sequences_without_queries_and_padding_tokens_change_nothing(splits: int) -> None:
-    """As a recorded step has them: as many tokens as sequences, of which the first has three and the third none."""
+    """As in a recorded step: as many tokens as sequences, of which the first has three and the third none."""
     batch = paged_batch([70, 9], [3, 1], 16)
     k, v = random_cache(batch, 16, 1, 16, torch.float32)
     q = torch.randn(5, 2, 16)
@@ -180,11 +180,11 @@ def test_sequences_without_queries_and_padding_tokens_change_nothing(splits: int
 
 
 def test_tiles_of_few_queries_are_split_to_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of a prompt of 50 tokens, 4 queries a KV head: 2 tiles at most, each on 8 KV heads."""
+    """With a prompt of 50 tokens and 4 queries per KV head there are at most 2 tiles for each of 8 KV heads."""
     monkeypatch.setattr(attention, "_num_processors", lambda device: 132)
     launch, cpu = attention.prefill_launch(4, 128, 2), torch.device("cpu")
     assert attention._num_tile_splits(2 * 8, 16000, launch, cpu) == 16
-    assert attention._num_tile_splits(2 * 8, 256, launch, cpu) == 4  # no more than there are tiles of keys
+    assert attention._num_tile_splits(2 * 8, 256, launch, cpu) == 4  # at most the number of key tiles
     assert attention._num_tile_splits(17 * 8, 16000, launch, cpu) == 1
 
 
@@ -247,14 +247,14 @@ def test_batch_invariant_decoding_leaves_empty_splits_out(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("window", [None, 50])
 def test_batch_invariant_bits_depend_on_the_query_alone(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    # A matrix instruction treats all rows of its tile alike; the library behind the interpreter's products does not.
+    # A matrix instruction treats all rows of its tile alike; the interpreter's library does not.
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot_row_by_row)
     lengths, dim, scale = [150, 9], 16, 0.25
     whole = paged_batch(lengths, lengths, 16)
     k, v = random_cache(whole, 16, 1, dim, torch.float32)
     q = torch.randn(sum(lengths), 3, dim)
 
-    # Three segments are as good as many, and fast.
+    # Three segments are enough, and fast.
     def attend_invariantly(rows: Tensor, tables: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
         return operations.paged_attention(
             rows, k, v, tables, starts, lens, scale, window, is_batch_invariant=True, segment_keys=64

@@ -1,8 +1,9 @@
-"""The kernels compile for GPUs that are not here, with their matrix instructions and within registers and memory.
+"""The kernels compile for GPUs that are not installed, with their matrix instructions and within register and memory
+limits.
 
-Compiling every case takes about 15 minutes of one processor, so what came out is in benchmarks/gpu/compiled.jsonl, by a
-hash of each kernel's source, types and constants. After a change to a kernel, or to the pinned Triton, bring it up to
-date: `python -m benchmarks.gpu.compiled --write`. A few cases are compiled here anew.
+Compiling every case takes about 15 minutes of CPU time, so the results are in benchmarks/gpu/compiled.jsonl, by a hash
+of each kernel's source, types and constants. After a change to a kernel or to the pinned Triton, update the file:
+`python -m benchmarks.gpu.compiled --write`. A few cases are recompiled here.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "benchmarks" / "gpu" / "compiled.jsonl"
-NUM_REGISTERS = 65536  # of a multiprocessor
-# What one program can have of a multiprocessor, in KiB: A100, H100, B200.
+NUM_REGISTERS = 65536  # per multiprocessor
+# Shared memory available to one program, in KiB: A100, H100, B200.
 MAX_SHARED_KIB = {80: 163, 90: 227, 100: 227}
 
 
@@ -55,5 +56,6 @@ def test_all_cases_stay_within_registers_and_shared_memory() -> None:
     for one in found:
         assert one["shared_bytes"] <= MAX_SHARED_KIB[one["capability"]] * 1024, one
         assert one["registers"] * one["num_warps"] * 32 <= NUM_REGISTERS, one
-        # Few beside the work of a tile; of 16 bits heads of 256 and batch-invariant attention have most.
+        # Few compared with the work of a tile; of the 16-bit cases, heads of 256 and batch-invariant attention have
+        # most.
         assert one["num_spills"] <= (400 if "f32" in one["case"] else 64), one

@@ -1,4 +1,4 @@
-"""The small kernels in Triton's interpreter, against float64."""
+"""The small kernels in Triton's interpreter, compared with float64."""
 
 from __future__ import annotations
 

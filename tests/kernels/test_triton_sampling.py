@@ -1,4 +1,4 @@
-"""The sampling kernel in Triton's interpreter, against the worker's sampler."""
+"""The sampling kernel in Triton's interpreter, compared with the worker's sampler."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Runs in a client's container: streams requests through the service at once, and says how far it is.
+"""Run in a client container: send concurrent requests to the service and report progress.
 
-Prints a JSON object per line: {"num_tokens": N} as output comes, at last {"outputs": [...]}, one entry per request.
+Prints one JSON object per line: {"num_tokens": N} as output arrives, finally {"outputs": [...]} with one entry per
+request.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _REPORT_EVERY = 100
 
 
 class Progress:
-    """Counts tokens over all streams."""
+    """Count tokens over all streams."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
@@ -31,7 +32,7 @@ class Progress:
 
 
 async def run_one(client: AsyncClient, run: str, index: int, max_tokens: int, progress: Progress) -> dict[str, object]:
-    """One request, greedy if `index` is even, else seeded; its tokens must come once each and in order."""
+    """Send one request, greedy if `index` is even, else seeded; check that each token arrives once and in order."""
     sampling = SamplingParams(
         max_tokens=max_tokens, temperature=0.0 if index % 2 == 0 else 0.8, seed=index, ignore_eos=True
     )
@@ -55,7 +56,7 @@ async def run_one(client: AsyncClient, run: str, index: int, max_tokens: int, pr
 
 
 def addresses_of(name: str, port: int) -> list[str]:
-    """All addresses of a headless Service, so that the first requests take turns too."""
+    """Return all addresses of a headless Service, so that the first requests are distributed too."""
     return sorted({f"{info[4][0]}:{port}" for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)})
 
 

@@ -1,12 +1,11 @@
-"""The `cpu` overlay's Deployments as real containers, without a Kubernetes cluster.
+"""Run the `cpu` overlay's Deployments as real containers, without a Kubernetes cluster.
 
-1. kubectl renders the overlay. `podman play kube` starts its Deployments, ConfigMap and volume claim as they are, but
-   for what podman 4 does in its own way: it would publish container ports on the host, and runs probes through systemd.
-2. What is missing of Kubernetes is done here: a pod whose readiness probe succeeds gets its Service's name in the
-   network's DNS, so that a headless Service's name gives the addresses of all its pods. Podman itself restarts
-   containers that end.
-3. A Deployment grows by further Deployments of one replica from the same template, and shrinks by stopping pods with
-   their own grace period.
+1. kubectl renders the overlay. `podman play kube` starts its Deployments, ConfigMap and volume claim unchanged, except
+where podman 4 behaves differently: it would publish container ports on the host, and runs probes through systemd.
+2. The rest of Kubernetes is emulated here: a pod whose readiness probe succeeds gets its Service's name in the
+network's DNS, so that a headless Service's name resolves to all its pods. Podman itself restarts containers that exit.
+3. A Deployment is scaled up by further Deployments of one replica from the same template, and scaled down by stopping
+pods with their own grace period.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.deploy.e2e.podman import logs, pod_address, podman
 from tests.deploy.rendering import Manifest, container_of, ports_of, render
 
-# Pods start on the first and join the second, in which their Services' names are, once they are ready.
+# Pods start on the first network and join the second, which has their Services' names, once they are ready.
 NETWORK, SERVICES = "midstream-e2e", "midstream-e2e-services"
 _READY_TIMEOUT_S = 120.0
 _POLL_S = 0.2
-# Scheduler and workers say how many there are; routers and detokenizers leave it to their autoscalers' least.
+# Scheduler and workers set their number of replicas; for routers and detokenizers, use their autoscalers' minimum.
 _MIN_REPLICAS = {
     scaler["metadata"]["name"]: scaler["spec"]["minReplicas"] for scaler in render("cpu").all("HorizontalPodAutoscaler")
 }
 
 
 class Cluster:
-    """Starts everything on entry and removes it on exit. `pods` has the names of each part's running pods."""
+    """Start everything on entry and remove it on exit. `pods` has the names of each part's running pods."""
 
     def __init__(self) -> None:
         self._rendered = render("cpu")
@@ -65,11 +64,11 @@ class Cluster:
         self._remove_everything()
 
     def kill(self, pod: str) -> None:
-        """SIGKILL to the pod's process; podman starts it again, which it would not after a `podman kill`."""
+        """Send SIGKILL to the pod's process; podman restarts it, which it would not do after `podman kill`."""
         os.kill(int(podman("inspect", container_name(pod), "--format", "{{.State.Pid}}")), signal.SIGKILL)
 
     def scale(self, part: str, replicas: int) -> None:
-        """Changes how many pods a part has; returns when new ones are ready and old ones have stopped."""
+        """Change a part's number of pods; return when new ones are ready and old ones have stopped."""
         pods = self.pods[part]
         self.pods[part], leaving = pods[:replicas], pods[replicas:]
         with ThreadPoolExecutor() as threads:
@@ -86,21 +85,21 @@ class Cluster:
             self._await_ready(part, self.pods[part][-1])
 
     def address(self, pod: str) -> str:
-        """The pod's IP address."""
+        """Return the pod's IP address."""
         return pod_address(pod, NETWORK)
 
     def part_of(self, pod: str) -> str:
         return next(part for part, pods in self.pods.items() if pod in pods)
 
     def metrics_address(self, pod: str) -> str:
-        """Where Prometheus finds it."""
+        """Return the address that Prometheus scrapes."""
         return f"{self.address(pod)}:{ports_of(self._templates[self.part_of(pod)])['http']}"
 
     def logs(self, pod: str) -> str:
         return logs(container_name(pod))
 
     def await_ready(self) -> None:
-        """Returns when every pod is ready."""
+        """Wait until every pod is ready."""
         for part, pods in self.pods.items():
             for pod in pods:
                 self._await_ready(part, pod)
@@ -151,12 +150,12 @@ class Cluster:
 
 
 def container_name(pod: str) -> str:
-    """Podman's name of a pod's one container."""
+    """Return podman's name of a pod's only container."""
     return f"{pod}-{pod.split('-')[0]}"
 
 
 def probe_succeeds(container: Manifest, address: str) -> bool:
-    """Does what the kubelet does with the container's readiness probe."""
+    """Run the container's readiness probe like the kubelet."""
     probe = container["readinessProbe"]
     if "grpc" in probe:
         with grpc.insecure_channel(f"{address}:{probe['grpc']['port']}") as channel:
@@ -183,7 +182,7 @@ def _for_podman(deployment: Manifest, replicas: int) -> Manifest:
 
 
 def _owned_claim(claim: Manifest) -> Manifest:
-    """The volume belongs to the pod's user, as fsGroup has it in Kubernetes."""
+    """Make the pod's user the owner of the volume, like fsGroup in Kubernetes."""
     claim = copy.deepcopy(claim)
     claim["metadata"]["annotations"] = {"volume.podman.io/uid": "65532", "volume.podman.io/gid": "65532"}
     return claim

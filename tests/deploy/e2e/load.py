@@ -1,4 +1,4 @@
-"""A load from a client's container, with something done at points of its way."""
+"""Generate a load from a client container and run actions at given points."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PROGRAM = Path(__file__).parent / "client.py"
 CLIENT = "midstream-e2e-client"
 
 Output = dict[str, Any]
-# When this share of all tokens has come, do that.
+# Run this action once this share of all tokens has arrived.
 Event = tuple[float, Callable[[], object]]
 
 
 def stream(num_requests: int, max_tokens: int, events: Sequence[Event] = ()) -> list[Output]:
-    """Streams `num_requests` at once from a container; `events` happen meanwhile, in order.
+    """Stream `num_requests` concurrently from a container and run `events` meanwhile, in order.
 
     Returns:
         One entry per request, as client.py prints it.

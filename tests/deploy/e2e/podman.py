@@ -1,4 +1,4 @@
-"""Calls podman with settings of its own, so that the machine's stay as they are."""
+"""Call podman with its own settings, so that those of the machine do not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PodmanError(Exception):
 
 
 def podman(*arguments: str, stdin: str | None = None, check: bool = True, timeout_s: float = 120.0) -> str:
-    """Runs `podman ARGUMENTS`; returns what it prints."""
+    """Run `podman ARGUMENTS`; return its output."""
     result = subprocess.run(
         ["podman", *arguments],
         input=stdin,
@@ -31,7 +31,7 @@ def podman(*arguments: str, stdin: str | None = None, check: bool = True, timeou
 
 
 def logs(container: str) -> str:
-    """What the container printed, on both of its outputs."""
+    """Return the container's output from stdout and stderr."""
     result = subprocess.run(
         ["podman", "logs", container], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
@@ -39,7 +39,7 @@ def logs(container: str) -> str:
 
 
 def popen(*arguments: str) -> subprocess.Popen[str]:
-    """Starts `podman ARGUMENTS` with its output on a pipe."""
+    """Start `podman ARGUMENTS` with its output on a pipe."""
     return subprocess.Popen(
         ["podman", *arguments],
         stdin=subprocess.DEVNULL,
@@ -51,7 +51,7 @@ def popen(*arguments: str) -> subprocess.Popen[str]:
 
 
 def pod_address(pod: str, network: str) -> str:
-    """The pod's IP address in a network."""
+    """Return the pod's IP address in a network."""
     infra = podman("pod", "inspect", pod, "--format", "{{.InfraContainerID}}")
     networks = json.loads(podman("inspect", infra, "--format", "{{json .NetworkSettings.Networks}}"))
     return str(networks[network]["IPAddress"])

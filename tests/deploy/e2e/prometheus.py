@@ -1,4 +1,4 @@
-"""A Prometheus of this machine that scrapes the cluster's pods and evaluates the alert rules."""
+"""A local Prometheus that scrapes the cluster's pods and evaluates the alert rules."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _START_TIMEOUT_S = 30.0
 
 
 class Prometheus:
-    """Runs `prometheus` while it is entered; the pods are those of the cluster at that time."""
+    """Run `prometheus` while entered, with the cluster's pods at that time."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self._folder = folder
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._address = f"127.0.0.1:{probe.getsockname()[1]}"
-        # The labels that scrape.yaml gives in a Kubernetes cluster.
+        # The labels set by scrape.yaml in a Kubernetes cluster.
         targets = [
             {
                 "targets": [cluster.metrics_address(pod)],
@@ -74,16 +74,16 @@ class Prometheus:
         self._process.wait(30)
 
     def query(self, expression: str) -> dict[tuple[tuple[str, str], ...], float]:
-        """Labels -> value of each sample of an instant query.
+        """Return labels -> value for each sample of an instant query.
 
         Raises:
-            ValueError: The expression does not parse.
+            ValueError: The expression is invalid.
         """
         result = self._get("query", query=expression)["result"]
         return {tuple(sorted(sample["metric"].items())): float(sample["value"][1]) for sample in result}
 
     def rules(self) -> list[dict[str, Any]]:
-        """The alert rules with their health and state."""
+        """Return the alert rules with their health and state."""
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
     def _get(self, path: str, **parameters: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Example logits post-processors: single and batched ones, and some that fail."""
+"""Example logits post-processors: single, batched and failing ones."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from gpu_worker.sampling.post_processors import BatchedLogitsPostProcessor, Logi
 
 
 class CountUp(LogitsPostProcessor):
-    """Each token is the one before it plus the length of the client's name."""
+    """Choose the previous token plus the length of the client's name."""
 
     def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
-        """The wanted token's logit becomes the highest."""
+        """Give the chosen token the highest logit."""
         wanted = (int(tokens[-1]) + len(client_id)) % len(logits)
         logits[wanted] = logits.max() + 10
         return logits
 
 
 class CountUpTogether(BatchedLogitsPostProcessor):
-    """The same for all sequences at once; fails where a client is called `mallory`."""
+    """The same for all sequences at once; fails for the client `mallory`."""
 
     def process(
         self,
@@ -31,7 +31,7 @@ class CountUpTogether(BatchedLogitsPostProcessor):
         client_ids: Sequence[str],
         request_ids: Sequence[str],
     ) -> Tensor:
-        """The wanted tokens' logits become the highest."""
+        """Give the chosen tokens the highest logits."""
         if "mallory" in client_ids:
             raise ValueError("not for mallory")
         for row, (known, client_id) in enumerate(zip(tokens, client_ids, strict=True)):
@@ -40,16 +40,16 @@ class CountUpTogether(BatchedLogitsPostProcessor):
 
 
 class WrongShape(LogitsPostProcessor):
-    """Returns one logit too few."""
+    """Return one logit too few."""
 
     def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
-        """Not what was asked for."""
+        """Return the wrong shape."""
         return logits[1:]
 
 
 class Raises(LogitsPostProcessor):
-    """Fails."""
+    """A processor that fails."""
 
     def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
-        """Fails."""
+        """Raise an error."""
         raise RuntimeError("no idea")

@@ -1,4 +1,4 @@
-"""Output probes of one's own: the highest logits, a number from hidden states and logits, and one that fails."""
+"""Example output probes: the highest logits, a value from hidden states and logits, and one that fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TopKLogits(OutputProbe):
 
 
 class Entropy(OutputProbe):
-    """The entropy of the model's distribution, and the length of the embedding that it read."""
+    """The entropy of the model's distribution, and the norm of the embedding."""
 
     width = 2
     layers = (0,)
@@ -33,10 +33,10 @@ class Entropy(OutputProbe):
 
 
 class Raises(OutputProbe):
-    """Fails."""
+    """A probe that fails."""
 
     width = 1
 
     def compute(self, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:
-        """Fail."""
+        """Raise an error."""
         raise RuntimeError("no idea")
