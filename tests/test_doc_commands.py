@@ -1,6 +1,6 @@
-"""Every fenced command of the README and the docs runs in a test, or says why not.
+"""Every fenced command of the README and the docs runs in a test, or is marked with the reason why not.
 
-The line before a fence, an HTML comment, says what becomes of it:
+The line before a fence, an HTML comment, says how it is run:
 
     <!-- run -->               executed here; cheap
     <!-- run: service -->      executed while a service runs on the default ports
@@ -33,7 +33,7 @@ _TIMEOUT_S = 580
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; `kind` is run, service, all or not run, and empty where the mark is missing."""
+    """A fenced block; `kind` is run, service, all or not run, or empty if the mark is missing."""
 
     page: str
     line: int
@@ -79,7 +79,7 @@ def test_the_line_before_a_fence_is_its_mark(mark: str, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A newcomer's: `midstream` and `python` of this environment first, and a home of its own."""
+    """Return a new user's environment: `midstream` and `python` of this environment first, and a separate home."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     theirs = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
     return theirs | {"PATH": path, "MIDSTREAM_HOME": str(tmp_path_factory.mktemp("home"))}

@@ -1,4 +1,4 @@
-"""What the documents name exists: files, headings, settings and commands."""
+"""Files, headings, settings and commands named in the documents exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHER_VARIABLES = {"all_doc_commands", "all_kills", "cpu_isa", "fuzz_messages", 
 
 
 def text_of(page: Path) -> str:
-    """The page without its fenced blocks, in which nothing is a link."""
+    """Return the page without its fenced blocks, which contain no links."""
     return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Who may import whom, and that no package from outside stands in for one of ours."""
+"""Import rules, and that no external package replaces one of ours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "kernels": set[str](),
     "protos": set[str](),
 }
-# Weights that arrive in a file, bytes that arrive on a socket: nothing in them may be executed.
+# Weights from a file and bytes from a socket must never be executed.
 EXECUTES_DATA = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 HEAVY = {"torch", "transformers", "accelerate", "safetensors", "triton"}
 
@@ -45,7 +45,7 @@ def imported_modules(file: Path) -> Iterator[str]:
 
 
 def imports_of(package: str) -> set[tuple[str, str]]:
-    """(file, top-level package) for each import in `package`."""
+    """Return (file, top-level package) for each import in `package`."""
     return {
         (str(file.relative_to(ROOT)), module.partition(".")[0])
         for file in source_files(package)
@@ -96,7 +96,7 @@ def test_light_services_install_without_torch(extra: str) -> None:
 
 
 def requirements_of(extra: str) -> set[str]:
-    """Names of what `pip install midstream[extra]` asks for."""
+    """Return the names of the requirements of `pip install midstream[extra]`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     requirements = project["dependencies"] + project["optional-dependencies"][extra]
     return {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
@@ -107,7 +107,7 @@ def module_name(file: Path) -> str:
 
 
 def import_circles() -> list[list[str]]:
-    """Modules of ours that import each other, wherever the import stands: at the top, in a function, for types only."""
+    """Return circles of our modules that import each other, whether at the top, in a function, or for types only."""
     files = {module_name(file): file for package in PACKAGES - {"protos"} for file in source_files(package)}
     imports: dict[str, set[str]] = {}
     for name, file in files.items():

@@ -1,12 +1,11 @@
-"""Every field of our protos is written by one part and read by another: none lies on the wire for nothing.
+"""Every field of our protos is written by one part and read by another, so none is unused.
 
-Clients write what the public API takes, and read what it gives.
+Clients write the requests of the public API and read its responses.
 
 The scan goes by names. A field is written where a message's constructor gets it as a keyword, where it is assigned, or
-where a method that changes it is called; it is read where an attribute of its name is taken, or where its name stands
-in HasField, getattr, a comparison or a table. Only files that
-import the generated module count, or one of a proto that imports it. A field can still hide behind another one of its
-name; what the scan reports is real.
+where a method that changes it is called; it is read where an attribute of its name is used, or where its name appears
+in HasField, getattr, a comparison or a table. Only files that import the generated module count, or one of a proto that
+imports it. The scan can miss a field that shares its name with another; everything it reports is a real finding.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from protos import service_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("detokenizer", "gpu_worker", "midstream", "router", "scheduler")
-# Protocols of others, which have fields that are refused here.
+# Third-party protocols, some of whose fields are refused here.
 FOREIGN = {"kserve", "openengine"}
 # A record of the scheduler's own types, which tests/scheduler/test_recording.py compares after a round trip.
 MIRRORS = {"recording"}
 
-# What the scan cannot see: (message, field), or the message for all of its fields.
+# Uses that the scan cannot see: (message, field), or the message for all of its fields.
 ALLOWED: dict[tuple[str, str] | str, str] = {
     "FramesOffer": "one module of midstream/ is both ends of it",
     ("SchedulerMessage", "heartbeat_ack"): "a worker reads that anything came at all",
@@ -42,7 +41,7 @@ _BY_NAME = {"HasField", "ClearField", "getattr", "setattr"}
 
 
 def protos() -> dict[str, list[Descriptor]]:
-    """All messages of each proto of ours."""
+    """Return all messages of each of our protos."""
     stems = sorted(path.stem for path in (ROOT / "protos").glob("*.proto") if path.stem not in FOREIGN | MIRRORS)
     modules = {stem: importlib.import_module(f"protos.{stem}_pb2") for stem in stems}
     return {
@@ -59,7 +58,7 @@ def _with_nested(message: Descriptor) -> Iterator[Descriptor]:
 
 
 class Uses:
-    """What one file does with fields, by their names."""
+    """One file's uses of fields, by name."""
 
     def __init__(self, part: str, tree: ast.AST) -> None:
         self.part = part
@@ -104,7 +103,7 @@ class Uses:
             callee = parent.func.attr if isinstance(parent.func, ast.Attribute) else getattr(parent.func, "id", "")
             if callee not in _BY_NAME:
                 return
-        if isinstance(parent, ast.Dict) and isinstance(self._parents[parent], ast.keyword):  # of a log line
+        if isinstance(parent, ast.Dict) and isinstance(self._parents[parent], ast.keyword):  # part of a log line
             return
         self.read.add(value)
         if isinstance(parent, ast.Tuple | ast.List | ast.Set | ast.Dict):
@@ -129,13 +128,15 @@ def _writers(field: FieldDescriptor, files: list[Uses]) -> set[str]:
         for file in files
         if field.name in file.written
         or any(field.name in file.constructed[name] for name in constructors)
-        # A message that is a field may be filled where it is taken out.
+        # A message field may be modified after it is read.
         or (field.message_type is not None and field.name in file.taken)
     }
 
 
 def _public(end: str) -> set[str]:
-    """Names of all messages in the requests ("input_type") or responses ("output_type") of the public service."""
+    """Return the names of all messages in the requests ("input_type") or responses ("output_type") of the public
+    service.
+    """
     found: set[str] = set()
     left = [getattr(method, end) for method in service_pb2.DESCRIPTOR.services_by_name["Midstream"].methods]
     while left:

@@ -41,7 +41,7 @@ def main() -> int:
         print(f"top-level names of {wheel.name}: {names}", end="", flush=True)
         assert names.split() == ["midstream"], names
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        # No compiler is found, and nothing of an earlier build.
+        # Hide compilers and earlier builds.
         environment |= {"CXX": "/nonexistent", "MIDSTREAM_HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder)}
         answer_once(python, folder, environment)
         pip_install(python, f"{wheel}[dev]", "setuptools")
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """Make an environment with the wheel, its requirements as pinned, and the embedded model; return its Python."""
+    """Create an environment with the wheel, its pinned requirements, and the embedded model; return its Python."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     pip_install(python, f"{wheel}[{EXTRAS}]")
@@ -79,7 +79,9 @@ def copy_tests(folder: Path) -> None:
 
 
 def answer_once(python: Path, folder: Path, environment: dict[str, str]) -> None:
-    """Start a service for the first time, beside a user's folder with a name of ours, and say how long it all took."""
+    """Start a service for the first time, beside a user's folder with one of our names, and print how long it all
+    took.
+    """
     (folder / "router").mkdir()
     (folder / "router" / "__init__.py").write_text("raise SystemExit('the user folder was imported')")
     midstream = str(python.with_name("midstream"))

@@ -215,7 +215,7 @@ async def test_random_messages_on_every_grpc_door(doors: Doors) -> None:
     }
 
     async def send(method: str, number: int) -> tuple[bool, grpc.StatusCode]:
-        """Send random bytes a third of the time, mostly invalid messages; otherwise valid requests with random fields."""
+        """Send random bytes, mostly invalid messages, a third of the time; otherwise requests with random fields."""
         message = type(methods[method])()
         message.MergeFrom(methods[method])
         data = rng.randbytes(rng.randint(0, 300))

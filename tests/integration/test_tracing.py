@@ -31,7 +31,7 @@ def named(spans: Sequence[Span], name: str) -> list[Span]:
 
 
 def has_all(spans: Sequence[Span], num_tokens: int = NUM_TOKENS) -> bool:
-    """Return whether all spans are there; steps after the last token may run, as they are sent before the end is known."""
+    """Return whether all spans are there; more steps may run, as they are sent before the end is known."""
     names = Counter(span.name for span in spans)
     parts = ("router.generate", "scheduler.request", "detokenizer.stream", "worker.prefill")
     return all(names[part] for part in parts) and names["worker.decode"] >= num_tokens - 1

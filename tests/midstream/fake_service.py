@@ -1,8 +1,8 @@
-"""A stand-in for any service under the supervisor: answers /health, or misbehaves as it is told.
+"""A stand-in for any service under the supervisor: serves /health, or misbehaves as configured.
 
 python -m tests.midstream.fake_service --name NAME --http-port PORT [--mode MODE] [--trace FILE]
 
-Modes: healthy, crash, stubborn, waiting, draining (it ends at the second SIGTERM).
+Modes: healthy, crash, stubborn, waiting, draining (exits at the second SIGTERM).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     began = time.monotonic()
 
     def problems() -> list[str]:
-        """While it is `waiting`, it serves for a second and then waits."""
+        """Return the health problems; in mode `waiting`, serve for a second and then wait."""
         return ["no worker"] if arguments.mode == "waiting" and time.monotonic() > began + 1 else []
 
     server = HttpServer("127.0.0.1", arguments.http_port, Metrics(), problems)

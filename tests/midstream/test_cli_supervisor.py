@@ -22,7 +22,7 @@ FAKE = "tests.midstream.fake_service"
 
 
 class Run:
-    """A supervisor over fake services, and what its observer saw."""
+    """A supervisor of fake services, and what its observer saw."""
 
     def __init__(self, path: Path, kinds: dict[str, str], mode: str = "healthy") -> None:
         self.trace = path / "trace"
@@ -135,7 +135,7 @@ async def test_a_process_that_only_waits_for_others_is_left_alone(
     run = Run(tmp_path, {"worker-0": "gpu_worker"}, mode="waiting")
     await run.ready.wait()
     await run.until(lambda state: _named(state, "worker-0")[0] is ProcessPhase.UNHEALTHY)
-    await asyncio.sleep(1)  # some probes more
+    await asyncio.sleep(1)  # a few more probes
     assert _named(run.supervisor.state, "worker-0") == (ProcessPhase.UNHEALTHY, 0)
     await run.end()
 
@@ -165,7 +165,7 @@ async def test_in_a_hurry_open_streams_are_ended_soon_and_nothing_is_killed(
     run = Run(tmp_path, KINDS, mode="draining")
     await run.ready.wait()
     run.supervisor.hurry()
-    await run.end()  # without the hurry, 40 s for each of two
+    await run.end()  # without a hurry, 40 s for each of two
     assert run.trace.read_text().split() == ["router-0", "worker-0", "scheduler-0"]
 
 

@@ -1,4 +1,4 @@
-"""How `midstream up` and `serve` place a service: ports, hosts, keys, hints."""
+"""`midstream up` and `serve`: ports, hosts, keys, hints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_only_routers_leave_the_loopback_address(monkeypatch: pytest.MonkeyPatch
     assert hosts == {
         "router": "0.0.0.0", "scheduler": "127.0.0.1", "gpu_worker": "127.0.0.1", "detokenizer": "127.0.0.1",
     }  # fmt: skip
-    # Commands of this machine reach them by an address that can be dialled.
+    # Commands on this machine use an address that they can connect to.
     assert all(address.startswith("127.0.0.1:") for spec in specs for address in spec.addresses.values())
 
 

@@ -1,4 +1,4 @@
-"""The client against routers that break in every way, over real sockets."""
+"""The client, with routers that fail in every way, over real sockets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def letters(start: int, end: int) -> pb.GenerateResponse:
 
 
 class Router(service_pb2_grpc.MidstreamServicer):
-    """Spells a word, one letter a chunk, and breaks after as many letters as the next entry of `breaks` says."""
+    """Stream a word, one letter per chunk, and break off after the number of letters in the next entry of `breaks`."""
 
     def __init__(self, breaks: list[int]) -> None:
         self.breaks = breaks
@@ -101,7 +101,7 @@ class Router(service_pb2_grpc.MidstreamServicer):
 
 @contextlib.asynccontextmanager
 async def serving(*breaks: int, kind: Callable[[list[int]], Router] = Router) -> AsyncIterator[tuple[Router, str]]:
-    router = kind(list(breaks))  # the other calls stay unimplemented
+    router = kind(list(breaks))  # the other calls are not implemented
     server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress())
     service_pb2_grpc.add_MidstreamServicer_to_server(router, server.grpc)
     await server.start()
@@ -115,7 +115,7 @@ async def test_a_stream_that_breaks_goes_on_at_its_offset() -> None:
         chunks = [chunk async for chunk in stream]
         assert "".join(chunk.text for chunk in chunks) == LETTERS
         assert [chunk.token_offset for chunk in chunks] == list(range(len(LETTERS)))
-        # Nothing had come when the first call broke, so the request is sent again, under its id.
+        # The first call broke before any output, so the request is submitted again under its id.
         assert router.calls == [("generate", 0), ("generate", 0), ("resume", 2), ("resume", 2), ("resume", 5)]
         assert {request.request_id for request in router.requests} == {"r"}
         assert stream.num_resumes == 4
@@ -163,7 +163,7 @@ async def test_a_refusal_is_raised_and_not_tried_again() -> None:
 
 
 class Silent(Router):
-    """Says one letter and no more."""
+    """A router that sends one letter and stops."""
 
     async def _spell(self, start: int, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         yield letters(0, 1)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Stream(CommandStream[pb.StreamCommand, pb.StreamBatch]):
-    """One whose other side is lost at the very moment that it is to end."""
+    """A stream whose peer is lost at the moment it is closed."""
 
     def __init__(self) -> None:
         super().__init__("service", "127.0.0.1:1", 1 << 20, None, "")
@@ -59,7 +59,7 @@ async def test_a_stream_that_is_cancelled_as_it_breaks_ends() -> None:
 
 
 class Numbers(CommandStream[pb.StreamCommand, pb.StreamBatch]):
-    """Counts what comes; frames are offered at a port where nobody listens."""
+    """Count messages; frames are offered at a port without a listener."""
 
     batch_class = pb.StreamBatch
 
@@ -88,7 +88,7 @@ class Numbers(CommandStream[pb.StreamCommand, pb.StreamBatch]):
 
 
 class Echo(DetokenizerServicer):
-    """Answers every command."""
+    """Answer every command."""
 
     async def Stream(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
         await context.send_initial_metadata(())
@@ -104,7 +104,7 @@ async def test_where_frames_cannot_pass_grpc_is_used() -> None:
     add_DetokenizerServicer_to_server(Echo(), server.grpc)
     await server.start()
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        closed.bind(("127.0.0.1", 0))  # bound but not listening
         stream = Numbers(f"127.0.0.1:{server.port}", closed.getsockname()[1])
         running = asyncio.create_task(stream.run())
         assert await asyncio.wait_for(stream.came.get(), 20) is False

@@ -24,7 +24,7 @@ MAX_BYTES = 1 << 20
 
 
 class Peer:
-    """Keeps what comes, and sends it back where asked to."""
+    """Collect received messages, and echo them if asked to."""
 
     def __init__(self, connection: FrameConnection | None = None, *, echoes: bool = False) -> None:
         self.connection = connection
@@ -135,7 +135,7 @@ async def test_what_nobody_offered_is_closed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(frames, "_HELLO_S", 0.2)
     async with serving() as server:
         for data in (
-            b"",  # nothing at all
+            b"",  # an empty frame
             b"GET / HTTP/1.1\r\n\r\n",
             b"\xff" * 64,
             struct.pack(">IB", 1 << 30, frames.Kind.HELLO),
@@ -159,7 +159,7 @@ async def test_what_nobody_offered_is_closed(monkeypatch: pytest.MonkeyPatch) ->
         struct.pack(">IB", 1, 99),
         struct.pack(">IB", 1, frames.Kind.HELLO),
         struct.pack(">IB", 1, frames.Kind.WELCOME),
-        struct.pack(">IB", 5, frames.Kind.MESSAGE) + b"\xff\xff\xff\xff",  # no StreamBatch
+        struct.pack(">IB", 5, frames.Kind.MESSAGE) + b"\xff\xff\xff\xff",  # not a StreamBatch
     ],
 )
 async def test_garbage_ends_its_connection_and_no_other(data: bytes) -> None:
@@ -213,7 +213,7 @@ async def test_a_silent_peer_is_given_up_and_a_living_one_is_kept() -> None:
         await connect(server.offer(lambda _: Peer()), living, keepalive_s=0.05, timeout_s=0.5)
         connection = await connect(server.offer(lambda _: theirs), silent, keepalive_s=0.05, timeout_s=0.5)
         assert connection._transport is not None
-        connection._transport.pause_reading()  # so that nothing is heard, as of one that stands still
+        connection._transport.pause_reading()  # so that it receives nothing, like a hung peer
         await asyncio.wait_for(silent.lost.wait(), WAIT_S)
         assert isinstance(silent.error, TimeoutError)
         await asyncio.wait_for(theirs.lost.wait(), WAIT_S)
@@ -255,9 +255,9 @@ async def test_tls_asks_for_certificates_of_the_authority(tmp_path: Path) -> Non
         connection.post(batch(1, "text"))
         assert await here.until(1) == [batch(1, "text").SerializeToString()]
         for wrong in (
-            shown(stranger, "mallory", authority),  # not of the authority
-            shown(authority, "detokenizer", stranger),  # trusts another one
-            Tls(ca=authority.ca),  # shows none
+            shown(stranger, "mallory", authority),  # not from the authority
+            shown(authority, "detokenizer", stranger),  # trusts another authority
+            Tls(ca=authority.ca),  # has no certificate
             None,
         ):
             with pytest.raises(OSError):  # noqa: PT011 (many kinds of it)

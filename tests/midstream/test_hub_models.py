@@ -1,4 +1,4 @@
-"""Models by their name on the Hub, downloaded by huggingface_hub from a stand-in that speaks the Hub's protocol."""
+"""Models by name on the Hub, downloaded by huggingface_hub from a stand-in that implements the Hub's protocol."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REVISIONS = {"main": COMMIT, COMMIT: COMMIT, "v1": OLD_COMMIT, OLD_COMMIT: OLD_C
 
 
 class Hub(BaseHTTPRequestHandler):
-    """`/api/models/REPO/revision/REV`, `/api/models/REPO/tree/REV` and `/REPO/resolve/REV/FILE`."""
+    """Serve `/api/models/REPO/revision/REV`, `/api/models/REPO/tree/REV` and `/REPO/resolve/REV/FILE`."""
 
     downloaded: ClassVar[list[str]] = []
 
@@ -79,7 +79,7 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name)
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_model_is_downloaded_once_and_served_under_its_name(hub: str, tmp_path
     assert "acme/tiny is in" in first.stdout
     assert sorted(Hub.downloaded) == ["config.json", "model.safetensors", "tokenizer.json"]
     snapshot = tmp_path / "hf" / "hub" / "models--acme--tiny" / "snapshots" / COMMIT
-    # Nothing of ours lies there.
+    # Nothing of ours was written there.
     assert sorted(path.name for path in snapshot.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     Hub.downloaded.clear()
     offline = prepare(hub, tmp_path, "acme/tiny", HF_HUB_OFFLINE="1")

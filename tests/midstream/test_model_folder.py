@@ -43,7 +43,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_gguf(path: Path, *, architecture: str = "llama", tokenizer: str = "gpt2", pre: str = "smollm") -> Path:
-    """A GGUF file with a vocabulary of 256 bytes, `ab`, and a control token."""
+    """Write a GGUF file with a vocabulary of 256 bytes, `ab`, and a control token."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
     writer.add_embedding_length(32)
@@ -129,7 +129,7 @@ def test_large_weights_are_told_apart_by_samples(folder: Path, monkeypatch: pyte
     weights = bytearray(64 << 20)
     prints = set()
     for place in (0, 32 << 20, (64 << 20) - 1):  # the first byte, the middle, and the last
-        for offset in range(0, 1 << 20, 32 << 10):  # fine-tuned weights differ everywhere, not in one byte
+        for offset in range(0, 1 << 20, 32 << 10):  # fine-tuned weights differ everywhere, not in a single byte
             if place + offset < len(weights):
                 weights[place + offset] ^= 1
         (folder / "model.safetensors").write_bytes(weights)
@@ -176,10 +176,10 @@ def test_a_dimension_out_of_range_is_named(folder: Path, value: object) -> None:
     "family", ["GPT2", "GPTBigCode", "GPTJ", "GPTNeo", "Dbrx", "Mpt", "XGLM", "Bloom", "OPT", "Falcon", "Gemma3"]
 )
 def test_dimensions_have_the_names_that_transformers_gives_them(folder: Path, family: str) -> None:
-    """transformers reads the same folder by each model's attribute_map, and the language model's part of others."""
+    """transformers reads the same folder through each model's attribute_map, or the language model's part of it."""
     made = getattr(transformers, f"{family}Config")()
     made.save_pretrained(folder)
-    if family == "Bloom":  # it has no limit; its checkpoints say what it was trained with
+    if family == "Bloom":  # it has no limit; its checkpoints contain the training length
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"seq_length": 2048}))
     model = open_model_folder(str(folder))
@@ -190,7 +190,7 @@ def test_dimensions_have_the_names_that_transformers_gives_them(folder: Path, fa
         text.hidden_size,
         text.num_hidden_layers,
     )
-    # MPT and Bloom have it under another name alone.
+    # MPT and Bloom have it only under another name.
     assert model.max_sequence_length == getattr(text, "max_position_embeddings", 2048)
 
 

@@ -1,4 +1,4 @@
-"""The life of a gRPC server, on real sockets."""
+"""The lifecycle of a gRPC server, on real sockets."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from protos import stats_pb2 as stats
 from tests.faults.hosts import relay
 
 NAME = "midstream.v1.Midstream"
-# More than the pauses between attempts to connect to a part that is gone.
+# Longer than the delays between attempts to connect to a part that is gone.
 LATENCY_S = 0.6
 
 
 class Raising(service_pb2_grpc.MidstreamServicer):
-    """Unary and streaming calls that raise what they are told; a stream that waits for `release`."""
+    """Unary and streaming calls that raise as told; a stream that waits for `release`."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -274,7 +274,7 @@ def test_a_log_line_is_json_with_the_request_id() -> None:
 
 
 async def test_a_burst_of_calls_is_answered_in_full() -> None:
-    """Of calls that have not begun gRPC by itself cancels some at random, from 1,000 on."""
+    """From 1,000 waiting calls on, gRPC by itself cancels some at random."""
     server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress())
     await server.start()
     async with open_channel(f"127.0.0.1:{server.port}") as channel:

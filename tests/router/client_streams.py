@@ -1,4 +1,4 @@
-"""What a test's client asks of a cluster's routers."""
+"""Helpers for a test's clients of a cluster's routers."""
 
 from __future__ import annotations
 

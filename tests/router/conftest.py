@@ -1,4 +1,4 @@
-"""Routers and detokenizers on real sockets, in this process, in front of a scripted scheduler."""
+"""Routers and detokenizers on real sockets in this process, with a scripted scheduler."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Part:
         self._task = task
 
     async def kill(self) -> None:
-        """Ends it as if it had crashed: one that has crashed aborts nothing for the clients it loses."""
+        """End it like a crash, which does not abort the requests of its clients."""
         self.server.draining.set()
         if self.http is not None:
             await self.http.stop(0)

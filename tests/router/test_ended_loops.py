@@ -1,4 +1,4 @@
-"""A loop that ends by a defect ends its process, which is started again; it does not go on without the loop."""
+"""When a bug ends a loop, its process exits and is restarted; it does not continue without the loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.pipeline.detokenizer_pool import DetokenizerLink, DetokenizerPool
 
 
 class DefectError(Exception):
-    """What nobody expects."""
+    """An unexpected error."""
 
 
 async def fail(*_: object) -> None:

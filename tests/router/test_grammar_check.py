@@ -1,4 +1,4 @@
-"""Guides are checked apart, within limits; abuse fails by itself, and what is kept stays bounded."""
+"""Guides are checked in a separate process, within limits; abusive ones fail alone, and caches stay bounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.pipeline import grammar_check
 from router.pipeline.grammar_check import GrammarChecker
 
 LIMIT_S = 2.0
-# One answer, and starting the process again on a slow machine.
+# One answer, and restarting the process on a slow machine.
 MOST_S = 30.0
 
 

@@ -1,4 +1,4 @@
-"""A client that sends random messages to every method, next to one that must be served.
+"""A client that sends random messages to every method, beside one that must be served.
 
 MIDSTREAM_FUZZ_MESSAGES=20000 pytest tests/router/test_hostile_client.py runs more than the default of 1,000.
 """
@@ -31,7 +31,7 @@ from router.protocols.openai.openapi import document
 from tests.router.conftest import Cluster
 from tests.router.test_stream_hoarders import first_tokens
 
-NUM_MESSAGES = 1000  # of a round, each with a service and a seed of its own
+NUM_MESSAGES = 1000  # per round, each with its own service and seed
 NUM_ROUNDS = -(-int(os.environ.get("MIDSTREAM_FUZZ_MESSAGES", "1000")) // NUM_MESSAGES)
 SEED = int(os.environ.get("MIDSTREAM_FUZZ_SEED", "15"))
 MAX_GROWTH_BYTES = 512 << 20
@@ -52,7 +52,7 @@ _RANGES = {
 
 
 def value_of(field: FieldDescriptor, draw: random.Random, depth: int) -> Any:
-    """A value of a field's type: an edge of its range, or a message of such."""
+    """Return a value of a field's type: a limit of its range, or a message of such values."""
     kind = field.cpp_type
     if kind == _Field.CPPTYPE_MESSAGE:
         assert field.message_type is not None
@@ -72,7 +72,7 @@ def value_of(field: FieldDescriptor, draw: random.Random, depth: int) -> Any:
 
 
 def fill(descriptor: Descriptor, draw: random.Random, depth: int = 0) -> Message:
-    """A message with about half of its fields set."""
+    """Return a message with about half of its fields set."""
     message: Message = GetMessageClass(descriptor)()
     for field in descriptor.fields:
         if draw.random() < 0.5 or (depth > 4 and field.cpp_type == _Field.CPPTYPE_MESSAGE):
@@ -100,7 +100,7 @@ def rpc_methods() -> list[Any]:
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:
-    """Some bytes of a message changed, cut off or repeated."""
+    """Return a message with some bytes changed, truncated or repeated."""
     changed = bytearray(data)
     for _ in range(draw.randint(1, 4)):
         if changed:
@@ -109,7 +109,7 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
 
 
 async def call_rpc(channel: Any, draw: random.Random, methods: list[Any]) -> str:
-    """Send a random message to a random method; returns the status that the call ends with."""
+    """Send a random message to a random method; return the final status of the call."""
     method = draw.choice(methods)
     data = fill(method.input_type, draw).SerializeToString()
     is_damaged = draw.random() < 0.2
@@ -128,10 +128,10 @@ async def call_rpc(channel: Any, draw: random.Random, methods: list[Any]) -> str
         else:
             await call
     code = await call.code()
-    # What gRPC itself says of bytes that are no message.
+    # gRPC's own response to invalid bytes.
     if is_damaged and code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
         return "damaged"
-    # Of the service's own; the client's library says INTERNAL as well where a deadline cuts its requests.
+    # Statuses of the service itself; the client's library also reports INTERNAL when a deadline ends its request.
     is_defect = code in UNEXPECTED and "internal error" in (await call.details() or "")
     return f"{code.name} of {name}" if is_defect else code.name
 
@@ -146,7 +146,7 @@ def json_value(draw: random.Random, depth: int = 0) -> Any:
 
 
 async def call_http(port: int, draw: random.Random, names: list[str]) -> str:
-    """Send a random request to the HTTP port; returns the status of the answer, empty where there is none."""
+    """Send a random request to the HTTP port; return the status of the response, or an empty string without one."""
     path = draw.choice(PATHS)
     fields = {name: json_value(draw) for name in draw.sample(names, draw.randint(0, 8))}
     fields |= draw.choice(({}, {"prompt": "hello"}, {"messages": [{"role": "user", "content": "hello"}]}))
@@ -171,7 +171,7 @@ async def call_http(port: int, draw: random.Random, names: list[str]) -> str:
 
 
 async def send_all(send: Callable[[], Any], count: int) -> Counter[str]:
-    """Calls `send` again and again, some at once; returns how often each status came."""
+    """Call `send` repeatedly, several at once; return how often each status occurred."""
     statuses, left = Counter[str](), iter(range(count))
 
     async def run() -> None:
@@ -185,7 +185,7 @@ async def send_all(send: Callable[[], Any], count: int) -> Counter[str]:
 
 
 def property_names(schema: Any) -> Iterator[str]:
-    """Names of all properties in an OpenAPI document."""
+    """Return the names of all properties in an OpenAPI document."""
     if isinstance(schema, dict):
         yield from schema.get("properties", {})
         for value in schema.values():
@@ -219,12 +219,12 @@ async def test_nothing_that_a_client_sends_harms_another(cluster: Cluster, round
     assert by_grpc["INVALID_ARGUMENT"] > NUM_MESSAGES // 50
     assert grown < MAX_GROWTH_BYTES
     assert after
-    # Clients and services share one event loop here, and the first number is of an idle one.
+    # Clients and services share one event loop here, and the first number is from an idle one.
     assert sorted(beside)[int(0.99 * len(beside))] <= max(3 * max(alone), 3.0)
 
 
 async def own_first_token(cluster: Cluster, client: AsyncClient) -> list[float]:
-    """Seconds until a request had its first token, among whatever else is submitted."""
+    """Return the seconds until a request had its first token, beside everything else that was submitted."""
     scheduler, name, began = cluster.scheduler, f"probe-{time.monotonic_ns()}", time.monotonic()
     stream = client.generate(token_ids=[1, 2, 3], request_id=name, timeout_s=60)
     first = asyncio.ensure_future(anext(stream))

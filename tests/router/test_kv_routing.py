@@ -1,6 +1,6 @@
-"""Routing by what cells have cached: 16 real cores, and what their events tell, late, lost and repeated.
+"""Routing by cached prefixes: 16 real cores, whose events are late, lost and repeated.
 
-Each cell's answers are checked token by token, however wrong the index is.
+Each cell's output is checked token by token, however wrong the index is.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def never(_: Cell, __: random.Random) -> None:
 
 
 def num_hits(deliver: Deliver) -> tuple[int, list[Cell]]:
-    """Prompt tokens that were cached where the requests of a trace went: sessions that share one of four beginnings."""
+    """Return the number of cached prompt tokens in the chosen cells for a trace of sessions with four common
+    prefixes.
+    """
     dice, faults = random.Random(11), random.Random(12)
     cells = [Cell(f"cell {number}") for number in range(NUM_CELLS)]
     sessions = [[100 * (number % 4) + place for place in range(20)] for number in range(NUM_SESSIONS)]
@@ -116,7 +118,7 @@ def num_hits(deliver: Deliver) -> tuple[int, list[Cell]]:
 
 
 def oracle(cell: Cell, _: random.Random) -> None:
-    """The index is what the cell has, at each request."""
+    """Route with an index that always equals the cells' caches."""
     cell.index = KvIndex()
     cell.index.apply(kv_snapshot_proto(0, cell.harness.core.groups, BLOCK))
 

@@ -1,4 +1,4 @@
-"""Detokenizers, routers and schedulers that go away in the middle of a stream, over real sockets."""
+"""Detokenizers, routers and schedulers that disappear in the middle of a stream, over real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's parts alone: the client's stream, choice of a cell, discovery."""
+"""Components of the router: the client's stream, choice of a cell, discovery."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ async def test_discovery_follows_names(monkeypatch: pytest.MonkeyPatch) -> None:
     running = asyncio.create_task(Discovery("dns:///parts:99,x:1", field="f", on_change=note).run())
     await asyncio.wait_for(done.wait(), 5)
     running.cancel()
-    # A name that does not resolve for once changes nothing.
+    # A single failed name resolution changes nothing.
     assert changes == [["10.0.0.1:99", "10.0.0.2:99", "x:1"], ["10.0.0.1:99", "10.0.0.3:99", "x:1"]]
 
 

@@ -1,4 +1,4 @@
-"""Which callers reach which methods, over every door of a router."""
+"""Which callers may call which methods, through every front door of a router."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def authenticator(folder: Path) -> Authenticator:
 
 
 def methods() -> Iterator[tuple[str, bool, bool]]:
-    """Names of all methods that clients can call, and whether they stream requests and responses."""
+    """Return the names of all methods that clients can call, and whether they stream requests and responses."""
     for module in (service_pb2, kserve_pb2, openengine_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
@@ -52,11 +52,11 @@ def test_every_method_has_its_roles() -> None:
 
 
 async def call(address: str, token: str, method: tuple[str, bool, bool]) -> grpc.StatusCode:
-    """The status of an empty call; OK where it answers and goes on."""
+    """Return the status of an empty call; OK if it answers and continues."""
     name, _, streams = method
     async with open_channel(address, token=token) as opened:
         channel: Any = opened
-        # An empty message is one of any type, and one request is a stream of requests.
+        # An empty message is valid for any type, and one request is a valid stream of requests.
         try:
             if streams:
                 await channel.unary_stream(name)(b"", timeout=2).read()
@@ -84,7 +84,7 @@ async def test_each_role_reaches_its_methods_and_no_others(cluster: Cluster, tmp
             is_open = route.path in ("/health", "/live", "/dashboard", "/", "/docs")
             may = is_open or role is Role.ADMIN or role in roles_for_path(route.path)
             assert (status == 403) is not may, (role, route.path, status)
-            # An admin reaches a path that is not listed: nobody forgot one.
+            # Paths that are not listed require admin, so none can be forgotten.
             assert is_open or any(route.path.startswith(prefix) for prefix, _ in _HTTP)
 
 
@@ -132,7 +132,7 @@ def test_request_ids_and_salts_of_two_clients_never_meet() -> None:
     root = Caller("root", is_authenticated=True, roles=ALL_ROLES)
     inner = alice.scope("id")
     assert len({inner, bob.scope("id"), bob.scope(inner), root.scope("id")}) == 4
-    assert root.scope(inner) == inner  # an admin may name another's request
+    assert root.scope(inner) == inner  # an admin may name requests of others
     assert len({alice.salt(""), bob.salt(""), bob.salt(alice.salt("")), alice.salt("own")}) == 4
     assert Caller("127.0.0.1").salt("shared") == "shared"
 

@@ -26,7 +26,7 @@ TEXT = "Every part may die 🫠 and the text goes on: 日本語, naïve, done."
 
 @dataclass
 class Process:
-    """A service that runs."""
+    """A running service."""
 
     process: asyncio.subprocess.Process
     port: int
@@ -38,7 +38,7 @@ class Process:
         return f"127.0.0.1:{self.port}"
 
     async def ready(self) -> None:
-        """Return once it says SERVING."""
+        """Wait until it reports SERVING."""
         async with asyncio.timeout(60), open_channel(self.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             async for response in stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
@@ -46,7 +46,7 @@ class Process:
                     return
 
     def get(self, path: str) -> str:
-        """A page of its HTTP port."""
+        """Get a page from its HTTP port."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=5) as response:
             return str(response.read().decode())
 
@@ -146,7 +146,7 @@ async def test_any_part_may_die_or_drain(
 
 
 async def attached_part(parts: list[Process]) -> Process:
-    """The one that has the stream: routers count what they relay, detokenizers what is attached."""
+    """Return the part with the stream: routers count what they relay, detokenizers what is attached."""
     async with asyncio.timeout(20):
         while True:
             for part in parts:

@@ -1,4 +1,4 @@
-"""Quotas by client, over HTTP and gRPC, and what a client sees of others' files and batches."""
+"""Quotas by client, over HTTP and gRPC, and isolation of files and batches between clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALICE, BOB = "alice-has-a-long-token", "bob-has-a-long-token-too"
 
 
 class Clock:
-    """Seconds that a test sets."""
+    """A clock in seconds, set by a test."""
 
     now = 0.0
 
@@ -42,7 +42,7 @@ def test_requests_refill_over_a_minute() -> None:
         quotas.admit(alice).release()
     with pytest.raises(OverloadedError, match="requests_per_minute") as refused:
         quotas.admit(alice)
-    assert refused.value.retry_after_ms == 30_000  # two a minute are one in 30 s
+    assert refused.value.retry_after_ms == 30_000  # two per minute is one in 30 s
     assert quotas.headers(alice) == {
         "x-ratelimit-limit-requests": "2",
         "x-ratelimit-remaining-requests": "0",
@@ -60,7 +60,7 @@ def test_tokens_are_counted_as_they_come_and_a_debt_is_paid_first() -> None:
     admission.charge(output=29)
     with pytest.raises(OverloadedError, match="tokens_per_minute") as refused:
         quotas.admit(alice)
-    assert refused.value.retry_after_ms == 20_000  # 19 below zero, and one to begin with, at one a second
+    assert refused.value.retry_after_ms == 20_000  # 19 below zero, plus one to start, at one per second
     clock.now = 20
     quotas.admit(alice)
     assert quotas.headers(alice)["x-ratelimit-remaining-tokens"] == "1"
@@ -135,7 +135,7 @@ async def test_a_quota_holds_over_all_doors_and_answers_say_what_is_left(cluster
         metrics = page.read().decode()
     assert "x-ratelimit-limit-requests" not in other.headers
     priorities = [script.request.priority for script in cluster.scheduler.requests.values()]
-    assert priorities == [-10, -10, 100]  # alice's requests may ask for less, not for more
+    assert priorities == [-10, -10, 100]  # alice's requests may set a lower priority, but not a higher one
     assert 'client_requests_total{client="alice"} 2.0' in metrics
     assert 'client_tokens_total{client="alice",kind="output"} 4.0' in metrics
     assert 'client_refused_requests_total{client="alice",quota="requests_per_minute"} 2.0' in metrics

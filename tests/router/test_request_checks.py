@@ -1,4 +1,4 @@
-"""Every field's range: the values at its ends pass, those beyond are refused by the field's name."""
+"""Every field's range: values at its limits pass, those beyond are rejected with the field's name."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_the_widest_search_is_a_setting(folder: ModelFolder) -> None:
 
 
 def test_tensors_are_limited_by_their_size(folder: ModelFolder) -> None:
-    """Of 10 prompt tokens and 2 sequences of 5: 30 rows of logits or hidden states."""
+    """With 10 prompt tokens and 2 sequences of 5: 30 rows of logits or hidden states."""
     request = pb.GenerateRequest(token_ids=pb.TokenIds(values=[1] * 10), max_tokens=5)
     request.sampling.num_return_sequences = 2
     request.output.return_generation_logits = True

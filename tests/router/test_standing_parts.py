@@ -22,7 +22,7 @@ from tests.router.conftest import Cluster
 
 @contextlib.asynccontextmanager
 async def relayed(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """Another address of a part, and the gate that lets bytes through to it and back."""
+    """Return another address for a part, and a gate that lets bytes through in both directions."""
     gate, pumps, writers = asyncio.Event(), set[asyncio.Task[None]](), list[asyncio.StreamWriter]()
     gate.set()
     host, _, port = address.rpartition(":")
@@ -64,14 +64,14 @@ async def test_a_peer_that_hangs_is_noticed_within_the_keepalives_time(cluster: 
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await call.read()
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert time.monotonic() - began < 18  # ten seconds to the next ping, five for its answer, and a margin
+        assert time.monotonic() - began < 18  # ten seconds until the next ping, five for its answer, and a margin
 
 
 TEXT = "What stood still goes on 🫠 elsewhere."
 
 
 async def finish(cluster: Cluster, client: AsyncClient, stop_busy: Callable[[], None], tokenizer: Tokenizer) -> float:
-    """Let a stream begin, stop the part that it goes through, and emit the rest; returns the seconds that it took."""
+    """Start a stream, stop the part in its path, and emit the rest; return the seconds this took."""
     ids, result = tokenizer.encode(TEXT), Result("r")
     stream = client.generate(token_ids=PROMPT, request_id="r")
     reading = asyncio.ensure_future(anext(stream))

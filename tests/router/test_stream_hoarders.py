@@ -1,4 +1,4 @@
-"""A client that opens as many streams as it can must not keep another from being served."""
+"""A client that opens as many streams as it can must not prevent others from being served."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.router.conftest import MAX_MESSAGE, Cluster
 
 HOARDER, PROBE = "token-of-the-hoarder", "token-of-the-probe-client"
 NUM_IDLE = 4500
-# Watchers, watches of health, and KServe's streams, which may hold requests.
+# Status watches, health watches, and KServe streams, which may contain requests.
 MAX_ACCEPTED = 64 + 256 + NUM_IDLE // 6
 WATCHED = {
     "/midstream.v1.Midstream/GetIterationStats": stats_pb2.GetIterationStatsRequest(stream=True),
@@ -39,7 +39,7 @@ WATCHED = {
 
 
 async def first_tokens(cluster: Cluster, client: AsyncClient, count: int) -> list[float]:
-    """Seconds until each of some requests had its first token."""
+    """Return the seconds until each of some requests had its first token."""
     scheduler, times = cluster.scheduler, []
     for number in range(count):
         began, before = time.monotonic(), len(scheduler.submits)
@@ -57,7 +57,7 @@ async def first_tokens(cluster: Cluster, client: AsyncClient, count: int) -> lis
 
 
 async def hoard(channel: Any, count: int) -> tuple[list[Any], Counter[grpc.StatusCode | None]]:
-    """Open streams of every kind and read none; returns them, and how many of each status."""
+    """Open streams of every kind without reading; return them, and the number of each status."""
     calls = []
     for number in range(count):
         name, request = list(WATCHED.items())[number % len(WATCHED)]
@@ -84,7 +84,7 @@ async def test_idle_streams_of_one_client_cost_the_others_nothing(cluster: Clust
         alone = await first_tokens(cluster, probe, 20)
         calls, statuses = await hoard(channel, NUM_IDLE)
         assert statuses.pop(None) <= MAX_ACCEPTED
-        # A connection takes no more than so many streams either, and refuses those beyond.
+        # A connection also accepts only a limited number of streams.
         assert set(statuses) <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
         beside = await first_tokens(cluster, probe, 20)
         assert (await probe.model_info()).model == cluster.folder.name
@@ -122,6 +122,6 @@ async def test_health_says_when_the_parts_that_requests_need_do_not_answer(clust
         await until(["no detokenizer answers"])
         await cluster.scheduler.stop()
         await until(["no detokenizer answers", "no scheduler answers", "no worker is connected"])
-        assert progress.stalled() == []  # it is alive
+        assert progress.stalled() == []  # it is still alive
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Client, router and detokenizer over real sockets; the scheduler feeds what each test says."""
+"""Client, router and detokenizer over real sockets; each test scripts the scheduler's feed."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ async def test_a_slow_reader_is_cut_and_its_neighbour_is_not(cluster: Cluster, o
         await cluster.scheduler.until(lambda: {"slow", "quick"} <= cluster.scheduler.requests.keys())
         cluster.scheduler.emit("slow", [40])
         assert (await slow.read()).token_ids == [40]
-        # Flow control stops the router at some point; from there on at most max_pending_bytes wait.
+        # Flow control stops the router at some point; then at most max_pending_bytes are buffered.
         for _ in range(400):
             cluster.scheduler.emit("slow", [40_000] * 2_000)
             cluster.scheduler.emit("quick", [41])

@@ -1,4 +1,4 @@
-"""Embeddings in place of token ids: rejected requests, and the form that the scheduler receives."""
+"""Embeddings in place of token ids: rejected requests, and their form at the scheduler."""
 
 from __future__ import annotations
 

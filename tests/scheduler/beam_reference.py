@@ -9,7 +9,7 @@ from tests.fakes.model import candidates
 
 
 def best_beams(spec: RequestSpec, vocab_size: int) -> list[tuple[list[int], float]]:
-    """Tokens and scores of the beams that come back, best first."""
+    """Return tokens and scores of the returned beams, best first."""
     return _search(
         spec.prompt[-1],
         spec.beam_width,

@@ -19,13 +19,11 @@ Store = list[tuple[NDArray[np.uint64], list[list[int]]]]
 
 
 class FakeGroup:
-    """A worker group in memory: plans that wait to be run, results that wait to be delivered.
+    """A worker group in memory, with queued plans and undelivered results.
 
-    Attributes:
-        store: Hashes and slots that dead groups left.
-        num_adopted: Blocks that were filled from it, or with what was fetched.
-        tier: Slots of the blocks that it stores, which others may share, by hash; None: it stores none.
-        fetches: What it was asked to fetch from other groups. staged: Slots of blocks that it has fetched, by hash.
+    Attributes: store: Hashes and slots left by dead groups. num_adopted: Number of blocks filled from the store or from
+    fetched data. tier: Slots of its stored blocks by hash, which others may share; None: it has no tier. fetches:
+    Requested fetches from other groups. staged: Slots of fetched blocks, by hash.
     """
 
     def __init__(
@@ -55,14 +53,14 @@ class FakeGroup:
             self._news += [value for _, value in blocks]
 
     def take_beat(self, time_ns: int) -> WorkerBeat | None:
-        """A heartbeat that tells what was stored since the last one; None: nothing was."""
+        """Return a heartbeat with the blocks stored since the last one; None if there are none."""
         stored, self._news = tuple(self._news), []
         if not stored:
             return None
         return WorkerBeat(time_ns, self.registration.connection, self.epoch, 0, (0, 0, 0), stored)
 
     def leave_blocks(self) -> None:
-        """Its process dies, and its blocks stay for the others of its store."""
+        """Let its process die and leave its blocks to the other groups of its store."""
         self.store.append((self.hashes, self.model.slots))
 
     def _adopt(self, batch: worker_pb2.StepBatch) -> list[int]:
@@ -75,7 +73,7 @@ class FakeGroup:
                 continue
             if self.tier is not None and value in self.tier:
                 found = self.tier[value]
-                if value % 8 == 0:  # what is damaged is removed, and missing
+                if value % 8 == 0:  # damaged blocks are removed and count as missing
                     del self.tier[value]
                     missing.append(block)
                     continue
@@ -93,7 +91,7 @@ class FakeGroup:
         return missing
 
     def fetch(self, time_ns: int, sources: Iterable[FakeGroup], most: int | None = None) -> BlocksFetched:
-        """Carries out the oldest fetch, of the first `most` blocks; the others are missing."""
+        """Execute the oldest fetch for its first `most` blocks; the others are missing."""
         fetch = self.fetches.popleft()
         fetched: list[int] = []
         for value in fetch.hashes[:most]:
@@ -107,7 +105,7 @@ class FakeGroup:
         return BlocksFetched(time_ns, self.registration.connection, fetch.epoch, tuple(fetched), missing)
 
     def run(self, time_ns: int) -> StepDone:
-        """Runs the oldest step, through the wire format and back."""
+        """Run the oldest step, through the wire format and back."""
         self.plans.popleft()
         batch = self.batches.popleft()
         missing = self._adopt(batch)
@@ -121,12 +119,12 @@ class FakeGroup:
         return event
 
     def keep(self, batch: worker_pb2.StepBatch) -> None:
-        """Receives a step."""
+        """Receive a step."""
         self.kept.receive(batch)
         self.batches.append(batch)
 
     def begin_anew(self) -> worker_pb2.Register:
-        """The epoch is over; the process and its blocks stay. What it says of them as it registers again."""
+        """End the epoch but keep the process and its blocks; return the blocks for the next registration."""
         self.kept.end_epoch()
         register = worker_pb2.Register()
         self.kept.write(register)

@@ -56,7 +56,7 @@ class Harness:
         attention_windows: tuple[int, ...] = (),
         **config: Any,
     ) -> None:
-        """Makes the core; `attention_windows` are those of groups that are given no others."""
+        """Create the core; `attention_windows` are the default for groups."""
         settings = {"tokens_per_block": 4, "vocab_size": VOCAB, "max_sequence_length": 4096, "scheduler_epoch": 7}
         self.config = CoreConfig(**(settings | config))
         chosen = scheduler or SimpleScheduler(CAPACITY_SCHEDULERS[capacity](), MICRO_BATCH_SCHEDULERS[batching]())
@@ -86,7 +86,7 @@ class Harness:
         after: FakeGroup | None = None,
         **more: Any,
     ) -> FakeGroup:
-        """Registers a worker group, or again the one that it was `after` another epoch or scheduler.
+        """Register a worker group, or re-register the one that it was `after` another epoch or scheduler.
 
         Groups that have tiers (`has_tiers`) share them.
         """
@@ -139,7 +139,7 @@ class Harness:
         return group
 
     def handle(self, event: Event) -> list[Effect]:
-        """Hands an event in and notes the effects."""
+        """Pass an event to the core and record the effects."""
         effects = self.core.handle(event)
         for effect in effects:
             self._note(effect)
@@ -202,11 +202,11 @@ class Harness:
             assert known == expected or sequence.output[-1] == 999, f"{key}: {known} instead of {expected}"
 
     def _check_beam(self, sequence: Sequence) -> None:
-        """The output is what a search gives that was never paused, moved or recovered."""
+        """Check that the output equals that of a search that was never paused, moved or recovered."""
         assert sequence.output.tolist() == best_beams(sequence.request.spec, VOCAB)[sequence.index][0]
 
     def submit(self, request_id: str, prompt: list[int] | int, max_tokens: int = 4, **spec: Any) -> list[Effect]:
-        """Submits a request; a number as prompt is that many tokens of its own."""
+        """Submit a request; a number as prompt means that many unique tokens."""
         tokens = prompt if isinstance(prompt, list) else own_prompt(request_id, prompt)
         self.prompts[request_id] = tokens
         sampling = generation_pb2.SamplingConfig(beam_width=spec.get("beam_width", 1))
@@ -224,7 +224,7 @@ class Harness:
         )
 
     def turn(self) -> list[str]:
-        """One turn, once workers have told what they stored; the steps that it planned."""
+        """Take one turn, after workers have reported stored blocks; return the planned steps."""
         for group in self.groups.values():
             if (beat := group.take_beat(self.now_ns)) is not None:
                 self.handle(beat)
@@ -233,26 +233,26 @@ class Harness:
         return self.plans[before:]
 
     def finish_step(self, name: str = "g") -> None:
-        """Runs the oldest step of a group and delivers its result, without a turn."""
+        """Run the oldest step of a group and deliver its result, without a turn."""
         self.handle(self.groups[name].run(self.now_ns))
 
     def fetch(self, name: str, most: int | None = None) -> list[str]:
-        """Carries out the oldest fetch of a group, or a part of it, and takes a turn."""
+        """Execute the oldest fetch of a group, or a part of it, and take a turn."""
         self.handle(self.groups[name].fetch(self.now_ns, self.groups.values(), most))
         return self.turn()
 
     def step(self, name: str = "g") -> list[str]:
-        """Runs the oldest step of a group, delivers its result, and takes a turn; the steps that it planned."""
+        """Run the oldest step of a group, deliver its result, and take a turn; return the planned steps."""
         self.finish_step(name)
         return self.turn()
 
     def advance(self, milliseconds: int) -> list[str]:
-        """Lets time pass, then takes a turn."""
+        """Advance the clock, then take a turn."""
         self.now_ns += milliseconds * MS
         return self.turn()
 
     def run(self, max_steps: int = 10_000) -> int:
-        """Runs until nothing is in flight; the number of steps."""
+        """Run until nothing is in flight; return the number of steps."""
         self.turn()
         for count in range(max_steps):
             fetching = next((group for group in self.groups.values() if group.fetches), None)
@@ -270,7 +270,7 @@ class Harness:
         raise AssertionError("it does not come to an end")
 
     def wait_for_groups(self) -> bool:
-        """Waits for the first group that is held off while requests wait; False where there is none."""
+        """Advance until the first held-off group returns while requests wait; return False if there is none."""
         held = [group.standing.held_until_ns for group in self.core.groups if group.is_held_off]
         if not held or not len(self.core.queue):
             return False
@@ -278,7 +278,7 @@ class Harness:
         return True
 
     def wait_until(self, time_ns: int) -> None:
-        """Lets time pass in which workers beat."""
+        """Advance the clock while workers send heartbeats."""
         while self.now_ns < time_ns:
             self.now_ns = min(time_ns, self.now_ns + self.config.worker_timeout_ns // 2)
             for group in self.groups.values():
@@ -286,12 +286,12 @@ class Harness:
         self.turn()
 
     def kill(self, name: str) -> None:
-        """Let a worker die: it is silent beyond its timeout."""
+        """Let a worker die silently, until it times out."""
         del self.groups[name]
         self.advance(self.config.worker_timeout_ns // MS + 1)
 
     def cut(self, name: str) -> None:
-        """Let a worker die with its connection."""
+        """Let a worker die and close its connection."""
         group = self.groups.pop(name)
         group.leave_blocks()
         self.handle(WorkerLost(self.now_ns, group.registration.connection))
@@ -303,11 +303,11 @@ class Harness:
         self.handle(WorkerLeft(self.now_ns, group.registration.connection, group.epoch))
 
     def group(self, name: str = "g") -> WorkerGroup:
-        """The core's view of a group."""
+        """Return the core's view of a group."""
         return next(group for group in self.core.groups if group.group_id == name)
 
     def check(self) -> None:
-        """R5 in full, for every group."""
+        """Check block conservation for every group."""
         for group in self.core.groups:
             assert group.blocks.check(group.held_tables()) == []
             reserved = sum(
@@ -318,7 +318,7 @@ class Harness:
             assert len(set(rows)) == len(rows) == group.max_batch_size - group.num_free_rows
 
     def check_is_empty(self) -> None:
-        """Every request has ended, and nothing is held."""
+        """Check that every request has ended and no block is held."""
         self.check()
         assert self.core.lifecycle.num_unfinished == 0
         assert len(self.core.queue) == 0
@@ -331,13 +331,15 @@ class Harness:
 
 
 def own_prompt(request_id: str, length: int) -> list[int]:
-    """Tokens that no request of another id begins with."""
+    """Return tokens with which no other request id begins."""
     first = sum(ord(letter) * (7**index) for index, letter in enumerate(request_id)) % 900
     return [first] + [(first + index) % 900 for index in range(1, length)]
 
 
 def describe(plan: StepPlan, group: WorkerGroup) -> str:
-    """A step in words: `+a b[0:4] | c d`: chunks of context (+ where the row is new), then what generates."""
+    """Return a step as text: `+a b[0:4] | c d` has chunks of context (+ if the row is new), then generating
+    requests.
+    """
     step = next(step for step in group.in_flight if step.step_id == plan.step_id)
     new = {added.row for added in plan.added}
     chunks = []

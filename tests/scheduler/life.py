@@ -1,4 +1,4 @@
-"""Random events on the core: requests and groups come and go, and the invariants hold at every step.
+"""Random events on the core: requests and groups start and end, and the invariants hold at every step.
 
 The fake model checks each step against the contents of its KV cache, and the harness each token against the arithmetic.
 """
@@ -34,7 +34,7 @@ class Shape:
 
 
 class Life:
-    """One core with up to two groups `g` and `h`; each method is something that may happen.
+    """One core with up to two groups `g` and `h`; each method is a possible event.
 
     If they `are_apart`, `g` prefills and `h` decodes; they may share tiers.
     """

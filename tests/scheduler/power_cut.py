@@ -12,12 +12,12 @@ from scheduler.journal.log_folder import LogFolder
 
 
 class PowerCut(BaseException):
-    """The process ends in the middle of an operation."""
+    """The process dies in the middle of an operation."""
 
 
 @dataclass(slots=True)
 class File:
-    """What a file holds on the disk and in the kernel's memory, and the writes between the two."""
+    """A file's contents on disk and in the kernel's memory, and the writes in between."""
 
     on_disk: bytearray = field(default_factory=bytearray)
     cached: bytearray = field(default_factory=bytearray)
@@ -27,9 +27,8 @@ class File:
 class Disk:
     """One folder of files.
 
-    Attributes:
-        operations_left: Until a PowerCut is raised; negative: never.
-        epoch: What the lock says; in the kernel's memory only.
+    Attributes: operations_left: Operations until a PowerCut is raised; negative: never. epoch: Contents of the lock, in
+    the kernel's memory only.
     """
 
     def __init__(self) -> None:
@@ -40,7 +39,7 @@ class Disk:
         self._unsynced_names: list[dict[str, File | None]] = []
 
     def operate(self) -> None:
-        """Count an operation that is under way."""
+        """Count an operation in progress."""
         if self.operations_left == 0:
             self.operations_left = -1
             raise PowerCut
@@ -58,7 +57,7 @@ class Disk:
         self._unsynced_names.clear()
 
     def cut(self, dice: random.Random) -> None:
-        """Lose what was not synced, but for some of the changes of names, and some bytes in a row of each write."""
+        """Drop unsynced data, except some renames and a prefix or middle part of each write."""
         names = self._names_on_disk
         for changes in self._unsynced_names:
             if dice.random() < 0.5:
@@ -95,7 +94,7 @@ def _write(content: bytearray, offset: int, data: bytes) -> None:
 
 
 class FolderOnDisk(LogFolder):
-    """What a process sees of the disk. A process that was killed leaves all that it has written to the next one."""
+    """A process's view of the disk. A killed process leaves everything it has written to the next one."""
 
     def __init__(self, disk: Disk) -> None:
         super().__init__(Path("/disk"))

@@ -12,11 +12,11 @@ from scheduler.core.prefix_cache import BlocksStored
 from scheduler.core.request import FinishReason
 from tests.scheduler.harness import Harness
 
-PROMPT = list(range(100, 110))  # 2 blocks of 4 tokens and a half
+PROMPT = list(range(100, 110))  # 2 blocks of 4 tokens and a partial one
 
 
 def decoding() -> Harness:
-    """A request of 10 tokens that has put out one for each step, on the first of two workers that share memory."""
+    """Return a request of 10 tokens with one output token per step, on the first of two workers that share memory."""
     harness = Harness(pipeline_depth=1)
     harness.add_group("g", kv_store="host")
     harness.submit("a", PROMPT, 12)
@@ -31,8 +31,8 @@ def test_full_blocks_are_taken_over_and_the_rest_is_computed() -> None:
     harness = decoding()
     heir = harness.groups["h"]
     harness.cut("g")
-    # 17 tokens are known, and the last is always computed: 4 full blocks before it. That the fourth is full was told
-    # with the step that was lost, so three are found.
+    # 17 tokens are known, and the last is always computed, so there are 4 full blocks before it. That the fourth is
+    # full was reported with the lost step, so three are found.
     (asked,) = heir.batches
     assert len(asked.adopted_blocks) == 4
     assert not asked.context_rows
@@ -73,7 +73,7 @@ def test_a_worker_with_other_memory_computes_all(store: str) -> None:
 def test_what_is_not_found_is_computed() -> None:
     harness = decoding()
     heir = harness.groups["h"]
-    harness.groups["g"].store = []  # its memory went with it
+    harness.groups["g"].store = []  # its memory is lost with it
     harness.cut("g")
     harness.run()
     assert heir.num_adopted == 0
@@ -106,7 +106,7 @@ def test_a_request_that_ends_meanwhile_gives_its_blocks_back() -> None:
 
 
 def test_a_worker_that_dies_of_it_is_not_followed_by_another() -> None:
-    """What is taken over may be why it died: it is computed the next time."""
+    """The adopted blocks may be why the worker died, so the next one computes them."""
     harness = decoding()
     harness.cut("g")
     assert harness.groups["h"].batches[0].adopted_blocks
@@ -158,7 +158,7 @@ def test_what_was_not_found_is_work_and_not_called_cached() -> None:
         harness.submit(name, 12, 4)
         harness.turn()
     assert set(map(str, harness.group("g").context)) == {"Sequence(a/0, 8 of 12)", "Sequence(b/0, 0 of 12)"}
-    harness.groups["g"].store = []  # its memory goes with it
+    harness.groups["g"].store = []  # its memory is lost with it
     heir = harness.add_group("h", kv_store="host", max_num_tokens=8)
     harness.cut("g")
     assert heir.batches[0].adopted_blocks
@@ -191,7 +191,7 @@ def test_generation_goes_on_where_context_has_steps_of_its_own() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_is_taken_over_is_what_it_is_said_to_be(seed: int) -> None:
-    """Few blocks, common beginnings, workers that die at any time; the fake model checks what is in each block."""
+    """Few blocks, common prefixes, workers that die at any time; the fake model checks the contents of each block."""
     dice = random.Random(seed)
     harness = Harness(pipeline_depth=2, max_worker_deaths=1000)
     num_adopted = 0

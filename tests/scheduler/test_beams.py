@@ -1,4 +1,4 @@
-"""Beam search in the core, worked by hand: blocks of 4 tokens; candidates are those of tests/fakes/model.py."""
+"""Beam search in the core, computed by hand: blocks of 4 tokens; candidates are those of tests/fakes/model.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_beams_fork_share_full_blocks_and_copy_the_last() -> None:
     harness = Harness()
     harness.add_group(num_blocks=16)
     harness.submit("b", PROMPT, 4, beam_width=2, num_sequences=2)
-    # One lane computes the prompt; the other one only has a row.
+    # One lane computes the prompt; the other only has a row.
     assert harness.turn() == ["+b/0[0:5]"]
     assert harness.turn() == []
     # [11] at -1/8 and [12] at -2/8: the second beam forks. Block 0 is shared, the fifth token's block is copied.
@@ -47,9 +47,9 @@ def test_beams_fork_share_full_blocks_and_copy_the_last() -> None:
     assert plan.forks == [Fork(0, 1, (0, 2))]
     assert (plan.copy_source_blocks, plan.copy_target_blocks) == ([1], [2])
     assert (plan.beam_rows, plan.beam_token_ids) == ([0, 1], [11, 12])
-    # Beside a result there is nothing to plan for beams: they wait for it.
+    # Beams cannot be planned before the result arrives.
     assert harness.turn() == []
-    # [11 12] at -3/8; [11 13] and [12 13] at -5/8: of equals the better beam's child goes on, in the other one's lane.
+    # [11 12] at -3/8; [11 13] and [12 13] at -5/8: on a tie the better beam's child continues, in the other one's lane.
     assert harness.step() == ["b/0 b/1"]
     plan = plans(harness)[-1]
     assert [(fork.from_row, fork.to_row) for fork in plan.forks] == [(0, 1)]
@@ -133,7 +133,7 @@ def test_a_pause_a_lost_worker_and_a_new_scheduler_change_nothing() -> None:
     whole.add_group()
     whole.submit("b", PROMPT, 12, **spec)
     whole.run()
-    # A second worker has it when the first one is silent.
+    # A second worker takes over when the first one is silent.
     moved = Harness()
     moved.add_group("g")
     moved.submit("b", PROMPT, 12, is_detached=True, **spec)
@@ -145,7 +145,7 @@ def test_a_pause_a_lost_worker_and_a_new_scheduler_change_nothing() -> None:
     assert moved.turn() != []
     moved.run()
     assert ends(moved) == ends(whole)
-    # Another scheduler has it from the journal, after any number of steps.
+    # Another scheduler takes over from the journal, after any number of steps.
     request = whole.core.lifecycle.requests["b"]
     assert request.beams is not None
     steps = tuple(request.beams.search.steps)
@@ -176,7 +176,7 @@ def test_too_few_blocks_pause_a_search_and_it_goes_on() -> None:
 
 
 def test_a_search_sets_blocks_aside_for_all_its_beams() -> None:
-    """Prompt and output take 3 blocks of 4; beams share the prompt's one full block: 3 + 2 * 2."""
+    """Prompt and output take 3 blocks of 4; beams share the prompt's only full block: 3 + 2 * 2."""
     harness = Harness()
     harness.add_group(num_blocks=7)
     harness.submit("b", PROMPT, 8, beam_width=3)
@@ -216,7 +216,7 @@ def test_a_failed_beam_ends_its_request_alone() -> None:
 
 
 def test_where_little_is_possible_fewer_beams_go_on() -> None:
-    """Equal candidates are told apart by rank and then by token; a search without any that can go on is over."""
+    """Ties are broken by rank and then by token; a search ends when no beam can continue."""
     spec = RequestSpec(request_id="b", prompt=array("I", [1]), max_tokens=9, beam_width=3, num_sequences=3)
     search = BeamSearch(spec)
     step = search.choose([[(5, -1.0), (4, -1.0)]])

@@ -1,6 +1,6 @@
 """Random runs of the core: blocks are conserved, each request ends once, no token is lost or repeated, nothing starves.
 
-Hypothesis finds small failures; the seeded lives go through many more. A failing seed is printed and can be run alone:
+Hypothesis finds small failures; the seeded runs cover many more states. A failing seed is printed and can be run alone:
 pytest tests/scheduler/test_core_machine.py --first-seed 1234 --seeds 1
 """
 
@@ -21,7 +21,7 @@ BEGINNINGS = (
     sorted(CAPACITY_SCHEDULERS),
     sorted(MICRO_BATCH_SCHEDULERS),
     [1, 2],
-    # Few have chunks smaller than a block: they take three times as many steps.
+    # Few seeds have chunks smaller than a block, as these take three times as many steps.
     [3, 8, 8, 1000, 1000, 1000],
     [True, True, False],
     [0, 0, 6],
@@ -93,7 +93,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 def live(seed: int) -> None:
-    """A run whose choices all come from the seed."""
+    """Run with all choices drawn from the seed."""
     draw = random.Random(seed)
     life = Life(*(draw.choice(choices) for choices in BEGINNINGS))  # type: ignore[arg-type]
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""What routers store through the scheduler's service."""
+"""Documents that routers store through the scheduler's service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Document stores behave alike in SQLite and PostgreSQL."""
+"""Document stores behave the same in SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY = DocumentKey("ann", "response", "r1")
 
 
 class Hand:
-    """A clock that is moved by hand."""
+    """A clock set by hand."""
 
     def __init__(self) -> None:
         self.time_ns = 1_000_000
@@ -45,7 +45,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    """Makes stores of the same database."""
+    """Create stores of the same database."""
     if kind != "postgres":
         yield lambda: SqliteDocuments(None if kind == "memory" else tmp_path / "documents")
         return
@@ -115,7 +115,7 @@ async def test_expired_documents_are_gone(make: Make, hand: Hand) -> None:
         assert new is not None
         assert (new.version, new.created_ns) == (1, 1_000_100)
         await documents._call(store.expire, 1_000_300)
-        hand.time_ns = 0  # whatever the time is now: its row is gone
+        hand.time_ns = 0  # at any time: its row is gone
         assert await documents.get(KEY) is None
 
 

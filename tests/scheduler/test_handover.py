@@ -1,4 +1,4 @@
-"""Requests start on prefill groups and move to decode groups, with their blocks where these can be fetched."""
+"""Requests start on prefill groups and move to decode groups, with their blocks if these can be fetched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler.core.request import FinishReason
 from tests.scheduler.fake_group import FakeGroup
 from tests.scheduler.harness import Harness
 
-PROMPT = list(range(100, 122))  # 5 blocks of 4 tokens and a half
+PROMPT = list(range(100, 122))  # 5 blocks of 4 tokens and a partial one
 
 
 def apart(depth: int = 1, **prefill: Any) -> tuple[Harness, FakeGroup, FakeGroup]:
@@ -29,7 +29,7 @@ def test_a_prompt_is_computed_on_one_group_and_generates_on_the_other() -> None:
     (fetch,) = decode.fetches
     assert len(fetch.hashes) == 5
     assert (fetch.kv_store, fetch.kv_source) == ("", "at p")
-    # It generates where it is until its blocks have arrived.
+    # It generates on the prefill group until its blocks have arrived.
     harness.step("p")
     assert harness.fetch("d") == [""]
     assert harness.step("d") == ["+a[20:24]"]
@@ -106,7 +106,7 @@ def test_when_the_prefill_worker_dies_the_decode_group_computes_what_it_has_not_
     harness.handle(fetch)
     harness.run()
     assert harness.ended["a"] is FinishReason.LENGTH
-    # What was reported after it had begun anew is not used.
+    # Reports from before its restart are not used.
     assert decode.model.num_context_tokens == 23
     harness.check_is_empty()
 

@@ -34,7 +34,7 @@ CLOCK = SteadyClock()
 
 
 class Cell:
-    """A core whose effects are journalled at once, without a thread."""
+    """A core whose effects are journalled immediately, without a thread."""
 
     def __init__(self, store: Store, **config: Any) -> None:
         self.store = store
@@ -67,7 +67,7 @@ class Cell:
         self.handle(Submitted(self.harness.now_ns, spec_from_proto(request, LIMITS, self.harness.now_ns)))
 
     def step(self) -> bool:
-        """One step of the worker; False when there is nothing to do."""
+        """Run one step of the worker; return False if there is nothing to do."""
         before = len(self.harness.effects)
         self.harness.turn()
         group = self.harness.groups["g"]
@@ -92,7 +92,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["journal.sqlite", "journal"])
 def any_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Of a journal in SQLite, and of a log."""
+    """Return the path of a SQLite journal, and of a log."""
     return tmp_path / str(request.param)
 
 
@@ -101,7 +101,7 @@ def store_at(path: Path) -> Store:
 
 
 def copy(path: Path, folder: Path) -> Path:
-    """The files as a SIGKILL leaves them."""
+    """Copy the files as a SIGKILL would leave them."""
     folder.mkdir()
     if path.is_dir():
         shutil.copytree(path, folder / path.name)
@@ -354,7 +354,7 @@ def test_a_finished_request_is_kept_for_its_time_after_a_restart_whatever_the_cl
     ended_ns = cell.harness.core.lifecycle.requests["a"].times.finished_ns
     (stored,) = replay(store.read(), LIMITS, PRINT, CLOCK).requests.values()
     later = Harness()
-    later.now_ns = ended_ns + 3_600_000_000_000  # an hour, says the clock
+    later.now_ns = ended_ns + 3_600_000_000_000  # an hour, according to the clock
     later.handle(stored.event(later.now_ns))
     later.ended["a"] = FinishReason.LENGTH
     later.advance(59_000)
@@ -375,7 +375,7 @@ def test_the_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     cell.submit("a", [1, 2], 2)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert modes(folder) == {0o600}
-    for path in folder.iterdir():  # as an earlier version left them
+    for path in folder.iterdir():  # as left by an earlier version
         path.chmod(0o644)
     second = SqliteStore(folder / "journal")
     second.take_over(least_epoch=1)
@@ -405,7 +405,7 @@ def test_a_journal_that_is_gone_in_use_is_noticed(tmp_path: Path, how: str) -> N
         store.check()
     with pytest.raises(LostError):
         cell.submit("b", [1, 2], 2)
-    # What is in memory goes into a new one, under the same epoch.
+    # The state in memory is written to a new journal, under the same epoch.
     store.begin_anew()
     store.write(cell.writer.everything())
     while cell.step():

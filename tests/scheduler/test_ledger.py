@@ -1,4 +1,4 @@
-"""The ledger: each request once, with what was delivered, whatever dies."""
+"""The ledger has each request once, with the delivered tokens, whichever part dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.scheduler.test_kept_requests import forgotten, read, settings
 
 
 async def entries(cell: Cell, count: int) -> list[ledger_pb2.LedgerEntry]:
-    """All entries, once there are `count`."""
+    """Return all entries, once there are `count`."""
     async with asyncio.timeout(20):
         while True:
             found: list[ledger_pb2.LedgerEntry] = []
@@ -77,7 +77,7 @@ async def test_a_request_is_counted_once_when_the_scheduler_died_before_or_after
 async def test_a_request_that_ends_as_the_ledger_opens_is_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The core has ended it, and its end is not committed yet."""
+    """The core has ended it, but the end is not committed yet."""
     commits: list[tuple[Any, Any]] = []
     list_documents, is_held = Documents.list, asyncio.Event()
 
@@ -128,7 +128,7 @@ async def test_a_page_that_was_written_without_an_answer_is_not_written_twice(
 
 
 async def test_an_amended_end_amends_the_entry(tmp_path: Path) -> None:
-    """Also of a request that was read back long after it was counted."""
+    """Also for a request that was read back long after it was recorded."""
     async with run_cell(**settings(tmp_path)) as cell:
         await cell.worker()
         await cell.submit("a", [1, 2, 3], max_tokens=6, keep_s=600, detached=True)

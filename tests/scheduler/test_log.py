@@ -1,4 +1,4 @@
-"""The journal as a log: power cuts at any operation, damage at any byte, its size, and who may write."""
+"""The journal as a log: power cuts at any operation, damage at any byte, its size, and its writers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SEGMENT_BYTES, SLACK_BYTES = 400, 1000
 
 @dataclass
 class State:
-    """What a journal is to hold: output tokens by request, and the bytes of loaded adapters by name."""
+    """Expected contents of a journal: output tokens by request, and the bytes of loaded adapters by name."""
 
     outputs: dict[int, list[int]] = field(default_factory=dict)
     adapters: dict[str, int] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def output_row(number: int, tokens: list[int]) -> bytes:
 
 
 class Scheduler:
-    """Writes transactions, and knows what must be in the log."""
+    """Writes transactions, and tracks what must be in the log."""
 
     def __init__(self, folder: LogFolder, segment_bytes: int = SEGMENT_BYTES, slack_bytes: int = SLACK_BYTES) -> None:
         self.store = LogStore(folder, segment_bytes=segment_bytes, slack_bytes=slack_bytes)
@@ -80,7 +80,7 @@ class Scheduler:
         )
 
     def transaction(self, state: State, action: int, which: int, token: int) -> tuple[Transaction, State]:
-        """Something that may be committed, and what holds after it."""
+        """Return a transaction that may be committed, and the state after it."""
         after, result = copy.deepcopy(state), Transaction()
         numbers = sorted(after.outputs)
         if action == 0 or not numbers:
@@ -126,7 +126,7 @@ class Scheduler:
 def test_nothing_committed_is_lost_and_nothing_else_appears_whenever_the_power_is_cut(
     lives: list[tuple[int, list[tuple[int, int]], bool]], seed: int
 ) -> None:
-    """Each life of a scheduler ends after so many operations on files, by a kill or by a power cut."""
+    """Each scheduler ends after a given number of file operations, by a kill or a power cut."""
     disk, dice = Disk(), random.Random(seed)
     committed = pending = State()
     token, epoch = itertools.count(1), 0
@@ -136,7 +136,7 @@ def test_nothing_committed_is_lost_and_nothing_else_appears_whenever_the_power_i
             scheduler = Scheduler(FolderOnDisk(disk))
             assert scheduler.found in (committed, pending)
             assert scheduler.epoch > epoch
-            # It shows what it has found.
+            # It delivers what it has found.
             committed, epoch = scheduler.found, scheduler.epoch
             for action, which in actions:
                 if action == 9:
@@ -155,7 +155,7 @@ def test_nothing_committed_is_lost_and_nothing_else_appears_whenever_the_power_i
 
 
 def filled(folder: LogFolder, num_commits: int, segment_bytes: int = SEGMENT_BYTES) -> State:
-    """Write a log of four requests that grow."""
+    """Write a log of four growing requests."""
     scheduler = Scheduler(folder, segment_bytes)
     state = scheduler.found
     for token in range(1, num_commits + 1):
@@ -173,7 +173,7 @@ def filled(folder: LogFolder, num_commits: int, segment_bytes: int = SEGMENT_BYT
     flip=st.integers(0, 255).map(lambda bits: bits or None),
 )
 def test_damage_at_any_byte_is_noticed_and_makes_up_nothing(which: int, share: float, flip: int | None) -> None:
-    """A byte of some segment changes, or the segment ends there."""
+    """A byte of some segment changes, or the segment is truncated there."""
     disk = Disk()
     true = filled(FolderOnDisk(disk), 30)
     names = [name for name in disk.names if name.endswith(".log")]
@@ -187,7 +187,7 @@ def test_damage_at_any_byte_is_noticed_and_makes_up_nothing(which: int, share: f
     for number, tokens in after.found.outputs.items():
         assert tokens == true.outputs[number][: len(tokens)]
     assert after.num_damaged > 0
-    # What was found is now whole, and stays so.
+    # Recovered contents are now complete, and stay so.
     again = Scheduler(FolderOnDisk(disk))
     assert (again.found, again.num_damaged) == (after.found, 0)
 
@@ -198,13 +198,13 @@ def test_damage_names_file_and_offset_and_keeps_the_file(tmp_path: Path, caplog:
     file = path / "00000001.log"
     content = bytearray(file.read_bytes())
     found = [item for item in frames(bytes(content), len(content)) if isinstance(item, Frame)]
-    place = found[17].start  # behind the header and 16 tokens
+    place = found[17].start  # after the header and 16 tokens
     content[place + 30] ^= 1
     file.write_bytes(content)
     scheduler = Scheduler(LogFolder(path), segment_bytes=1 << 16)
     assert f"{file} is damaged at byte {place}" in caplog.text
     assert file.with_name("00000001.log.damaged").read_bytes() == content
-    # Those that had no part in the damaged commit cannot be told from those that had: all go on from before it.
+    # Requests in the damaged commit cannot be told from others, so all continue from before it.
     expected = {number: [token for token in tokens if token < 17] for number, tokens in true.outputs.items()}
     assert scheduler.found.outputs == expected
     scheduler.store.close()
@@ -227,7 +227,7 @@ def test_a_torn_tail_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_its_size_follows_what_is_live() -> None:
-    """One long-lived request beside many short ones."""
+    """Write one long-lived request beside many short ones."""
     disk, segment_bytes, slack_bytes = Disk(), 4000, 8000
     scheduler = Scheduler(FolderOnDisk(disk), segment_bytes=segment_bytes, slack_bytes=slack_bytes)
     state = scheduler.found
@@ -306,7 +306,7 @@ def test_a_log_that_is_gone_in_use_is_noticed_and_begun_anew(tmp_path: Path, har
         cell.store.check()
     with contextlib.suppress(LostError):
         cell.submit("b", [1, 2], 2)
-    # What is in memory goes into a new one, under the same epoch.
+    # The state in memory is written to a new log, under the same epoch.
     cell.store.begin_anew()
     cell.store.write(cell.writer.everything())
     cell.run()
@@ -378,7 +378,7 @@ def journal_at(path: Path) -> Store:
     ids=["beside it", "in its place"],
 )
 def test_a_journal_of_version_0_1_moves_into_the_log(tmp_path: Path, path: str, log: str) -> None:
-    """Written by 0.1: a request that ended, one of two sequences, one half way, and an adapter."""
+    """Written by 0.1: an ended request, one of two sequences, a half-finished one, and an adapter."""
     old = tmp_path / "journal.sqlite"
     shutil.copy(Path(__file__).parent / "journals" / "0.1.sqlite", old)
     still_there = SqliteStore(old)

@@ -76,13 +76,13 @@ def test_a_silent_worker_is_given_up_and_its_requests_go_on_elsewhere() -> None:
     harness.add_group("h")
     dead = harness.groups["g"]
     harness.kill("g")
-    assert [group.group_id for group in harness.core.groups] == []  # `h` was silent as long
+    assert [group.group_id for group in harness.core.groups] == []  # `h` was silent just as long
     harness.add_group("h")
     harness.run()
     harness.check_is_empty()
     assert harness.ended == {"a": FinishReason.LENGTH}
     assert harness.core.lifecycle.requests["a"].num_recoveries == 1
-    # What the dead one still says is dropped and counted.
+    # Messages of the dead worker are dropped and counted.
     effects = harness.handle(dead.run(harness.now_ns))
     assert [type(effect) for effect in effects] == [EpochEnded]
     assert harness.core.totals.num_stale_messages == 1
@@ -117,10 +117,10 @@ def test_a_lost_result_ends_the_epoch() -> None:
     group = harness.add_group()
     harness.submit("a", 3, 6)
     harness.turn()
-    group.run(harness.now_ns)  # and nobody delivers it
+    group.run(harness.now_ns)  # and it is never delivered
     beat = WorkerBeat(harness.now_ns, group.registration.connection, group.epoch, 1)
     harness.handle(beat)
-    assert len(harness.core.groups) == 1  # it may be on its way
+    assert len(harness.core.groups) == 1  # it may be in transit
     harness.handle(beat)
     assert harness.core.groups == []
     harness.add_group()
@@ -165,7 +165,7 @@ def test_a_row_that_fails_ends_its_own_request_alone() -> None:
 
 
 def die_of(harness: Harness, poison: str) -> None:
-    """Runs; a worker dies of each step that the poison takes part in, and another comes."""
+    """Run while a worker dies of each step with the poison request and a new one registers."""
     incarnation = 100
     harness.turn()
     for _ in range(200):
@@ -221,7 +221,7 @@ def test_workers_that_die_of_other_causes_quarantine_nobody() -> None:
         harness.cut("g")
         harness.add_group(incarnation=incarnation)
         harness.turn()
-        harness.step()  # every one makes a token in between
+        harness.step()  # each one makes a token in between
     harness.run()
     assert set(harness.ended.values()) == {FinishReason.LENGTH}
     assert harness.core.totals.num_worker_deaths == 6

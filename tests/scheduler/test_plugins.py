@@ -22,14 +22,14 @@ SHORTEST_FIRST = Path(__file__).parent / "shortest_first"
 
 @pytest.fixture
 def shortest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other example package, installed likewise."""
+    """Install the other example package in the same way."""
     monkeypatch.syspath_prepend(install(SHORTEST_FIRST, tmp_path))
     importlib.invalidate_caches()
 
 
 @pytest.fixture
 def installed_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example package, built and installed where only this test looks."""
+    """Build and install the example package where only this test finds it."""
     monkeypatch.syspath_prepend(install(EXAMPLE, tmp_path))
     importlib.invalidate_caches()
 
@@ -60,7 +60,7 @@ def test_a_plugin_that_nobody_offers_is_named() -> None:
 
 @pytest.mark.usefixtures("shortest_first")
 def test_an_installed_package_sees_all_requests_and_reorders_those_that_wait() -> None:
-    """Of 8 blocks of 4 tokens, a takes 5 to its end: only d fits beside it, and the others go by length."""
+    """Of 8 blocks of 4 tokens, a takes 5 until its end: only d fits beside it, and the others start by length."""
     harness = Harness(scheduler=load_scheduler("shortest_first", "max_utilization", "inflight_fused"))
     harness.submit("a", 12, 8)
     harness.add_group(num_blocks=8)

@@ -69,7 +69,7 @@ def test_generated_tokens_are_found_by_a_continued_conversation() -> None:
     answer = harness.tokens["a", 0]
     harness.submit("b", [1, 2, 3, *answer, 50], 1)
     harness.run()
-    # 12 of the 13 tokens lie in computed, full blocks.
+    # 12 of the 13 tokens are in computed, full blocks.
     assert harness.core.lifecycle.requests["b"].num_cached_tokens == 12
     assert group.model.num_context_tokens == 3 + 2
 
@@ -113,7 +113,7 @@ def test_kv_events_tell_what_is_stored_and_removed() -> None:
     harness.submit("b", list(range(50, 63)), 1)  # takes all 4 blocks
     harness.run()
     removed = [change for change in changes(harness)[2:] if isinstance(change, BlocksRemoved)]
-    # The end of the chain goes first.
+    # The end of the chain is evicted first.
     assert [change.block_hashes for change in removed] == [stored.block_hashes[1:], stored.block_hashes[:1]]
 
 
@@ -131,7 +131,7 @@ def test_retention_keeps_a_system_prompt() -> None:
     assert harness.core.lifecycle.requests["again"].num_cached_tokens == 8
 
 
-@pytest.mark.parametrize("length", [9, 8])  # of 8 tokens the last block is computed again, in a block of its own
+@pytest.mark.parametrize("length", [9, 8])  # of 8 tokens the last block is recomputed, in a new block
 def test_a_request_raises_the_retention_of_what_is_cached_already(length: int) -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=6)
@@ -159,7 +159,7 @@ def test_requests_go_where_their_prefix_is_until_that_group_has_more_to_do() -> 
     for number in range(8):
         harness.submit(f"r{number}", [*prefix, 2, number], 40)
         harness.turn()
-    # 16 tokens of weight each: four more on g, then h is as good.
+    # A load difference of 16 tokens each: after four more on g, h is as good.
     assert (len(harness.group("g").active), len(harness.group("h").active)) == (5, 4)
     harness.run()
     harness.check_is_empty()
@@ -179,7 +179,7 @@ def test_a_groups_cache_ends_with_its_epoch() -> None:
 
 @pytest.mark.parametrize("chunk", [0, 4])
 def test_who_shares_what_a_failed_row_was_to_compute_starts_again(chunk: int) -> None:
-    """The fake model leaves the failed row's blocks as they were, and checks what is in each block."""
+    """The fake model leaves the failed row's blocks unchanged, and checks the contents of each block."""
     harness = Harness(max_context_chunk=chunk, pipeline_depth=2)
     harness.add_group(fail_token=77)
     harness.submit("bad", [*PREFIX, 77], 4)

@@ -1,4 +1,4 @@
-"""R3: the core imports nothing that could tell the time, draw a number, open a socket or start a thread."""
+"""The core imports nothing that reads the time, draws random numbers, opens sockets or starts threads."""
 
 from __future__ import annotations
 

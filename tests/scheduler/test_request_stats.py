@@ -1,4 +1,4 @@
-"""What the scheduler says of a request on its way."""
+"""States and statistics of a request while it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def state_of(harness: Harness) -> RequestState:
 
 
 def test_a_request_goes_through_its_states() -> None:
-    """A prompt of 10 tokens, 4 a step, blocks of 4 tokens; then 3 tokens of output."""
+    """A prompt of 10 tokens, 4 per step, blocks of 4 tokens; then 3 output tokens."""
     harness = Harness(pipeline_depth=1)
     harness.submit("a", 10, 3)
     assert (state_of(harness), stats_of(harness).paused) == (RequestState.PENDING, False)

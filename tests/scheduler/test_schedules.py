@@ -1,5 +1,5 @@
-"""Schedules worked out by hand, step by step: `+a[0:8] | b c` is a step with a context chunk of `a`, whose row is new,
-and a generation step of `b` and `c`. Blocks hold 4 tokens, and two steps are in flight unless it says otherwise.
+"""Schedules computed by hand, step by step: `+a[0:8] | b c` is a step with a context chunk of `a`, whose row is new,
+and a generation step of `b` and `c`. Blocks have 4 tokens, and two steps are in flight unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def test_without_chunked_context_a_prompt_is_refused_that_no_workers_step_holds(
 
 @pytest.mark.parametrize("batching", ["inflight_fused", "inflight", "static"])
 def test_without_chunked_context_what_outgrew_a_step_is_computed_in_pieces(batching: str) -> None:
-    """The worker dies when prompt and output are longer than a step; so does one with larger steps."""
+    """The worker dies when prompt and output are longer than a step; then so does one with larger steps."""
     harness = Harness(enable_chunked_context=False, batching=batching)
     harness.add_group("g", max_num_tokens=8)
     harness.add_group("h", max_num_tokens=16)
-    harness.submit("long", 12, 9)  # runs on h alone
+    harness.submit("long", 12, 9)  # runs only on h
     harness.submit("grows", 6, 9)
     harness.turn()
     for _ in range(6):
@@ -123,12 +123,12 @@ def test_static_batches_run_in_lockstep_one_after_the_other() -> None:
         harness.submit(request_id, num_prompt, max_tokens)
     assert harness.turn() == ["+a[0:4]"]
     assert harness.step() == ["a[4:5] +b[0:3]"]
-    assert harness.step() == ["a b"]  # only now that all context is computed
+    assert harness.step() == ["a b"]  # only once all context is computed
     assert harness.step() == ["b"]
     harness.finish_step()
-    assert harness.core.current_stats(0).step.empty_generation_slots == 1  # the place of `a`, which has ended
+    assert harness.core.current_stats(0).step.empty_generation_slots == 1  # takes the place of `a`, which has ended
     assert harness.turn() == ["b"]
-    assert schedule(harness)[5:] == ["+c[0:3]", "c"]  # a new batch only when the last has finished
+    assert schedule(harness)[5:] == ["+c[0:3]", "c"]  # a new batch starts only when the last one has finished
 
 
 def test_guaranteed_no_evict_sets_blocks_aside_for_the_longest_output() -> None:
@@ -136,7 +136,7 @@ def test_guaranteed_no_evict_sets_blocks_aside_for_the_longest_output() -> None:
     harness.add_group(num_blocks=4)
     harness.submit("a", 4, 5)  # 4 + 4 computed tokens: 2 blocks
     harness.submit("b", 4, 5)  # 2 blocks
-    harness.submit("c", 4, 1)  # 1 block, which is free now but may be needed
+    harness.submit("c", 4, 1)  # 1 block, which is free now but reserved
     assert harness.turn() == ["+a[0:4] +b[0:4]"]
     assert harness.group().blocks.num_available == 2
     assert harness.group().tables.num_reserved_blocks == 2
@@ -152,7 +152,7 @@ def test_max_utilization_pauses_the_newest_and_resumes_it_with_its_tokens() -> N
     assert harness.turn() == ["+a[0:4] +b[0:4]"]
     for _ in range(4):
         assert harness.step() == ["a b"]
-    # Both tables are full, no block is free: `b` gives its two back, and waits for three.
+    # Both tables are full and no block is free: `b` frees its two blocks and waits for three.
     for _ in range(4):
         assert harness.step() == ["a"]
     assert harness.core.lifecycle.requests["b"].num_preemptions == 1
@@ -194,7 +194,7 @@ def test_sequences_of_a_request_share_its_prompt_and_copy_its_last_block() -> No
     harness.add_group()
     harness.submit("a", 10, 3, num_sequences=3)
     assert harness.turn() == ["+a/0[0:10]", "+a/1[9:10] +a/2[9:10] | a/0"]
-    # 2 full blocks shared, and each its own third.
+    # 2 shared full blocks, and a third one each.
     assert harness.group().blocks.num_held == 2 + 3
     assert [list(plan.copy_source_blocks) for plan in harness.groups["g"].plans] == [[], [2, 2]]
     assert schedule(harness)[2:] == ["a/0 a/1 a/2", "a/1 a/2"]
@@ -234,7 +234,7 @@ def test_a_window_keeps_what_the_next_token_attends_to_and_no_block_more(window:
 
 
 def test_blocks_of_sink_tokens_stay_while_those_between_are_given_back() -> None:
-    """Of 5 sink tokens the last lies in the second block, so two blocks stay."""
+    """The last of 5 sink tokens is in the second block, so two blocks are kept."""
     harness = Harness(attention_windows=(6,), max_attention_window=6, sink_token_length=5, pipeline_depth=1)
     harness.add_group(num_blocks=8)
     harness.submit("a", 4, 25)  # 28 tokens, 7 blocks
@@ -246,7 +246,7 @@ def test_blocks_of_sink_tokens_stay_while_those_between_are_given_back() -> None
         if harness.groups["g"].plans[0].block_ids:
             held.append([sequence.table.index(block) for block in sequence.held_blocks])
         harness.step()
-    # When block i is added, the next query is at position 4 * i and sees the positions from 4 * i - 5 on.
+    # When block i is added, the next query is at position 4 * i and attends to positions from 4 * i - 5 on.
     assert held == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 3, 4, 5], [0, 1, 4, 5, 6]]
     assert len(harness.tokens["a", 0]) == 25
     harness.check_is_empty()
@@ -259,8 +259,8 @@ def test_clients_share_a_step_and_do_not_wait_for_each_others_long_contexts() ->
     harness.submit("b", 6, 1, client_id="heavy")
     assert harness.turn() == ["+a[0:8]"]
     harness.submit("x", 6, 1, client_id="light")
-    # x asks for less, so it is served first, and what it leaves goes to heavy. While x may come again, heavy alone
-    # takes half a step at most.
+    # x needs less, so it is served first, and the rest goes to heavy. While x may return, heavy gets at most half a
+    # step.
     assert schedule(harness) == ["+a[0:8]", "+x[0:6] a[8:10]", "a[10:14]", "+b[0:4]", "b[4:6]"]
 
 
@@ -285,6 +285,6 @@ def test_steady_steps_ship_only_what_changed() -> None:
     steady = group.batches[0]
     assert steady.repeat_generation
     assert list(steady.generation_rows) == []
-    assert list(steady.block_rows) == [0]  # row 0 begins its second block
+    assert list(steady.block_rows) == [0]  # row 0 starts its second block
     harness.step()
     assert list(group.batches[0].block_rows) == []

@@ -1,4 +1,4 @@
-"""What clients leave for each other, and that nothing is left while one is alone."""
+"""Capacity reserved for other clients, and that nothing is reserved while one is alone."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_clients_are_several_for_a_minute_after_the_last_request_of_the_other() 
 def test_among_clients_a_step_is_planned_just_before_the_one_in_flight_ends() -> None:
     clock = Clock()
     pace, alone = Pace(two_clients(clock)), Pace(Clients(clock))
-    # 10 ms, and 1 ms for each of its context tokens; one step after the other.
+    # 10 ms, plus 1 ms for each of its context tokens; steps run one after another.
     at_ns = 0
     for number in range(8):
-        assert pace.next_plan_ns(step_of(0, at_ns)) == 0  # too few to tell
+        assert pace.next_plan_ns(step_of(0, at_ns)) == 0  # too few to estimate
         at_ns += (10 + number) * MS
         for each in (pace, alone):
             each.note_result(step_of(number, 0), at_ns)
@@ -105,7 +105,7 @@ def test_the_head_of_a_client_that_has_its_share_blocks_nobody_else() -> None:
     harness.add_group(num_blocks=64, max_batch_size=16)  # 256 tokens
     harness.submit("one", 4, 100, client_id="heavy", num_sequences=2)  # 51 blocks
     harness.turn()
-    for number in range(12):  # so that the next one of the heavy client is served first
+    for number in range(12):  # so that the next request of the heavy client is served first
         harness.submit(f"paid{number}", 4, 12, client_id="light")
     for _ in range(60):
         harness.step()
@@ -126,7 +126,7 @@ def test_small_ones_overtake_what_waits_for_room_by_as_much_as_it_asks_for_and_n
     for number in range(60):
         harness.submit(f"s{number:02}", 4, 12, client_id="small")  # 4 blocks each
     harness.turn()
-    harness.submit("large", 4, 80, client_id="large")  # 21 blocks: room has to be made
+    harness.submit("large", 4, 80, client_id="large")  # 21 blocks: space must be freed
     order = []
     for _ in range(2_000):
         if not harness.groups["g"].plans:
@@ -134,7 +134,7 @@ def test_small_ones_overtake_what_waits_for_room_by_as_much_as_it_asks_for_and_n
         harness.step()
         order += [name for name in harness.ended if name not in order]
     assert len(order) == 61
-    # It is not put off until all small ones are through.
+    # It does not wait until all small ones are done.
     assert order.index("large") < 40
 
 
@@ -159,7 +159,7 @@ def test_two_large_requests_do_not_stop_new_ones(capacity: str, reuse: bool, num
         enable_block_reuse=reuse,
     )
     harness.add_group(num_blocks=7_000, max_batch_size=16, max_num_tokens=2_048, max_sequence_length=20_000)
-    for name in ("one", "two"):  # together with all that there is, and more
+    for name in ("one", "two"):  # more than there are, together with the rest
         num_sequences = 7_000 * 16 // num_tokens
         harness.submit(name, 16, num_tokens - 16, client_id="hoarder", num_sequences=num_sequences)
     harness.turn()
@@ -176,7 +176,7 @@ def test_two_large_requests_do_not_stop_new_ones(capacity: str, reuse: bool, num
 def test_a_large_request_starts_in_parts_and_leaves_room() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=16, max_batch_size=16)
-    harness.submit("n", 4, 13, num_sequences=4)  # 4 blocks each; one is left to others
+    harness.submit("n", 4, 13, num_sequences=4)  # 4 blocks each; one is reserved for others
     assert harness.turn() == ["+n/0[0:4]"]
     assert harness.step() == ["+n/1[3:4] +n/2[3:4] | n/0"]
     assert [request.request_id for request in harness.core.queue] == ["n"]
@@ -192,7 +192,7 @@ def test_what_starts_later_shares_the_prompt_of_what_runs_also_without_reuse() -
     harness.add_group(num_blocks=32, max_batch_size=3)
     harness.submit("x", 2, 2, client_id="other")
     harness.turn()
-    harness.submit("n", 41, 3, num_sequences=2)  # 10 blocks of the prompt, and 1 each
+    harness.submit("n", 41, 3, num_sequences=2)  # 10 blocks of the prompt, plus 1 each
     assert harness.step() == ["+n/0[0:41] | x"]
     assert harness.step() == ["+n/1[40:41] | n/0"]
     assert harness.group().blocks.num_held == 12

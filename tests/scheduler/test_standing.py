@@ -1,4 +1,4 @@
-"""Whose fault it is: a defective worker is held off and costs no request its life; a poisonous request is ended."""
+"""Attribution of faults: a defective worker is held off and no request fails; a poisonous request is ended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIES: dict[str, Lie] = {
 
 
 def run_beside(harness: Harness, fail: Callable[[], None], max_steps: int = 3_000) -> None:
-    """Runs until all requests have ended; each step of the group `bad` comes to `fail` instead."""
+    """Run until all requests have ended; each step of the group `bad` fails by `fail`."""
     harness.turn()
     for _ in range(max_steps):
         if not harness.core.lifecycle.num_unfinished:

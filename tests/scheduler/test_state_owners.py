@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCHEDULER = Path(__file__).parents[2] / "scheduler"
-# Module -> its state classes, and the names by which the other modules refer to their objects.
+# Module -> its state classes, and the names by which other modules refer to their objects.
 OWNERS = {
     "core/request.py": (
         {"Sequence", "Request", "RequestTimes", "BeamLanes"},
@@ -32,7 +32,7 @@ SHARED_NAMES = {
 
 
 def attributes_of(module: str, classes: set[str]) -> set[str]:
-    """Names that the classes assign in their methods or declare."""
+    """Return names that the classes assign in their methods or declare."""
     tree = ast.parse((SCHEDULER / module).read_text(encoding="utf-8"))
     found = set[str]()
     for node in ast.walk(tree):
@@ -57,7 +57,7 @@ def writes(source: str) -> Iterator[tuple[str, str, int]]:
 
 
 def foreign_writes(source: str, module: str) -> list[str]:
-    """Assignments in the core to attributes of state classes that another module owns."""
+    """Return assignments in the core to attributes of state classes that another module owns."""
     found = []
     for owner, (classes, names) in OWNERS.items():
         if owner == module:

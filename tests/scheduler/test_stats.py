@@ -12,7 +12,7 @@ from scheduler.edge.feed_batch import perf_metrics_of
 from scheduler.wire.stats import iteration_stats_proto
 from tests.scheduler.harness import MS, Harness
 
-# TensorRT-LLM's, by the part they are in.
+# TensorRT-LLM's names, by section.
 NAMES = {
     "": (
         "timestamp iter iterLatencyMS newActiveRequestsQueueLatencyMS numActiveRequests numQueuedRequests "
@@ -31,7 +31,7 @@ NAMES = {
 
 
 def iterations(**settings: Any) -> tuple[Harness, list[dict[str, Any]]]:
-    """Statistics of a crowded life, as JSON."""
+    """Return statistics of a busy run, as JSON."""
     harness = Harness(pipeline_depth=1, max_num_tokens=24, **settings)
     harness.add_group(num_blocks=8, max_batch_size=3)
     for number in range(6):
@@ -134,5 +134,5 @@ def test_no_statistics_are_made_where_nobody_reads_them() -> None:
     harness.submit("a", 4, 3)
     harness.run()
     assert not any(isinstance(effect, IterationDone) for effect in harness.effects)
-    stats = harness.core.current_stats(0)  # the state can be asked for all the same
+    stats = harness.core.current_stats(0)  # the state can still be queried
     assert (stats.iteration, stats.step.num_decoded_tokens) == (3, 1)

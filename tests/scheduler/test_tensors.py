@@ -1,4 +1,4 @@
-"""Tensors that workers report: bounded in memory, shown with their tokens, and computed again by the next scheduler."""
+"""Tensors reported by workers: bounded in memory, delivered with their tokens, and recomputed by the next scheduler."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_no_message_is_too_large_and_no_token_comes_before_its_outputs() -> None
         assert batch.ByteSize() < 10 * MIB
         seen += len(batch.outputs)
         num_tokens += len(batch.token_ids)
-        # The prompt's 20 pieces come with the first token, one more with each of the others.
+        # The prompt's 20 pieces are sent with the first token, one more with each of the others.
         assert num_tokens <= max(seen - 19, 0)
         batches.append(batch)
     assert (seen, num_tokens) == (28, 9)

@@ -1,4 +1,4 @@
-"""Blocks held by tiers are fetched instead of computed, a few in each step."""
+"""Blocks stored in tiers are fetched instead of recomputed, a few per step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from scheduler.core.request import FinishReason
 from tests.scheduler.fake_group import FakeGroup
 from tests.scheduler.harness import Harness
 
-PROMPT = list(range(100, 122))  # 5 blocks of 4 tokens and a half
+PROMPT = list(range(100, 122))  # 5 blocks of 4 tokens and a partial one
 STEP_BYTES = 32 << 20
 
 
 def stored(**group: Any) -> tuple[Harness, FakeGroup]:
-    """A worker group that begins with nothing in its pool, and with the prompt's blocks in its tiers."""
+    """Return a worker group with an empty pool, and with the prompt's blocks in its tiers."""
     harness = Harness(pipeline_depth=1)
     first = harness.add_group("g")
     harness.submit("first", PROMPT, 4)
@@ -95,7 +95,7 @@ def test_what_is_not_found_is_computed_and_not_looked_for_again() -> None:
     harness.run()
     assert (group.num_adopted, group.model.num_context_tokens) == (0, 22)
     assert harness.core.lifecycle.requests["a"].num_cached_tokens == 0
-    assert len(harness.group("h").stored) == 1  # of the first one's output
+    assert len(harness.group("h").stored) == 1  # from the first one's output
     harness.check_is_empty()
 
 

@@ -1,4 +1,4 @@
-"""What no correct worker sends is found at the edge, by itself; each case names its field."""
+"""Messages that no correct worker sends are rejected at the edge; each case names its field."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders that the documents name, relative to this one: a small random model in place of Llama 3."""
+    """Create the folders named in the documents, relative to this one: a small random model in place of Llama 3."""
     home = tmp_path_factory.mktemp("seeds")
     model = home / "model"
     model.mkdir()

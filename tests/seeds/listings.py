@@ -1,4 +1,4 @@
-"""Runs listings of the documents that this system implements, as they stand there."""
+"""Run unmodified listings from the documentation that this system implements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from midstream import executor
 
-# `from tensorrt_llm.executor import ...` and `tllm.Request`: the documents' names of what is midstream.executor here.
+# `from tensorrt_llm.executor import ...` and `tllm.Request`: the documents' names for parts of midstream.executor.
 PACKAGE = "tensorrt_llm"
 
 
@@ -31,7 +31,7 @@ def tensorrt_llm() -> Iterator[None]:
 
 
 def run(listing: str, **names: Any) -> dict[str, Any]:
-    """Run a listing, which may await at its top level, with `names`; return all its names."""
+    """Run a listing, which may use top-level await, with `names`; return all its names."""
     code = compile(listing, "<listing>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     namespace: dict[str, Any] = {"tllm": executor, **names}
     result = eval(code, namespace)

@@ -1,4 +1,4 @@
-"""The batch manager's documentation: its example, which is C++, in Python."""
+"""The example of the batch manager's documentation, which is C++, in Python."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The Executor API's documentation: what it says of requests, responses and results, and its examples.
+"""The Executor API's documentation: its statements about requests, responses and results, and its examples.
 
-Its listings but one are C++; the tests have the closest Python.
+All its listings but one are C++; the tests have the closest Python.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def executor(folders: Path, guided: dict[str, Any], tmp_path_factory: pytest.Tem
         executor::AdditionalModelOutput{"TopKLogits", true}};
     executorConfig.setAdditionalModelOutputs(additionalOutputs);
 
-    The additional outputs are asked for by requests here, so that those of other tests do not carry them.
+    Here requests select the additional outputs, so that those of other tests do not have them.
     """
     config = ExecutorConfig(
         max_beam_width=20,
@@ -88,7 +88,7 @@ def model(folders: Path) -> Any:
 
 
 def finish(executor: Executor, request_id: int) -> list[Response]:
-    """All responses of a request."""
+    """Return all responses of a request."""
     responses: list[Response] = []
     while not responses or not responses[-1].is_final:
         responses += executor.await_responses(request_id, timeout=60)
@@ -139,7 +139,7 @@ def test_additional_outputs(executor: Executor, model: Any) -> None:
 
 
 def test_num_return_sequences(executor: Executor) -> None:
-    """Each response is of one sequence; isFinal comes once, when all have ended."""
+    """Each response has one sequence; isFinal is set once, when all have ended."""
     request = Request(PROMPT, 5, True, SamplingConfig(seed=1), end_id=0, num_return_sequences=3)
     results = [response.result for response in finish(executor, executor.enqueue_request(request))]
     assert {result.sequence_index for result in results if result} == {0, 1, 2}

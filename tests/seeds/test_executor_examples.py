@@ -1,4 +1,4 @@
-"""The examples of the Executor's documentation. Each listing stands as it is printed; folders are the fixture's."""
+"""The examples of the Executor's documentation. Listings are unmodified; folders are those of the fixture."""
 
 from __future__ import annotations
 
@@ -405,7 +405,7 @@ class BatchScheduler:
 
 @pytest.fixture(scope="module")
 def first(folders: Path) -> Iterator[dict[str, Any]]:
-    """The names of the first example, whose executor the others go on with."""
+    """Return the names of the first example, whose executor the others use."""
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.chdir(folders)
@@ -461,7 +461,7 @@ def test_results(first: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.usefixtures("in_folders")
 def test_iteration(first: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """The listing is two ways in one, so that the second finds nothing more; it needs `prev_text` to begin with."""
+    """The listing combines two alternatives, so the second finds nothing more; it needs an initial `prev_text`."""
     names = go_on(first, ITERATION, prev_text="")
     assert capsys.readouterr().out == names["output"].text == names["prev_text"]
 
@@ -492,7 +492,7 @@ def test_retention_timeout_and_statistics(first: dict[str, Any], capsys: pytest.
 
 
 class SeedWorker:
-    """What the listings of the documentation's BaseWorker leave out. Its engine is our executor."""
+    """The parts that the listings of the documentation's BaseWorker omit. Its engine is our executor."""
 
     def __init__(self, executor: GenerationExecutor) -> None:
         self.executor = executor
@@ -528,8 +528,8 @@ class SeedWorker:
 def test_the_workers_listing_runs_on_our_executor(first: dict[str, Any]) -> None:
     """submit, _enqueue_request, generate_async and _handle_responses of the documentation's BaseWorker.
 
-    What they leave out is SeedWorker; the result that submit makes has other arguments than the listed class, so it is
-    made with those, and a plain queue.
+    SeedWorker has the omitted parts; the result created by submit has other arguments than the listed class, so it is
+    created with those and a plain queue.
     """
 
     def make_result(request: GenerationRequest, **_: Any) -> Any:
@@ -553,7 +553,7 @@ def test_the_workers_listing_runs_on_our_executor(first: dict[str, Any]) -> None
     thread.join(60)
     assert worker._error_queue.empty()
     assert output.finish_reason in ("length", "stop")
-    # The listing hands on prompt_token_ids alone.
+    # The listing passes only prompt_token_ids.
     alone = first["executor"].generate([1, 15043], api.SamplingParams(max_tokens=6, temperature=0))
     assert output.token_ids == alone.outputs[0].token_ids
     whole = first["executor"].generate([1, 15043], greedy, query_token_ids=[29892])
@@ -578,7 +578,7 @@ def test_the_results_listing_reads_our_queue(first: dict[str, Any]) -> None:
 
 
 def test_the_batch_schedulers_listing_fills_the_same_batches() -> None:
-    """It is pseudo-code: its queue must have `peek`, and its requests one step of life each."""
+    """It is pseudo-code: its queue needs `peek`, and its requests run for one step each."""
 
     class PeekQueue(Queue[Any]):
         def peek(self) -> Any:

@@ -1,9 +1,8 @@
-"""The model runner's documentation: the sums of its listings are ours.
+"""The model runner's documentation: its listings compute the same sums as our code.
 
-The rest of its listings cannot run as they stand: they need CUDA and NCCL, or send pickles through shared memory, which
-is never done here. Their closest counterparts have tests of their own: CUDA graphs in
-tests/gpu_worker/test_cuda_graphs.py, commands to ranks through shared memory in
-tests/gpu_worker/test_parallel_frames.py.
+The rest of its listings cannot run unmodified: they need CUDA and NCCL, or send pickles through shared memory, which is
+never done here. Their closest counterparts have their own tests: CUDA graphs in tests/gpu_worker/test_cuda_graphs.py,
+commands to ranks through shared memory in tests/gpu_worker/test_parallel_frames.py.
 """
 
 from __future__ import annotations

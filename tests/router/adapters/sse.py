@@ -1,4 +1,4 @@
-"""Server-sent events over a plain socket, so that a test may drop it, or lose it, at any event."""
+"""Server-sent events over a plain socket, so that a test can close or lose it at any event."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 class EventStream:
     """Events of one response.
 
-    Attributes:
-        last_id: Of the last event that was read.
+    Attributes: last_id: Id of the last event read.
     """
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
@@ -21,7 +20,7 @@ class EventStream:
         self.last_id = ""
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """The data of each event until `[DONE]` or the connection's end."""
+        """Yield the data of each event until `[DONE]` or the end of the connection."""
         while line := await self._reader.readline():
             if line.startswith(b"id: "):
                 self.last_id = line[4:].strip().decode()
@@ -35,7 +34,7 @@ class EventStream:
 async def post_stream(
     port: int, path: str, body: dict[str, object], last_event_id: str | None = None
 ) -> AsyncIterator[EventStream]:
-    """The events that answer `body`; leaving it closes the connection."""
+    """Post `body` and return its events; leaving the context closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {len(data)}\r\n"

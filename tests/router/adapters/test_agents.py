@@ -1,6 +1,6 @@
-"""Codex and Claude Code, unmodified, in a session with a tool, against a scripted model.
+"""Codex and Claude Code, unmodified, in a session with a tool and a scripted model.
 
-Run where their programs are on PATH: `npm install --prefix DIR @openai/codex @anthropic-ai/claude-code`, then
+Requires their programs on PATH: `npm install --prefix DIR @openai/codex @anthropic-ai/claude-code`, then
 `PATH=DIR/node_modules/.bin:$PATH pytest tests/router/adapters/test_agents.py`.
 """
 
@@ -35,7 +35,7 @@ LIMIT_S = 120
 
 @pytest.fixture(scope="session")
 def folder(folder: ModelFolder) -> ModelFolder:
-    """The model with a context that holds an agent's instructions, and a template that shows tools."""
+    """Return a model whose context can hold an agent's instructions, with a template that shows tools."""
     return dataclasses.replace(folder, max_sequence_length=1 << 18, chat_template=TEMPLATE)
 
 
@@ -48,7 +48,9 @@ def needed(name: str) -> str:
 
 @asynccontextmanager
 async def scripted_model(cluster: Cluster, tokenizer: Tokenizer, call: Callable[[str], str]) -> AsyncIterator[str]:
-    """Where a router answers HTTP: what has the file's text in it is answered, and what else has tools gets `call`."""
+    """Return a router's HTTP address; it answers requests that contain the file's text, and other requests with tools
+    by `call`.
+    """
     chat = ChatModel(model_format("hermes", ""))
     router = await cluster.add_router(await cluster.add_detokenizer(), chat=chat)
     assert router.http is not None
@@ -77,7 +79,7 @@ async def scripted_model(cluster: Cluster, tokenizer: Tokenizer, call: Callable[
 
 
 async def run(*command: str, folder: Path, **environment: str) -> str:
-    """What a program prints."""
+    """Return a program's output."""
     (folder / "note.txt").write_text(SECRET + "\n")
     home = folder / "home"
     home.mkdir(exist_ok=True)

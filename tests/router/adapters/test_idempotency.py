@@ -1,4 +1,4 @@
-"""A call that is sent again with its Idempotency-Key attaches to what the first one started."""
+"""A call repeated with its Idempotency-Key attaches to the request of the first one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official Triton client against a router on a real socket, in front of a scripted scheduler."""
+"""The official Triton client with a router on a real socket and a scripted scheduler."""
 
 from __future__ import annotations
 

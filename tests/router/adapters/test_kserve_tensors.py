@@ -1,4 +1,4 @@
-"""Tensors of the KServe door as fields of the native request."""
+"""Conversion of KServe tensors to fields of the native request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of bodies to jobs, and of output to responses, without a service."""
+"""Conversion of request bodies to jobs, and of output to responses, without a service."""
 
 from __future__ import annotations
 

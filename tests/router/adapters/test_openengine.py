@@ -1,4 +1,4 @@
-"""A client made from openengine's protos against a router on a real socket, in front of a scripted scheduler."""
+"""A client generated from openengine's protos with a router on a real socket and a scripted scheduler."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def control(channel: grpc.aio.Channel) -> ControlAsyncStub:
 async def run(
     cluster: Cluster, inference: InferenceAsyncStub, request: oe.GenerateRequest, ids: list[int]
 ) -> list[oe.GenerateResponse]:
-    """The events of a request for which the scheduler emits `ids`."""
+    """Return the events of a request for which the scheduler emits `ids`."""
 
     async def answer() -> None:
         await cluster.scheduler.until(lambda: request.request_id in cluster.scheduler.requests)

@@ -1,4 +1,4 @@
-"""The official clients of OpenAI and Anthropic in a session with tools, against a model that writes each format."""
+"""The official clients of OpenAI and Anthropic in a session with tools, with a model that writes each format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.router.conftest import Cluster, Part
 from tests.router.parsers.transcripts import GOOD, SCHEMAS, Transcript, model_format
 
 _T = TypeVar("_T")
-# Of each format the transcript that has most in it.
+# For each format, its most complex transcript.
 CALLING = [item for item in GOOD if item.calls and (not item.is_thinking or item.reasons_by == "deepseek_r1")]
 TRANSCRIPTS = {
     name: max(
@@ -39,7 +39,7 @@ ANTHROPIC_TOOLS: list[Any] = [
 
 
 async def scripted(cluster: Cluster, call: Awaitable[_T], request_id: str, ids: list[int]) -> _T:
-    """What a call returns while the model writes `ids`, one at a time."""
+    """Return the result of a call while the model writes `ids`, one at a time."""
 
     async def write() -> None:
         await cluster.scheduler.until(lambda: request_id in cluster.scheduler.requests)

@@ -1,4 +1,4 @@
-"""The official Triton client, in a process of its own: its generated code and ours have the same names.
+"""The official Triton client in a separate process, since its generated code has the same names as ours.
 
 python -m tests.router.adapters.triton_client ADDRESS
 """

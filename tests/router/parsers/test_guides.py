@@ -1,4 +1,4 @@
-"""The grammars of strict tools, as the library understands them, on a tokenizer that has the formats' marks."""
+"""Grammars of strict tools, as interpreted by the library, on a tokenizer with the formats' marks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def filled(text: str, arguments: str) -> str:
 def tokenizer(
     request: pytest.FixtureRequest, folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[llguidance.LLTokenizer, dict[str, int]]:
-    """With the marks as tokens, and without."""
+    """Return a tokenizer with the marks as tokens, or without."""
     source = json.loads((folder.path / "tokenizer.json").read_text(encoding="utf-8"))
     tokens = {}
     if request.param:
@@ -69,7 +69,7 @@ def tokenizer(
 
 
 def accepts(tokenizer: llguidance.LLTokenizer, guide: str, text: str) -> bool:
-    """Whether the whole text follows the grammar and may end there."""
+    """Return whether the whole text follows the grammar and may end there."""
     matcher = compile_guide(Guide("ebnf", guide), tokenizer)
     return all(matcher.consume_token(token) for token in tokenizer.tokenize_str(text)) and matcher.is_accepting()
 

@@ -1,6 +1,6 @@
 """Parsers find calls and reasoning in each format, however the text is split.
 
-PARSER_CUTS=100000 cuts the transcripts of each format at that many places.
+PARSER_CUTS=100000 splits the transcripts of each format at that many places.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_what_is_no_call_is_text(tools: str, text: str) -> None:
 
 
 def cuttings(rng: random.Random, size: int, num_cuts: int) -> Iterator[list[int]]:
-    """Places to cut a text of `size` characters at: few, many, all."""
+    """Return positions at which to split a text of `size` characters: few, many, all."""
     yield list(range(1, size))
     made = size - 1
     while made < num_cuts:
@@ -50,7 +50,7 @@ def cuttings(rng: random.Random, size: int, num_cuts: int) -> Iterator[list[int]
 
 @pytest.mark.parametrize("tools", FORMATS)
 def test_events_depend_on_the_text_so_far_alone(tools: str) -> None:
-    """At each cut what was given is what the text up to there gives; so a stream is resumed anywhere by feeding it."""
+    """At each split, the events equal those of the text so far, so a stream can be resumed by feeding that text."""
     rng = random.Random(tools)
     texts = [(item.text, item) for item in GOOD if item.tools == tools]
     texts += [(text, Transcript(tools, text)) for name, text in MALFORMED if name == tools and len(text) < 1000]
@@ -67,7 +67,7 @@ def test_events_depend_on_the_text_so_far_alone(tools: str) -> None:
 
 @pytest.mark.parametrize("tools", FORMATS)
 def test_no_text_breaks_a_parser_or_is_lost(tools: str) -> None:
-    """Pieces of markup in any order."""
+    """Feed pieces of markup in any order."""
     marks = [
         *model_format(tools).marks,
         "[",

@@ -1,4 +1,4 @@
-"""Output of models in each format, as their chat templates show it, and what is in it."""
+"""Model output in each format, as in their chat templates, and its contents."""
 
 from __future__ import annotations
 
@@ -32,12 +32,10 @@ CODE: Named = ("write-file", {"path": "a.py", "text": 'if x < 3:\n    print("{[<
 
 @dataclass(frozen=True)
 class Transcript:
-    """A model's text and what it says.
+    """A model's text and its contents.
 
-    Attributes:
-        tools: Name of the format.
-        reasons_by: Name of the reasoning's format.
-        is_thinking: The prompt has opened the reasoning.
+    Attributes: tools: Name of the format. reasons_by: Name of the reasoning format. is_thinking: Whether the prompt has
+    opened the reasoning.
     """
 
     tools: str
@@ -58,7 +56,7 @@ def model_format(tools: str, reasoning: str = "none") -> ModelFormat:
 
 
 def summary(events: list[Event]) -> tuple[str, str, list[Named]]:
-    """Content, reasoning and calls."""
+    """Return content, reasoning and calls."""
     content = "".join(event.text for event in events if isinstance(event, TextDelta))
     reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
     names = [event.name for event in events if isinstance(event, CallBegin)]
@@ -280,7 +278,7 @@ GOOD = [
     Transcript("gemma4", "<|channel>thought\n<channel|>Hello.", "Hello.", reasons_by="gemma4"),
 ]  # fmt: skip
 
-# What is no call stays as it is.
+# Text that is not a call is unchanged.
 MALFORMED = [
     ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": </tool_call> after'),
     ("hermes", "a <tool_call>{</tool_call> b"),

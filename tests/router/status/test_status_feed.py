@@ -1,4 +1,4 @@
-"""The feed over real sockets, in front of a scheduler that says what a test tells it to."""
+"""The status feed over real sockets, with a scheduler whose status each test sets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def part(cluster: Cluster) -> Part:
 
 
 def read(port: int, path: str, num_events: int = 0, **headers: str) -> tuple[int, dict[str, str], str]:
-    """Status, headers and body; of a stream the first events."""
+    """Return status, headers and body; for a stream, the first events."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
@@ -227,7 +227,7 @@ async def test_a_draining_router_ends_the_feed_of_the_page(part: Part, cluster: 
     await until(lambda: any(request.max_map_cells for request in cluster.scheduler.status_requests))
     part.server.draining.set()
     status, _, _ = await asyncio.wait_for(reading, 60)
-    assert status in (200, 503)  # before the first event it is refused
+    assert status in (200, 503)  # rejected before the first event
 
 
 async def test_top_shows_itself_on_a_terminal_and_q_quits(part: Part) -> None:
@@ -235,7 +235,7 @@ async def test_top_shows_itself_on_a_terminal_and_q_quits(part: Part) -> None:
     termios.tcsetwinsize(theirs, (40, 100))
     settings = termios.tcgetattr(theirs)
     command = (sys.executable, "-m", "midstream.cli", "top", "--address", part.address)
-    # A size in the environment would come before the terminal's.
+    # A size in the environment would take precedence over the terminal's.
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
     environment["TERM"] = "xterm-256color"
     process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""A capacity policy of one's own: a worker group runs one request at a time."""
+"""Example capacity policy: a worker group runs one request at a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from scheduler.core.worker_group import WorkerGroup
 
 
 class OneAtATime(CapacityScheduler):
-    """Starts a request only on an empty group."""
+    """Start a request only on an empty group."""
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Whether nothing runs there, and the request fits to its end."""
+        """Return whether nothing runs there, and the request fits until its end."""
         return not group.active and has_room_to_the_end(request, group)

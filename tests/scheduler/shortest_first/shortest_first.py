@@ -1,4 +1,4 @@
-"""A capacity policy of one's own: of the requests that wait, the shortest starts first."""
+"""Example capacity policy: the shortest waiting request starts first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from scheduler.core.active_requests import KvCacheManager, LlmRequest, RequestLi
 
 
 class ShortestFirst(RequestListScheduler):
-    """Starts what fits to its end, shortest first; nothing overtakes the first that does not fit."""
+    """Start requests that fit until their end, shortest first; nothing overtakes the first that does not fit."""
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager) -> None:
         super().__init__()
@@ -14,7 +14,7 @@ class ShortestFirst(RequestListScheduler):
         self.blocks = kv_cache_manager
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
-        """Return what runs and what is to start, and nothing to pause."""
+        """Return the requests to run and to start; pause none."""
         fitting = [request for request in active_requests if not request.is_queued]
         num_free = self.blocks.get_max_resource_count() - sum(map(self._num_blocks, fitting))
         for request in sorted((item for item in active_requests if item.is_queued), key=_length):
