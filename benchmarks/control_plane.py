@@ -2,8 +2,8 @@
 router]`.
 
 Starts router, detokenizer, scheduler and a fake worker as separate processes, streams many requests concurrently from
-this one, and prints tokens per second and processor time per token of each process. `--profile` samples one part with
-py-spy and writes a flame graph.
+this one, and prints tokens per second and CPU time per token of each process. `--profile` samples one part with py-spy
+and writes a flame graph.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def report(result: RunResult, spent: dict[str, float], console: Console) -> None
     console.print(table)
     console.print(
         f"{len(result.requests)} streams, {num_tokens} tokens in {result.duration_s:.2f} s: "
-        f"[bold]{num_tokens / result.duration_s:,.0f} tok/s[/bold], "
-        f"{num_tokens / max(num_chunks, 1):.2f} tokens a chunk"
+        f"[bold]{num_tokens / result.duration_s:,.0f} tok/s[/bold], {num_tokens / max(num_chunks, 1):.2f} tokens per "
+        "chunk"
     )
 
 

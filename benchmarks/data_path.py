@@ -3,13 +3,13 @@ single,fake] [--rounds 5]`.
 
 Starts the services of this checkout, and of the one at PATH (with its own .venv), and sends the same load to each in
 turn. Prints the best and the median of the rounds, and the median of the ratios taken within a round. The load comes
-from `benchmarks/load/client.cpp`, which is compiled here (it needs g++) and costs a few microseconds a message.
+from `benchmarks/load/client.cpp`, which is compiled here (needs g++) and takes a few microseconds per message.
 
 Rows:
     single    one stream of the embedded model, 128 tokens in and 128 out, beside the same worker in process
     mixed     64 such streams
-    paced     one stream of 256 tokens, a worker whose steps take 5 ms and no processor
-    fake      256 streams of 512 tokens, a worker that costs nothing
+    paced     one stream of 256 tokens, a worker whose steps take 5 ms without CPU time
+    fake      256 streams of 512 tokens, a worker without cost
     short     requests of 32 tokens in and 16 out, 256 at once, the same worker
     sse       256 streams over HTTP
     many      2,000 streams of 64 tokens at once
@@ -189,7 +189,7 @@ class Checkout:
 
 
 def figures_of(found: Figures, before: Times, after: Times) -> Figures:
-    """Results of one run: rates, gaps, and microseconds of processor time per token by part."""
+    """Return the results of one run: rates, gaps, and microseconds of CPU time per token by part."""
     spent: Figures = {}
     for key, seconds in after.items():
         part = key.partition(" ")[0]
@@ -256,7 +256,7 @@ RATES = frozenset({"tokens_per_s", "requests_per_s", "engine_ratio", "tokens_per
 
 
 def report(name: str, checkouts: Sequence[Checkout], results: list[list[Figures]]) -> Table:
-    """Best and median of each checkout, and the ratio to the last one."""
+    """Print best and median of each checkout, and the ratio to the last one."""
     table = Table("figure", *(f"{it.name} {kind}" for it in checkouts for kind in ("best", "median")), title=name)
     if len(checkouts) > 1:
         table.add_column("ratio (range)")

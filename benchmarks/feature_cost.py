@@ -1,8 +1,8 @@
 """Measure the cost of feature code in a batch that uses no features: `python -m benchmarks.feature_cost`.
 
-Greedy decode steps run alternately as they are and with all feature code bypassed: adapters, drafts, grammars,
-post-processors, logits processors, reports, beams, failed rows. Processor time outside the forward pass shows
-differences that noise hides in whole steps; both are printed as ratios to a whole step.
+Greedy decode steps run alternately with and without feature code: adapters, drafts, grammars, post-processors, logits
+processors, reports, beams, failed rows. CPU time outside the forward pass shows differences that noise hides in whole
+steps; both are printed as ratios to a whole step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPEAT = Step(repeat_generation=True)
 
 @torch.inference_mode()
 def bare_step(runner: ModelRunner, batch: InputBatch) -> StepOutput:
-    """Run a decode step that handles no features, but makes the checks that every step needs."""
+    """Run a decode step without features, but with the checks that every step needs."""
     started = time.perf_counter()
     runner._settle_all_but(1)
     rows = batch._next_generation(REPEAT)
@@ -48,7 +48,7 @@ def bare_step(runner: ModelRunner, batch: InputBatch) -> StepOutput:
         sampled=torch.from_numpy(starts[:-1]),
     )
     if (last + 1 > batch.rows.num_blocks[rows] * 16).any():
-        raise ValueError("a block table does not reach as far as its sequence")
+        raise ValueError("a block table is too short for its sequence")
     token_ids, highest = _likeliest(runner.model.decoder.forward(inputs))
     if not np.isfinite(highest).all():
         raise ValueError("a logit is not finite")
@@ -57,7 +57,7 @@ def bare_step(runner: ModelRunner, batch: InputBatch) -> StepOutput:
 
 
 def start(runner: ModelRunner, batch_size: int) -> None:
-    """Prefill that many prompts."""
+    """Prefill this many prompts."""
     runner.clear()
     length = PROMPT_TOKENS + 2 * NUM_PAIRS + 4
     num_blocks = -(-length // 16)
@@ -76,9 +76,7 @@ def start(runner: ModelRunner, batch_size: int) -> None:
 
 
 def measure(runner: ModelRunner, timed: ForwardTime, batch_size: int) -> tuple[float, float, float]:
-    """Return milliseconds of a whole step, the ratio of whole steps, and that of processor time outside the forward
-    pass.
-    """
+    """Return milliseconds of a whole step, the ratio of whole steps, and that of CPU time outside the forward pass."""
     start(runner, batch_size)
     batch = runner._batch
     kinds: dict[bool, Callable[[], object]] = {

@@ -10,7 +10,7 @@ from gpu_worker.model_runner import ModelRunner
 
 
 class ForwardTime:
-    """Counts the processor time of a decoder's forward passes on this thread."""
+    """Count the CPU time of a decoder's forward passes on this thread."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.seconds = 0.0

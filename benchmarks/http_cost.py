@@ -2,11 +2,11 @@
 
 python -m benchmarks.http_cost [--all] [--fake] [--streams 64] [--rounds 4]
 
-Starts one service and sends requests over native gRPC and as OpenAI completions (SSE), with `--all` over every API that
-streams, in alternating order. Prints output tokens per second of each way, and the processor time that router and
-client spent on a token. With `--fake` the worker has no model, so that only the control plane is measured.
+Starts one service and sends requests over native gRPC and as OpenAI completions (SSE), with `--all` over every
+streaming API, in alternating order. Prints output tokens per second of each API, and the CPU time per token of router
+and client. With `--fake` the worker has no model, so that only the control plane is measured.
 
-The clients are in this process and parse what they get: protobuf by gRPC, JSON by the standard library.
+The clients run in this process and parse the responses: protobuf with gRPC, JSON with the standard library.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Target:
 
 
 Prompt = tuple[int, ...]
-# Find the usage in an event.
+# Finds the usage in an event.
 Usage = Callable[[dict[str, Any]], dict[str, int] | None]
-# Send prompts with this many tokens to generate, and read all output; return the numbers of output tokens.
+# Sends prompts with this many tokens to generate, and reads all output; returns the numbers of output tokens.
 Way = Callable[[Target, list[Prompt], int], Awaitable[list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of one protocol; processor times in µs per token."""
+    """One run of one protocol; CPU times in µs per token."""
 
     tokens_per_s: float
     router_us: float
@@ -143,7 +143,7 @@ async def measure(target: Target, arguments: argparse.Namespace) -> dict[str, li
 
 
 async def timed(target: Target, way: Way, prompts: list[Prompt], max_tokens: int) -> Run:
-    """One run."""
+    """Measure one run."""
     client = psutil.Process(os.getpid())
     before = time.perf_counter(), cpu_seconds(target.process), cpu_seconds(client)
     num_tokens = sum(await way(target, prompts, max_tokens))
@@ -155,14 +155,14 @@ async def timed(target: Target, way: Way, prompts: list[Prompt], max_tokens: int
 
 
 async def native(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
-    """Generate streams of one channel."""
+    """Call the native Generate on one channel."""
     requests = tuple(BenchRequest(prompt, max_tokens) for prompt in prompts)
     result = await run_workload([target.grpc], Workload("http cost", requests, len(requests)))
     return [sum(count for _, count in request.arrivals) for request in result.requests]
 
 
 async def openengine(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
-    """Its Generate, on one channel."""
+    """Call openengine's Generate on one channel."""
 
     async def one(stub: InferenceAsyncStub, prompt: Prompt) -> int:
         stopping = oe.StoppingOptions(max_tokens=max_tokens, ignore_eos=True)
@@ -176,7 +176,7 @@ async def openengine(target: Target, prompts: list[Prompt], max_tokens: int) -> 
 
 
 async def kserve(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
-    """ModelStreamInfer, on one channel; its answers do not say how many tokens they hold."""
+    """Call ModelStreamInfer on one channel; its responses do not contain token counts."""
 
     async def one(stub: GRPCInferenceServiceAsyncStub, prompt: Prompt) -> int:
         request = kserve_pb2.ModelInferRequest(model_name="ensemble")
@@ -199,14 +199,14 @@ async def kserve(target: Target, prompts: list[Prompt], max_tokens: int) -> list
 
 
 async def completions(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
-    """OpenAI's, as server-sent events, a connection each."""
+    """Stream OpenAI completions as server-sent events, one connection each."""
     fixed = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
     bodies = [{"prompt": prompt, **fixed} for prompt in prompts]
     return await _all_counts(target, "/v1/completions", bodies, lambda event: event.get("usage"), "completion_tokens")
 
 
 async def chat(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
-    """Chat completions, in the same way."""
+    """Stream chat completions in the same way."""
     fixed = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
     bodies = [{"messages": _turn(prompt), **fixed} for prompt in prompts]
     path = "/v1/chat/completions"
@@ -214,7 +214,7 @@ async def chat(target: Target, prompts: list[Prompt], max_tokens: int) -> list[i
 
 
 async def responses(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
-    """Responses that are not stored."""
+    """Stream responses without storing them."""
     fixed = {"max_output_tokens": max_tokens, "temperature": 0, "store": False}
     bodies = [{"input": _text(prompt), **fixed} for prompt in prompts]
     usage: Usage = lambda event: event.get("response", {}).get("usage")  # noqa: E731
@@ -222,7 +222,7 @@ async def responses(target: Target, prompts: list[Prompt], max_tokens: int) -> l
 
 
 async def messages(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
-    """Anthropic's messages."""
+    """Stream Anthropic messages."""
     bodies = [{"messages": _turn(prompt), "max_tokens": max_tokens, "temperature": 0} for prompt in prompts]
     return await _all_counts(target, "/v1/messages", bodies, lambda event: event.get("usage"), "output_tokens")
 

@@ -1,8 +1,8 @@
 """Measure the cost of the journal: `python -m benchmarks.journal_cost [--step-ms 20] [--rounds 5]`.
 
 Streams many requests through the service with a fake worker, without a journal and with each kind in turn. Prints the
-ratio of throughput with and without it (median and range over the rounds), and the processor time that it adds per
-token, which depends less on other work on the machine.
+ratio of throughput with and without it (median and range over the rounds), and the CPU time that it adds per token,
+which depends less on other work on the machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> int:
     kinds = ["off", *arguments.kinds.split(",")]
     rounds = []
     for number in range(arguments.rounds):
-        # Processor temperature and clock drift: alternate the order.
+        # Alternate the order because of processor temperature and clock drift.
         turn = number % len(kinds)
         runs = {kind: run(arguments, kind, console) for kind in kinds[turn:] + kinds[:turn]}
         rounds.append(runs)
@@ -48,14 +48,14 @@ def main() -> int:
         added = [runs[kind][1] - runs["off"][1] for runs in rounds]
         console.print(
             f"{kind}: [bold]{statistics.median(ratios):.3f}[/bold] of the throughput "
-            f"({min(ratios):.3f}–{max(ratios):.3f}); "
-            f"[bold]{statistics.median(added):.1f}[/bold] µs more of the scheduler's processor a token"
+            f"({min(ratios):.3f}–{max(ratios):.3f}); [bold]{statistics.median(added):.1f}[/bold] µs more CPU time of "
+            "the scheduler per token"
         )
     return 0
 
 
 def run(arguments: argparse.Namespace, kind: str, console: Console) -> tuple[float, float]:
-    """Return output tokens per second of one run, and microseconds of processor that the scheduler spent on one."""
+    """Return output tokens per second of one run, and the scheduler's CPU time per token in microseconds."""
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         arguments.scheduler_flags = f"--journal {kind} --journal-path {folder}/journal"
         with start_parts(arguments) as (parts, addresses):

@@ -1,6 +1,6 @@
 """Measure how fast one thread multiplies packed weights: `python -m benchmarks.kernel_rates`.
 
-The fastest of many runs of less than a millisecond is used, so that other work on the machine hardly matters.
+The fastest of many runs of less than a millisecond is used, so that other work on the machine has little effect.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run third-party load tools against the HTTP port: `python -m benchmarks.load_tools --url URL aiperf guidellm smg`.
 
 Each is installed from PyPI in its own environment (.venv-tools/NAME) if needed, and runs a small load; its report is
-evaluated here. guidellm needs PyTorch, so its environment takes 2 GB. smg is a gateway, put before the service: the
-load goes through it.
+checked here. guidellm needs PyTorch, so its environment takes 2 GB. smg is a gateway in front of the service, through
+which the load goes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
     """Run the tools; fail if one did not complete all its requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="The router's HTTP port.")
-    parser.add_argument("--model", default="smollm2", help="Served model; its tokenizer is what the tools count with.")
+    parser.add_argument("--model", default="smollm2", help="Served model; the tools count tokens with its tokenizer.")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv-tools", help="Folder of environments.")
     parser.add_argument("tools", nargs="+", choices=sorted(PACKAGES))
     arguments = parser.parse_args()
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def install(environment: Path, packages: list[str]) -> Path:
-    """The environment's bin folder."""
+    """Install a tool; return its environment's bin folder."""
     commands = environment / "bin"
     if not (commands / packages[-1]).exists():
         subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
@@ -61,7 +61,7 @@ def install(environment: Path, packages: list[str]) -> Path:
 
 
 def aiperf(commands: Path, folder: Path, url: str, model: str, tokenizer: str) -> dict[str, Any]:
-    """Chat completions, streamed; the figures of its JSON report."""
+    """Run streamed chat completions; return the figures of the tool's JSON report."""
     command = [
         "aiperf", "profile", "--model", model, "--url", url, "--endpoint-type", "chat", "--streaming",
         "--tokenizer", tokenizer, "--concurrency", STREAMS, "--request-count", REQUESTS, "--isl", PROMPT_TOKENS,
@@ -79,7 +79,7 @@ def aiperf(commands: Path, folder: Path, url: str, model: str, tokenizer: str) -
 
 
 def guidellm(commands: Path, folder: Path, url: str, model: str, tokenizer: str) -> dict[str, Any]:
-    """Completions by concurrent streams; the figures of its JSON report."""
+    """Run completions in concurrent streams; return the figures of the tool's JSON report."""
     path = folder / "report.json"
     command = [
         "guidellm", "run", "--backend", f"kind=openai_http,target={url},model={model}",
@@ -142,7 +142,7 @@ def run(commands: Path, folder: Path, command: Sequence[object]) -> None:
 
 
 def _environment(commands: Path) -> dict[str, str]:
-    # Nothing of ours is imported.
+    # Do not import this project's packages.
     own = {"PATH": f"{commands}:{os.environ['PATH']}"}
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
 

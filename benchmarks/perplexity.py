@@ -1,8 +1,8 @@
-"""Measure the quality of each number format: perplexity of a text, and changes of logits, against the exact path.
+"""Measure the quality of each number format: perplexity of a text, and changes of logits relative to the exact path.
 
-`python -m benchmarks.perplexity` reads a text in windows, each from an empty context, and compares every choice with
-the first, which is exact: dequantized weights, float32 activations and cache. Without `--text` it uses the topics of
-Python's `help()`, and prints their digest, since they differ between versions.
+`python -m benchmarks.perplexity` reads a text in windows, each from an empty context, and compares every configuration
+with the first, which is exact: dequantized weights, float32 activations and cache. Without `--text` it uses the topics
+of Python's `help()`, and prints their digest, since they differ between versions.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
         "change",
         "change of logits (rms)",
         "largest (top 64)",
-        "same first choice",
+        "same greedy choice",
     ):
         table.add_column(column, justify="left" if column == "computed with" else "right")
     num_tokens, num_predicted = len(pieces) * WINDOW, len(pieces) * (WINDOW - 1)

@@ -1,8 +1,7 @@
 """Predict the inner loop of the integer products on other processors: `python -m benchmarks.predicted_rates`.
 
-It compiles kernels/csrc/dot_panel.cpp as the build does, takes the loop of a full tile of rows
-over unpacked weights, and lets llvm-mca (Debian package llvm) say how many cycles a round takes if everything is in the
-first-level cache.
+It compiles kernels/csrc/dot_panel.cpp like the build, extracts the loop of a full tile of rows over unpacked weights,
+and has llvm-mca (Debian package llvm) predict the cycles of an iteration if all data is in the L1 cache.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def inner_loop(isa: str) -> list[str]:
     blocks = re.split(r"^\.L\w+:$", "\n".join(functions), flags=re.MULTILINE)
     best = max(blocks, key=_count_products)
     lines = [line.strip() for line in best.splitlines()]
-    # Ends at the jump back; labels, directives and remarks are not instructions.
+    # Ends at the backward jump; labels, directives and comments are not instructions.
     end = next(i for i, line in enumerate(lines) if re.match(r"j[a-z]+\s", line))
     return [line for line in lines[:end] if line and (line[0].isalpha() or line.startswith("{vex}"))]
 
@@ -46,7 +45,7 @@ def _count_products(block: str) -> int:
 
 
 def cycles(loop: list[str], processor: str) -> float | None:
-    """Return the cycles of an iteration; None if llvm-mca does not know the processor."""
+    """Return the cycles of an iteration; None if llvm-mca has no model of the processor."""
     rounds = 100
     command = ["llvm-mca", f"-mcpu={processor}", f"-iterations={rounds}"]
     result = subprocess.run(command, input="\n".join(loop), capture_output=True, text=True, check=False)

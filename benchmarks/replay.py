@@ -25,7 +25,7 @@ from scheduler.replay.simulator import Fleet, Load, events_of
 
 
 class RecordedCore(SchedulerCore):
-    """Writes each event immediately, since a simulation is faster than real time."""
+    """Write each event immediately, since a simulation is faster than real time."""
 
     file: BinaryIO
 

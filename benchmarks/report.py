@@ -13,7 +13,7 @@ from .peers.rounds import Measurement
 
 PAGE, PLOT = "benchmarks.md", "images/benchmarks-peers.svg"
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
-# Above it, other programs used the processor, and figures are unreliable.
+# Above this, other programs used the processor, and figures are unreliable.
 BUSY_CORES = 0.2
 
 _HEADER = f"""# Benchmarks
@@ -54,7 +54,7 @@ def latencies_table(labels: Mapping[str, str], measurements: Sequence[Measuremen
 
 
 def ratios_table(labels: Mapping[str, str], ratios: Sequence[Ratio]) -> list[list[str]]:
-    """Ratios ours / peer with their spread over the rounds, the first row being the head."""
+    """Return ratios ours / peer with their spread over the rounds; the first row is the header."""
     rows = [
         [
             "workload",
@@ -62,7 +62,7 @@ def ratios_table(labels: Mapping[str, str], ratios: Sequence[Ratio]) -> list[lis
             "against",
             "best / best",
             "median of rounds (lowest to highest)",
-            "in processor time",
+            "in CPU time",
             "at least",
             "aim",
             "reached",
@@ -125,19 +125,19 @@ def section(
     num_rounds = len({it.round for it in measurements})
     load = max((it.load for it in measurements), default=0.0)
     parts = [
-        f"{describe_machine()}. {num_rounds} rounds; in each, all ran each workload by turns on the same tokens.",
+        f"{describe_machine()}. {num_rounds} rounds; in each, all ran every workload in turn on the same tokens.",
     ]
     if load > BUSY_CORES:
         parts.append(
-            f"**Provisional:** other programs kept up to {load:.1f} cores busy (seen before each run), so compare "
-            "nothing but what differs by far."
+            f"**Provisional:** other programs kept up to {load:.1f} cores busy (seen before each run), so only large "
+            "differences are meaningful."
         )
     parts += [as_markdown(figures_table(labels, measurements)), f"![Throughput by peer]({PLOT})"]
     if ratios:
         parts.append(
-            "Ours over the peer's; more is better for us. The ratio of the best rounds counts, since other work on a "
-            "machine makes a run slower and never faster; the ratios within each round show the spread. In processor "
-            "time it is the peer's over ours, of all processes together; llama.cpp's holds its loading."
+            "Our throughput over the peer's; higher is better for us. The ratio of the best rounds is used, since "
+            "other work on a machine only makes runs slower; the ratios within each round show the spread. For CPU "
+            "time it is the peer's over ours, of all processes together; llama.cpp's includes loading."
         )
         parts.append(as_markdown(ratios_table(labels, ratios)))
     latencies = latencies_table(labels, measurements)

@@ -1,7 +1,8 @@
 """`python -m benchmarks.sizing`: compute how many of each part a load needs, as a Markdown table.
 
 Workers, KV blocks and latencies come from the simulator: the real scheduler core, Poisson arrivals, and the lengths of
-the chat workload. The other parts cost processor time per token, as `python -m benchmarks.control_plane` measures it.
+the chat workload. For the other parts it uses their CPU time per token, as measured by `python -m
+benchmarks.control_plane`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """Processor time per token in each part in microseconds, and the target utilization of a core."""
+    """CPU time per token in each part in microseconds, and the target utilization of a core."""
 
     router_us: float
     scheduler_us: float
@@ -93,9 +94,9 @@ def main() -> None:
     add("--context-token-us", type=float, default=model.context_token_us, help="Cost of a context token.")
     add("--generation-row-us", type=float, default=model.generation_row_us, help="Cost of a generating row.")
     add("--first-token-ms", type=float, default=500.0, help="Goal of the 95th percentile.")
-    add("--between-tokens-ms", type=float, default=50.0, help="Goal of the 95th percentile.")
-    add("--router-us", type=float, default=46.0, help="Processor time per token in routers.")
-    add("--scheduler-us", type=float, default=20.0, help="Processor time per token in the scheduler.")
+    add("--between-tokens-ms", type=float, default=50.0, help="CPU time per token in routers.")
+    add("--router-us", type=float, default=46.0, help="CPU time per token in the scheduler.")
+    add("--scheduler-us", type=float, default=20.0, help="CPU time per token in detokenizers.")
     add("--detokenizer-us", type=float, default=11.0, help="Processor time per token in detokenizers.")
     add("--core-share", type=float, default=0.5, help="Target utilization of a core by each of these processes.")
     arguments = parser.parse_args()

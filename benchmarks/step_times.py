@@ -2,7 +2,7 @@
 
 Each contender is a process that keeps its model loaded: this checkout, or others (`--against FOLDER`), each with every
 count of `--threads`. They run short rounds of each case in turn, so that other work on the machine affects all alike.
-Prints the best and the median time of a step, its processor time by thread, and ratios to the first contender.
+Prints the best and the median time of a step, its CPU time by thread, and ratios to the first contender.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Contender:
         return self.process.stdin, self.process.stdout
 
     def run(self, case: str, seconds: float) -> tuple[list[float], dict[str, float]]:
-        """Return step times in ms, and processor time per step by thread."""
+        """Return step times in ms, and CPU time per step by thread."""
         stdin, stdout = self.pipes
         stdin.write(json.dumps([case, seconds]) + "\n")
         stdin.flush()
@@ -130,7 +130,7 @@ class Contender:
 
 
 def start(folder: Path, isa: str, settings: dict[str, object]) -> Contender:
-    """Start a contender from a checkout; raises OSError when it cannot start."""
+    """Start a contender from a checkout; raise OSError if it cannot start."""
     command = [sys.executable, "-c", CHILD, json.dumps(settings), json.dumps(CASES)]
     environment = {**os.environ, "PYTHONPATH": str(folder)} | ({"MIDSTREAM_CPU_ISA": isa} if isa else {})
     process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """Time the worker's steps in process, without scheduler or sockets: `python -m benchmarks.worker_steps`.
 
-For each batch size it prefills that many prompts, then decodes, and prints the duration of a step and the processor
-time outside the model's forward pass (rows, tensors, sampling).
+For each batch size it prefills that many prompts, then decodes, and prints the duration of a step and the CPU time
+outside the model's forward pass (rows, tensors, sampling).
 """
 
 from __future__ import annotations

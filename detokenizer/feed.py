@@ -1,8 +1,8 @@
 """The token feed: one stream to each scheduler, which carries the tokens of all requests.
 
-1. A router attaches a request; the pool sends `attach` on the feed of every scheduler (cell), since only the scheduler
-   knows which requests it has. The owner replies with `opened`, the others that they do not have it.
-2. Tokens arrive in batches, each with everything new since the last; they go straight to the request's OutputStream.
+1. A router attaches a request; the pool sends `attach` on the feed of every scheduler (cell). The one that has the
+   request replies with `opened`, the others with an error.
+2. Tokens arrive in batches, each with everything new since the last; they are passed to the request's OutputStream.
 3. When a stop word is found, `stop` is sent, and the scheduler ends the sequence like any other.
 4. When a feed breaks, it is reopened and its requests are attached again. Tokens are resent from the first one, and the
    streams drop those they already have. If the scheduler stays unreachable, the streams fail, so that their routers try
@@ -134,7 +134,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
 
     @contextlib.contextmanager
     def _for_one(self, number: int) -> Iterator[OutputStream | None]:
-        """Yield the stream with feed number `number`; an error in the body fails that stream alone."""
+        """Yield the stream with feed number `number`; an error in the body fails only that stream."""
         stream = self._streams.get(number)
         try:
             yield stream

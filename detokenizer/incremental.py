@@ -1,7 +1,7 @@
 """Incremental decoding: constant cost per token, and never a broken character.
 
-A token stands for bytes; the text is their concatenation decoded as UTF-8. So a decoder keeps only the bytes of an
-unfinished character, and the concatenated chunks equal what the tokenizer decodes from all tokens.
+A token represents bytes; the text is their concatenation decoded as UTF-8. A decoder therefore keeps only the bytes of
+an unfinished character, and the concatenated chunks equal what the tokenizer decodes from all tokens.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from midstream.extras import CONTEXT, Extras, LogProbs, Tensor, TensorCursor
 
 
 class OutputCursor:
-    """What has been received so far.
+    """Outputs received so far.
 
     Attributes:
         cumulative_log_prob: Over the output tokens whose log probabilities were received; None before the first.

@@ -1,8 +1,8 @@
-"""Finds stop words in text that arrives in pieces.
+"""Find stop words in text that arrives in pieces.
 
-The match that ends first wins; of those that end at the same place, the longest. That depends on the text alone,
-so it does not matter where tokens or chunks were cut. An Aho-Corasick automaton gives a constant cost per character,
-and its state tells exactly how much text to hold back: the longest suffix that is a prefix of a stop word.
+The match that ends first wins; of those that end at the same place, the longest. This depends only on the text, not on
+how it is split into tokens or chunks. An Aho-Corasick automaton has a constant cost per character, and its state
+determines exactly how much text to hold back: the longest suffix that is a prefix of a stop word.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class OutputStream:
 
     @property
     def is_open(self) -> bool:
-        """Whether a scheduler knows the request."""
+        """Return whether a scheduler has accepted the attachment."""
         return self._opened is not None
 
     def open(self, opened: Opened) -> None:
@@ -123,7 +123,7 @@ class OutputStream:
             self._sequences.append(sequence)
             prompt = opened.rules.prompt_ids
             if prompt:
-                # The offset may lie inside the prompt: text before it is decoded and not delivered.
+                # The offset may be inside the prompt: text before it is decoded but not sent.
                 head = SequenceText(_with_prompt(opened.rules, prompt[:offset]), self._decoders).prompt_text
                 self._add(index, sequence, 0, prompt, sequence.text.prompt_text, head)
         self._flush()

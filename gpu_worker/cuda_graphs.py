@@ -208,7 +208,7 @@ class GraphDecoder:
     def close(self) -> None:
         """Destroy all graphs, and wait until the device is done with them.
 
-        NCCL waits for the graphs that hold its operations before it ends a communicator, so call this before.
+        NCCL waits for the graphs that hold its operations before it ends a communicator, so call this first.
         """
         self.clear()
         gc.collect()

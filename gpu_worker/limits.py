@@ -30,7 +30,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> Limits:
-        """Return the limits that settings, model folder and device give.
+        """Return the limits set by settings, model folder and device.
 
         Raises:
             ConfigError: max_sequence_length exceeds the model's.

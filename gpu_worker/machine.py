@@ -1,4 +1,4 @@
-"""Report as JSON what a worker would run on in this machine: `python -m gpu_worker.machine [--limits]`.
+"""Report a worker's environment on this machine as JSON: `python -m gpu_worker.machine [--limits]`.
 
 `midstream doctor` and `midstream bench --quick` run it in a separate process, since they do not import torch.
 """

@@ -221,7 +221,7 @@ class ModelRunner:
         return launched.output
 
     def _can_run_ahead(self, prepared: PreparedStep) -> bool:
-        """Return whether the next step may be launched before the host knows what this one gives."""
+        """Return whether the next step may be launched before the host has this one's tokens."""
         rows = prepared.sampled_rows
         return (
             self.runs_ahead
@@ -401,7 +401,7 @@ class ModelRunner:
                 self._run_with_adapter()
 
     def _run_with_adapter(self) -> None:
-        """Run full batches of sequences with an adapter, if there is room for one."""
+        """Run full batches of sequences with an adapter, if it fits."""
         adapter = zero_adapter(self.model.description)
         if self.adapters.size_of(adapter) <= self.adapters.device_bytes:
             ref = self.adapters.add(adapter)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.cpu.blocks import MXFP4_LEVELS, fields_bytes, levels_of_blocks
 from kernels.cpu.linear import WeightFormat
 
-# What the codes are; four bits first.
+# Kinds of codes, four-bit ones first.
 KINDS = ("int4", "float4", "uint8", "int8", "float8")
 _KINDS = {
     WeightFormat.Q4_1: "int4",

@@ -45,7 +45,7 @@ BUILD_OF = {"amx": "avx512"}
 
 
 class BuildError(Exception):
-    """There is no compiler, or it failed; the message says which."""
+    """There is no compiler, or it failed, as stated in the message."""
 
 
 def processor_flags() -> frozenset[str]:
@@ -64,7 +64,7 @@ def builds_for(flags: frozenset[str]) -> list[str]:
 
 
 def library_path(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
-    """Return where the library of these very sources and flags lies, or would."""
+    """Return the path of the library for the current sources and flags, whether or not it exists."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())

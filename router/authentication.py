@@ -63,7 +63,7 @@ class Quota:
     """What a client may use; 0 is no limit. Enforced in router/pipeline/quotas.py.
 
     Attributes:
-        priority: Of its requests, which may ask for less; None: whatever they ask for.
+        priority: Maximum priority of its requests; None: no limit.
     """
 
     requests_per_minute: int = 0
@@ -90,7 +90,7 @@ class Caller:
 
     @property
     def owner(self) -> str:
-        """Return the owner of what the caller stores; empty where nobody is authenticated."""
+        """Return the owner of what the caller stores; empty without authentication."""
         return self.name if self.is_authenticated else ""
 
     def scope(self, request_id: str) -> str:
@@ -193,7 +193,7 @@ _Grant = tuple[frozenset[Role], Quota]
 
 
 class TokenFile(_WatchedFile[tuple[str, _Grant]]):
-    """Bearer tokens, the client ids they stand for, their roles and quotas.
+    """Bearer tokens with their client ids, roles and quotas.
 
     A line is `TOKEN CLIENT_ID [ROLE,...] [NAME=NUMBER ...]`, where TOKEN may be `sha256:` and the hexadecimal digest of
     one. Without roles it is generate and observe. Empty lines and those that begin with # are skipped.
@@ -210,7 +210,9 @@ class TokenFile(_WatchedFile[tuple[str, _Grant]]):
         return None if found is None else Caller(found[0], True, *found[1])
 
     def client(self, name: str) -> Caller | None:
-        """Return a client by name, with all roles and the quota of its first token; None where it has none any more."""
+        """Return a client by name, with all roles and the quota of its first token; None if the client has no token any
+        more.
+        """
         grants = [grant for known, grant in self.entries().values() if known == name]
         return Caller(name, True, *grants[0]) if grants else None
 
@@ -350,7 +352,7 @@ class Authenticator:
         return caller
 
     def owner(self, name: str) -> Caller | None:
-        """Return who runs what a client has stored, a batch for example; None if the client is not known any more."""
+        """Return the client that runs what an owner has stored, such as a batch; None if it is no longer known."""
         if not name:
             return Caller()
         if self._tokens is not None:
@@ -394,10 +396,10 @@ class AuthenticatedApp:
         """Wrap an application.
 
         Args:
-            app: What authenticated requests reach.
-            authenticator: Knows the callers.
+            app: The wrapped application.
+            authenticator: Authenticates callers.
             refuse: Sends the error response of a rejected request.
-            quota_headers: Returns the headers that say what is left of a caller's quota.
+            quota_headers: Returns the headers with the remaining quota of a caller.
         """
         self._app = app
         self._quota_headers = quota_headers

@@ -1,1 +1,1 @@
-"""The scheduler: owns every request and every KV block, and tells workers what to run."""
+"""The scheduler: owns every request and every KV block, and plans the workers' steps."""

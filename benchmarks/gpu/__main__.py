@@ -29,8 +29,8 @@ _RESERVE_S = 3.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts and print the table; return 0 if all limits held."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Checks and measures the GPU parts.")
+    """Run the parts and print the table; return 0 if all limits were met."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Check and measure the GPU parts.")
     parser.add_argument("--parts", default="", help=f"comma-separated, of {', '.join(PARTS)}; empty: all")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="time limit of the whole run in seconds")
     options = parser.parse_args(arguments)

@@ -45,7 +45,7 @@ class Sizes:
 
 
 def sizes_for(device: torch.device) -> Sizes:
-    """Real sizes on a GPU; tiny ones without bfloat16, which the interpreter does not multiply, on a CPU."""
+    """Return real sizes on a GPU; on a CPU tiny ones without bfloat16, which the interpreter cannot multiply."""
     if device.type == "cuda":
         return Sizes(
             device,
@@ -75,29 +75,29 @@ def check_runner_and_sampling(report: Report) -> None:
 
 
 def check_bfloat16(report: Report) -> None:
-    """Every kernel in bfloat16."""
+    """Check every kernel in bfloat16."""
     _check_dtype(report, torch.bfloat16)
 
 
 def check_float16(report: Report) -> None:
-    """Every kernel in float16."""
+    """Check every kernel in float16."""
     _check_dtype(report, torch.float16)
 
 
 def check_float32(report: Report) -> None:
-    """Every kernel in float32."""
+    """Check every kernel in float32."""
     _check_dtype(report, torch.float32)
 
 
 def check_quantized(report: Report) -> None:
-    """Attention over quantized caches."""
+    """Check attention over quantized caches."""
     sizes = _sizes()
     _check_quantized_attention(report, sizes, torch.int8, INT8_LIMIT)
     _check_quantized_attention(report, sizes, torch.float8_e4m3fn, FLOAT8_LIMIT)
 
 
 def check_invariance(report: Report) -> None:
-    """Bits of the batch-invariant kernels."""
+    """Check that results of the batch-invariant kernels are bit-identical."""
     _check_invariance(report, _sizes())
 
 
@@ -248,7 +248,7 @@ def _check_quantized_attention(report: Report, sizes: Sizes, kv: torch.dtype, li
 
 
 def _check_invariance(report: Report, sizes: Sizes) -> None:
-    """Bits of batch-invariant attention and linear layers, alone and in a batch."""
+    """Compare results of batch-invariant attention and linear layers, alone and in a batch."""
     device, heads = sizes.device, sizes.heads[0]
     batch = paged_batch([1500, 700], [1500, 700], 16)
     k, v = (cache.to(device) for cache in _cache(batch, heads, torch.bfloat16))

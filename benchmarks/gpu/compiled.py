@@ -1,11 +1,11 @@
 """Compile the Triton kernels without a GPU: `python -m benchmarks.gpu.compiled [--capability C] [NAME ...]`.
 
-`--write` compiles all cases for every capability, and writes compiled.jsonl beside this file; what is in it already,
-from the same source and types, is kept. `--check` says which cases are missing there, compiling nothing. Each version
-of Triton has its own lines.
+`--write` compiles all cases for every capability, and writes compiled.jsonl beside this file; existing entries for the
+same source and types are kept. `--check` lists the missing cases without compiling. Each version of Triton has its own
+lines.
 
 The launchers run on meta tensors at the shapes of an 8B model, and each kernel that they would start is compiled for
-compute capability 8.0, 9.0 (Hopper) or 10.0 with the tools in Triton's package. Prints one JSON object a line:
+compute capability 8.0, 9.0 (Hopper) or 10.0 with the tools in Triton's package. Prints one JSON object per line:
 registers and stack bytes of a thread, spills (local stores), shared memory of a program, and whether the matrix
 products are Hopper's own (HGMMA). It shows that kernels compile and what resources they need, not that they are
 correct.
@@ -65,7 +65,7 @@ class Compiled:
 
 
 class NoDevice:
-    """Stands in for the CUDA driver for compilation."""
+    """Stand in for the CUDA driver for compilation."""
 
     def __init__(self, capability: int = 90) -> None:
         self.capability = capability
@@ -164,7 +164,7 @@ def write_table(num_processes: int) -> None:
     used = set(itertools.chain.from_iterable(keys_of_cases().values()))
     kept = [line for line in read_table() if line["key"] in used]
     context = multiprocessing.get_context("spawn")
-    # A process keeps what it compiled, whatever it was compiled for.
+    # A process keeps everything it compiled, for all capabilities.
     for capability in CAPABILITIES:
         jobs = [(capability, case, keys) for case, keys in missing(capability).items()]
         with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
@@ -301,7 +301,7 @@ CANNOT_COMPILE = {
 
 
 def _attention_cases() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Attention of a decode step, of prompts, and of short queries over a long context."""
+    """Return attention of a decode step, of prompts, and of short queries over a long context."""
     shapes: dict[str, dict[str, Any]] = {
         f"{heads[0]}/{heads[1]} heads of {heads[2]}, {name}": {"heads": heads, "dtype": dtype}
         for heads in ((32, 8, 128), *_ODD_HEADS)

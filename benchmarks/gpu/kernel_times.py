@@ -1,4 +1,4 @@
-"""Time each kernel at the shapes of an 8B model, to see where a step's time goes. There are no limits. Two sets of
+"""Time each kernel at the shapes of an 8B model, to show how a step spends its time. There are no limits. Two sets of
 attention and linear kernels are listed side by side, to check the choice between them.
 """
 

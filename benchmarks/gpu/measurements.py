@@ -10,7 +10,7 @@ from benchmarks.gpu.timing import copy_bandwidth, matmul_rate
 
 
 def measure_ceilings(report: Report) -> None:
-    """Add the bytes that a copy moves in a second, and the operations that a matrix product does."""
+    """Measure the bytes per second of a copy and the operations per second of a matrix product."""
     report.figures["bandwidth"], report.figures["matmul"] = copy_bandwidth(), matmul_rate()
     report.note("kernels", kernels.describe(torch.device("cuda")))
     report.note("copy bandwidth", f"{report.figures['bandwidth'] / 1e12:.2f} TB/s")

@@ -114,26 +114,26 @@ class RandomWeights:
 
 
 def random_decoder(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> TorchDecoder:
-    """The native decoder of this shape."""
+    """Return the native decoder of this shape."""
     description = describe(config)
     weights = cast("DecoderWeights", RandomWeights(description, device, dtype))
     return TorchDecoder(description, weights, dtype, device)
 
 
 def weight_bytes(d: DecoderDescription, bytes_each: int) -> int:
-    """Bytes that a step must read: all matrices except the embedding, of which it reads a few rows."""
+    """Return the bytes that a step must read: all matrices except the embedding, of which it reads a few rows."""
     heads = (2 * d.num_heads + 2 * d.num_kv_heads) * d.head_dim
     layer = heads * d.hidden_size + 3 * d.intermediate_size * d.hidden_size
     return bytes_each * (d.num_layers * layer + d.vocab_size * d.hidden_size)
 
 
 def kv_bytes(d: DecoderDescription, num_tokens: int, bytes_each: int) -> int:
-    """Bytes of the keys and values of so many tokens, in all layers."""
+    """Return the size of the keys and values of this many tokens, in all layers."""
     return 2 * d.num_layers * d.num_kv_heads * d.head_dim * num_tokens * bytes_each
 
 
 def prefill_operations(d: DecoderDescription, batch_size: int, length: int) -> float:
-    """Floating-point operations of whole prompts: matrices and causal attention, and one row of logits each."""
+    """Return the floating-point operations of whole prompts: matrices, causal attention, and one row of logits each."""
     heads = (2 * d.num_heads + 2 * d.num_kv_heads) * d.head_dim
     matrices = d.num_layers * (heads * d.hidden_size + 3 * d.intermediate_size * d.hidden_size)
     attention = 4 * d.num_layers * d.num_heads * d.head_dim * length * (length + 1) / 2
@@ -141,7 +141,7 @@ def prefill_operations(d: DecoderDescription, batch_size: int, length: int) -> f
 
 
 def step_inputs(batch_size: int, num_queries: int, context: int, vocab_size: int) -> ForwardInputs:
-    """A step, on the CPU: each sequence asks for the last num_queries of its context, and samples one token."""
+    """Return a step on the CPU: each sequence queries the last num_queries of its context and samples one token."""
     num_blocks = -(-context // TOKENS_PER_BLOCK)
     order = torch.randperm(batch_size * num_blocks, dtype=torch.int32)
     tables = order.view(batch_size, num_blocks)

@@ -20,9 +20,9 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """Collects rows, prints each immediately, and knows how much time is left. Attributes: figures: Numbers that later
-    parts need: the device's bytes and operations per second.
-    file: File to which rows are appended as JSON, with the figures known so far.
+    """Collect rows, print each immediately, and track the remaining time. Attributes: figures: Numbers that later parts
+    need: the device's bytes and operations per second. file: File to which rows are appended as JSON, with the figures
+    known so far.
     """
 
     budget_s: float

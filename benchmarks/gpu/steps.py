@@ -84,7 +84,7 @@ def sizes() -> Sizes:
 
 
 class Bench:
-    """A runner over a model of random weights, and steps of it."""
+    """A runner with a model of random weights, and its steps."""
 
     def __init__(self, size: Sizes, batch_size: int, tokens_each: int, **settings: Any) -> None:
         self.size, self.batch_size = size, batch_size
@@ -146,7 +146,7 @@ class Bench:
 
 
 def _limit_s(report: Report, size: Sizes, batch_size: int, context: int) -> float:
-    """Return the time to read weights and KV once; NaN where the bandwidth is not known."""
+    """Return the time to read weights and KV once; NaN if the bandwidth is unknown."""
     num_bytes = weight_bytes(size.description, 2) + kv_bytes(size.description, batch_size * context, 2)
     return num_bytes / report.figures.get("bandwidth", float("nan"))
 

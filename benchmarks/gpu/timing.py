@@ -36,14 +36,14 @@ def graph_seconds(run: Callable[[], object], repeats: int = 20) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read plus bytes written per second by a large copy on the device."""
+    """Return the bytes read plus written per second by a large copy on the device."""
     source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / seconds(lambda: target.copy_(source))
 
 
 def matmul_rate() -> float:
-    """Floating-point operations per second of a large bf16 matrix product of random numbers."""
+    """Return the floating-point operations per second of a large bf16 matrix product of random numbers."""
     size = 8192
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)

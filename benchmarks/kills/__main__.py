@@ -1,12 +1,11 @@
 """Kill parts of a service with SIGKILL and check every output: `python -m benchmarks.kills [streams rows gaps soak]`.
 
-streams  64 streams; one process is killed every 2 s for a minute, kind by kind in turns.
-rows     8 clients with 100 requests each, for each kind of process; it is killed once in the middle.
-gaps 8 streams; the time without tokens after each kill, kind by kind, with everything ready again in between, and at
-least three streams on each of two workers. soak     ten minutes at saturation with faults, clients that leave and
-deadlines that pass: memory, and KV blocks.
+streams 64 streams; one process is killed every 2 s for a minute, each kind in turn. rows 8 clients with 100 requests
+each, for each kind of process; it is killed once in the middle. gaps 8 streams; the time without tokens after each
+kill, kind by kind, with everything ready again in between, and at least three streams on each of two workers. soak ten
+minutes at saturation with faults, clients that disconnect and deadlines that pass: memory and KV blocks.
 
-Every output is compared with that of a run in which nothing was killed, byte for byte.
+Every output is compared byte for byte with that of a run without kills.
 """
 
 from __future__ import annotations
@@ -176,7 +175,7 @@ async def run_gaps(arguments: argparse.Namespace, console: Console) -> bool:
                 windows[kind] = [await _kill_once(service, client, kind) for _ in range(arguments.kills)]
             is_over.set()
             await asking
-    # Only now the first token after a kill is known, if it arrived after the kill's window.
+    # The first token after a kill is only known now if it arrived after the kill's window.
     for kind, times in windows.items():
         table.add_row(kind, str(len(times)), *_quantiles(_gaps(ledger, questions, times)))
     console.print(table)

@@ -103,7 +103,7 @@ async def stream_until(
 
 
 def is_identical(result: Result, expected: Result) -> bool:
-    """Return whether text and tokens are identical."""
+    """Return whether text and tokens are equal."""
     return result.token_ids == expected.token_ids and result.text.encode() == expected.text.encode()
 
 

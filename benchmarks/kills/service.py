@@ -31,17 +31,17 @@ class KilledService:
         self.num_kills: dict[str, int] = {}
 
     def state(self) -> RunState:
-        """The running processes."""
+        """Return the running processes."""
         state = self._run_dir.read_state()
         assert state is not None
         return state
 
     def is_whole(self) -> bool:
-        """Whether every process is ready."""
+        """Return whether every process is ready."""
         return all(process.phase is ProcessPhase.READY and is_alive(process) for process in self.state().processes)
 
     def kill(self, kind: str) -> ProcessState:
-        """SIGKILL a process of a kind, in turn; a running one if possible."""
+        """Send SIGKILL to the next process of a kind, preferably a running one."""
         count = self.num_kills.get(kind, 0)
         self.num_kills[kind] = count + 1
         processes = self.state().of_kind(kind)
@@ -52,7 +52,7 @@ class KilledService:
         return process
 
     def pids(self) -> dict[str, int]:
-        """Of the running processes, by name."""
+        """Return the pids of the running processes, by name."""
         return {process.name: process.pid for process in self.state().processes if is_alive(process)}
 
 

@@ -1,13 +1,12 @@
-"""Run at saturation for minutes while clients leave, deadlines pass and parts die; check memory and KV blocks.
+"""Run at saturation for minutes while clients disconnect, deadlines pass and parts die; check memory and KV blocks.
 
-1. Clients send requests without a pause, more than the workers have rows for. A request runs to its end,
-   or its client leaves at a random moment, or its deadline passes; complete outputs are compared with the undisturbed
-   ones, others with their beginning.
+1. Clients send requests without a pause, more than the workers have rows for. A request runs to its end, or its client
+   disconnects at a random moment, or its deadline passes; complete outputs are compared with the undisturbed ones,
+   others with their beginning.
 2. Every `--fault-interval` seconds the second worker, detokenizer or router is killed or stopped for a while; the
-   scheduler dies once, early, so that its successor has most of the time to grow in.
-3. Memory of every process is sampled. A straight line through the samples of a life, without its beginning, gives its
-   slope.
-4. In the end everything is idle, and all blocks have come back.
+   scheduler dies once, early, so that its successor can grow for most of the time.
+3. Memory of every process is sampled. The slope is that of a line fitted to a process's samples, without the beginning.
+4. In the end everything is idle and all blocks are free.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ class Life:
 
     @property
     def settled(self) -> tuple[list[float], list[float]]:
-        """Samples after the warm-up: minutes, MiB."""
+        """Return samples after the warm-up: minutes, MiB."""
         start = self.times[0] + _WARM_UP_SHARE * (self.times[-1] - self.times[0])
         kept = [(when / 60, size / _MIB) for when, size in zip(self.times, self.sizes, strict=True) if when >= start]
         return [when for when, _ in kept], [size for _, size in kept]
 
     @property
     def slope(self) -> float:
-        """Slope in MiB per minute."""
+        """Return the slope in MiB per minute."""
         return statistics.linear_regression(*self.settled).slope
 
 
@@ -69,7 +68,7 @@ async def run_soak(model: str, seconds: float, num_clients: int, fault_interval_
     with running_service(model, 2, 2, 2, MIDSTREAM_MAX_BATCH_SIZE=str(_ROWS)) as service:
         async with AsyncClient(service.routers, unavailable_timeout_s=120) as client:
             expected = await expectations(client, questions, len(questions))
-            console.print(f"knows what {len(questions)} requests come to; {seconds:.0f} s of load begin")
+            console.print(f"have the expected output of {len(questions)} requests; {seconds:.0f} s of load begin")
             ledger, fates, is_over = Ledger(), Counter[str](), asyncio.Event()
             lives: dict[tuple[str, int], Life] = {}
             sampling = asyncio.create_task(_sample(service, lives))

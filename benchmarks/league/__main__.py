@@ -1,10 +1,11 @@
-"""What clients get when parts of a serving system fail: `python -m benchmarks.league`.
+"""Compare serving systems while their parts fail: `python -m benchmarks.league`.
 
-Each system answers the same requests: once undisturbed, then once per row with that row's fault in the middle. A row
-says how many requests came to their end, how many of them are as in the undisturbed run, and the longest pauses.
+Each system gets the same requests: once undisturbed, then once per row with that row's fault in the middle. A row shows
+how many requests completed, how many of these equal the undisturbed run, and the longest pauses.
 
-The peers' wheels are installed by `make bench-peers`; the gateway is `pip install sglang-router` in an environment of
-its own, whose Python --gateway-python names. docs/reliability.md has the table; --raw keeps the rows as JSON.
+The peers' wheels are installed by `make bench-peers`; the gateway is `pip install sglang-router` in a separate
+environment whose Python is passed as --gateway-python. The table is in docs/reliability.md; --raw stores the rows as
+JSON.
 """
 
 from __future__ import annotations
@@ -44,15 +45,17 @@ Row = dict[str, object]
 
 
 def main() -> int:
-    """Run the systems one after the other; fail if one of our rows is not whole."""
+    """Run the systems one after another; fail if one of our rows is incomplete."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("systems", nargs="*", metavar="SYSTEM", help="midstream, vllm, gateway. [midstream]")
-    parser.add_argument("--rows", default="", help="Names of rows, comma-separated. [all of a system]")
+    parser.add_argument("--rows", default="", help="Names of rows, comma-separated. [all]")
     parser.add_argument("--requests", type=int, default=800, help="Per row. [800]")
-    parser.add_argument("--at-once", type=int, default=16, help="Requests of a round. [16]")
-    parser.add_argument("--tokens", type=int, default=96, help="Output of a request. [96]")
-    parser.add_argument("--model", default="smollm2", help="What Midstream serves. [smollm2]")
-    parser.add_argument("--peers", type=Path, default=Path(".venv-peers"), help="Made by bench-peers. [.venv-peers]")
+    parser.add_argument("--at-once", type=int, default=16, help="Requests per round. [16]")
+    parser.add_argument("--tokens", type=int, default=96, help="Output tokens per request. [96]")
+    parser.add_argument("--model", default="smollm2", help="Model served by Midstream. [smollm2]")
+    parser.add_argument(
+        "--peers", type=Path, default=Path(".venv-peers"), help="Environment created by bench-peers. [.venv-peers]"
+    )
     parser.add_argument("--gateway-python", type=Path, help="Python of an environment with sglang-router.")
     parser.add_argument("--raw", type=Path, help="JSON file to add results to.")
     arguments = parser.parse_args()
@@ -84,7 +87,7 @@ def make_peer(system: str, arguments: argparse.Namespace, logs: Path) -> Peer:
 
 
 async def run_own(arguments: argparse.Namespace, logs: Path) -> list[Row]:
-    """All rows of Midstream, with two routers, detokenizers and workers."""
+    """Run all rows of Midstream, with two routers, detokenizers and workers."""
     run_dir = RunDir(logs / "midstream")
     with running_service(arguments.model, 2, 2, 2, folder=run_dir.path) as service:
         async with AsyncClient(service.routers, unavailable_timeout_s=120) as client:
@@ -99,7 +102,7 @@ async def run_own(arguments: argparse.Namespace, logs: Path) -> list[Row]:
 
 
 async def run_peer(peer: Peer, arguments: argparse.Namespace) -> list[Row]:
-    """All rows of a peer."""
+    """Run all rows of a peer."""
     with peer.running():
         async with AsyncOpenAI(base_url=f"{peer.door.url}/v1", api_key="none", max_retries=5) as client:
             return await run_rows(
@@ -115,7 +118,7 @@ async def run_rows(
     arguments: argparse.Namespace,
     configuration: list[str],
 ) -> list[Row]:
-    """The undisturbed run, then a row for each fault."""
+    """Run undisturbed, then once per fault."""
     requests = make_requests(arguments.at_once, arguments.tokens)
     print(f"{system}: undisturbed run", flush=True)
     chosen = {name.strip() for name in arguments.rows.split(",") if name.strip()} or set(faults)
@@ -138,7 +141,7 @@ async def run_rows(
 def row_of(
     system: str, name: str, requests: Sequence[Request], expected: Sequence[Outcome], outcomes: Sequence[Outcome]
 ) -> Row:
-    """One row: counts in all and by kind, the 99th percentile of each stream's longest pause, and errors."""
+    """Return one row: counts in total and by kind, the 99th percentile of each stream's longest pause, and errors."""
     counts = {kind: [0, 0, 0] for kind in KINDS}
     for request, should, did in zip(itertools.cycle(requests), itertools.cycle(expected), outcomes, strict=False):
         count = counts[request.kind]
@@ -163,7 +166,7 @@ def row_of(
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """One line per row."""
+    """Return one line per row."""
     table = Table("system", "fault", "requests", "complete", "identical", "p99 pause, s")
     for row in rows:
         table.add_row(*(str(row[key]) for key in ("system", "row", "requests", "complete", "identical", "gap_s")))

@@ -1,8 +1,8 @@
-"""One round: requests of every kind at once, a fault in the middle, and what the clients got.
+"""One round: concurrent requests of every kind, a fault in the middle, and the clients' results.
 
-Midstream is called through its own client, which resumes a stream at another router. The others are called through
-the official OpenAI client, which repeats calls that got no answer; a stream that broke off is lost, for no API
-of theirs continues it.
+Midstream is called through its own client, which resumes a stream at another router. The others are called through the
+official OpenAI client, which retries calls that got no response; a broken stream is lost, since their APIs cannot
+resume it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from midstream.client import AsyncClient, Guide, SamplingParams
 from midstream.errors import MidstreamError
 
 KINDS = ("plain", "n=3", "guided")
-# No output before this: lost.
+# A stream without output for this long is lost.
 SILENCE_S = 90.0
 _REGEX = r"[a-z ]{150,400}"
 
@@ -41,7 +41,7 @@ class Request:
 
 @dataclass
 class Outcome:
-    """What a client got: the text of each output, when something came, and why it failed."""
+    """A client's result: the text of each output, arrival times, and the error."""
 
     texts: dict[int, str] = field(default_factory=dict)
     arrivals: list[float] = field(default_factory=list)
@@ -53,7 +53,7 @@ Stream = Callable[[Request], AsyncIterator[tuple[int, str]]]
 
 
 def make_requests(count: int, max_tokens: int) -> list[Request]:
-    """Half of them plain, a quarter with three outputs, a quarter guided."""
+    """Return requests: half of them plain, a quarter with three outputs, a quarter guided."""
     kinds = ("plain", "n=3", "plain", "guided")
     return [
         Request(number, kinds[number % 4], f"Chapter {number + 1}. Once upon a time there were", max_tokens)
@@ -62,7 +62,7 @@ def make_requests(count: int, max_tokens: int) -> list[Request]:
 
 
 async def run_round(stream: Stream, requests: Sequence[Request], fault: Callable[[], None] | None) -> list[Outcome]:
-    """Send all at once; the fault comes when each has had some output."""
+    """Send all at once; inject the fault once each has had some output."""
     outcomes = [Outcome() for _ in requests]
     asking = [
         asyncio.create_task(_ask(stream, request, outcome)) for request, outcome in zip(requests, outcomes, strict=True)
@@ -87,13 +87,13 @@ async def _ask(stream: Stream, request: Request, outcome: Outcome) -> None:
     except StopAsyncIteration:
         pass
     except TimeoutError:
-        outcome.error = f"nothing for {SILENCE_S:.0f} s"
+        outcome.error = f"no output for {SILENCE_S:.0f} s"
     except (MidstreamError, openai.OpenAIError, OSError, ValueError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
 
 
 def own_stream(client: AsyncClient) -> Stream:
-    """Ask Midstream through its own client."""
+    """Call Midstream through its own client."""
 
     async def stream(request: Request) -> AsyncIterator[tuple[int, str]]:
         sampling = SamplingParams(
@@ -111,7 +111,7 @@ def own_stream(client: AsyncClient) -> Stream:
 
 
 def openai_stream(client: AsyncOpenAI) -> Stream:
-    """Ask a server over its OpenAI door."""
+    """Call a server through its OpenAI API."""
 
     async def stream(request: Request) -> AsyncIterator[tuple[int, str]]:
         is_guided = request.kind == "guided"

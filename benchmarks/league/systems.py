@@ -1,4 +1,4 @@
-"""The systems, each as processes of this machine that can be killed, stopped, ended and started again."""
+"""The systems, each as local processes that can be killed, stopped, terminated and restarted."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Its OpenAI door, without /v1."""
+        """Return the URL of its OpenAI API, without /v1."""
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it where it does not run."""
+        """Start it if it is not running."""
         if self.process is None or self.process.poll() is not None:
             self.end()
             with self.log.open("ab") as log:
@@ -54,7 +54,7 @@ class Server:
                 )
 
     def wait_until_healthy(self) -> None:
-        """Raise RuntimeError if it ends, or takes too long."""
+        """Wait until it is healthy; raise RuntimeError if it exits or takes too long."""
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < give_up_at and self.process is not None and self.process.poll() is None:
             try:
@@ -62,27 +62,27 @@ class Server:
                     return
             except OSError:
                 time.sleep(0.5)
-        raise RuntimeError(f"{self.name} is not healthy; {self.log} says why")
+        raise RuntimeError(f"{self.name} is not healthy; see {self.log}")
 
     def tree(self) -> list[psutil.Process]:
-        """Its process, and those that it started."""
+        """Return its process and all descendants."""
         assert self.process is not None
         return [self.process, *self.process.children(recursive=True)]
 
     def core(self) -> psutil.Process:
-        """The process that computes: the child that holds the most memory, or the only process."""
+        """Return the computing process: the child that uses the most memory, or the only process."""
         return max(self.tree(), key=lambda process: process.memory_info().rss)
 
     def kill_front(self) -> None:
-        """Kill the process that answers clients."""
+        """Kill the process that serves clients."""
         self.tree()[0].kill()
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM."""
         self.tree()[0].terminate()
 
     def end(self) -> None:
-        """Kill all of it, also children whose parent is gone."""
+        """Kill all of it, including children whose parent is gone."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -94,7 +94,7 @@ class Peer:
 
     Attributes:
         servers: In the order in which they start.
-        faults: By the row's name.
+        faults: By name of the row.
     """
 
     def __init__(self, name: str, servers: list[Server], faults: dict[str, Fault], door: Server) -> None:
@@ -104,7 +104,7 @@ class Peer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Start all, and kill all in the end."""
+        """Start all; kill all on exit."""
         try:
             self.restore()
             yield
@@ -113,7 +113,7 @@ class Peer:
                 server.end()
 
     def restore(self) -> None:
-        """Start what a fault ended, and wait until all are healthy."""
+        """Restart what a fault ended, and wait until all are healthy."""
         for server in self.servers:
             server.start()
         for server in self.servers:
@@ -121,7 +121,7 @@ class Peer:
 
 
 def vllm_server(python: Path, model: Path, port: int, cores: str, logs: Path) -> Server:
-    """vLLM's CPU build behind its OpenAI server."""
+    """Return vLLM's CPU build with its OpenAI server."""
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--model", str(model), "--served-model-name", "model", "--dtype", "bfloat16"]
     command += ["--max-model-len", "2048", "--max-num-seqs", "64"]
@@ -130,7 +130,7 @@ def vllm_server(python: Path, model: Path, port: int, cores: str, logs: Path) ->
 
 
 def vllm(python: Path, model: Path, port: int, logs: Path) -> Peer:
-    """One vLLM server: an API process and the engine core, which is the scheduler and the worker in one."""
+    """Return one vLLM server: an API process and the engine core, which is both scheduler and worker."""
     server = vllm_server(python, model, port, "0-1", logs)
     faults = {
         "worker stands still": lambda: stand_still(server.core()),
@@ -142,7 +142,7 @@ def vllm(python: Path, model: Path, port: int, logs: Path) -> Peer:
 
 
 def gateway(python: Path, launcher: Path, model: Path, port: int, logs: Path) -> Peer:
-    """SGLang's model gateway in front of two vLLM servers, with its retries and health checks."""
+    """Return SGLang's model gateway in front of two vLLM servers, with its retries and health checks."""
     workers = [vllm_server(python, model, port + 1 + number, str(number), logs) for number in range(2)]
     command = [str(launcher), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--policy", "round_robin", "--health-check-interval-secs", "2", "--worker-startup-timeout-secs", "900"]
@@ -158,7 +158,7 @@ def gateway(python: Path, launcher: Path, model: Path, port: int, logs: Path) ->
 
 
 def own_faults(service: KilledService, run_dir: RunDir) -> dict[str, Fault]:
-    """The faults of `midstream serve` with two of each part but the scheduler."""
+    """Return the faults of `midstream serve` with one scheduler and two of each other part."""
 
     def upgrade() -> None:
         for kind in ("gpu_worker", "scheduler", "detokenizer", "router"):
@@ -181,7 +181,7 @@ def own_faults(service: KilledService, run_dir: RunDir) -> dict[str, Fault]:
 
 
 def stand_still(process: psutil.Process) -> None:
-    """SIGSTOP, and SIGCONT ten seconds later."""
+    """Send SIGSTOP, and SIGCONT ten seconds later."""
     process.send_signal(signal.SIGSTOP)
     time.sleep(STALL_S)
     process.send_signal(signal.SIGCONT)
@@ -205,4 +205,4 @@ def _wait_for_successor(service: KilledService, name: str, pid: int) -> None:
         if process.pid not in (0, pid) and service.is_whole():
             return
         time.sleep(0.1)
-    raise RuntimeError(f"{name} did not come back")
+    raise RuntimeError(f"{name} was not restarted")

@@ -1,6 +1,7 @@
 """A peer's process: opens one peer, runs workloads as they arrive, and prints each one's figures as a line of JSON.
 
-python -m peers.child NAME HOME MODEL_FOLDER, with a workload per line of standard input; it ends with its input.
+python -m peers.child NAME HOME MODEL_FOLDER, with one workload per line of standard input; it exits at the end of its
+input.
 """
 
 from __future__ import annotations

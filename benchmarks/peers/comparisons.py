@@ -39,8 +39,8 @@ class Ratio:
         peer: The best of the peers.
         best: Our best round over the peer's best.
         median: Of the ratios within each round, as are lowest and highest.
-        in_processor_time: Median of the peer's processor time over ours, which other work hardly changes; None
-            where one is not known.
+        in_processor_time: Median of the peer's CPU time over ours, which other work hardly affects; None if one is
+            unknown.
     """
 
     comparison: Comparison
@@ -72,7 +72,7 @@ COMPARISONS = (
 
 
 def median_figure(measurements: Sequence[Measurement], peer: str, workload: str) -> float | None:
-    """Median throughput of a peer; None where it has none."""
+    """Return a peer's median throughput; None if it has none."""
     values = by_round(measurements, peer, workload, _tokens_per_s)
     return statistics.median(values.values()) if values else None
 
@@ -97,7 +97,7 @@ def ratio_of(comparison: Comparison, measurements: Sequence[Measurement]) -> Rat
 def _ratios(
     measurements: Sequence[Measurement], comparison: Comparison, peer: str, value: Callable[[Figures], float | None]
 ) -> list[float]:
-    """Ours over the peer's in each round that has both."""
+    """Return our figure over the peer's in each round that has both."""
     ours = by_round(measurements, comparison.ours, comparison.workload, value)
     theirs = by_round(measurements, peer, comparison.workload, value)
     return [ours[number] / theirs[number] for number in ours if number in theirs]
@@ -106,7 +106,7 @@ def _ratios(
 def by_round(
     measurements: Sequence[Measurement], peer: str, workload: str, value: Callable[[Figures], float | None]
 ) -> dict[int, float]:
-    """A figure of one peer and workload in each round that has it."""
+    """Return a figure of one peer and workload in each round that has it."""
     values = {it.round: value(it.figures) for it in measurements if it.peer == peer and it.figures.workload == workload}
     return {number: figure for number, figure in values.items() if figure is not None}
 
@@ -116,10 +116,10 @@ def _tokens_per_s(figures: Figures) -> float:
 
 
 def _gap_rate(figures: Figures) -> float | None:
-    """1 over the 99th percentile of the gap, so that higher is better here too."""
+    """Return 1 over the 99th percentile of the gap, so that higher is better."""
     return 1.0 / figures.inter_token_ms[1] if figures.inter_token_ms else None
 
 
 def _processor_rate(figures: Figures) -> float | None:
-    """All in a round have the same number of tokens."""
+    """Return the rate per CPU second; all runs of a round have the same number of tokens."""
     return 1.0 / figures.processor_s if figures.processor_s else None

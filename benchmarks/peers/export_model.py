@@ -2,7 +2,7 @@
 
 python export_model.py MODEL_FOLDER OUTPUT
 
-The weights are those of the GGUF file, dequantized and rounded to bf16, so that all run the same model.
+The weights are those of the GGUF file, dequantized and rounded to bf16, so that all peers run the same model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 
 def export(source: Path, target: Path) -> None:
-    """Writes `target` from `source`, a model folder with model.gguf."""
+    """Write `target` from `source`, a model folder with model.gguf."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 

@@ -1,4 +1,4 @@
-"""Install peers. Each step runs once and leaves a mark, which is invalid if its commands change."""
+"""Install peers. Each step runs once and leaves a marker, which becomes invalid if its commands change."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _key(step: Step) -> str:
 
 
 def make_paths(home: Path, model: str) -> Paths:
-    """The paths for comparing on `model`, which must be the GGUF file's folder.
+    """Return the paths for comparing on `model`, which must be the GGUF file's folder.
 
     Raises:
         ConfigError: The model is not there.

@@ -14,7 +14,7 @@ from importlib import metadata
 
 
 def without(requirements: Iterable[str], left_out: Collection[str]) -> list[str]:
-    """The requirements, less those of extras and of the packages left out."""
+    """Return the requirements without those of extras and without the excluded packages."""
     kept = []
     for line in requirements:
         name = re.match(r"[\w.-]+", line)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
-# Flags of /proc/cpuinfo by which kernels are chosen.
+# Flags in /proc/cpuinfo that select kernels.
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 
 

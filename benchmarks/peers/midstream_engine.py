@@ -1,6 +1,6 @@
 """Midstream's worker alone, in process, without router, scheduler, detokenizer or sockets: the reference for the
-service. A request waits until a row and KV blocks are free; its prompt runs in chunks in the tokens that decodes leave
-of each step; then it takes part in every step until its last token, and releases row and blocks.
+service. A request waits until a row and KV blocks are free; its prompt runs in chunks within the tokens that decodes
+leave free in each step; then it is part of every step until its last token, and frees row and blocks.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Loop:
         )
 
     def _admit(self, budget: int) -> list[Running]:
-        """Starts waiting requests whose prompts find room in this step, in order."""
+        """Start waiting requests whose prompts fit in this step, in order."""
         added = []
         while self._waiting and self._free_rows and budget > 0:
             request = self._waiting[0]
@@ -152,5 +152,5 @@ class _Loop:
 
 
 def _left(sequence: Running) -> int:
-    """Prompt tokens that did not run yet."""
+    """Return the number of prompt tokens not yet computed."""
     return len(sequence.request.token_ids) - sequence.num_prefilled

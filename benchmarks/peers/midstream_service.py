@@ -18,7 +18,7 @@ from .streams import Stream, stream_figures
 
 @dataclass(frozen=True, slots=True)
 class MidstreamService:
-    """The service as `midstream up` starts it.
+    """The service as started by `midstream up`.
 
     Attributes:
         weights: Storage type in the worker; auto: 4 bits, as in the file.
@@ -60,7 +60,7 @@ class MidstreamService:
 
 
 def own_python(_: Paths) -> Path:
-    """The interpreter of our own environment, in which the comparison itself runs."""
+    """Return the interpreter of our own environment, in which the comparison runs."""
     return Path(sys.executable)
 
 

@@ -43,7 +43,7 @@ class Workload:
 
     @property
     def num_counted_tokens(self) -> int:
-        """Tokens that the throughput counts."""
+        """Return the number of tokens counted for throughput."""
         return sum(len(it.token_ids) if self.counts_input else it.max_tokens for it in self.requests)
 
 
@@ -55,7 +55,7 @@ class Figures:
         tokens_per_s: Output tokens (prefill: prompt tokens) per second, from the first start to the last end.
         ttft_ms: Time to first token at p50 and p99; None if single tokens are not observed.
         inter_token_ms: Gap between tokens of one stream at p50 and p99.
-        processor_s: Processor seconds of all its processes together; 0: unknown.
+        processor_s: CPU seconds of all its processes; 0: unknown.
     """
 
     workload: str
@@ -80,22 +80,22 @@ class Paths:
 
     @property
     def gguf(self) -> Path:
-        """The weights as they were published, 4 bits each."""
+        """Return the published weights, with 4 bits each."""
         return self.model_folder / "model.gguf"
 
     @property
     def bf16(self) -> Path:
-        """The same model as a Hugging Face folder of bf16 weights."""
+        """Return the same model as a Hugging Face folder of bf16 weights."""
         return self.home / "models" / "bf16"
 
     def python(self, environment: str) -> Path:
-        """Interpreter of an environment."""
+        """Return the interpreter of an environment."""
         return self.home / environment / "bin" / "python"
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Commands that install something; done once, and again only when they change."""
+    """Commands that install something; run once, and again only when they change."""
 
     title: str
     commands: tuple[tuple[str, ...], ...]
@@ -136,17 +136,17 @@ class Peer(Protocol):
 
 
 def new_environment(paths: Paths, environment: str) -> tuple[str, ...]:
-    """The command that makes a virtual environment."""
+    """Return the command that creates a virtual environment."""
     return (sys.executable, "-m", "venv", str(paths.home / environment))
 
 
 def pip_install(paths: Paths, environment: str, *words: str) -> tuple[str, ...]:
-    """The command that installs packages into an environment."""
+    """Return the command that installs packages into an environment."""
     return (str(paths.python(environment)), "-m", "pip", "install", *words)
 
 
 def export_step(paths: Paths) -> Step:
-    """Writes the model as bf16, with our own environment's transformers."""
+    """Return the step that writes the model as bf16, with our own environment's transformers."""
     script = str(Path(__file__).with_name("export_model.py"))
     return Step("Write the model as bf16", ((sys.executable, script, str(paths.model_folder), str(paths.bf16)),))
 

@@ -1,6 +1,6 @@
-"""Processor time of a peer and all processes that it started, including detached ones (a service's). Other work on the
-machine prolongs a run but hardly changes its processor time, which can therefore be compared on a shared machine. Needs
-only the standard library.
+"""CPU time of a peer and all processes that it started, including detached ones (of a service). Other work on the
+machine prolongs a run but hardly affects its CPU time, which can therefore be compared on a shared machine. Needs only
+the standard library.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-MARK = "BENCHMARK_RUN"  # settings of ours begin with MIDSTREAM_, and an unknown one is refused
+MARK = "BENCHMARK_RUN"  # our settings begin with MIDSTREAM_, and unknown ones are rejected
 
 
 def mark_processes() -> None:
-    """Mark the environment of all processes that this one and its children start from now on."""
+    """Mark the environment of all processes that this process and its children start from now on."""
     os.environ[MARK] = str(os.getpid())
 
 
@@ -38,5 +38,5 @@ def processor_seconds() -> float:
 
 
 def _seconds(stat: list[str]) -> float:
-    """utime, stime and those of the children that ended."""
+    """Return utime plus stime, including ended children."""
     return sum(map(int, stat[11:15])) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""transformers' `generate`: no batching of its own, so prompts are padded into static batches."""
+"""transformers' `generate`: it has no continuous batching, so prompts are padded into static batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Transformers:
     """One number format of weights and computation."""
 
     dtype: str
-    # Static batches of unequal output lengths would measure the padding.
+    # With unequal output lengths, static batches would measure the padding.
     workloads: Sequence[str] = ("single", "mixed", "prefill")
 
     @property

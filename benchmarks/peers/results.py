@@ -1,4 +1,4 @@
-"""Measurements on disk, so that a comparison can be made in several sessions."""
+"""Stored measurements, so that a comparison can be made in several sessions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_results(path: Path) -> list[Measurement]:
 
 
 def write_results(measurements: Sequence[Measurement], path: Path) -> None:
-    """Writes measurements as JSON."""
+    """Write measurements as JSON."""
     path.write_text(json.dumps([asdict(it) for it in measurements], indent=1) + "\n", encoding="utf-8")
 
 

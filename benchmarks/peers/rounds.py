@@ -1,7 +1,8 @@
 """Run short workloads in turn on peers that stay loaded, for several rounds.
 
-All get the same token ids in a round, and other ones in the next, so that prefix caches do not help. A workload runs on
-all peers before the next one begins, so that compared runs are seconds apart, and each round begins with another peer.
+All get the same token ids in a round, and different ones in the next, so that prefix caches have no effect. A workload
+runs on all peers before the next one begins, so that compared runs are seconds apart, and each round begins with a
+different peer.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def round_workload(name: str, round_number: int, *, is_quick: bool = False) -> W
 
 
 def warm_up() -> Workload:
-    """Return a warm-up workload with tokens that no round has, to exclude compilation and allocation on first use."""
+    """Return a warm-up workload with tokens that no round uses, to exclude compilation and allocation on first use."""
     generator = random.Random("warm-up")
     mixed = [workloads.BenchRequest(it.token_ids, 8) for it in workloads.mixed(generator).requests[:16]]
     long = workloads.uniform(generator, 1, 1024, 8, 1).requests
@@ -161,9 +162,9 @@ def run_rounds(
 
     Args:
         peers: All are loaded at the same time.
-        names: Of workloads.
-        numbers: Of rounds.
-        paths: Where things are.
+        names: Names of workloads.
+        numbers: Numbers of rounds.
+        paths: Paths of the comparison.
         on_done: Called with each measurement.
         on_load: Called before a peer is loaded.
         is_quick: Shorten the workloads.
@@ -206,8 +207,8 @@ def run_rounds(
 
 
 def _busy_cores() -> float:
-    """Return the cores that all programs keep busy while this one waits; a load average would include the previous
-    peer.
+    """Return the number of cores that all programs keep busy while this one waits; a load average would include the
+    previous peer.
     """
     return sum(psutil.cpu_percent(_BUSY_INTERVAL_S, percpu=True)) / 100
 
@@ -218,4 +219,4 @@ def _status(code: int) -> str:
 
 def _last_words(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1][:_REASON_LENGTH] if lines else "it said nothing"
+    return lines[-1][:_REASON_LENGTH] if lines else "it printed nothing"

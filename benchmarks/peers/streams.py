@@ -10,7 +10,7 @@ from .peer import Figures, Workload
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One request as its client saw it; times in seconds.
+    """One request as seen by its client; times in seconds.
 
     Attributes:
         arrivals: Time and number of tokens of each chunk.
@@ -25,7 +25,7 @@ def stream_figures(workload: Workload, streams: Sequence[Stream], duration_s: fl
     for request, stream in zip(workload.requests, streams, strict=True):
         count = sum(count for _, count in stream.arrivals)
         if count != request.max_tokens:
-            raise ValueError(f"{count} tokens came, {request.max_tokens} were asked for")
+            raise ValueError(f"got {count} tokens instead of {request.max_tokens}")
     first = [(stream.arrivals[0][0] - stream.started) * 1e3 for stream in streams]
     gaps = [gap for stream in streams for gap in _inter_token_gaps_ms(stream)]
     return Figures(
@@ -45,6 +45,6 @@ def _inter_token_gaps_ms(stream: Stream) -> list[float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value at `share` (0..1) by nearest rank."""
+    """Return the value at `share` (0..1) by nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,4 +1,4 @@
-"""vLLM's CPU build: how it is installed, and the settings that both ways of running it share."""
+"""vLLM's CPU build: its installation, and settings shared by both ways of running it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .peer import ALL_WORKLOADS, NUM_THREADS, Paths, Step, export_step, new_envi
 
 ENVIRONMENT = "vllm"
 MAX_SEQUENCE_LENGTH = 2048
-# Without the first two it uses a single core.
+# Without the first two it uses only one core.
 SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": f"0-{NUM_THREADS - 1}",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -22,7 +22,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Vllm:
-    """One number format of weights and computation; where it is installed, and how."""
+    """One number format of weights and computation, with its installation."""
 
     dtype: str
     workloads: Sequence[str] = ALL_WORKLOADS

@@ -1,4 +1,4 @@
-"""vLLM's HTTP server, measured by clients: streamed completions of token ids."""
+"""vLLM's HTTP server, measured by clients with streamed completions of token ids."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The worker's state of each sequence, as dense arrays with one row per sequence.
 
-The state depends only on what the scheduler sent and on the tokens since, so any worker can rebuild a row.
+The state depends only on the scheduler's messages and the tokens since, so any worker can rebuild a row.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class KvCache:
 
     @property
     def store(self) -> KvStore | None:
-        """The store that the pool is in; None: it is in memory of this process alone."""
+        """Return the store that contains the pool; None if it is in private memory."""
         return self._store if self._memory is not None else None
 
     @property
@@ -131,7 +131,7 @@ class KvCache:
             self._store.close()
 
     def adopt(self, hashes: NDArray[np.uint64], targets: IntArray) -> IntArray:
-        """Fill blocks with what was fetched, from tiers, or from dead workers' pools; return those that were not found.
+        """Fill blocks with fetched data, from tiers, or from dead workers' pools; return those that were not found.
 
         Args:
             hashes: [N], hashes of the blocks.

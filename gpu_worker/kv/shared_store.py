@@ -1,4 +1,4 @@
-"""KV pools in shared memory that outlast their processes, so that other workers on the host can reuse their blocks.
+"""KV pools in shared memory that survive their processes, so that other workers on the host can reuse their blocks.
 
 Each pool is a file in one shared-memory folder: the hashes of its blocks, then its keys, then its values. A worker
 holds a lock on its file, which the kernel releases when the process ends for any reason; until then no other process
@@ -108,7 +108,7 @@ class KvStore:
         threading.Thread(target=self._keep_clean, name="kv-store", daemon=True).start()
 
     def make_pool(self, num_blocks: int, layer_block_bytes: int) -> PoolMemory | None:
-        """Return zeroed memory for this process's pool; None if the folder has no room for it."""
+        """Return zeroed memory for this process's pool; None if the folder has no space for it."""
         self._layer_block_bytes = layer_block_bytes
         size = _size(num_blocks, self._num_layers, layer_block_bytes)
         try:

@@ -1,4 +1,4 @@
-"""Tiers below the KV pool: blocks in host memory and on disk, which outlast eviction from the pool and the processes.
+"""Tiers below the KV pool: blocks in host memory and on disk, which survive eviction from the pool and the processes.
 
 A tier is a folder, in shared memory or on a disk, with one file per block, named by the scheduler's hash of its
 contents. The file's header repeats the kind and the hash, and a checksum covers header and contents. It is verified

@@ -1,12 +1,12 @@
-"""Blocks on their way from a prefill worker to a decode worker.
+"""Transfer of blocks from a prefill worker to a decode worker.
 
-The decode worker fetches: a thread asks the worker that the scheduler names, verifies each block by its checksum, and
-holds it until a step adopts it. A BlockTransport gets the bytes: between hosts over ZeroMQ, on one host by reading the
-other worker's pool in shared memory. Another one, for memory that a network card reaches by itself, would implement the
-same protocol.
+The decode worker fetches: a thread requests blocks from the worker named by the scheduler, verifies each by its
+checksum, and holds it until a step adopts it. A BlockTransport transfers the bytes: between hosts over ZeroMQ, on one
+host by reading the other worker's pool in shared memory. Another transport, such as RDMA, would implement the same
+protocol.
 
-Fetching is resumed block by block: what has arrived is kept, and only the rest is asked for again. A worker that does
-not answer in time has no blocks. Nothing here is needed for a right answer.
+Fetching resumes block by block: received blocks are kept, and only the rest is requested again. A worker that does not
+answer in time counts as having no blocks. Correct output never depends on a transfer.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class BlockServer:
             yield reply
 
     def count(self, metrics: Metrics) -> None:
-        """Export what was sent as metrics."""
+        """Export the sent amounts as metrics."""
         for attribute, name, text in (
             ("num_sent", "worker_kv_sent_blocks", "KV blocks that other workers fetched."),
             ("sent_bytes", "worker_kv_sent_bytes", "Bytes of KV blocks that other workers fetched."),
@@ -216,7 +216,7 @@ class ZmqTransport:
             raise TransferError(f"cannot connect: {error}") from None
 
     def fetch(self, hashes: Sequence[int]) -> Iterator[tuple[int, Bytes | None, bytes]]:
-        """Yield blocks as BlockTransport says."""
+        """Yield blocks as specified by BlockTransport."""
         request = blocks_pb2.BlockRequest(
             token=self._source.token, kind=self._kind, hashes=hashes, in_place=self._store is not None
         )
@@ -306,13 +306,13 @@ class BlockFetcher:
         self._thread.start()
 
     def begin_epoch(self, epoch: int) -> None:
-        """Drop what is held and asked for: the scheduler knows of none of it."""
+        """Drop all held and requested blocks; the scheduler does not know about them."""
         with self._lock:
             self._epoch = epoch
             self._held.clear()
 
     def fetch(self, epoch: int, hashes: Sequence[int], kv_store: str, kv_source: str) -> None:
-        """Fetch blocks of the worker that registered with these; `reports` tells the outcome."""
+        """Fetch blocks from the worker registered with this address; `reports` receives the outcome."""
         self._jobs.put(_Job(epoch, tuple(hashes), kv_store, kv_source))
 
     def reports(self) -> Iterator[Fetched]:
@@ -334,7 +334,7 @@ class BlockFetcher:
         return np.array(missing, dtype=np.int32)
 
     def close(self) -> None:
-        """Stop; what is held is dropped."""
+        """Stop; held blocks are dropped."""
         self._jobs.put(None)
         self._thread.join()
         self._context.destroy(linger=0)
@@ -406,7 +406,7 @@ class BlockFetcher:
             transport.close()
 
     def count(self, metrics: Metrics) -> None:
-        """Export what was fetched as metrics."""
+        """Export the fetched amounts as metrics."""
         for attribute, name, text in (
             ("num_fetched", "worker_kv_fetched_blocks", "KV blocks fetched from other workers."),
             ("fetched_bytes", "worker_kv_fetched_bytes", "Bytes of KV blocks fetched from other workers."),

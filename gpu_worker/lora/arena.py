@@ -1,11 +1,11 @@
 """Adapters of the PyTorch decoder: one buffer on the device, allocated before the KV pool and the CUDA graphs.
 
-An adapter's pairs lie one after another in the buffer, each with a rank padded as `padded_rank` says, so that the order
-of summation does not depend on which other adapters are in the batch. It has a slot: a row of a table on the device
-that says where each pair lies. Steps name adapters by slot, so recorded graphs serve any of them.
+An adapter's pairs are consecutive in the buffer, each with a rank padded by `padded_rank`, so that the order of
+summation does not depend on which other adapters are in the batch. It has a slot: a row of a table on the device with
+the position of each pair. Steps name adapters by slot, so recorded graphs serve any of them.
 
-Nothing here waits for the device. Copies and moves are queued behind the steps that were launched before, which still
-see the buffer as it was.
+Nothing here waits for the device. Copies and moves are queued after the steps launched before, which still see the old
+contents of the buffer.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class AdapterArena:
         """Start copying an adapter to the device.
 
         Raises:
-            OverloadedError: The adapters that are there leave no room.
+            OverloadedError: The adapters in use leave no space.
         """
         packed = self.pack(adapter) if adapter.packed is None else adapter.packed
         size = len(packed.values)
@@ -123,7 +123,7 @@ class AdapterArena:
         self._free_slots.append(slot)
 
     def _gap(self, size: int) -> int | None:
-        """Return the first place with room for `size` numbers."""
+        """Return the first gap with space for `size` numbers."""
         end = 0
         for start, held, _ in self._held.values():
             if start - end >= size:

@@ -1,12 +1,13 @@
-"""Cache adapters: on the host as they were read, on the device as the model uses them.
+"""Cache adapters: on the host as read, on the device in the model's format.
 
-The life of an adapter:
+The lifecycle of an adapter:
 
 1. LoadLoraAdapter, or a step that adds a sequence with it, names it. The link's thread requests it (`load`,
    `prefetch`), and a reader thread reads its files while the previous step still runs.
 2. The compute loop acquires it for a row (`acquire`): it is placed on the device and pinned there until the row
    releases it. The scheduler runs no more adapters at a time than fit.
-3. Unused adapters stay until room is needed; eviction is least recently used first, separately on host and device.
+3. Unused adapters are kept until space is needed; the least recently used is evicted first, separately on host and
+   device.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class AdapterCache(Generic[P]):
                 self._read_soon(ref)
 
     def unload(self, fingerprint: str) -> None:
-        """Drop an adapter from the host now, and from the device when the compute loop next needs room."""
+        """Drop an adapter from the host now, and from the device when the compute loop next needs space."""
         with self._lock:
             self._host.pop(fingerprint, None)
             self._unloaded.add(fingerprint)
@@ -107,7 +108,7 @@ class AdapterCache(Generic[P]):
         Raises:
             InvalidArgumentError: The folder can no longer be read.
             NotFoundError: The folder now holds another adapter.
-            OverloadedError: The adapters in use leave no room.
+            OverloadedError: The adapters in use leave no space.
         """
         placed = self._device.get(ref.fingerprint)
         if placed is None:

@@ -1,7 +1,7 @@
 """Read an adapter from a folder in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-The files are untrusted: nothing in them is executed, sizes are checked before anything is read, and settings that
-would give other results than PEFT are rejected by name.
+The files are untrusted: nothing in them is executed, sizes are checked before anything is read, and settings with which
+the results would differ from PEFT's are rejected by name.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class _Lora:
         }
         for name, value in config.items():
             is_known = name in _KNOWN and (name != "init_lora_weights" or value in _INITS)
-            # PEFT sets it for layers whose matrices lie as [inputs, outputs]; its own two lie as always.
+            # PEFT sets it for layers whose matrices are stored as [inputs, outputs]; its own two are always stored the
+            # same way.
             is_known = is_known or (name == "fan_in_fan_out" and bool(names.transposed))
             if not is_known and value not in _OFF:
                 reason = _NO_EXPERTS if name == "target_parameters" else "is not supported"
@@ -161,7 +162,7 @@ class _Lora:
         self._alpha = self._number("lora_alpha", config.get("lora_alpha"))
 
     def layers(self) -> tuple[Mapping[str, LoraPair], ...]:
-        """Return the pairs of each layer; raise if a tensor is missing or left over."""
+        """Return the pairs of each layer; raise if a tensor is missing or unexpected."""
         left, layers = set(self._tensors), []
         expected = self._expected()
         for i in range(self._num_layers):

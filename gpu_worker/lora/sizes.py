@@ -39,7 +39,7 @@ def device_cache_bytes(
         raise ConfigError("must be in [0, 1]", field="lora_device_cache_percent")
     if config.lora_num_device_module_layer:
         return config.lora_num_device_module_layer * module_layer_elements(description) * element_bytes
-    # On a GPU the memory is taken now, and the share is one of what the KV pool will leave.
+    # On a GPU the memory is allocated now, and the share is relative to the memory that the KV pool will leave.
     left = 1.0 - config.free_memory_fraction if device.type == "cuda" else 1.0
     return int(free_memory_bytes(device) * left * config.lora_device_cache_percent)
 

@@ -309,12 +309,12 @@ class TorchDecoder:
     def _fed_forward(
         self, layer: _Layer, x: Tensor, mixed: Tensor | None, residual: Tensor, add_lora: AddLora | None
     ) -> tuple[Tensor, Tensor]:
-        """Return what is still to be added to the residual stream after the feed-forward network, and that stream.
+        """Return the output of the feed-forward network, to be added to the residual stream, and that stream.
 
         Args:
             layer: A layer.
             x: Its normed input.
-            mixed: What its attention gave; None: it has none.
+            mixed: The output of its attention; None: it has none.
             residual: The stream before it.
             add_lora: Adapters.
         """

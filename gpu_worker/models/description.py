@@ -201,27 +201,29 @@ class DecoderDescription:
         norm_offset: Added to the norms' weights.
         has_norm_bias: Norms of the residual stream have biases.
         position_offset: Each embedding has row position_offset + position of a learned table added; None: it has not.
-        norm_place: Norms stand before attention and feed-forward network, after them, or both.
+        norm_place: Norms are before attention and feed-forward network, after them, or both.
         is_parallel: Attention and feed-forward network read the same normed input.
         qk_norm: Norm of queries and keys: of each head, or of all heads of a token together.
         has_unit_qk_norm: Rotated queries and keys are brought to unit root mean square (Llama 4).
         rotary: By layer; None: no rotary embedding.
         windows: By layer, the tokens attended to; None: all.
-        num_sink_tokens: First tokens of a sequence that layers with a window attend to beside it.
+        num_sink_tokens: First tokens of a sequence that layers with a window also attend to.
         chunks: By layer, attention does not look past multiples of so many positions; None: it does.
         scale: Factor of the attention scores.
         softcap: Bends attention scores s to softcap * tanh(s / softcap); 0: it does not.
         has_sinks: Each query head has one more score, which takes weight but has no value.
-        has_output_gate: What attention gives is weighed by a sigmoid; queries and gates of a head lie side by side.
-        recurrent: By layer, what replaces attention; None: nothing. All are of one kind and size.
-        is_side_by_side: Every layer has attention and what is recurrent, over the same input; their outputs are added.
-        attention_output_scale: Factor of what attention gives.
+        has_output_gate: The output of attention is multiplied by a sigmoid gate; queries and gates of a head are
+            adjacent.
+        recurrent: By layer, the replacement of attention; None: none. All are of one kind and size.
+        is_side_by_side: Every layer has both attention and a recurrent part, over the same input; their outputs are
+            added.
+        attention_output_scale: Factor of the output of attention.
         ffn_gate_scale, ffn_output_scale: Factors of a plain feed-forward network's gates and output.
-        parts: By layer, whether it has attention (or what stands in its place), a feed-forward network, or both.
+        parts: By layer, whether it has attention (or its replacement), a feed-forward network, or both.
         mixtures: By layer; None: a plain feed-forward network.
         has_gated_ffn: Feed-forward networks and experts multiply the activation by a second product.
-        embedding_scale, residual_scale, logits_scale: Factors of embeddings, of what is added to the residual stream,
-            and of the logits.
+        embedding_scale, residual_scale, logits_scale: Factors of embeddings, of additions to the residual stream, and
+            of the logits.
         logits_softcap: As `softcap`, of the logits.
         has_mlp_bias: Plain feed-forward networks have biases.
     """

@@ -159,7 +159,7 @@ class CpuDecoder:
         return self.logits(hidden if len(inputs.sampled) == len(hidden) else hidden[inputs.sampled])
 
     def choose(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
-        """Run a whole greedy step in one call of the kernels; return None if the step needs more than that."""
+        """Run a whole greedy step in one call of the kernels; return None if the step needs more."""
         if self._table is None or inputs.virtual is not None or not len(inputs.sampled):
             return None
         assert self._native is not None

@@ -220,7 +220,7 @@ class TransformersDecoder:
             device: Compute device.
             weights: How matrices are stored: auto (as `dtype`), f32, bf16 (rounded) or int8.
             max_attention_window: Upper limit of the tokens that a layer attends to; 0: the model's own.
-            sink_token_length: First tokens that layers attend to beside their window.
+            sink_token_length: First tokens that layers attend to in addition to their window.
 
         Raises:
             ConfigError: Weights are missing or of another shape.
@@ -359,7 +359,7 @@ def _load(folder: ModelFolder, dtype: torch.dtype) -> Any:
 
 
 def _config_of(folder: ModelFolder) -> Any:
-    """Return transformers' configuration object for config.json; None if it does not know the architecture."""
+    """Return transformers' configuration object for config.json; None if the architecture is unknown."""
     try:
         return transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, RuntimeError):
@@ -414,6 +414,6 @@ def _max_sequence_length(config: Any) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and original:
-        # Beyond it transformers uses other angles for the whole batch.
+        # Beyond this, transformers uses different angles for the whole batch.
         return min(int(original), int(config.max_position_embeddings))
     return int(config.max_position_embeddings)

@@ -34,7 +34,7 @@ class FrameSender:
         self._size, self._end = num_bytes, 0
         self._memory: mmap.mmap | None = None
         if self._local:
-            # Without a name, so that a killed process leaves nothing behind.
+            # Unnamed, so that a killed process leaves nothing behind.
             handle = os.memfd_create("midstream-steps")
             os.ftruncate(handle, num_bytes)
             self._memory = mmap.mmap(handle, num_bytes)

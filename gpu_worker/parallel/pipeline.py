@@ -31,7 +31,7 @@ class StageLinks(Protocol):
 
 
 class GroupLinks(StageLinks, Protocol):
-    """Links between stages that know this rank's place."""
+    """Links between stages."""
 
     ranks: Ranks
     device: torch.device

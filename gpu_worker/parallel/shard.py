@@ -24,7 +24,7 @@ class Shard:
 
     Attributes:
         whole: Description of the model.
-        part: Description of what this rank computes, as a model of its own.
+        part: Description of this rank's part, as a separate model.
         layers, heads, kv_heads: Ranges it holds, in the model's numbering.
         tokens: Rows of the vocabulary; those past the last token are padding that makes all ranks' parts equally long.
         is_first: Whether it is in the first stage, which has the embeddings, final norm and head.
@@ -53,7 +53,7 @@ class Shard:
 
 
 def whole_shard(description: DecoderDescription) -> Shard:
-    """Return the shard that is the whole model."""
+    """Return the shard of the whole model."""
     return shard_of(description, Ranks())
 
 

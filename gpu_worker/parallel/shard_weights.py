@@ -23,8 +23,8 @@ from gpu_worker.parallel.shard import Shard
 class ShardWeights:
     """The interface of `DecoderWeights`, for one rank.
 
-    Rows of a matrix are cut in its stored format. Columns are cut from its dequantized values, so that the values equal
-    the whole matrix's: formats with a scale per row would otherwise compute other scales.
+    Rows of a matrix are cut in its stored format. Columns are cut from its dequantized values, so that they equal those
+    of the whole matrix: formats with a scale per row would otherwise compute different scales.
     """
 
     def __init__(self, weights: DecoderWeights, shard: Shard) -> None:

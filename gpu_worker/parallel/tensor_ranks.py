@@ -1,4 +1,4 @@
-"""What a decoder needs from the ranks that compute the other parts of its layers."""
+"""The interface through which a decoder uses the other ranks of its layers."""
 
 from __future__ import annotations
 

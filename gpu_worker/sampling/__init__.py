@@ -1,1 +1,1 @@
-"""From logits to tokens: logits processors, grammars, sampling, and what a row reports beside its token."""
+"""From logits to tokens: logits processors, grammars, sampling, and additional outputs of rows."""

@@ -1,4 +1,4 @@
-"""Candidates for the next token of a beam: the likeliest tokens, from which the scheduler chooses."""
+"""Candidates for the next token of a beam: the most likely tokens, from which the scheduler chooses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST_REPORTED = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Tokens and their log probabilities, likeliest first; ties are ordered by token id.
+    """Tokens and their log probabilities, most likely first; ties are ordered by token id.
 
     Attributes:
         top_token_ids, top_log_probs: Top tokens, as many as the request asks for.

@@ -1,4 +1,6 @@
-"""Truncate a distribution to its likeliest tokens, and sample from it. A row's bits do not depend on other rows."""
+"""Truncate a distribution to its most likely tokens, and sample from it. A row's result does not depend on other
+rows.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-# Below this temperature the likeliest token is practically certain, and dividing logits by it might overflow.
+# Below this temperature the most likely token is practically certain, and dividing logits by it might overflow.
 MIN_TEMPERATURE = 1e-6
 # Changed logits end here: divided by the lowest temperature they are still finite.
 _LARGEST_LOGIT = 1e30
-# Number of likeliest tokens to try first; if their probability does not reach top_p, all are used.
+# Number of most likely tokens to try first; if their probability does not reach top_p, all are used.
 _NUM_CANDIDATES = 256
 # Probabilities are summed in blocks of this many, then the selected block is searched.
 _BLOCK = 256
@@ -31,7 +33,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """Return each row's likeliest token, -1 if its logit is not finite: int32."""
+    """Return each row's most likely token, -1 if its logit is not finite: int32."""
     best = argmax(logits)
     return best.int().masked_fill_(~torch.isfinite(logits.gather(1, best[:, None]).squeeze(1)), -1)
 
@@ -53,7 +55,7 @@ def top_threshold(probabilities: Tensor, top_k: NDArray[np.int32], top_p: NDArra
 def _threshold_within(
     probabilities: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32], width: int
 ) -> tuple[Tensor, NDArray[np.bool_]]:
-    """Return the threshold from the `width` likeliest tokens alone, and whether they suffice to determine it."""
+    """Return the threshold from only the `width` most likely tokens, and whether they suffice to determine it."""
     device, num_tokens = probabilities.device, probabilities.shape[1]
     is_limited = torch.from_numpy((top_k > 0) & (top_k < num_tokens)).to(device)[:, None]
     limit = torch.from_numpy(top_k).to(device).long()[:, None]

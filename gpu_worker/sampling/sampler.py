@@ -109,7 +109,7 @@ class Chosen:
 def _log_probs_on_device(raw: Tensor, chosen: Tensor, places: list[int], count: int) -> Tensor:
     """Return log probabilities of the model's own distribution for some rows, as int32 bits [len(places), 2 + 2 K].
 
-    A row holds those of its chosen token, the token's rank, its K likeliest tokens, and theirs.
+    A row holds those of its chosen token, the token's rank, its K most likely tokens, and theirs.
     """
     at = send(np.array(places, dtype=np.int64), raw.device)
     log_probs = torch.log_softmax(raw[at], dim=1)
@@ -166,7 +166,7 @@ class Sampler:
         return not (self._rows.features[rows].any() or self._rows.temperature[rows].any())
 
     def sample_greedy(self, token_ids: IntArray, highest: NDArray[np.float32]) -> Sampled:
-        """Return the given likeliest tokens of greedy rows; `highest` are their logits."""
+        """Return the given most likely tokens of greedy rows; `highest` are their logits."""
         is_finite = np.isfinite(highest)
         if is_finite.all():
             return Sampled(token_ids, (), ())
@@ -196,7 +196,7 @@ class Sampler:
                 allow(logits, raw, masked, [constraints.masks[int(rows[place])] for place in masked])
             best = argmax(logits)
             is_empty = logits.gather(1, best[:, None]).squeeze(1) == -torch.inf
-            # What is drawn from needs a token.
+            # The sampled distribution must have a token.
             logits[:, 0].masked_fill_(is_empty, 0.0)
         chosen, drawn = best.int(), np.flatnonzero(self._rows.temperature[rows] > 0)
         if len(drawn) and kernels.can_sample(logits):

@@ -1,13 +1,13 @@
 """The worker's connection to the scheduler: a ZeroMQ DEALER in its own thread.
 
-Registration: Register is sent until Registered assigns an epoch; then steps arrive in order of step_id and are put into
-the inbox, from which the compute loop takes them; its results go through the outbox to the scheduler; heartbeats report
-progress in between. If the scheduler ends the epoch, falls silent, or a step is missing, the epoch ends: all its steps
-and results are dropped, and Register is sent again. A restarted scheduler, a lost connection and a lost message are
-thus handled alike.
+Register is sent until Registered assigns an epoch; then steps arrive in order of step_id and are put into the inbox,
+from which the compute loop takes them; its results go through the outbox to the scheduler; heartbeats report progress
+in between. If the scheduler ends the epoch, falls silent, or a step is missing, the epoch ends: all its steps and
+results are dropped, and Register is sent again. A restarted scheduler, a lost connection and a lost message are thus
+handled alike.
 
-The compute loop's thread sends results that are tokens alone by itself: waking the link's thread for each of them would
-cost more than sending it. A lock guards the socket and the state of the epoch; nothing waits while it is held.
+The compute loop's thread itself sends results that contain only tokens: waking the connection's thread for each of them
+would cost more than sending it. A lock guards the socket and the state of the epoch; nothing waits while it is held.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class SchedulerLink:
             dealer = self._dealer
             if dealer is not None:
                 self._send_results(dealer)
-            # What is left to do, and what a send has noticed: the descriptor does not report it.
+            # Handle remaining messages, and those that a send has noticed, as the descriptor does not report them.
             is_done = dealer is not None and self.epoch and not self._leaving and not _is_readable(dealer)
         finally:
             self._lock.release()

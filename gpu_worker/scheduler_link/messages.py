@@ -14,7 +14,7 @@ from midstream.grammar.process import is_available
 from protos import generation_pb2, worker_pb2
 
 PROTOCOL_VERSION = 1
-# Optional features of this worker; a request that needs others fails alone.
+# Optional features of this worker; requests that need others fail individually.
 FEATURES = (
     "additional_outputs",
     "bad_words",

@@ -1,4 +1,4 @@
-"""Rows of blocks of quantized weights as floats, in PyTorch; `WeightFormat` says what the bytes are."""
+"""Convert rows of blocks of quantized weights to floats in PyTorch; the byte format is defined by `WeightFormat`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIELD_BYTES = {
 }
 _NIBBLES = frozenset({WeightFormat.Q4_1, WeightFormat.INT4, WeightFormat.Q4_K, WeightFormat.MXFP4})
 ZERO_MASK = 0x1FF  # of INT4's scales
-# What the codes of E2M1 stand for, doubled.
+# Values of the E2M1 codes, doubled.
 MXFP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 

@@ -33,7 +33,7 @@ _CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2, torch.int
 
 
 def stored_head_dim(head_dim: int, cache_dtype: torch.dtype) -> int:
-    """Numbers that a head of a token takes in a cache of this type: integers have a float32 scale with them."""
+    """Return the numbers stored per head and token in a cache of this type: integers include a float32 scale."""
     return head_dim + (0 if cache_dtype.is_floating_point else 4 // cache_dtype.itemsize)
 
 
@@ -49,7 +49,7 @@ class PackedExpert:
 class PackedMixture:
     """A mixture of experts in place of gate_up and down.
 
-    router [num_experts, hidden]; correction float32 [num_experts] is added to the scores for the choice alone;
+    router [num_experts, hidden]; correction float32 [num_experts] is added to the scores only for the choice;
     shared_gate [1, hidden] scales the shared expert by a sigmoid. The rest is as in the description of a model.
     """
 
@@ -210,8 +210,8 @@ class NativeDecoder:
         """Run a whole step, from embeddings to the greedy choice, in one call.
 
         token_ids [M] and sampled [S], indices of tokens, are int32; the others are those of forward_layers and logits.
-        Return the likeliest next token of each sampled one, int32 [S], the first where several are, and its logit, NaN
-        where one of the logits is. Raises ValueError as forward_layers does.
+        Return the most likely next token of each sampled one, int32 [S], the first on a tie, and its logit, NaN if any
+        logit is. Raises ValueError as forward_layers does.
         """
         num_tokens, num_sampled = token_ids.shape[0], sampled.shape[0]
         _check("token_ids", token_ids, torch.int32, (num_tokens,))
@@ -247,7 +247,7 @@ class NativeDecoder:
         block_tables: Tensor,
         adapters: Sequence[PackedLora | None] | None,
     ) -> tuple[BatchStruct, object]:
-        """Return the kernels' view of a batch, and what must live as long as it."""
+        """Return the kernels' view of a batch, and objects that must outlive it."""
         num_sequences = context_lens.shape[0]
         _check("positions", positions, torch.int32, (num_tokens,))
         _check("slot_mapping", slot_mapping, torch.int32, (num_tokens,))
@@ -364,7 +364,7 @@ def _check_mixture(dims: DecoderDims, mixture: PackedMixture, index: int) -> Non
 
 
 def _mixture_struct(mixture: PackedMixture | None) -> tuple[MixtureStruct, object] | None:
-    """Return the kernels' view of a mixture, and what must live as long as it."""
+    """Return the kernels' view of a mixture, and objects that must outlive it."""
     if mixture is None:
         return None
     kind = LinearStruct * len(mixture.experts)

@@ -1,7 +1,7 @@
-"""Memory for weights on huge pages, where the system grants them.
+"""Memory for weights on huge pages, if the system grants them.
 
-A step reads every weight once, in order. With pages of 4 KiB the processor's prefetching ends at each of them, and each
-costs a walk of the page tables. Most matrices are smaller than a huge page, so many share a chunk.
+A step reads every weight once, in order. With 4 KiB pages the processor's prefetching stops at each page boundary, and
+each page costs a page table walk. Most matrices are smaller than a huge page, so several share a chunk.
 """
 
 from __future__ import annotations

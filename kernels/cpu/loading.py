@@ -15,10 +15,10 @@ from kernels.cpu.library import Library
 
 
 def load_library() -> Library | None:
-    """Return the best build of the kernels for this processor, or None after a warning that says why there is none.
+    """Return the best build of the kernels for this processor, or None after a warning with the reason.
 
-    A missing build is compiled first (some seconds). The variable MIDSTREAM_CPU_ISA names an instruction set
-    (amx, avx512, avxvnni, avx2) or `reference` for none.
+    A missing build is compiled first (some seconds). The variable MIDSTREAM_CPU_ISA names an instruction set (amx,
+    avx512, avxvnni, avx2) or `reference` for none.
     """
     return _load(os.environ.get("MIDSTREAM_CPU_ISA", ""))
 
@@ -61,7 +61,7 @@ def _try(isa: str) -> tuple[Library | None, str | None]:
 
 
 def find_crash(path: Path, isa: str) -> str | None:
-    """Return how the check of a library failed in a process of its own, or None where it passed, now or before."""
+    """Return how the check of a library failed in a separate process, or None if it passed, now or before."""
     digest = hashlib.sha256(" ".join(sorted(processor_flags())).encode()).hexdigest()[:16]
     passed = path.with_suffix(f".{isa}.{digest}.passed")
     if passed.exists():

@@ -61,7 +61,7 @@ def _is_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool
 
 
 def _weights(weight_format: WeightFormat, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return weights as PackedLinear takes them, and the floats that they stand for."""
+    """Return weights in PackedLinear's format, and their float values."""
     if not weight_format.has_blocks:
         weight = torch.randn(NUM_OUTPUTS, NUM_INPUTS, generator=generator)
         if weight_format == WeightFormat.BF16:
@@ -92,7 +92,8 @@ def _is_decoder_right(
     weights = {name: random(*shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
     norms = {name: random(DIMS.hidden_size) for name in ("attention_norm", "ffn_norm")}
     norms |= {name: random(DIMS.head_dim) for name in ("q_norm", "k_norm")}
-    # What came before lies in a cache of floats as the reference has it; integers are all written by the kernels.
+    # Earlier keys and values are copied from the reference to a float cache; integer caches are written entirely by the
+    # kernels.
     has_floats = cache_dtype.is_floating_point
     query_lens = QUERY_LENS if has_floats else CONTEXT_LENS
     tables = torch.arange(20, dtype=torch.int32).flip(0).view(2, 10).contiguous()

@@ -30,14 +30,14 @@ def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None, 
     default = "the model's" if temperature is None else str(temperature)
     parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=f"0 is greedy. [{default}]")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="Keep the likeliest tokens up to this probability. [the model's]"
+        "--top-p", type=float, metavar="P", help="Keep the most likely tokens up to this probability. [the model's]"
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="Keep the K likeliest tokens; 0: all. [the model's]")
+    parser.add_argument("--top-k", type=int, metavar="K", help="Keep the K most likely tokens; 0: all. [the model's]")
     parser.add_argument(
         "--min-p",
         type=float,
         metavar="P",
-        help="Keep tokens P times as likely as the likeliest. [the model's]",
+        help="Keep tokens at least P times as likely as the most likely one. [the model's]",
     )
     parser.add_argument(
         "--repetition-penalty", type=float, metavar="R", help="Above 1: discourage repetition. [the model's]"
@@ -50,7 +50,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None, 
         "--no-repeat-ngram-size", type=int, metavar="N", help="Never repeat N tokens in a row; 0: no limit. [0]"
     )
     parser.add_argument("--min-tokens", type=int, metavar="N", help="Generate at least N tokens. [0]")
-    parser.add_argument("--seed", type=int, metavar="N", help="The same seed gives the same answer. [random]")
+    parser.add_argument("--seed", type=int, metavar="N", help="Seed for reproducible sampling. [random]")
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="Stop before this text; repeatable."
     )

@@ -51,12 +51,12 @@ class LiveDisplay(ABC):
         """Return the current picture."""
 
     def _stamped(self, line: str) -> str:
-        """Return `line` behind the seconds since the start."""
+        """Return `line` prefixed with the seconds since the start."""
         return f"{time.monotonic() - self._start_s:5.1f} s  {line}"
 
 
 class RunDisplay(LiveDisplay):
-    """Follows a run; give it the state whenever it may have changed."""
+    """Shows the progress of a run; call it with the state whenever that may have changed."""
 
     def __init__(self, console: Console) -> None:
         self._seen: dict[str, tuple[str, str]] = {}

@@ -27,7 +27,7 @@ from midstream.model.folder import EMBEDDED_MODEL, open_model_folder
 from midstream.model.hub import is_hub_name
 
 _GIB = 1 << 30
-# For Python, PyTorch and three small services, beside the weights.
+# For Python, PyTorch and three small services, in addition to the weights.
 _MIN_MEMORY_BYTES = 2 * _GIB
 _MIN_SHARED_BYTES = _GIB // 4
 _MIN_DISK_BYTES = _GIB

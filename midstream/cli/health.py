@@ -60,8 +60,8 @@ async def _ask(host: str, port: int, path: str, context: ssl.SSLContext | None) 
 
 
 def _any_certificate() -> ssl.SSLContext:
-    # Health is no secret and nothing is sent: whose certificate it is does not matter here. A port that asks for one is
-    # shown what the parts themselves show.
+    # Health is not secret and nothing is sent, so the server's certificate is not verified here. If the port requires a
+    # client certificate, that of the parts is presented.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     cert, key = (os.environ.get(name, "") for name in ("MIDSTREAM_TLS_CERT", "MIDSTREAM_TLS_KEY"))

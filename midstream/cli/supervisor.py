@@ -54,11 +54,11 @@ class Supervisor:
     """
 
     def __init__(self, run_dir: RunDir, model: str, specs: Sequence[ProcessSpec], observer: Observer) -> None:
-        """Take the run directory.
+        """Claim the run directory.
 
         Args:
-            run_dir: Where state and logs go.
-            model: What the state calls the model.
+            run_dir: Directory for state and logs.
+            model: Name of the model in the state.
             specs: The processes.
             observer: Called with the state at each change.
 
@@ -162,7 +162,7 @@ class Supervisor:
         self._observer(self.state)
 
     def _write_state(self) -> None:
-        """Write the state; where that fails (a full disk), go on, and try again until it is written."""
+        """Write the state; if that fails (a full disk), continue and retry until it is written."""
         if self._rewrite is not None:
             self._rewrite.cancel()
             self._rewrite = None
@@ -220,7 +220,8 @@ class _Process:
     async def _run_once(self) -> int:
         self._exited.clear()
         with self.log.open("ab") as log:
-            # A session of its own: Ctrl-C in the terminal reaches the supervisor alone, which stops the parts in order.
+            # A separate session, so that Ctrl-C in the terminal reaches only the supervisor, which stops the parts in
+            # order.
             process = await asyncio.create_subprocess_exec(
                 *self.spec.command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -236,7 +237,7 @@ class _Process:
             started_unix_s=time.time(),
             detail="",
         )
-        if self.stopping.is_set():  # `stop` came before there was anything to stop
+        if self.stopping.is_set():  # `stop` was set before anything could be stopped
             self.send(signal.SIGKILL)
         watch = asyncio.create_task(self._watch_health())
         code = await process.wait()
@@ -281,7 +282,7 @@ def stop_orphans(state: RunState | None) -> int:
     """Kill processes left behind by a supervisor that was killed.
 
     Returns:
-        How many processes.
+        The number of processes.
     """
     left = orphans(state)
     for process in left:

@@ -30,7 +30,7 @@ _INNER = ("--host", HOST)
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """How to start one process: `python -m KIND FLAGS`, with some variables beside those of this process."""
+    """How to start one process: `python -m KIND FLAGS`, with additional environment variables."""
 
     name: str
     kind: str
@@ -46,14 +46,14 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How many of each part run, for which model; each worker has tensor_parallel * pipeline_parallel processes.
+    """Number of each part, and their model; each worker has tensor_parallel * pipeline_parallel processes.
 
     Attributes:
         host: Address that routers listen on. All other parts listen on the loopback address.
         port: gRPC port of the first router; 0: any free one; None: the default, or any free one where it is taken.
         http_port: The same for its HTTP port.
         served_model_name: Name of the model in the API; empty: its own.
-        num_prefill_workers: So many of the workers prefill, and the others decode; 0: each does both.
+        num_prefill_workers: Number of workers that prefill, while the others decode; 0: each does both.
     """
 
     model: str = EMBEDDED_MODEL
@@ -88,7 +88,7 @@ class Topology:
             )
 
     def role(self, worker: int) -> str:
-        """Return the role of a worker; empty: as the environment says."""
+        """Return the role of a worker; empty: as set in the environment."""
         if not self.num_prefill_workers:
             return ""
         return "prefill" if worker < self.num_prefill_workers else "decode"
@@ -100,16 +100,16 @@ def plan_processes(
     is_free: Callable[[int], bool] | None = None,
     journal_path: str = "",
 ) -> list[ProcessSpec]:
-    """Return the processes of `topology`. Ports that it does not name are defaults where free, else spare ones.
+    """Return the processes of `topology`. Ports that it does not set are the defaults if free, otherwise any free ones.
 
     Args:
         topology: What to run.
         num_cores: Cores to share among workers; default: those allowed by affinity and quota.
         is_free: Whether a port can be listened on; default: `reserve_port`.
-        journal_path: Where a journal on this machine goes; empty: as the environment says.
+        journal_path: Path of the journal on this machine; empty: as set in the environment.
 
     Raises:
-        ConfigError: A port that the topology names is in use.
+        ConfigError: A port set in the topology is in use.
     """
     ports = _Ports(is_free or reserve_port)
     model = ("--model", topology.model)
@@ -211,7 +211,7 @@ def _shared_memory() -> str:
 
 
 class _Ports:
-    """Hands out free ports, each once."""
+    """Allocates free ports, each once."""
 
     def __init__(self, is_free: Callable[[int], bool]) -> None:
         self._is_free = is_free

@@ -75,7 +75,7 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="So many of the workers compute prompts, and the others generate; 0: each does both. [0]",
+        help="Number of workers that compute prompts, while the others generate; 0: each does both. [0]",
     )
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="Tensor parallel ranks. [1]")
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="Pipeline stages. [1]")

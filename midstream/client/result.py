@@ -1,4 +1,4 @@
-"""The whole output of a request."""
+"""The complete output of a request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SequenceResult:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Whole tensors by name."""
+        """Return complete tensors by name."""
         return join_tensors(self.extras.tensors) if self.extras is not None else {}
 
 
@@ -73,7 +73,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """The vectors of some inputs, in their order, and what they used together."""
+    """The vectors of some inputs, in order, and their total usage."""
 
     vectors: tuple[tuple[float, ...], ...]
     usage: Usage

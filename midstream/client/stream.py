@@ -1,9 +1,10 @@
 """One request's output, as an asynchronous iterator that survives the loss of routers.
 
 1. `Generate` goes to a router. Each chunk carries its token offset, and the stream keeps the next offset of each
-sequence. 2. If the call breaks without a final chunk, the stream continues at the next router: with `Resume` at those
-offsets or, if nothing was received yet, with the same `Generate`, which attaches to the first. 3. It retries until the
-deadline or, without one, until nothing was received for `unavailable_timeout_s`.
+   sequence.
+2. If the call breaks without a final chunk, the stream continues at the next router: with `Resume` at those offsets or,
+   if nothing was received yet, with the same `Generate`, which attaches to the first.
+3. It retries until the deadline or, without one, until nothing was received for `unavailable_timeout_s`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from protos import loads_pb2, service_pb2
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-# Statuses of calls whose router dies or drains. CANCELLED is the server's: the status of our own cancel is never read.
+# Statuses of calls whose router dies or drains. CANCELLED comes from the server; the status of our own cancel is never
+# read.
 BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
 FIRST_RETRY_S, LAST_RETRY_S = 0.02, 0.5
 # After this long without output the router is probed, and replaced if it does not answer.
@@ -127,7 +129,7 @@ class AsyncStream:
         return response
 
     async def result(self) -> Result:
-        """Wait for the end of the request and return the whole output.
+        """Wait for the end of the request and return its complete output.
 
         Raises:
             MidstreamError: The request was rejected, failed, or exceeded its deadline.

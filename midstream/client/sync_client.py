@@ -35,7 +35,7 @@ class Stream:
             self._run(_cancel(self._stream))
 
     def result(self) -> Result:
-        """Wait for the end of the request and return the whole output."""
+        """Wait for the end of the request and return its complete output."""
         result: Result = self._run(self._stream.result())
         return result
 

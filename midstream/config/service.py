@@ -9,7 +9,7 @@ MAX_PORT = 65_535
 
 
 def setting(default: Any, help_text: str, *, choices: tuple[str, ...] = ()) -> Any:
-    """Declare a dataclass field that is also a flag; `help_text` gives its unit and range."""
+    """Declare a dataclass field that is also a flag; `help_text` states its unit and range."""
     metadata = {"help": help_text, "choices": choices}
     return field(default=default, metadata=metadata)
 

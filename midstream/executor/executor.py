@@ -1,9 +1,9 @@
 """The executor. A background thread communicates with the service.
 
 1. `submit` assigns an id and passes the request to the thread, which runs it as a stream of the native client; if the
-router is lost, the stream resumes at another. 2. Chunks accumulate in the request's GenerationResult, where iterations,
-`result()` and `await_responses` read them. 3. A request that has been read completely is forgotten here; the caller's
-GenerationResult keeps everything.
+   router is lost, the stream resumes at another.
+2. Chunks accumulate in the request's GenerationResult, where iterations, `result()` and `await_responses` read them.
+3. A request that has been read completely is forgotten here; the caller's GenerationResult keeps everything.
 """
 
 from __future__ import annotations

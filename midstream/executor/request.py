@@ -150,8 +150,8 @@ class GenerationRequest:
         prompt_tuning_table: Virtual tokens [count, hidden size], such as a numpy array of float32 or float16; token id
             vocabulary size + i stands for row i, and a prompt without such ids begins with all rows.
         prompt_embeddings: The whole prompt [tokens, hidden size], likewise.
-        speculative_config: Drafts tokens, which changes the speed alone.
-        id: Given by the executor.
+        speculative_config: Speculative decoding, which changes only the speed.
+        id: Assigned by the executor.
     """
 
     prompt_token_ids: Sequence[int] | str | None

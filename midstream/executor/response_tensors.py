@@ -35,12 +35,12 @@ def response_tensors(result: ResponseResult, lengths: RequestLengths) -> list[Te
     """Return the tensors of a response, little endian.
 
     - `output_ids` int32 [1, beams, longest]: prompt and output; of a streaming request only the new tokens. A prompt
-    given as text is not included. Shorter beams are padded with the pad or end id.
+      given as text is not included. Shorter beams are padded with the pad or end id.
     - `sequence_length` int32 [1, 1]: prompt and output so far of the longest beam.
     - `context_logits` float32 [1, prompt tokens, vocabulary], or [1, 1, 1] if not requested.
     - `generation_logits` float32 [1, beams, tokens, vocabulary], or [1, 1, 1, 1] if not requested.
     - `log_probs` float32 [1, beams, tokens] and `cum_log_probs` float32 [1, beams], if requested; shorter beams are
-    padded with zeros.
+      padded with zeros.
     """
     sequence_length = lengths.note(result)
     rows = [list(ids) for ids in result.output_token_ids]

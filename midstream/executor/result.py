@@ -2,8 +2,8 @@
 
 1. Chunks arrive in the executor's thread and wait in `_arrived`.
 2. A reader takes them: an iteration merges waiting chunks into the output of their sequence, `await_responses` converts
-them to responses. Each chunk goes to the first reader; `outputs` has everything that was read. 3. After the final chunk
-nobody waits; if the request failed, its error is raised to its readers.
+   them to responses. Each chunk goes to the first reader; `outputs` has everything that was read.
+3. After the final chunk no reader waits; if the request failed, its error is raised to its readers.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class GenerationResult:
         return output
 
     def _prompt_ids(self) -> list[int]:
-        """Return the prompt's tokens whose log probabilities come next; unknown if the prompt was text."""
+        """Return the prompt tokens whose log probabilities come next; unknown if the prompt was text."""
         return self.request.known_token_ids[1 + len(self.prompt_logprobs) :]
 
     def _wake(self) -> None:

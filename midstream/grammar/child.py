@@ -1,10 +1,11 @@
 """The grammar process: `python -m midstream.grammar.child FD TOKENIZER_JSON VOCAB_SIZE END_IDS MEMORY_BYTES LIMIT_S`.
 
 1. A row is opened with its guide. The guide is compiled on a thread, once for all rows that share it; compiled guides
-are kept in an LRU cache. 2. Each message contains rows' new tokens, and the answer contains bit masks of the tokens
-that may follow. If a row's guide is still being compiled, the answer is `waiting`; if that takes too long, `overrun`.
+   are kept in an LRU cache.
+2. Each message contains rows' new tokens, and the answer contains bit masks of the tokens that may follow. If a row's
+   guide is still being compiled, the answer is `waiting`; if that takes too long, `overrun`.
 3. The process ends with its connection. A row's state is a function of its guide and tokens, so a killed process can be
-replaced at any time.
+   replaced at any time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Model folders: their contents as the services use them, and how they are created.
+"""Model folders: their contents as used by the services, and their creation.
 
-A folder holds config.json, tokenizer.json, tokenizer_config.json, generation_config.json, chat_template.jinja where
-there is one, the weights (safetensors or model.gguf) and midstream.json, a manifest whose fingerprint names
-configuration and weights. A Hugging Face folder becomes one when its manifest is added.
+A folder holds config.json, tokenizer.json, tokenizer_config.json, generation_config.json, chat_template.jinja if there
+is one, the weights (safetensors or model.gguf) and midstream.json, a manifest whose fingerprint names configuration and
+weights. A Hugging Face folder becomes one when its manifest is added.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAMES = {
 
 # Where config.json lists what each layer is instead of their number: names, or one letter each.
 _LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern")
-# Without attention nothing limits a sequence, and config.json says nothing of it.
+# Without attention the sequence length is unlimited, and config.json does not set one.
 UNLIMITED_LENGTH = 1 << 17
 _UNLIMITED = {"mamba2"}
 
@@ -73,7 +73,7 @@ class ModelFolder:
         fingerprint: sha256 over config.json and the contents of the weight files (samples of large ones), hexadecimal.
         weight_files: Paths of the weights.
         config: The contents of config.json.
-        sampling_defaults: Sampling parameters that generation_config.json recommends, as it names them.
+        sampling_defaults: Recommended sampling parameters, under their names in generation_config.json.
     """
 
     path: Path
@@ -159,7 +159,7 @@ def _embedded_file() -> Path:
 def _open_gguf(file: Path, name: str, sampling: Mapping[str, float] | None = None) -> ModelFolder:
     """Open the folder made from `file`. Its name contains the file's identity, so another file never changes it.
 
-    `sampling` is what the model's card recommends, where the file itself does not say.
+    `sampling` are the recommendations of the model card, used if the file has none.
     """
     stat = file.stat()
     facts = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns} {_GGUF_LAYOUT}"

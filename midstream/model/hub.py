@@ -1,7 +1,7 @@
 """Models of the Hugging Face Hub: `ORG/NAME`, `ORG/NAME@REVISION` or `ORG/NAME/FILE.gguf`.
 
-huggingface_hub stores downloads in its own cache; we write nothing there. A token comes from HF_TOKEN
-or `hf auth login`, another server from HF_ENDPOINT; HF_HUB_OFFLINE=1 takes what is in the cache.
+huggingface_hub stores downloads in its own cache; we write nothing there. A token comes from HF_TOKEN or `hf auth
+login`, another server from HF_ENDPOINT; HF_HUB_OFFLINE=1 uses only the cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_hub_name(model: str) -> bool:
 
 
 def download(model: str) -> Path:
-    """Download what is missing in the Hub's cache, with a progress bar, and return the cached folder or .gguf file.
+    """Download files missing from the Hub's cache, with a progress bar, and return the cached folder or .gguf file.
 
     Raises:
         ConfigError: The repository, revision or file does not exist, needs a token, or the Hub cannot be reached.
@@ -55,7 +55,7 @@ def download(model: str) -> Path:
     except errors.RevisionNotFoundError:
         problem = f"has no revision {revision!r}"
     except errors.EntryNotFoundError as error:
-        # The cause of LocalEntryNotFoundError tells whether the Hub was unreachable or offline mode is on.
+        # The cause of LocalEntryNotFoundError distinguishes an unreachable Hub from offline mode.
         is_local = isinstance(error, errors.LocalEntryNotFoundError)
         problem = "is not in the Hub's cache, and the Hub cannot be reached" if is_local else f"has no file {file}"
     except (errors.HfHubHTTPError, OSError) as error:

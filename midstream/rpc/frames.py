@@ -286,7 +286,7 @@ class Pump:
             self._loop.call_soon(self.run)
 
     def run(self) -> None:
-        """Write what is new."""
+        """Write new data."""
         self._is_due = False
         connection = self._connection
         try:
@@ -299,7 +299,7 @@ class Pump:
 
 
 class _Unknown:
-    """Handles a connection that has not said hello."""
+    """Handles a connection that has not sent its hello."""
 
     def __init__(self, forget: Callable[[], object]) -> None:
         self._forget = forget
@@ -467,7 +467,7 @@ async def connect(
     """
     loop = asyncio.get_running_loop()
     welcomed: asyncio.Future[None] = loop.create_future()
-    # A connection may be lost when nobody waits for it any longer.
+    # A connection may be lost while nobody waits for it.
     welcomed.add_done_callback(lambda done: done.cancelled() or done.exception())
     waiting = _Waiting(welcomed)
 

@@ -1,9 +1,7 @@
-"""The life of a gRPC service: start, say whether it makes progress, drain, stop; and channels to it.
+"""The lifecycle of a gRPC service: start, report progress, drain, stop; and channels to it.
 
-server = Server("scheduler", config.host, config.port, progress)
-add_SchedulerServicer_to_server(servicer, server.grpc)
-await server.start()
-await server.run_until_signal(drain=servicer.drain, drain_timeout_s=config.drain_timeout_s)
+server = Server("scheduler", config.host, config.port, progress) add_SchedulerServicer_to_server(servicer, server.grpc)
+await server.start() await server.run_until_signal(drain=servicer.drain, drain_timeout_s=config.drain_timeout_s)
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _KEEPALIVE_MS = 10_000
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # What a ping is waited for; unless it is set, that is a minute, whatever the keepalive's timeout.
+    # Timeout of a ping's answer; by default it is a minute, whatever the keepalive timeout.
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -56,7 +54,7 @@ class Server:
     Attributes:
         grpc: The server that servicers are added to, before `start`.
         port: The bound port.
-        draining: Set once the process should finish what it has and take nothing new.
+        draining: Set once the process should finish its work and accept nothing new.
     """
 
     def __init__(
@@ -80,10 +78,10 @@ class Server:
             name: Full protobuf name of the service (`midstream.v1.Scheduler`), for health and reflection.
             host: Address to listen on.
             port: 0 takes a free one.
-            progress: What health is computed from.
-            max_message_bytes: Largest message, each way.
-            max_request_bytes: Largest message that comes in; 0: as max_message_bytes.
-            max_concurrent_streams: Calls at once on one connection.
+            progress: Source of the health status.
+            max_message_bytes: Largest message in either direction.
+            max_request_bytes: Largest received message; 0: as max_message_bytes.
+            max_concurrent_streams: Concurrent calls on one connection.
             tls: Certificates; None: plain text.
             admit: Called before each method with its full name.
             receive: Reads the messages of unary requests; None: gRPC does.
@@ -104,7 +102,7 @@ class Server:
                 # A share of the files that may be open, so that connections leave some to the rest of the process.
                 ("grpc.max_allowed_incoming_connections", raise_open_files_limit() // 4),
                 ("grpc.max_concurrent_streams", max_concurrent_streams),
-                # Calls that have arrived and not begun. By itself gRPC cancels some at random beyond 1,000.
+                # Limit of calls that have arrived but not started. By default gRPC cancels some at random beyond 1,000.
                 ("grpc.server.max_pending_requests", max_concurrent_streams),
                 ("grpc.server.max_pending_requests_hard_limit", 2 * max_concurrent_streams),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
@@ -137,7 +135,7 @@ class Server:
         """Serve until SIGTERM or SIGINT, then drain; a second signal ends the draining.
 
         Raises:
-            MidstreamError: What `fail` was told.
+            MidstreamError: The error passed to `fail`.
         """
         loop = asyncio.get_running_loop()
         signals: asyncio.Queue[None] = asyncio.Queue()
@@ -170,7 +168,7 @@ class Server:
             self._failed.set()
 
     def depend_on(self, task: asyncio.Task[None]) -> None:
-        """Fail when `task`, which should run until the process drains, ends by itself."""
+        """Fail if `task`, which should run until the process drains, ends before."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and not self.draining.is_set():

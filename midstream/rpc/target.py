@@ -15,7 +15,7 @@ _RESOLVING = re.compile(r"(?:errors resolving|DNS resolution failed for) (?:dns:
 
 
 def check_target(target: str) -> str:
-    """Return `target` if it is HOST:PORT, or an address of a scheme that gRPC knows.
+    """Return `target` if it is HOST:PORT, or an address with a scheme that gRPC supports.
 
     Raises:
         InvalidArgumentError: It is a URL, or its port is missing or out of range.

@@ -1,6 +1,6 @@
-"""CURVE keys of the link between scheduler and workers, in the files that ZeroMQ's own tools read and write.
+"""CURVE keys of the connection between scheduler and workers, in the file format of ZeroMQ's own tools.
 
-NAME.key_secret holds a pair, NAME.key the public key alone. The scheduler has a pair of its own and a folder with the
+NAME.key_secret contains a pair, NAME.key only the public key. The scheduler has its own pair and a folder with the
 public keys of the workers that may connect; a worker has its own pair and the scheduler's public key.
 """
 
@@ -73,7 +73,7 @@ def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
     for path in (public, secret):
         if path.exists():
             raise ConfigError(f"{path} exists already", field="name")
-    # Created with private permissions, so that nobody else can ever read the secret.
+    # Created with private permissions, so that no other user can ever read the secret.
     mask = os.umask(0o077)
     try:
         zmq.auth.create_certificates(folder, name)

@@ -56,7 +56,7 @@ class PeerCertificate:
 
     @classmethod
     def of_connection(cls, peercert: Mapping[str, Any]) -> PeerCertificate:
-        """Return that of a TLS connection, as the `ssl` module gives it."""
+        """Return the names of a TLS connection's peer, from the `ssl` module's format."""
         subject = tuple(value for part in peercert.get("subject", ()) for key, value in part if key == "commonName")
         others: tuple[tuple[str, str], ...] = peercert.get("subjectAltName", ())
         dns_names, uris = (tuple(value for key, value in others if key == kind) for kind in ("DNS", "URI"))

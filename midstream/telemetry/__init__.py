@@ -1,6 +1,6 @@
 """Logs with the request id, Prometheus metrics, and the HTTP port for metrics and health.
 
-The HTTP server runs in a thread of its own, so `/health` and `/metrics` answer even while the event loop hangs.
+The HTTP server runs in a separate thread, so `/health` and `/metrics` answer even while the event loop hangs.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class _BoundedHTTPServer(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what a handler raised; the library would print it between the lines of the log."""
+        """Log an exception of a handler; the library would print it between the lines of the log."""
         error = sys.exception()
         # A client need not wait for its response.
         level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR

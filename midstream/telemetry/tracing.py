@@ -4,9 +4,10 @@ One request's trace:
 
 1. A client sends W3C's `traceparent`, or none. The router's span is its child, or the root of a new trace, and goes
    with the request as `GenerateRequest.trace_parent`: to the scheduler, its journal, the worker and the detokenizer.
-2. The scheduler's span is the router's child. Its id is derived from the router's, so anyone with `trace_parent` knows
-it, including a scheduler that took over. Under it are the time in the queue, prefill and decoding. 3. The worker adds a
-span for each step to the scheduler's span, the detokenizer one for each stream to the router's.
+2. The scheduler's span is the router's child. Its id is derived from the router's, so every part that has
+   `trace_parent` can compute it, including a scheduler that took over. Under it are the time in the queue, prefill and
+   decoding.
+3. The worker adds a span for each step to the scheduler's span, the detokenizer one for each stream to the router's.
 
 A span is created when the operation it describes has ended; no span is kept open, so none is lost with its process.
 Without a collector's address no part creates a Tracer, and OpenTelemetry is not imported.
@@ -46,7 +47,7 @@ class TraceParent:
     Attributes:
         trace_id: 128 bits, not 0.
         span_id: 64 bits, not 0.
-        is_sampled: Whether the trace's spans are wanted.
+        is_sampled: Whether the trace's spans are recorded.
     """
 
     trace_id: int

@@ -1,6 +1,6 @@
 """The dashboard: a page that shows the state of every part, and its feed.
 
-The page loads from this router alone: its styles and scripts are served here, and its content security policy forbids
+The page loads only from this router: its styles and scripts are served here, and its content security policy forbids
 anything else. The feed is the stream of GetStatus as server-sent events, a JSON object each, with the router's
 authentication; the page sends the bearer token that its user typed.
 """

@@ -23,12 +23,12 @@ _TOKENS_PER_REQUEST = 32
 
 
 class CellState(Protocol):
-    """What the choice depends on.
+    """A cell's state, on which the choice depends.
 
     Attributes:
         name: Its address.
         load: Its requests.
-        index: What it has cached.
+        index: Its cached prefixes.
     """
 
     name: str
@@ -53,7 +53,7 @@ def choose_cell(cells: Sequence[CellT], token_ids: Sequence[int], cache_salt: st
 
 
 def choose_home(cells: Sequence[CellT], request_id: str) -> CellT:
-    """Return the cell for a request that may be sent again, by its id alone. Precondition: there is one."""
+    """Return the cell for a request that may be repeated, from its id alone. Precondition: there is at least one."""
     return max(cells, key=lambda cell: hashlib.blake2b(f"{cell.name}\0{request_id}".encode(), digest_size=8).digest())
 
 

@@ -101,7 +101,7 @@ class ClientDocuments:
             request.after.CopyFrom(response.documents[-1].key)
 
     async def newest(self, kind: str, owner: str, *, after: str, limit: int, ascending: bool) -> list[ClientDocument]:
-        """Return an owner's documents of all cells behind the id `after`, newest first unless `ascending`."""
+        """Return an owner's documents of all cells after the id `after`, newest first unless `ascending`."""
         request = pb.ListDocumentsRequest(kind=kind, owner=owner, limit=limit, is_descending=not ascending)
         if after:
             request.after.id, request.after.owner = after, owner

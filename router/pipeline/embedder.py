@@ -43,7 +43,7 @@ class EmbedInput:
 
 @dataclass(frozen=True, slots=True)
 class VectorShape:
-    """What is returned of a hidden state.
+    """How a hidden state is returned.
 
     Attributes:
         dimensions: Number of values, the first ones; None: all.
@@ -84,13 +84,13 @@ class Embedder:
         timeout_s: float | None = None,
         key: str = "",
     ) -> tuple[list[Vector], Usage]:
-        """Return the vectors of the inputs, and what they used together.
+        """Return the vectors of the inputs and their total usage.
 
         Args:
             base: The native request of each input, without its prompt and output options. With several inputs, a number
                 is added to its request id.
             inputs: At least one.
-            shape: What is returned of each hidden state.
+            shape: How each hidden state is returned.
             timeout_s: Time left until the call's deadline.
             key: The idempotency key that the request id was derived from; empty for none.
 

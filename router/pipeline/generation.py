@@ -127,7 +127,7 @@ class Generation:
         """Return the next output, at least one chunk; must not be called after the final chunk.
 
         Raises:
-            MidstreamError: The stream cannot go on.
+            MidstreamError: The stream cannot continue.
         """
         if not self._is_reading:
             self._is_reading = True
@@ -244,7 +244,7 @@ class Runner:
         *,
         is_keyed: bool = False,
     ) -> Generation:
-        """Start a request; `request` is normalized in place, into what the scheduler gets.
+        """Start a request; `request` is normalized in place, to the form sent to the scheduler.
 
         Args:
             request: As received from the client.
@@ -356,7 +356,7 @@ class Runner:
         try:
             await self.cells.abort(request_id, only_if_unread=True)
         except MidstreamError as error:
-            # The scheduler ends it itself when nobody has been attached for a while.
+            # The scheduler ends it when nobody has been attached for a while.
             logger.warning("abort failed: %s", error, extra={"request_id": request_id})
 
     async def _normalize(self, request: pb.GenerateRequest) -> None:

@@ -45,7 +45,7 @@ def make_repeatable(request: pb.GenerateRequest, request_id: str) -> None:
     """Derive a request's id from its key.
 
     Raises:
-        InvalidArgumentError: It has an id of its own.
+        InvalidArgumentError: It already has an id.
     """
     check_no_id(request.request_id)
     request.request_id = request_id

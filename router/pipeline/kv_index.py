@@ -1,7 +1,7 @@
-"""What a cell's workers have cached, as its KV events tell: the base of a router's choice between cells.
+"""Cached prefixes of a cell's workers, from its KV events: the basis of a router's choice between cells.
 
-The index may be wrong at any time: events come late, and a cell may be reached by other routers. That costs hits, never
-an answer.
+The index may be wrong at any time: events arrive late, and a cell may be used by other routers. This costs cache hits,
+but never changes output.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from midstream.kv_hashes import chain_hash, chain_seed
 from protos import stats_pb2
 
-# Blocks of a prompt that are looked up: more would cost more than they tell.
+# Maximum number of blocks of a prompt to look up: more would cost more than they gain.
 _MAX_BLOCKS = 1024
 
 

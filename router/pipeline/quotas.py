@@ -1,10 +1,10 @@
 """Quotas of authenticated clients: requests and tokens per minute, and concurrent requests.
 
-A quota is an account that fills steadily, up to a minute's worth. A request takes one from the account of requests, and
-its prompt and output tokens from that of tokens as they come. The latter may go below zero; new requests are refused
-until it is above again. So what was really used is counted, and no request is cut.
+A quota is a bucket that refills steadily, up to one minute's worth. A request takes one from the bucket of requests,
+and its prompt and output tokens from the bucket of tokens as they arrive. The latter may go below zero; new requests
+are then refused until it is positive again. Actual usage is counted this way, and no request is cut off.
 
-Each router counts by itself, what comes through all of its doors.
+Each router counts separately, over all of its front doors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Rate:
         self._at = now
 
     def level(self, now: float) -> float:
-        """Return what is left, negative for a debt."""
+        """Return the remaining amount, negative for a debt."""
         self._level = min(self._level + (now - self._at) * self.limit / _PERIOD_S, self.limit)
         self._at = now
         return self._level
@@ -85,7 +85,7 @@ class Account:
             self._tokens.take(num_tokens, self._clock())
 
     def headers(self) -> dict[str, str]:
-        """Return OpenAI's headers that say what is left."""
+        """Return OpenAI's rate limit headers."""
         now, found = self._clock(), dict[str, str]()
         for rate in (self._requests, self._tokens):
             if rate is not None:
@@ -149,7 +149,7 @@ class Quotas:
         return Admission(self, caller.name)
 
     def headers(self, caller: Caller) -> dict[str, str]:
-        """Return the headers that say what is left of the caller's quota; none without one."""
+        """Return the headers with the caller's remaining quota; none without a quota."""
         return self._account(caller).headers() if caller.is_authenticated and caller.quota != Quota() else {}
 
     def leave(self, client: str) -> None:

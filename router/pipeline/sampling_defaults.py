@@ -12,7 +12,7 @@ _OF_BEAMS = frozenset({"repetition_penalty"})
 
 
 def sampling_defaults(model: ModelFolder) -> pb.SamplingConfig:
-    """Return what the model's generation_config.json recommends.
+    """Return the sampling parameters that the model's generation_config.json recommends.
 
     Raises:
         ConfigError: A value is out of range.

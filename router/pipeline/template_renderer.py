@@ -1,8 +1,8 @@
-"""Run a model's chat template in a process of its own: `python -m router.pipeline.template_renderer`.
+"""Run a model's chat template in a separate process: `python -m router.pipeline.template_renderer`.
 
-Templates come with models and are not trusted. Jinja's sandbox isolates them from Python's objects; this process
-contains sandbox escapes: its memory, output and CPU time per rendering are limited, and it can open no file and no
-socket. It reads the template once, then renders conversations until its input ends.
+Templates come with models and are not trusted. Jinja's sandbox isolates them from Python's objects; this process limits
+the effect of a sandbox escape: its memory, output and CPU time per rendering are limited, and it cannot open files or
+sockets. It reads the template once, then renders conversations until its input ends.
 
 Messages, each way: four bytes of length, then JSON.
 """

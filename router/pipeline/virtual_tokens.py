@@ -1,4 +1,4 @@
-"""Checks prompt embeddings and prompt-tuning tables, and assigns them token ids from the vocabulary's size on.
+"""Check prompt embeddings and prompt-tuning tables, and assign them token ids from the vocabulary's size on.
 
 Other parts see one form: token ids, and a table whose row i has the id vocab_size + i. A prompt given as embeddings
 becomes a table with all of its rows in order; a table for a prompt without such ids is prepended to it.

@@ -69,7 +69,7 @@ class ChatModel:
         found = format_of(folder, tool_parser, reasoning_parser)
         special = {tokenizer.token(token) for token in tokenizer.special_ids}
         ids = {mark: tokenizer.added_tokens[mark] for mark in found.marks if mark in tokenizer.added_tokens}
-        # The grammar library treats tokens in angle brackets as special, whatever the tokenizer says.
+        # The grammar library treats tokens in angle brackets as special, regardless of the tokenizer.
         tokens = {mark: number for mark, number in ids.items() if mark in special or mark.startswith("<")}
         return ChatModel(found, folder.chat_template or "", tokens, any(mark in special for mark in found.marks))
 
@@ -90,9 +90,9 @@ class Tools:
 
     Attributes:
         schemas: JSON schema of each tool's parameters, by name; empty where none may be called.
-        definitions: As the chat template gets them, in OpenAI's shape; empty to leave them out of the prompt.
+        definitions: In OpenAI's format for the chat template; empty to omit them from the prompt.
         choice: The model decides, must call one, or must call `named`.
-        strict: Tools whose arguments a grammar holds to their schemas, as far as there is one for the model's format.
+        strict: Tools whose arguments must match their schemas, if there is a grammar for the model's format.
         is_parallel: There may be several calls.
     """
 

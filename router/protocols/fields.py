@@ -1,4 +1,4 @@
-"""How each field of the HTTP APIs is handled: what they accept, and the table in docs/adapters.md.
+"""Handling of each field of the HTTP APIs, and the table in docs/adapters.md.
 
 `python -m router.protocols.fields` prints the table. Fields that are not in it are rejected.
 """
@@ -357,11 +357,9 @@ _INDEX = re.compile(r"\[\d+\]")
 
 
 def check_fields(body: Body, table: Table, opaque: tuple[str, ...] = _OPAQUE) -> None:
-    """Check that every field of a body, but for what is in those that are `opaque`, is in `table` and not refused.
+    """Check that every field of a body, except within `opaque` ones, is in `table` and not refused.
 
-    Raises:
-        InvalidArgumentError: A field is not known.
-        UnsupportedError: One is refused.
+    Raises: InvalidArgumentError: A field is unknown. UnsupportedError: A field is refused.
     """
     for path, value in _paths(body.fields, "", opaque):
         name = _INDEX.sub("", path)
@@ -373,9 +371,9 @@ def check_fields(body: Body, table: Table, opaque: tuple[str, ...] = _OPAQUE) ->
 
 
 def ignored_fields(body: Body, table: Table) -> list[str]:
-    """Return the fields of a body that had no effect; to be called once it has been read.
+    """Return the fields of a body that had no effect; call it after reading the body.
 
-    Fields that work may have no effect beside others, such as `tool_choice` without tools.
+    Supported fields may have no effect in combination with others, such as `tool_choice` without tools.
 
     Raises:
         InvalidArgumentError: A field is unknown.

@@ -19,7 +19,7 @@ class Parts:
     """All recently seen parts."""
 
     def __init__(self) -> None:
-        # (kind, name) -> (last seen, status then).
+        # (kind, name) -> (time last seen, status at that time).
         self._seen: dict[tuple[str, str], tuple[float, PartStatus]] = {}
 
     def update(

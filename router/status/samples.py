@@ -82,7 +82,7 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
     """Return the quantile `share` of a histogram, interpolated linearly within buckets.
 
     Args:
-        bounds: Upper bounds of the buckets, ascending from above 0; one bucket more lies above them.
+        bounds: Upper bounds of the buckets, ascending from above 0; there is one more bucket above them.
         counts: How many are in each, at least one in all.
         share: 0 to 1.
     """

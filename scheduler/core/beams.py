@@ -95,7 +95,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Candidates needed from each beam: all stop tokens may be among the likeliest."""
+        """Return the number of candidates needed per beam: all stop tokens may be among the most likely ones."""
         return self.spec.beam_width + len(self.spec.stop_token_ids)
 
     def choose(

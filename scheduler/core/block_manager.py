@@ -68,7 +68,7 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Blocks without an owner whose contents can be found."""
+        """Return the number of blocks without an owner that can be found by their contents."""
         return self._num_cached
 
     @property

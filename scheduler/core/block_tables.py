@@ -21,9 +21,9 @@ class BlockTables:
     """The block tables of one group.
 
     Attributes:
-        has_window: Blocks behind an attention window are released, except those of sink tokens.
-        num_reserved_blocks: Reserved for sequences with tables: what they may still allocate; with a window, all that
-            they may hold.
+        has_window: Whether blocks that left the attention window are released, except those of sink tokens.
+        num_reserved_blocks: Blocks that sequences with tables may still allocate; with a window, all that they may
+            hold.
     """
 
     def __init__(self, config: CoreConfig, blocks: BlockManager, clock: Clock, attention_window: int) -> None:
@@ -158,7 +158,7 @@ class BlockTables:
         self._set_reserved(lane, lane.num_computed // self.tokens_per_block)
 
     def _set_reserved(self, lane: Sequence, num_held: int) -> None:
-        """Reserve what a lane may still allocate: all but the blocks it holds, or will share with the beam it gets."""
+        """Reserve the blocks a lane may still allocate: all except those it holds or will share with its beam."""
         if not self.has_window:
             num_reserved = self.blocks_of(lane.request.spec.max_num_tokens) - num_held
             self.num_reserved_blocks += num_reserved - lane.num_reserved
@@ -180,7 +180,7 @@ class BlockTables:
             sequence.publish_at(NO_RESULTS)
 
     def _adopt(self, sequence: Sequence, adoptions: Adoptions, is_stored: Callable[[int], bool] | None) -> None:
-        """Hand the blocks that the sequence was to compute to adoptions; its last known token is still computed."""
+        """Let adoptions fill the blocks that the sequence was to compute; its last known token is still computed."""
         end = (sequence.num_tokens - 1) // self.tokens_per_block
         for index in range(sequence.num_hit_blocks, end):
             block = sequence.table[index]

@@ -13,7 +13,7 @@ _RESERVED_PART = 16
 
 
 class CapacityScheduler(ABC):
-    """Decides which requests hold blocks. A policy keeps no state of its own: everything it needs is in the group."""
+    """Decides which requests hold blocks. A policy is stateless: everything it needs is in the group."""
 
     @abstractmethod
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
@@ -68,11 +68,11 @@ class MaxUtilization(CapacityScheduler):
     """Admits as much as fits now; when blocks run short, pauses the newest requests of the lowest priority."""
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether its known tokens and the next one fit, with some room for the others' growth."""
+        """Return whether its known tokens and the next one fit, with some headroom for the growth of others."""
         return wants_context(request, group) and _has_room_to_grow(request, group)
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
-        """Return the most sequences that fit, with some room for the others' growth."""
+        """Return the maximum number of sequences that fit, with some headroom for the growth of others."""
         if not wants_context(request, group):
             return 0
         return _largest_part(request, lambda part: _has_room_to_grow(request, group, part))
@@ -95,7 +95,7 @@ class StaticBatch(CapacityScheduler):
     """Starts a new batch only when the last one has finished; all requests of a batch can run to their end."""
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether no request of the batch has run yet, and there is room for its longest output."""
+        """Return whether no request of the batch has run yet, and its longest output fits."""
         return group.num_on_worker == 0 and has_room_to_the_end(request, group)
 
 
@@ -134,7 +134,7 @@ def has_room_to_the_end(
         request: A queued request.
         group: Where it would start.
         num_sequences: How many of its waiting sequences; by default all.
-        leave_room: Leave some room for requests of other clients.
+        leave_room: Leave some capacity for requests of other clients.
     """
     cost = group.start_cost(request, num_sequences)
     num_left = group.tables.num_blocks_to_reserve - cost.num_blocks_to_end
@@ -186,8 +186,8 @@ def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
 def _leaves_room(request: Request, group: WorkerGroup, cost: StartCost, num_blocks: int, num_blocks_left: int) -> bool:
     """Return whether the request leaves a part of the group's rows and blocks to others, or may use that part itself.
 
-    Requests that can start in parts always have to leave it, because one of them may take everything for a long time.
-    Others only have to while several clients are active.
+    Requests that can start in parts always have to leave it, because one of them could take all capacity for a long
+    time. Others only have to while several clients are active.
 
     Args:
         request: A queued request.

@@ -14,10 +14,11 @@ class CoreConfig:
     Attributes:
         scheduler_epoch: Epoch of this incarnation; greater than any before.
         model_fingerprint: Workers must have the same one; empty: any.
-        max_context_chunk: Most context tokens of one request in one step; 0: max_num_tokens.
-        max_attention_window: Most tokens that any layer attends to; 0: the model's own window. Workers must have
-            the same setting, because their results depend on it.
-        sink_token_length: First tokens of a sequence that every query attends to beside its window; the same holds.
+        max_context_chunk: Maximum context tokens of one request in one step; 0: max_num_tokens.
+        max_attention_window: Maximum tokens that any layer attends to; 0: the model's own window. Workers must have the
+            same setting, because their results depend on it.
+        sink_token_length: First tokens of a sequence that every query attends to in addition to its window; must also
+            be the same.
         max_tensor_bytes: Limit over all known requests that ask for tensors.
         max_worker_deaths: Consecutive worker deaths, without a new token in between, that make a request a suspect.
     """

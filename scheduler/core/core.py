@@ -1,6 +1,7 @@
-"""The core: events in, effects out. It has no socket, clock, randomness or thread, so it can be simulated and replayed.
+"""The core: it turns events into effects. It uses no sockets, clock, randomness or threads, so it can be simulated and
+replayed.
 
-One request's journey:
+The path of a request:
 
 1. `Submitted` puts it into the queue (lifecycle, queue), or rejects it.
 2. A `Turn` starts it on the worker group that has most of its prefix and the least work, once the capacity policy

@@ -1,4 +1,4 @@
-"""Effects: what the core asks the edge to do. They are carried out in order; the core awaits none of them."""
+"""Effects: actions of the core for the edge to execute, in order; the core awaits none of them."""
 
 from __future__ import annotations
 

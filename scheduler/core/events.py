@@ -92,7 +92,7 @@ class WorkerRegistered:
         attention_windows: For each layer how many tokens a query attends to, itself included; 0: all before it. Empty:
             unknown, treated as all tokens.
         max_attention_window: The setting that limits the windows; 0: none.
-        sink_token_length: First tokens that every query attends to beside its window.
+        sink_token_length: First tokens that every query attends to in addition to its window.
         role: A Role; empty: both.
         kv_source: Where other groups can fetch blocks of its pool; empty: nowhere.
     """

@@ -1,9 +1,10 @@
 """Hand requests over from groups that prefill to groups that decode.
 
-A request starts on a prefill group. As steps there complete blocks of its prompt, a decode group is asked to fetch
-them (FetchBlocks), chunk by chunk. When it reports all of them (BlocksFetched), the context is computed and there is
-room, the request is released here and started there, exactly as after a pause: what was fetched is adopted, the rest
-is computed again. Until then it generates where it is, so a transfer that fails or takes long delays nothing.
+A request starts on a prefill group. As steps there complete blocks of its prompt, a decode group is asked to fetch them
+(FetchBlocks), chunk by chunk. When it reports all of them (BlocksFetched), the context is computed and there is room,
+the request is released on the first group and started on the second, exactly as after a pause: fetched blocks are
+adopted, the rest is recomputed. Until then it generates on the prefill group, so a slow or failed transfer delays
+nothing.
 
 Everything here can be lost at any moment. A request is handed over at most as often as it starts on a prefill group,
 and stays there once its blocks could not be fetched.
@@ -28,7 +29,7 @@ from scheduler.core.worker_group import WorkerGroup
 
 @dataclass(slots=True)
 class Transfer:
-    """A request's blocks on their way from one group to another.
+    """The transfer of a request's blocks from one group to another.
 
     Attributes:
         sequence: The one whose leading blocks are fetched; the request's others share them.
@@ -36,7 +37,7 @@ class Transfer:
         num_blocks: How many of its leading blocks are to be fetched.
         planned: (step, leading blocks that are computed once it is done), in the order of steps.
         num_asked: Leading blocks that the target was asked for, or has.
-        missing: Hashes that the target has not answered for.
+        missing: Hashes not yet reported by the target.
     """
 
     source: WorkerGroup
@@ -91,7 +92,7 @@ class Handovers:
             transfer.missing.difference_update(event.fetched_hashes)
 
     def advance(self, num_steps: int) -> None:
-        """Ask for blocks that are computed now, and hand over requests whose blocks have been fetched.
+        """Request blocks that have been computed, and hand over requests whose blocks have been fetched.
 
         Args:
             num_steps: Steps planned so far.

@@ -25,7 +25,7 @@ class InFlightStep:
         ordinal: Number of the step over all groups.
         context: (row, sequence, tokens, samples) of each chunk.
         generation: Sequences in ascending order of their rows.
-        draft_limits: Most drafts to verify, by sequence; 0 for others.
+        draft_limits: Maximum drafts to verify, by sequence; 0 for others.
         adoption: Blocks that the worker looks up in the pools of dead workers or in tiers.
     """
 

@@ -107,7 +107,7 @@ class Lifecycle:
         for index, end in event.ends:
             request.sequences[index].finish(end)
         if event.finish is not None:
-            self.requests.keep(request, self._clock.now_ns)  # only another clock knows how long ago it ended
+            self.requests.keep(request, self._clock.now_ns)  # its age is only known by another clock
             return request
         request.count_recovery()
         if request.beams is not None and request.live_sequences:
@@ -206,7 +206,7 @@ class Lifecycle:
         if not waiting:
             self._queue.remove(request)
         elif request.group is not None and len(waiting) == len(request.live_sequences):
-            request.group.release(request)  # it holds nothing there any more
+            request.group.release(request)  # it no longer holds anything there
             request.wait()
 
     def _finish(self, request: Request) -> None:
@@ -229,7 +229,9 @@ class Lifecycle:
         totals.e2e_request_latency.observe(self._clock.now_ns - request.times.queued_ns)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Make room for a request's tensors by dropping ended requests without readers; return False if that fails."""
+        """Free memory for a request's tensors by dropping ended requests without readers; return False if that
+        fails.
+        """
         limit = self._config.max_tensor_bytes - num_bytes
         if self._num_tensor_bytes > limit:
             for request in self.requests.ended:

@@ -198,7 +198,7 @@ class Membership:
         self._effects.append(EpochEnded(connection, epoch))
 
     def end_at_fault(self, group: WorkerGroup, reason: str) -> None:
-        """End a group's epoch for a fault of its own, and hold it off; none of its requests is blamed."""
+        """End a group's epoch because of its own fault, and hold it off; none of its requests is blamed."""
         self._totals.num_worker_faults += 1
         group.standing.note_fault(self._clock.now_ns, reason)
         self.end_epoch(group, reason)

@@ -13,7 +13,7 @@ _PART_FOR_OTHERS = 16
 
 
 class MicroBatchScheduler(ABC):
-    """Fills a step. A policy keeps no state of its own."""
+    """Fills a step. A policy is stateless."""
 
     @abstractmethod
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:

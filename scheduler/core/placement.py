@@ -91,11 +91,11 @@ class Placement:
             self._lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns
 
     def _start_behind(self, head: Request, num_steps: int) -> bool:
-        """Start one of the requests behind a head that has to wait; return False if none may start."""
+        """Start one of the requests after a head that has to wait; return False if none may start."""
         groups = self._membership.groups.values()
         if not any(group.num_free_rows for group in groups):
             return False
-        waiting: list[Request] = []  # for room
+        waiting: list[Request] = []  # for capacity
         for request in [head, *self._queue.behind(head, _MAX_LOOKED_AT)]:
             if request is not head:
                 if not all(self._may_overtake(request, other) for other in waiting):
@@ -107,10 +107,10 @@ class Placement:
         return False
 
     def _may_overtake(self, request: Request, other: Request) -> bool:
-        """Return whether a request may start before one of another client that waits for room.
+        """Return whether a request may start before one of another client that waits for capacity.
 
-        It may if the other client's own requests take the room. Otherwise room is being freed for the other request,
-        and it is overtaken by at most as much as it needs itself.
+        It may if the other client's own requests use the capacity. Otherwise capacity is being freed for the other
+        request, and it is overtaken by at most as much as it needs itself.
         """
         if request.spec.client_id == other.spec.client_id:
             return False
@@ -209,7 +209,7 @@ class Placement:
 
 
 def _holds_its_share(client_id: str, groups: Collection[WorkerGroup]) -> bool:
-    """Return whether a client that waits for room already holds an equal share of all rows or blocks, or more."""
+    """Return whether a client that waits for capacity already holds an equal share of all rows or blocks, or more."""
     clients = {client_id, *(name for group in groups for name in group.holdings)}
     num_clients = max(2, len(clients))  # at least one other client is waiting
     held = [group.holdings.of(client_id) for group in groups]

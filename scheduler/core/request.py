@@ -1,4 +1,4 @@
-"""Requests and their sequences, as the core sees them.
+"""Requests and their sequences.
 
 A request has one or more sequences; each gives one output. A sequence's tokens are its request's prompt and its own
 output so far, and all other state can be rebuilt from these: a sequence that is paused, or whose worker died, starts
@@ -60,7 +60,7 @@ class ExtraOutput:
 
 
 class Sequence:
-    """One output of a request, and its place on a worker group.
+    """One output of a request, and its state on a worker group.
 
     Attributes:
         output: Output tokens so far.
@@ -266,8 +266,8 @@ class Finish:
 class BeamLanes:
     """The sequences that run a beam search, one lane for each beam.
 
-    A beam's next token is chosen here, not by the worker, so its lane is idle until all lanes have their candidates.
-    Then each running beam is assigned a lane: the first child of a beam stays in its lane, further ones fork into lanes
+    A beam's next token is chosen here, not by the worker, so its lane waits until all lanes have their candidates. Then
+    each running beam is assigned a lane: the first child of a beam stays in its lane, further ones fork into lanes
     whose beam was dropped. The fork happens with the next step that runs the request (StepBuilder): full blocks are
     shared, the last, partly filled one is copied. If the request is paused before that, nothing is lost: it restarts
     from the tokens of its beams.
@@ -475,7 +475,7 @@ class Request:
         self.state = RequestState.ACTIVE
 
     def leave_group(self) -> None:
-        """Note that it holds nothing on its group any more."""
+        """Record that it no longer holds anything on its group."""
         self.group = None
 
     def wait(self) -> None:
@@ -543,7 +543,7 @@ class Request:
         self.may_fetch = self.may_fetch and may_fetch
 
     def forget_store(self) -> None:
-        """Note that the dead worker's blocks are not looked for any more."""
+        """Stop looking for the dead worker's blocks."""
         self.lost_store = ""
 
     def note_scheduled(self, now_ns: int, num_cached_tokens: int) -> None:

@@ -25,12 +25,12 @@ class RequestSpec:
     Attributes:
         prompt: Token ids, array type 'I'.
         max_tokens: Output tokens per sequence; prompt and output fit into the model's length.
-        num_sequences: Outputs asked for.
+        num_sequences: Number of requested outputs.
         stop_token_ids: Tokens that end a sequence, including the end ids.
         min_tokens: A stop token before this many output tokens does not end the sequence.
         beam_width: Above 1: beam search, whose best `num_sequences` beams are the outputs.
         beam_diversity_rate, length_penalty, early_stopping: See protos/generation.proto.
-        num_draft_tokens: Most drafts to verify in one step; 0: no speculation.
+        num_draft_tokens: Maximum drafts to verify in one step; 0: no speculation.
         deadline_ns: By the scheduler's steady clock, as is arrival_ns; None: no deadline.
         lora_key: Identifies the adapter's contents; empty: none. lora_bytes: Memory that it needs on a worker's device.
         prompt_key: Identifies the embeddings of virtual tokens; empty: there are none.
@@ -76,7 +76,7 @@ class RequestSpec:
 
     @property
     def max_num_tokens(self) -> int:
-        """Most tokens of one sequence whose KV is computed: that of the last output token is not."""
+        """Return the maximum number of tokens of one sequence whose KV is computed, all but the last output token."""
         return len(self.prompt) + self.max_tokens - 1
 
     @property

@@ -1,4 +1,4 @@
-"""The requests that a scheduler knows: unfinished ones, and for a while finished ones."""
+"""All known requests: unfinished ones and, for a while, finished ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker group is there for."""
+"""Roles of worker groups."""
 
 from __future__ import annotations
 

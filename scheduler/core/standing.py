@@ -60,7 +60,7 @@ class Standing:
         self._hold(now_ns, reason, self.num_faults)
 
     def note_death(self, now_ns: int, reason: str) -> None:
-        """Record a death of any cause; after the first one it may run again as soon as it is back."""
+        """Record a death of any cause; after the first one it may run again as soon as it has reconnected."""
         self.num_deaths += 1
         self._hold(now_ns, reason, self.num_deaths - 1 + self.num_faults)
 

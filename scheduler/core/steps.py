@@ -388,7 +388,7 @@ class Results:
     def problem(self, group: WorkerGroup, step: InFlightStep, event: StepDone, vocab_size: int) -> str:
         """Return why a result does not match its step; empty if it does.
 
-        The message by itself has been checked before (scheduler/wire/worker_checks.py).
+        The message itself has been checked before (scheduler/wire/worker_checks.py).
         """
         num_tokens = len(event.token_ids)
         if event.num_tokens:
@@ -705,7 +705,7 @@ def memory_of(groups: list[WorkerGroup]) -> tuple[int, int, int]:
 
 
 def _runs_problem(step: InFlightStep, event: StepDone) -> str:
-    """Return what is wrong with runs and candidates whose total is right; empty if nothing is."""
+    """Return what is wrong with runs and candidates whose total is correct; empty if nothing is."""
     if len(event.num_drafts) not in (0, step.num_sampled):
         return f"{len(event.num_drafts)} numbers of drafts for {step.num_sampled} rows"
     num_candidates = start = 0

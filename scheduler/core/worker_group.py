@@ -30,7 +30,7 @@ from scheduler.core.standing import Standing
 from scheduler.core.timers import Clock
 
 _BY_ROW = attrgetter("row")
-# Limit for what a step copies from tiers or a dead worker's pool: a few tens of milliseconds.
+# Limit of the data that a step copies from tiers or a dead worker's pool: a few tens of milliseconds.
 _MAX_ADOPTED_BYTES, _MAX_ADOPTED_BLOCKS = 32 << 20, 1024
 
 
@@ -101,7 +101,7 @@ class WorkerGroup:
     """One epoch of one worker group.
 
     Attributes:
-        has_state: Whether blocks hold a state after their last token, which is of use at their ends alone.
+        has_state: Whether blocks hold a state after their last token, which can only be used at the end of a block.
         standing: Its fault record over all epochs.
         tables: Block tables of its sequences.
         clients: Tracks whether several send requests. pace: Decides when the next step is planned.
@@ -112,7 +112,7 @@ class WorkerGroup:
         generation_version: Changes whenever `generating` does.
         num_waiting: Sequences with rows that must wait for each result before they run again.
         adoptions: Blocks that the next steps ask the worker to look up in pools of dead workers, or in its tiers.
-        role: What it is there for.
+        role: Its role.
         stored: Known hashes of the blocks in its tiers; shared with groups that share the tiers.
         fetched: Hashes of the blocks that it has fetched from other groups and not adopted yet.
         batch_size: Sequences started since the group was last empty.
@@ -261,7 +261,7 @@ class WorkerGroup:
 
     @property
     def first_open_step(self) -> int:
-        """The oldest step whose result is awaited, or else the next one."""
+        """Return the oldest step whose result is awaited, or else the next one."""
         return self.in_flight[0].step_id if self.in_flight else self.next_step_id
 
     @property
@@ -429,7 +429,7 @@ class WorkerGroup:
         return True
 
     def note_generation(self, version: int, sequences: tuple[Sequence, ...], rows: tuple[int, ...]) -> LastGeneration:
-        """Store what a step generates, which the next step is told relative to."""
+        """Store the generation of a step, relative to which the next step is encoded."""
         self.last_generation = LastGeneration(version, sequences, rows)
         return self.last_generation
 

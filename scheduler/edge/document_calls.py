@@ -75,7 +75,7 @@ class DocumentCalls:
         request: pb.ListDocumentsRequest,
         context: ServicerContext[pb.ListDocumentsRequest, pb.ListDocumentsResponse],
     ) -> pb.ListDocumentsResponse:
-        """Return some documents of a kind; fewer than asked for where they are large."""
+        """Return some documents of a kind; fewer than requested if they are large."""
         documents = await self._documents.list(
             _PREFIX + request.kind,
             owner=request.owner if request.HasField("owner") else None,

@@ -54,7 +54,7 @@ class Engine:
 
     Attributes:
         clock: The clock of its times.
-        core: Its state; may be read, changes only by events.
+        core: Its state; may be read, but changes only through events.
         hub: The token feeds.
         kv_events: The last KV events, as (group id, change), by sequence number.
         num_failed_events: Worker messages on which the core raised an exception.
@@ -187,7 +187,7 @@ class Engine:
         await self._idle.wait()
 
     def close(self) -> None:
-        """Commit what is left and cancel the timer."""
+        """Commit the remaining entries and cancel the timer."""
         self._commit()
         if self._timer is not None:
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""Builds a FeedBatch: what is new past the cursors of some readers."""
+"""Build a FeedBatch from the data after some readers' cursors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class FeedBatchBuilder:
         return self._num_output_bytes >= MAX_OUTPUT_BYTES
 
     def add(self, reader: Reader) -> bool:
-        """Add what is new for a reader and advance its cursors; return False if not all of it fits."""
+        """Add new data for a reader and advance its cursors; return False if not all of it fits."""
         log = reader.log
         if not reader.is_opened:
             reader.is_opened = True

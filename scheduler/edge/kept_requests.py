@@ -82,7 +82,7 @@ class KeptRequests:
         self._engine.handle(AbortRequested(self._engine.now_ns(), request_id))
 
     async def close(self) -> None:
-        """Stop writing: the next scheduler writes what is missing."""
+        """Stop writing; the next scheduler writes the rest."""
         for task in self._writing:
             task.cancel()
         await asyncio.gather(*self._writing, return_exceptions=True)

@@ -3,7 +3,7 @@
 An entry is created when a request's end is committed, and written with other recent ones as one document (a page). If
 the scheduler dies before that, the next one finds the request in the journal and writes the missing entry: ended
 requests stay there much longer (finished_ttl_s) than an entry waits. If an end is amended, because a stop word is found
-later, the entry is updated in place. So each request is counted once, with what was delivered.
+later, the entry is updated in place. Each request is therefore counted once, with what was delivered.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Ledger:
     async def _open(self) -> None:
         """Add entries for the ended requests of the journal that are on no page.
 
-        They are among the last max_num_finished that ended, so that many entries are read, independent of clocks.
+        They are among the last max_num_finished that ended, so that many entries are read, independently of clocks.
         """
         max_num_finished, known = self._engine.core.config.max_num_finished, set[_Key]()
         after: DocumentKey | None = None

@@ -76,7 +76,7 @@ class SchedulerCollector(Collector):
         yield _counter("num_stale_messages", "Messages of epochs that were over.", totals.num_stale_messages)
         yield _counter("num_malformed_messages", "Messages that did not parse.", dispatcher.num_malformed)
         yield _counter("num_refused_connections", "Connections refused on the worker port.", dispatcher.num_refused)
-        yield _counter("num_unsent_messages", "Messages whose worker was gone.", dispatcher.num_unsent)
+        yield _counter("num_unsent_messages", "Messages whose worker had disconnected.", dispatcher.num_unsent)
         yield _counter("journal_commits", "Transactions of the journal.", self._journal.num_commits)
         yield _counter("journal_losses", "Journals that were deleted or truncated in use.", self._journal.num_lost)
         yield _counter("journal_damaged_records", "Records lost to damage at the start.", self._journal.num_damaged)

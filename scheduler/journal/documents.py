@@ -46,10 +46,10 @@ class DocumentKey:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document as it is stored.
+    """A stored document.
 
     Attributes:
-        key: Identifies it.
+        key: Its key.
         data: Its contents.
         version: 1 when new, incremented by each put.
         created_ns: Unix nanoseconds of its first put.
@@ -141,8 +141,8 @@ class Documents:
             kind: Their kind.
             owner: Their owner; None: any, for the service's own tasks.
             prefix: Prefix of their ids.
-            after: Start after this key (before it, where `is_descending`); it need not exist any more.
-            limit: Most documents to return.
+            after: Start after this key (before it if `is_descending`); it need not exist.
+            limit: Maximum number of documents to return.
             is_descending: From the last id to the first.
         """
         query = Query(kind, owner, prefix, after, limit, is_descending)

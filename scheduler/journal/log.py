@@ -1,6 +1,6 @@
-"""The journal as a log: a folder of segments that are only appended to, for a scheduler on one machine.
+"""The journal as a log: a folder of append-only segments, for a scheduler on one machine.
 
-A commit is one write and one fdatasync. What that costs is in docs/decisions/journal.md.
+A commit is one write and one fdatasync. For the cost see docs/decisions/journal.md.
 
 - **Power cuts.** A record counts once it is synced. Only one write is in progress at a time, so a power cut can tear
   only the last record; nothing of it was sent, and it is dropped. A segment gets its name once its first record is
@@ -9,8 +9,8 @@ A commit is one write and one fdatasync. What that costs is in docs/decisions/jo
 - **Damage.** An incomplete record followed by complete ones was synced, and has been damaged since. Its contents are
   lost. The next scheduler continues after it (see `replay`), logs its position, and keeps the file. After half a second
   without a commit an empty record is written, so that damage to the last record differs from a torn write.
-- **Size.** A segment is deleted when no request's latest row is in it. While the log is larger than twice what is live,
-  the rows of its oldest segment are written again, a few with each commit.
+- **Size.** A segment is deleted when no request's latest row is in it. While the log is larger than twice the live
+  data, the rows of its oldest segment are rewritten, a few with each commit.
 - **One writer.** See LogFolder. A successor raises the epoch and starts a new segment.
 """
 
@@ -318,7 +318,7 @@ class LogStore(Store):
     def _read_all(self) -> None:
         names = [name for name in self._folder.names() if name.endswith(_SUFFIX)]
         if not names and self._folder.epoch():
-            logger.error("the journal %s was emptied: what it held is gone", self._folder.path)
+            logger.error("the journal %s was emptied; its contents are lost", self._folder.path)
             self._stored.num_damaged += 1
         files = [(name, self._folder.read(name)) for name in names]
         headers = [_read_header(name, data, self._folder.path) for name, data in files]
@@ -363,7 +363,7 @@ class LogStore(Store):
             self._note_damage(segment, item.start)
 
     def _note_damage(self, segment: _Segment, offset: int) -> None:
-        """Record that records are missing after the last one read: what they changed is unknown."""
+        """Record that records are missing after the last one read; their changes are unknown."""
         logger.error(
             "the journal's file %s is damaged at byte %d: going on behind it; "
             "the file is kept as *%s, check the disk that it is on",

@@ -15,7 +15,7 @@ class NoJournal(Journal):
     """A journal that stores nothing, so everything is committed at once."""
 
     def __init__(self, clock: SteadyClock) -> None:
-        """Keep documents in memory; `clock` tells when they expire."""
+        """Keep documents in memory; `clock` determines when they expire."""
         self.documents = Documents(SqliteDocuments(None), clock)
 
     async def open(self, on_failure: Callable[[JournalError], None]) -> JournalContents:

@@ -1,8 +1,8 @@
 """The journal in PostgreSQL, for a scheduler with a standby on another machine.
 
 The writer holds a lease, which every transaction renews under the writer's epoch; a new holder raises the epoch in the
-same row. So a transaction of a deposed scheduler finds no row and is rolled back. Leases are timed by the database's
-clock alone.
+same row. A transaction of a deposed scheduler therefore finds no row and is rolled back. Leases are timed only by the
+database's clock.
 """
 
 from __future__ import annotations

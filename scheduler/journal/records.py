@@ -166,8 +166,8 @@ def add_finish(record: pb.JournalCommit, number: int, finish: Finish, clock: Ste
 def replay(stored: StoredJournal, limits: ModelLimits, model_fingerprint: str, clock: SteadyClock) -> Replayed:
     """Restore requests from rows.
 
-    A request is read up to the first damaged commit after its row: the rest is computed again, with the same result,
-    since that depends on the request alone. Only damaged requests are left out. Times are converted to `clock`.
+    A request is read up to the first damaged commit after its row: the rest is recomputed, with the same result, since
+    that depends only on the request. Only damaged requests are left out. Times are converted to `clock`.
     """
     result = Replayed(num_damaged=stored.num_damaged)
     for number, sealed, output in stored.requests:

@@ -1,8 +1,8 @@
 """The storage of a journal: tables of requests, commits and adapters, and its writer.
 
-A request has one row: what was accepted, and its output as of the last compaction. A commit has one row, with the
+A request has one row: the accepted request, and its output as of the last compaction. A commit has one row, with the
 output of all requests since the previous commit. Compaction writes the output of changed requests into their rows and
-deletes all commits, in one transaction. So the size stays in proportion to the kept requests.
+deletes all commits, in one transaction. The size therefore stays proportional to the kept requests.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Store(ABC):
 
     @abstractmethod
     def read(self) -> StoredJournal:
-        """Return everything stored, as far as it can be read."""
+        """Return everything stored, as far as it is readable."""
 
     @abstractmethod
     def write(self, transaction: Transaction) -> None:

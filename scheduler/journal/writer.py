@@ -24,7 +24,7 @@ MIN_COMPACTION_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class Kept:
-    """How much of a request is in the journal.
+    """The part of a request that is in the journal.
 
     Attributes:
         lengths: Output tokens of each sequence.
@@ -67,8 +67,8 @@ class RowWriter:
     """Tracks what is already in the journal.
 
     Attributes:
-        num_compactions: How often all commits were folded into the requests' rows.
-        live_bytes: About the size of all requests' rows.
+        num_compactions: Number of compactions.
+        live_bytes: Approximate size of all requests' rows.
     """
 
     def __init__(

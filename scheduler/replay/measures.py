@@ -141,7 +141,7 @@ class Measures:
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """Return the value below which `share` of the values lie; 0 without values."""
+    """Return the quantile `share` of the values; 0 without values."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else 0.0
 

@@ -1,8 +1,8 @@
 """`python -m scheduler.replay FILE`: run a recorded core again.
 
 Without changes every plan must be bit-identical to the recorded one. With changes ("what if") results would differ, so
-workers are simulated: from the recorded arrivals, outputs and aborts, with step times as a cost model fitted to the
-recorded ones gives them.
+workers are simulated: from the recorded arrivals, outputs and aborts, with step times from a cost model fitted to the
+recorded ones.
 """
 
 from __future__ import annotations

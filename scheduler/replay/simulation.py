@@ -60,7 +60,7 @@ class _Row:
 
 
 class SimulatedWorker:
-    """One worker group: a server that runs its steps in order, and fetches blocks beside them."""
+    """One worker group: a server that runs its steps in order, and fetches blocks concurrently."""
 
     def __init__(
         self, registration: WorkerRegistered, cost: CostModel, scripts: Mapping[tuple[str, int], Script]

@@ -68,7 +68,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Identical worker groups; with `num_prefill_workers` above 0 so many prefill, and the others decode."""
+    """Identical worker groups, of which the first `num_prefill_workers` (if above 0) prefill and the others decode."""
 
     num_workers: int = 1
     num_blocks: int = 8192

@@ -126,8 +126,8 @@ def _retention_range(item: pb.KvRetentionConfig.TokenRange) -> RetentionRange:
 
 
 def _digest(request: pb.GenerateRequest) -> bytes:
-    """Of what was asked for: a second submit differs in its arrival, in the time that it has left, in its span, and in
-    what the names of its adapters stand for by then."""
+    """Return a hash of the request without fields that differ in a repeated submit: arrival, remaining time, span, and
+    the resolved adapters."""
     contents = pb.GenerateRequest()
     contents.CopyFrom(request)
     contents.ClearField("arrival_time_unix_ns")

@@ -144,7 +144,7 @@ def kv_event_proto(sequence_number: int, group_id: str, change: KvChange, tokens
 def kv_snapshot_proto(
     sequence_number: int, groups: Iterable[WorkerGroup], tokens_per_block: int
 ) -> stats_pb2.KvEventBatch:
-    """Return what the groups' prefix caches hold as of an event."""
+    """Return the contents of the groups' prefix caches as of an event."""
     batch = stats_pb2.KvEventBatch(is_snapshot=True)
     batch.events.append(kv_event_proto(sequence_number, "", CacheCleared(), tokens_per_block))
     for group in groups:

@@ -1,4 +1,4 @@
-"""Validates a worker's message by itself: every length and range, before anything else uses it.
+"""Validate a worker's message on its own: every length and range, before anything else uses it.
 
 Checks that need the step that was sent (number of rows, drafts) are in `Results.problem`.
 """

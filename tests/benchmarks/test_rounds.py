@@ -127,7 +127,7 @@ def test_a_peer_that_fails_says_why_and_is_not_tried_again(tmp_path: Path) -> No
 def test_a_peer_killed_by_a_signal_is_named_so(tmp_path: Path) -> None:
     with (
         rounds.PeerProcess(fake_peer(tmp_path, "kill -ILL $$"), Paths(tmp_path, tmp_path)) as process,
-        pytest.raises(rounds.PeerFailedError, match=r"^ended by SIGILL: it said nothing$"),
+        pytest.raises(rounds.PeerFailedError, match=r"^ended by SIGILL: it printed nothing$"),
     ):
         process.run(rounds.warm_up())
 

@@ -25,13 +25,18 @@ PROTOCOL_VERSION = 1
 class FakeWorkerConfig:
     """Behaviour and faults of the fake worker.
 
-    Attributes: step_ms: Duration of a step. end_after: Output tokens after which a row gives an end id; 0: never.
-    fail_token: A row whose prompt contains it fails. die_token: A step that adds a row whose prompt contains it kills
-    the worker. hang_at_step: It stops computing at this step but continues its heartbeats; 0: never.
-    wrong_shape_at_step: The result of this step has one token too many. repeat_results: Whether to send each result
-    twice. checks: Whether to verify the KV cache in each step, which is slow. circle: Comma-separated token ids: each
-    is followed by the next one, and the last by the first. curve_secret_key: File with its key pair; empty: plain text.
-    curve_server_key: File with the scheduler's key.
+    Attributes:
+        step_ms: Duration of a step.
+        end_after: Output tokens after which a row gives an end id; 0: never.
+        fail_token: A row whose prompt contains it fails.
+        die_token: A step that adds a row whose prompt contains it kills the worker.
+        hang_at_step: It stops computing at this step but continues its heartbeats; 0: never.
+        wrong_shape_at_step: The result of this step has one token too many.
+        repeat_results: Whether to send each result twice.
+        checks: Whether to verify the KV cache in each step, which is slow.
+        circle: Comma-separated token ids: each is followed by the next one, and the last by the first.
+        curve_secret_key: File with its key pair; empty: plain text.
+        curve_server_key: File with the scheduler's key.
     """
 
     scheduler: str = "tcp://127.0.0.1:50053"
@@ -61,8 +66,10 @@ class FakeWorkerConfig:
 class FakeWorker:
     """One worker group.
 
-    Attributes: epoch: Of the current registration; 0 if there is none. rejected: Why the scheduler rejected it. error:
-    Exception of its own thread.
+    Attributes:
+        epoch: Of the current registration; 0 if there is none.
+        rejected: Why the scheduler rejected it.
+        error: Exception of its own thread.
     """
 
     def __init__(self, config: FakeWorkerConfig) -> None:

@@ -20,7 +20,8 @@ class Identity:
 class Authority:
     """A certificate authority in its own folder.
 
-    Attributes: ca: Path of its own certificate.
+    Attributes:
+        ca: Path of its own certificate.
     """
 
     def __init__(self, folder: Path, name: str = "authority") -> None:

@@ -148,8 +148,9 @@ class HostileWorker:
 class Outcome:
     """The result of a run.
 
-    Attributes: problems: Violations found. num_own: Requests run only by the healthy worker, all of which completed
-    correctly.
+    Attributes:
+        problems: Violations found.
+        num_own: Requests run only by the healthy worker, all of which completed correctly.
     """
 
     num_mutated: int = 0

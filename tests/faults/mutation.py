@@ -30,7 +30,8 @@ _TEXTS = ("", "x", "x" * 1000, "\n", "\u0000", "%s{}", "😀" * 300)
 class Mutator:
     """Random mutations.
 
-    Attributes: numbers, texts: Values that are meaningful to the receiver, such as another worker's epoch or name.
+    Attributes:
+        numbers, texts: Values that are meaningful to the receiver, such as another worker's epoch or name.
     """
 
     dice: random.Random

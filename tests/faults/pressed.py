@@ -29,7 +29,8 @@ LIMITS = {"MAX_PENDING_BYTES": 16384, "MAX_MESSAGE_BYTES": 4 << 20}
 class Pressed:
     """The parts.
 
-    Attributes: parts: Their processes.
+    Attributes:
+        parts: Their processes.
     """
 
     def __init__(self, folder: Path, http_port: int) -> None:

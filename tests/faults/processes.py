@@ -26,8 +26,10 @@ ALL = ("scheduler", "worker-0", "worker-1", "detokenizer-0", "detokenizer-1", "r
 class Processes(NamedProcesses):
     """The running service.
 
-    Attributes: worker_flags: Flags of workers started from now on. worker_port: Port to which workers connect; may be a
-    proxy. urls: Of the routers' HTTP ports.
+    Attributes:
+        worker_flags: Flags of workers started from now on.
+        worker_port: Port to which workers connect; may be a proxy.
+        urls: Of the routers' HTTP ports.
     """
 
     def __init__(self, folder: Path, *scheduler_flags: str, step_ms: float = 10) -> None:

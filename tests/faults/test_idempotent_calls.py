@@ -59,7 +59,8 @@ async def call(stub: Stub, number: int) -> list[int]:
 class Retries:
     """A client that retries failed or slow calls at the other router.
 
-    Attributes: num_tries: Number of calls made.
+    Attributes:
+        num_tries: Number of calls made.
     """
 
     def __init__(self, routers: list[Stub], dice: random.Random) -> None:

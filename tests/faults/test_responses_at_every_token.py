@@ -46,7 +46,9 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 class Reader:
     """Read one response, switching to another router when one dies.
 
-    Attributes: events: In order of arrival. num_breaks: How often the stream broke.
+    Attributes:
+        events: In order of arrival.
+        num_breaks: How often the stream broke.
     """
 
     def __init__(self, rig: Rig, *, is_background: bool) -> None:

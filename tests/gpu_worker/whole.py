@@ -119,7 +119,8 @@ class Member:
 class Whole:
     """One core with one or more runners.
 
-    Attributes: stats: Of every iteration.
+    Attributes:
+        stats: Of every iteration.
     """
 
     def __init__(

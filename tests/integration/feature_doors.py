@@ -35,7 +35,9 @@ MAX_TOKENS = 6
 class Answer:
     """A response.
 
-    Attributes: texts: Of each sequence. beside: Names of further outputs.
+    Attributes:
+        texts: Of each sequence.
+        beside: Names of further outputs.
     """
 
     texts: list[str] = field(default_factory=list)

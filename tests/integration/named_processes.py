@@ -17,7 +17,9 @@ ENVIRONMENT = python_environment(os.environ | {"PYTHONPATH": str(ROOT)})
 class NamedProcesses:
     """Current and past processes.
 
-    Attributes: folder: Contains NAME.log, for all incarnations of a process. processes: The last incarnation of each.
+    Attributes:
+        folder: Contains NAME.log, for all incarnations of a process.
+        processes: The last incarnation of each.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -28,7 +28,8 @@ START_TIMEOUT_S = 60
 class Parts(NamedProcesses):
     """Running processes by name: scheduler, worker, detokenizer, router.
 
-    Attributes: flags: Additional flags of the scheduler.
+    Attributes:
+        flags: Additional flags of the scheduler.
     """
 
     def __init__(self, folder: Path, *flags: str, step_ms: float = 10) -> None:

@@ -21,9 +21,12 @@ Store = list[tuple[NDArray[np.uint64], list[list[int]]]]
 class FakeGroup:
     """A worker group in memory, with queued plans and undelivered results.
 
-    Attributes: store: Hashes and slots left by dead groups. num_adopted: Number of blocks filled from the store or from
-    fetched data. tier: Slots of its stored blocks by hash, which others may share; None: it has no tier. fetches:
-    Requested fetches from other groups. staged: Slots of fetched blocks, by hash.
+    Attributes:
+        store: Hashes and slots left by dead groups.
+        num_adopted: Number of blocks filled from the store or from fetched data.
+        tier: Slots of its stored blocks by hash, which others may share; None: it has no tier.
+        fetches: Requested fetches from other groups.
+        staged: Slots of fetched blocks, by hash.
     """
 
     def __init__(

@@ -27,8 +27,9 @@ class File:
 class Disk:
     """One folder of files.
 
-    Attributes: operations_left: Operations until a PowerCut is raised; negative: never. epoch: Contents of the lock, in
-    the kernel's memory only.
+    Attributes:
+        operations_left: Operations until a PowerCut is raised; negative: never.
+        epoch: Contents of the lock, in the kernel's memory only.
     """
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ def describe(
     Args:
         config: Contents of config.json.
         max_attention_window: Upper limit of the tokens that a layer attends to; 0: the model's own.
-        sink_token_length: First tokens that layers attend to beside their window.
+        sink_token_length: First tokens that layers attend to in addition to their window.
 
     Raises:
         UnsupportedError: An architecture, activation or rope type without native support; the message names it.

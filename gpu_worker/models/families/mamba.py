@@ -1,7 +1,7 @@
 """Mamba 2, and hybrids that have it in most layers: Granite 4, Bamba, Nemotron-H and Falcon-H1.
 
-A layer of Nemotron-H is one thing alone: Mamba 2, attention, a feed-forward network or experts. Falcon-H1 has Mamba 2
-and attention side by side in every layer.
+A layer of Nemotron-H is either Mamba 2, attention, a feed-forward network or experts. Falcon-H1 has Mamba 2 and
+attention side by side in every layer.
 """
 
 from __future__ import annotations

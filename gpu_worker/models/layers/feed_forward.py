@@ -15,7 +15,7 @@ from kernels import Activation
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """Two products with an activation between them; without a gate, gate_up is the first product alone.
+    """Two products with an activation between them; without a gate, gate_up is only the first product.
 
     Attributes:
         gate_scale, output_scale: Factors of the gates before the activation, and of the output.
@@ -149,8 +149,8 @@ def choose_experts(logits: Tensor, d: Mixture, correction: Tensor | None = None)
 
     Args:
         logits: Float32 [M, num_experts].
-        d: How it chooses.
-        correction: Float32 [num_experts], added to the scores for the choice alone.
+        d: Description of the router.
+        correction: Float32 [num_experts], added to the scores only for the choice.
     """
     wide = logits.double()
     if d.scoring == "softmax":

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import kernels
 from kernels import BlockWeight
 
-# Adds to an output what LoRA adapters give for a module's input: (module, input, output).
+# Adds the product of LoRA adapters for a module's input to an output: (module, input, output).
 AddLora = Callable[[str, Tensor, Tensor], None]
 
 
@@ -23,7 +23,7 @@ class Linear:
         weight: [N, K]: floats of x's type, or int8.
         bias: [N].
         scale: Float32 [N], scale of each int8 row.
-        parts: Instead of weight, whose rows they have together: blocks, and the columns of x that theirs meet.
+        parts: Replaces weight; together they have its rows: blocks, and the columns of x that they multiply.
     """
 
     weight: Tensor
@@ -62,7 +62,9 @@ class LinearModule(nn.Module):
     """Replaces a transformers module and uses its weights."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, weights: str) -> None:
-        """Keep a weight [N, K] as `weights` says: auto and f32 unchanged, bf16 rounded to bfloat16, int8 quantized."""
+        """Store a weight [N, K] as set by `weights`: auto and f32 unchanged, bf16 rounded to bfloat16, int8
+        quantized.
+        """
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.weight, self.bias, self.scale = _constant(weight), bias, None

@@ -1,8 +1,8 @@
-"""Layers whose memory of the tokens before is a state of constant size: gated delta nets, Mamba 2, short convolutions.
+"""Layers with a recurrent state of constant size: gated delta nets, Mamba 2, short convolutions.
 
-Each KV block has room for one state in each such layer. A sequence's running state lies in the block of its last token,
-so a full block holds the state after its last token, and the first token of a block takes up the state of the block
-before. What finds, copies or drops a block does the same with its state.
+Each KV block has space for one state per such layer. A sequence's current state is in the block of its last token, so a
+full block holds the state after its last token, and the first token of a block starts from the state of the previous
+block. Finding, copying or dropping a block does the same with its state.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Pieces:
     """Equally long runs of tokens of different sequences, each within one block.
 
     Attributes:
-        tokens: int64 [n, T], places in the step's flattened tokens.
-        sources: int64 [n], the block whose state comes before; any where `is_first`.
-        targets: int64 [n], the block that takes the state after.
+        tokens: int64 [n, T], positions in the step's flattened tokens.
+        sources: int64 [n], the block with the initial state; any value if `is_first`.
+        targets: int64 [n], the block for the final state.
         is_first: bool [n], whether there are no tokens before.
     """
 
@@ -64,7 +64,7 @@ def pieces_of(
             token, position = token + size, position + size
     turns: dict[int, int] = {}
     groups: dict[tuple[int, int], list[tuple[int, int, int, bool]]] = defaultdict(list)
-    # Sorting by block number puts each piece behind the ones that it continues, whichever table they are in.
+    # Sorting by block number puts each piece after those that it continues, whichever table they are in.
     for _, token, size, source, target, is_first in sorted(pieces):
         turn = 0 if is_first else turns.get(source, -1) + 1
         turns[target] = turn
@@ -178,7 +178,7 @@ class MambaLayer:
     """Mamba 2.
 
     Attributes:
-        joined: Gates, then what is convolved, then steps.
+        joined: Gates, then the inputs of the convolution, then steps.
         conv: [channels, kernel].
         conv_bias: [channels].
         step_bias, decay_rates, skip: [num_heads]; decay_rates are negative.

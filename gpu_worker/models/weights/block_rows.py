@@ -15,7 +15,7 @@ def blocks_per_scale(scale: Tensor, num_columns: int) -> Tensor:
     """Repeat scales [N, groups], each for the same number of columns, for every block: [N, blocks].
 
     Raises:
-        ValueError: A group is not a whole number of blocks.
+        ValueError: The group size is not a multiple of the block size.
     """
     num_blocks = -(-num_columns // BLOCK)
     if scale.shape[1] in (1, num_blocks):

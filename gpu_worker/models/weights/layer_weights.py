@@ -58,7 +58,8 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights:
-    """What replaces attention or runs beside it. A short convolution has no more than inputs and conv.
+    """Weights of a recurrent part, which replaces attention or runs beside it. A short convolution has only inputs and
+    conv.
 
     Attributes:
         inputs: Of a delta net: queries, keys, values and gates; then rates. Else all in one.
@@ -79,7 +80,7 @@ class RecurrentWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Rows of qkv: all of q, then k, then v. A layer has what its description says.
+    """One decoder layer. Rows of qkv: all of q, then k, then v. A layer has the parts in its description.
 
     Norms of the residual stream are [hidden_size], or with biases [2, hidden_size].
     """

@@ -176,7 +176,7 @@ def _refuse(found: str) -> NoReturn:
 
 
 def _tensor_types(path: Path) -> dict[str, str]:
-    """Return the type of each tensor in a safetensors file, from its header; readers do not know every type."""
+    """Return the type of each tensor in a safetensors file, from its header; readers do not support every type."""
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))

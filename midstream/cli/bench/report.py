@@ -61,7 +61,7 @@ def summarize(result: RunResult) -> Summary:
 
 
 def inter_token_gaps_ms(times: RequestTimes) -> list[float]:
-    """Gap before each token after the first chunk; a chunk of n tokens gives n equal gaps."""
+    """Return the gap before each token after the first chunk; a chunk of n tokens counts as n equal gaps."""
     gaps: list[float] = []
     for (before, _), (now, count) in zip(times.arrivals, times.arrivals[1:], strict=False):
         gaps.extend([(now - before) * 1e3 / count] * count)

@@ -17,7 +17,7 @@ class BenchRequest:
 
     Attributes:
         token_ids: The prompt.
-        max_tokens: Tokens to generate; exactly as many come back.
+        max_tokens: Exact number of tokens to generate.
     """
 
     token_ids: tuple[int, ...]
@@ -57,7 +57,7 @@ def mixed(generator: random.Random) -> Workload:
 
 
 def prefix(generator: random.Random) -> Workload:
-    """64 at once behind one shared prefix of 512, 32 own, 32 out."""
+    """64 concurrent requests with a shared prefix of 512 tokens, 32 own tokens and 32 output tokens."""
     shared = _tokens(generator, 512)
     return Workload("prefix", tuple(BenchRequest(shared + _tokens(generator, 32), 32) for _ in range(64)), 64)
 

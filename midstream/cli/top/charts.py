@@ -9,7 +9,7 @@ from rich.text import Text
 from protos import status_pb2
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-# What a cell shows first: (glyph, style).
+# Contents of a cell by priority: (glyph, style).
 SHARED, HELD, CACHED, FREE = ("▓", "magenta"), ("█", "cyan"), ("▒", "dark_cyan"), ("·", "bright_black")
 
 

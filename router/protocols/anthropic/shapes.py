@@ -1,4 +1,4 @@
-"""Responses in Anthropic's format: a message of content blocks, whole or as events."""
+"""Responses in Anthropic's format: a message of content blocks, complete or as events."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A batch as it is stored, and its changes.
 
 The document of a batch is changed by the router that runs it and by cancelling clients, so each change is a function
-that is applied again when another one came first.
+that is reapplied if another change was stored first.
 """
 
 from __future__ import annotations

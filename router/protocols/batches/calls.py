@@ -22,7 +22,7 @@ class Answer:
 
 
 async def post(app: ASGIApp, path: str, body: bytes, headers: dict[str, str]) -> Answer:
-    """POST a JSON body to an endpoint; a cancelled call is one whose client has left."""
+    """POST a JSON body to an endpoint; a cancelled call is treated as a disconnected client."""
     named = {"content-type": "application/json", "content-length": str(len(body)), **headers}
     scope: Scope = {
         "type": "http",

@@ -73,7 +73,7 @@ class Files:
         return found.cell, _info(found)
 
     async def list(self, owner: str, *, after: str, limit: int, ascending: bool, purpose: str) -> list[FileInfo]:
-        """Return files behind the id `after`; of one purpose, where it is not empty."""
+        """Return files after the id `after`, of one purpose unless it is empty."""
         infos: list[FileInfo] = []
         while len(infos) < limit:
             found = await self._documents.newest(_FILE, owner, after=after, limit=limit, ascending=ascending)
@@ -111,7 +111,7 @@ class Files:
         await self._documents.put(cell, _CHUNK, owner, f"{file_id}/{place}", data, expires_ns=expires_at * NS_PER_S)
 
     async def create(self, cell: Cell, owner: str, info: FileInfo) -> None:
-        """Make a file exist whose contents were stored."""
+        """Create a file whose contents are already stored."""
         data = json.dumps(asdict(info)).encode()
         await self._documents.put(cell, _FILE, owner, info.id, data, expires_ns=info.expires_at * NS_PER_S)
 

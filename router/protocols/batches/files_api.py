@@ -32,7 +32,7 @@ class FilesApi:
     def __init__(
         self, documents: ClientDocuments, files: Files, draining: asyncio.Event, *, max_file_bytes: int, ttl_s: int
     ) -> None:
-        """`ttl_s`: how long a file is stored, unless its upload says less."""
+        """`ttl_s`: how long a file is stored, unless its upload sets less."""
         self._documents = documents
         self._files = files
         self._draining = draining

@@ -1,8 +1,8 @@
 """The queue of unfinished batches, and the lease of the router that runs each.
 
-An entry's document names its holder, which puts it again every second or so. Whoever sees the same version of it for
-long enough, by its own clock, takes it over: clocks of routers need not agree. That the holder may still be alive then
-does no harm, since all that it writes is what the new one would write.
+An entry's document names its holder, which writes it again about every second. A router that sees the same version for
+long enough, by its own clock, takes it over, so the clocks of routers need not agree. It does no harm if the holder is
+still alive, since it writes the same as the new one.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Leases:
         await self._documents.put(cell, _KIND, owner, batch_id, _entry(""), if_version=0)
 
     async def take(self, cell: Cell, held: set[str], limit: int) -> list[Lease]:
-        """Take up to `limit` entries of a cell that nobody holds, oldest first.
+        """Take up to `limit` unheld entries of a cell, oldest first.
 
         Args:
             cell: Where to look.
             held: Batches that this router runs.
-            limit: Most entries to take.
+            limit: Maximum number of entries to take.
         """
         now = asyncio.get_running_loop().time()
         try:

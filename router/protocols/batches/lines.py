@@ -1,4 +1,4 @@
-"""The lines of a batch: what a line must be, and what becomes of it."""
+"""The lines of a batch: validation and results."""
 
 from __future__ import annotations
 

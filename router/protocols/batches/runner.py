@@ -1,11 +1,11 @@
 """Runs batches.
 
-1. A batch that is created joins a queue in the scheduler's documents; each router looks there, and leases what is free
-   (lease.py). When a router dies another one takes its batches over.
+1. A new batch joins a queue in the scheduler's documents; each router polls it and leases free batches (lease.py). When
+   a router dies, another takes over its batches.
 2. The input is checked as a whole. Then its lines run as calls of the router's own endpoint, with an idempotency key
-   each: a line that is sent again, by whichever router, attaches to its first execution.
+   each: a line that is repeated by any router attaches to its first execution.
 3. Lines are stored in parts, in the order of the input. A part's output is a function of its lines, so it does not
-   matter if two routers store it. What is not stored when a router dies is asked for again, and not computed again.
+   matter if two routers store it. Lines not stored when a router dies are requested again, but not computed again.
 4. When all parts are stored the output and error files appear, and the batch ends.
 """
 
@@ -77,10 +77,10 @@ class BatchRunner:
             cells: Where to look for batches.
             files: Inputs and outputs.
             batches: All batches.
-            leases: Which of them nobody runs.
+            leases: The queue of unfinished batches.
             draining: Set when this router takes no more work.
             metrics: Metrics of the router.
-            caller_of: Returns a batch's owner by name; None where it may not call any more.
+            caller_of: Returns a batch's owner by name; None if it may no longer call.
             max_lines: Lines of all batches that run at once.
         """
         self._app = app
@@ -120,7 +120,7 @@ class BatchRunner:
     async def _hold(self, lease: Lease) -> None:
         """Run a batch while this router has its lease."""
         caller = self._caller_of(lease.owner)
-        # The batch of a client that is not known any more is ended, without running anything.
+        # The batch of an unknown client is ended without running anything.
         current_caller.set(caller or Caller(lease.owner, is_authenticated=True, roles=frozenset()))
         working = asyncio.create_task(self._drive(lease))
         keeping = asyncio.create_task(self._leases.keep(lease))
@@ -134,7 +134,7 @@ class BatchRunner:
             await working
             await self._leases.remove(lease)
         except MidstreamError as error:
-            # Its lease ends by itself, and whoever takes it tries again.
+            # Its lease expires by itself, and the router that takes it retries.
             logger.warning("batch %s cannot go on now: %s", lease.batch_id, error.message)
         except asyncio.CancelledError:
             keeping.cancel()
@@ -150,7 +150,7 @@ class BatchRunner:
             await asyncio.gather(working, keeping, return_exceptions=True)
 
     async def _drive(self, lease: Lease) -> None:
-        """Bring a batch from whatever state it is in to its end."""
+        """Run a batch from any state to its end."""
         try:
             _, batch = await self._batches.get(lease.owner, lease.batch_id)
         except NotFoundError:

@@ -1,4 +1,4 @@
-"""Reads the form of an upload part by part, so that no file is in memory as a whole."""
+"""Read the form of an upload part by part, so that no file is in memory as a whole."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Form:
     """A form with one file, as it arrives.
 
     Attributes:
-        fields: Values of the fields that came so far.
-        filename: Name of the file; empty before it comes.
+        fields: Values of the fields received so far.
+        filename: Name of the file; empty until received.
     """
 
     def __init__(self, content_type: str) -> None:

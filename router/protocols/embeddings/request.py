@@ -19,7 +19,7 @@ class EmbeddingJob:
     Attributes:
         base: The native request of each input, without its prompt.
         model: The model's name as sent by the client.
-        inputs: What is embedded.
+        inputs: Inputs to embed.
         ignored: Fields of the body that have no effect.
     """
 

@@ -26,7 +26,7 @@ Fill = Callable[[pb.GenerateRequest, InputTensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One input: its type as clients usually send it, and what it does to the native request."""
+    """One input: its usual type, and its effect on the native request."""
 
     datatype: str
     fill: Fill

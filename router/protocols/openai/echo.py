@@ -1,4 +1,4 @@
-"""Echoed prompts with log probabilities, which arrive after the prompt's text and with the first sequence alone."""
+"""Echoed prompts with log probabilities, which arrive after the prompt's text and only with the first sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from midstream.extras import Extras, LogProbs
 
 
 class EchoedPrompt:
-    """Holds back the sequences of one prompt until its log probabilities are complete, and gives them to each."""
+    """Buffers the sequences of one prompt until its log probabilities are complete, and adds them to each."""
 
     def __init__(self) -> None:
         self._held: dict[int, Chunk] = {}

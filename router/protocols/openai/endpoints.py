@@ -1,4 +1,4 @@
-"""What the endpoints of OpenAI's APIs share: errors in its format, and query parameters."""
+"""Code shared by the endpoints of OpenAI's APIs: errors in its format, and query parameters."""
 
 from __future__ import annotations
 

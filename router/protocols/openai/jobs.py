@@ -30,11 +30,11 @@ _MAX_PROMPTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a job needs from the model.
+    """Properties of the model that a job needs.
 
     Attributes:
         spell: Returns the bytes of one token.
-        chat: How it writes calls and reasoning.
+        chat: Its format of calls and reasoning.
     """
 
     spell: Spell

@@ -86,7 +86,7 @@ class Reply(Response):
         if self._last_event_id is not None:
             self._read_positions(self._last_event_id)
         self._job.shape.request_id = self._job.request_id
-        # A stream that is resumed behind the prompt's end has none.
+        # A stream resumed after the end of the prompt has none.
         self._echoed = [
             EchoedPrompt() if self._job.echoes_log_probs and not position.offsets.get(0) else None
             for position in self._positions

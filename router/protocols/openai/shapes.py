@@ -1,4 +1,4 @@
-"""Output in OpenAI's format: a choice is a whole sequence, or the part of it in one event."""
+"""Output in OpenAI's format: a choice is a complete sequence, or the part of it in one event."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The routes of the Responses API.
 
-A response is a request that its scheduler keeps (`keep_s`), with the client's body beside it (`attachment`). Its events
+A response is a request that its scheduler keeps (`keep_s`), together with the client's body (`attachment`). Its events
 are a function of these and of the request's tokens (writer.py), so nothing else is stored: any router can recreate a
 response from its request, which is in a scheduler's journal, and resume the stream after any event.
 """

@@ -14,7 +14,7 @@ from router.protocols.openai.body import Body
 
 Item = dict[str, object]
 
-# How a custom tool, whose input is free text, is offered to a model that calls functions.
+# How a custom tool, whose input is free text, is presented to a model that calls functions.
 CUSTOM_SCHEMA: dict[str, object] = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -41,10 +41,10 @@ def input_items(body: Body) -> list[Body]:
 
 @dataclass(slots=True)
 class Turns:
-    """Turns of a conversation, from items one after another.
+    """Messages of a conversation, built from consecutive items.
 
     Attributes:
-        turns: What was read so far.
+        turns: Messages read so far.
     """
 
     has_developer: bool

@@ -16,7 +16,7 @@ _PIECE = re.compile(rf"\s{{{_MAX_SPACE}}}|\s{{0,{_MAX_SPACE - 1}}}(?:{_WORDS}|{_
 
 
 class Pieces:
-    """Splits one text as it arrives."""
+    """Splits a text into pieces as it arrives."""
 
     def __init__(self) -> None:
         self._held = ""

@@ -1,11 +1,12 @@
 """Run the `cpu` overlay's Deployments as real containers, without a Kubernetes cluster.
 
 1. kubectl renders the overlay. `podman play kube` starts its Deployments, ConfigMap and volume claim unchanged, except
-where podman 4 behaves differently: it would publish container ports on the host, and runs probes through systemd.
+   where podman 4 behaves differently: it would publish container ports on the host, and runs probes through systemd.
 2. The rest of Kubernetes is emulated here: a pod whose readiness probe succeeds gets its Service's name in the
-network's DNS, so that a headless Service's name resolves to all its pods. Podman itself restarts containers that exit.
+   network's DNS, so that a headless Service's name resolves to all its pods. Podman itself restarts containers that
+   exit.
 3. A Deployment is scaled up by further Deployments of one replica from the same template, and scaled down by stopping
-pods with their own grace period.
+   pods with their own grace period.
 """
 
 from __future__ import annotations

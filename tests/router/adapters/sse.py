@@ -12,7 +12,8 @@ from typing import Any
 class EventStream:
     """Events of one response.
 
-    Attributes: last_id: Id of the last event read.
+    Attributes:
+        last_id: Id of the last event read.
     """
 
     def __init__(self, reader: asyncio.StreamReader) -> None:

@@ -34,8 +34,10 @@ CODE: Named = ("write-file", {"path": "a.py", "text": 'if x < 3:\n    print("{[<
 class Transcript:
     """A model's text and its contents.
 
-    Attributes: tools: Name of the format. reasons_by: Name of the reasoning format. is_thinking: Whether the prompt has
-    opened the reasoning.
+    Attributes:
+        tools: Name of the format.
+        reasons_by: Name of the reasoning format.
+        is_thinking: Whether the prompt has opened the reasoning.
     """
 
     tools: str
