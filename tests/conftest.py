@@ -9,7 +9,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-# Triton's kernels run in its interpreter here. It reads this when it is first imported, by whichever package that is.
+# Run Triton's kernels in its interpreter. Triton reads this when it is first imported, by whichever package.
 os.environ["TRITON_INTERPRET"] = "1"
 # Tests run beside each other: threads of one worker would wait for those that are not running.
 os.environ.setdefault("MIDSTREAM_NUM_THREADS", "1")
@@ -55,11 +55,13 @@ _SHARING_FILES = frozenset(f"{_INTEGRATION}test_{name}.py" for name in _SHARING)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests first: whole services start only when their parts work. Over several processes, long files first."""
+    """Run fast tests first, so that whole services start only when their parts work; on several processes, long files
+    first.
+    """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         items.sort(key=lambda item: item.nodeid.startswith(_INTEGRATION))
         return
-    # Long ones that are handed out last would be waited for by idle processes.
+    # Otherwise idle processes would wait for long tests that are assigned last.
     ranks = {name: rank for rank, name in enumerate((_SERVICE, *_LONG))}
     items.sort(key=lambda item: ranks.get(_group_of(item.nodeid), len(ranks)))
 
@@ -89,13 +91,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """A file stays in one process, for its tests share services and models, and so do all that share the service.
+    """Keep a file in one process, since its tests share services and models, and all files that share the service.
 
-    A test that ends its process, as one that hangs does, has failed: xdist alone would run it again and again.
+    A test that ends its process, like one that hangs, has failed: xdist alone would run it again and again.
     """
 
     def schedule(self) -> None:
-        """Give a process that replaces another two files at least: it starts its last test only when told to end."""
+        """Give a replacement process at least two files: it starts its last test only when told to end."""
         super().schedule()
         for node in self.nodes:
             self._reschedule(node)

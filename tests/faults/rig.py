@@ -1,7 +1,7 @@
 """All parts of the service in this process, with real sockets and a small real model; each can be killed.
 
-Two workers, two detokenizers, two routers, and a scheduler with its journal. A gate holds the workers at a token, so
-that a part dies at exactly that one. The workers may have roles and tiers.
+Two workers, two detokenizers, two routers, and a scheduler with its journal. A gate stops the workers at a token, so
+that a part dies at exactly that token. The workers may have roles and tiers.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ WorkerSettings = Mapping[str, Mapping[str, Any]]
 
 
 class Gate:
-    """Limits how many tokens workers may sample for the only request.
+    """Limit the number of tokens that workers sample for the only request.
 
     Attributes:
         serving: Name of the worker that ran last.
-        num_adopted: Blocks that workers have adopted, from anywhere.
+        num_adopted: Number of blocks that workers have adopted.
     """
 
     def __init__(self) -> None:
@@ -57,18 +57,18 @@ class Gate:
         self._changed = threading.Condition()
 
     def reset(self) -> None:
-        """Before a request: nothing may be sampled."""
+        """Reset before a request: nothing may be sampled."""
         self._limit = self._num_tokens = 0
         self.serving = ""
 
     def open_to(self, num_tokens: int) -> None:
-        """Up to this many tokens may be there."""
+        """Allow this many tokens in total."""
         with self._changed:
             self._limit = num_tokens
             self._changed.notify_all()
 
     def wait_until(self, num_tokens: int, is_over: Callable[[], bool]) -> None:
-        """Returns when this many tokens are there and a worker has the next step at hand, or it is over."""
+        """Wait until this many tokens are sampled and a worker has the next step, or the request is over."""
         with self._changed:
             while (self._num_tokens < num_tokens or not self.serving) and not is_over():
                 self._changed.wait(0.05)
@@ -76,7 +76,7 @@ class Gate:
     def launch(
         self, name: str, step: Step, is_dead: Callable[[], bool], launch: Callable[[Step], Launched]
     ) -> Launched:
-        """Launches a worker's step, when it may be run."""
+        """Launch a worker's step once it is allowed."""
         known = [len(new.token_ids) - new.num_prompt_tokens for new in step.new_sequences]
         with self._changed:
             self.serving = name
@@ -101,7 +101,7 @@ class Killed(BaseException):
 
 
 class MortalLink(SchedulerLink):
-    """A link that closes without a Goodbye."""
+    """A connection that can be closed without a Goodbye."""
 
     is_dead = False
 
@@ -134,7 +134,7 @@ class RigWorker:
         """Restart the worker."""
         guides = self.runner._guides
         self.runner = ModelRunner(self.runner._config, self._folder, self.runner.model)
-        # Starting the grammars' process takes longer than all the rest.
+        # Starting the grammar process takes longer than everything else.
         self.runner._guides._process, self.runner._guides._life = guides._process, guides._life
         self._start()
 
@@ -161,7 +161,7 @@ class RigWorker:
         self._thread.start()
 
     def kill(self) -> None:
-        """Stop the worker; what it wrote to shared memory and to disk stays."""
+        """Kill the worker; what it wrote to shared memory and to disk remains."""
         self._link.kill()
         self._thread.join(WAIT_S)
         self._link.join()
@@ -184,9 +184,9 @@ class Rig:
     """All parts.
 
     Attributes:
-        gate: Holds the workers.
+        gate: Limits the workers.
         num_kills: Parts killed so far, by kind.
-        num_handovers: Times that schedulers which have ended moved a request from one worker to the other.
+        num_handovers: How often schedulers that have ended moved a request between workers.
     """
 
     def __init__(
@@ -211,14 +211,14 @@ class Rig:
 
     @property
     def is_over_frames(self) -> bool:
-        """Whether tokens come to detokenizers, and text to routers, over frames."""
+        """Return whether tokens and text are sent over frames."""
         servers = [self._service.frames, *(part.frames for part in self._detokenizers)]
         return any(server is not None and server.connections for server in servers[:1]) and any(
             server is not None and server.connections for server in servers[1:]
         )
 
     async def start(self) -> None:
-        """Starts everything."""
+        """Start everything."""
         await self._start_scheduler()
         address = f"tcp://127.0.0.1:{self._config.worker_port}"
         self._workers = {
@@ -229,7 +229,7 @@ class Rig:
         self._routers = [await self._start_router(number) for number in range(2)]
 
     async def close(self) -> None:
-        """Ends everything."""
+        """Stop everything."""
         for channel in self._channels:
             await channel.close()
         for part in (*self._routers, *self._detokenizers):
@@ -258,7 +258,7 @@ class Rig:
         )
 
     async def kill(self, kind: str) -> None:
-        """Kills the part that serves the request, and starts it again."""
+        """Kill and restart the part that serves the request."""
         self.num_kills[kind] += 1
         if kind == "worker":
             worker = self._workers[self.gate.serving]
@@ -278,7 +278,7 @@ class Rig:
             self._routers[number] = await self._start_router(number)
 
     async def run(self, request: pb.GenerateRequest, kills: dict[int, str]) -> Result:
-        """Runs a request; what `kills` names dies when that many tokens are there, and its client has them."""
+        """Run a request; each part in `kills` dies when that many tokens are sampled and the client has them."""
         stream = AsyncStream(request.request_id, request, self._next_stub, timeout_s=None, unavailable_timeout_s=WAIT_S)
         result = Result(request.request_id)
         await self.disturb(self._read(stream, result), kills)
@@ -301,12 +301,12 @@ class Rig:
 
     @property
     def addresses(self) -> list[str]:
-        """Where routers answer gRPC; the part to be killed as the router is the first."""
+        """Return the routers' gRPC addresses, the router to kill first."""
         self._current = 0
         return [f"127.0.0.1:{port}" for port in self._ports[2:]]
 
     def next_url(self) -> str:
-        """Where the next router answers HTTP; the part to be killed as the router is that one from now on."""
+        """Return the next router's HTTP address; that router is the one to kill from now on."""
         self._current = 1 - self._current
         http = self._routers[self._current].http
         assert http is not None

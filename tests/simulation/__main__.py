@@ -1,9 +1,8 @@
-"""Runs seeds by hand.
+"""Run seeds manually.
 
-python -m tests.simulation --seed 17            one seed, again and again the same
-python -m tests.simulation --seed 17 --trace    and every message
-python -m tests.simulation --seeds 0..50000     many, on two processes
-python -m tests.simulation --seeds 0..1000 --all-kv    all with prefill and decode workers and tiers
+python -m tests.simulation --seed 17 one seed, always with the same result python -m tests.simulation --seed 17 --trace
+and every message python -m tests.simulation --seeds 0..50000 many, on two processes python -m tests.simulation --seeds
+0..1000 --all-kv all with prefill and decode workers and tiers
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _MOST_PROBLEMS = 8
 
 
 def main() -> int:
-    """0 when every seed passes."""
+    """Run seeds; return 0 if every seed passes."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description="The parts in virtual time.")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--seed", type=int, help="Run this seed.")
@@ -85,7 +84,7 @@ def _until(seeds: range, end: float) -> Iterator[int]:
 
 
 def describe(outcome: Outcome) -> str:
-    """What failed, and how to see it again."""
+    """Return what failed, and how to reproduce it."""
     kv = " --all-kv" if outcome.all_kv else ""
     lines = [f"seed {outcome.seed} ({outcome.name}) failed; python -m tests.simulation --seed {outcome.seed}{kv}"]
     return "\n  ".join(lines + outcome.problems[:_MOST_PROBLEMS])

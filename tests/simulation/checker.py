@@ -1,4 +1,4 @@
-"""Watches what must hold at every event, whatever fails: R2, R4, R5, R6."""
+"""Check the invariants at every event, whatever fails: commit before delivery, epochs, block conservation, one end."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.simulation.workload import Job
 
 
 class Checker:
-    """What it has found.
+    """Results of the checks.
 
     Attributes:
-        problems: What must not happen, and did.
-        num_stale: Messages of stale epochs that were dropped (R4).
-        finishes: How each request ended, by scheduler.
+        problems: Violations.
+        num_stale: Messages of stale epochs that were dropped.
+        finishes: Finish reason of each request, by scheduler.
     """
 
     def __init__(self, disk: Disk) -> None:
@@ -31,7 +31,7 @@ class Checker:
         self.finishes: dict[str, list[str]] = {}
 
     def watch(self, core: SchedulerCore) -> Callable[[Event, list[Effect]], None]:
-        """Checks each event of a scheduler and what followed from it."""
+        """Check each event of a scheduler and its effects."""
         epochs: set[int] = set()
         ended: set[str] = set()
 
@@ -64,7 +64,7 @@ class Checker:
         self.finishes.setdefault(request.request_id, []).append(reasons)
 
     def check_fed(self, call: object, message: object) -> None:
-        """R2: what a scheduler feeds to detokenizers is committed."""
+        """Check that tokens fed to detokenizers are committed."""
         if not isinstance(message, scheduler_pb2.FeedBatch):
             return
         names = self._streams.setdefault(call, {})
@@ -77,14 +77,14 @@ class Checker:
                 self.problems.append(f"R2: {start + count} tokens of {names[stream]} are fed, {committed} are safe")
 
     def check_shown(self, job: Job) -> None:
-        """R2: what a client has is committed."""
+        """Check that a client's tokens are committed."""
         for index, tokens in enumerate(job.tokens):
             committed = self._disk.num_committed.get((job.request.request_id, index), 0)
             if len(tokens) > committed:
                 self.problems.append(f"R2: {job.request.request_id} shows {len(tokens)} tokens, {committed} are safe")
 
     def check_rest(self, core: SchedulerCore) -> None:
-        """R5: when everything has ended, all blocks are back."""
+        """Check that all blocks are free once everything has ended."""
         if core.lifecycle.num_unfinished:
             left = [item.request_id for item in core.lifecycle.requests.values() if item.times.finished_ns == 0]
             self.problems.append(f"R6: {left} have not ended")

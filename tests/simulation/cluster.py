@@ -1,4 +1,4 @@
-"""The parts as processes of the simulated machines: each runs the real service's own main function."""
+"""The parts as processes of simulated machines; each runs the real service's main function."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ SCHEDULER_PORT, WORKER_PORT, DETOKENIZER_PORT, ROUTER_PORT = 50052, 50053, 50054
 
 @dataclass
 class Shape:
-    """How many parts there are, and their settings.
+    """Numbers of parts, and their settings.
 
     Attributes:
         step_s: Mean time of a worker's step.
-        window: Messages of a call that may be on their way or unread.
+        window: Maximum number of messages of a call in transit or unread.
         transport: As in the configuration of the parts.
         all_kv: Workers have roles and tiers; otherwise the seed draws whether they have.
     """
@@ -56,13 +56,13 @@ class Shape:
 
 
 class Cluster:
-    """All parts, by name, as they are now.
+    """All current parts by name.
 
     Attributes:
         processes: The newest process of each name.
         disk: The journal's.
         workers: The newest worker of each name.
-        crashes: Processes that ended by a defect.
+        crashes: Processes that ended because of a bug.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class Cluster:
         self.crashes: list[str] = []
         self.wall_shifts: dict[str, float] = {}
         self._watch = watch
-        # Whether workers share a host, and can take over what one that died had computed.
+        # Whether workers share a host, and can adopt blocks computed by a dead worker.
         self.host = Host(store=[] if network.dice.random() < 0.6 else None)
-        # Whether the first worker prefills and the others decode, and whether there are tiers. Drawn apart, so that a
-        # seed's other choices stay.
+        # Whether the first worker prefills and the others decode, and whether there are tiers. Drawn separately, so
+        # that a seed's other choices do not change.
         dice = random.Random(repr(network.dice.getstate()))
         self._are_apart = dice.random() < 0.4 or shape.all_kv
         if dice.random() < 0.4 or shape.all_kv:
             self.host.tier = {}
 
     def start_all(self) -> None:
-        """Starts every part of the shape."""
+        """Start every part of the shape."""
         shape = self.shape
         self.start("scheduler")
         for kind, count in (
@@ -106,7 +106,7 @@ class Cluster:
                 self.start(f"{kind}-{number}")
 
     def start(self, name: str) -> Process:
-        """Starts a part, for the first time or again."""
+        """Start or restart a part."""
         kind = name.partition("-")[0]
         mains: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
             "scheduler": self._scheduler,
@@ -121,14 +121,14 @@ class Cluster:
         return self.run(name, mains[kind])
 
     def retire(self, name: str) -> None:
-        """SIGTERM, and its name is no longer resolved."""
+        """Send SIGTERM and stop resolving its name."""
         for names in self.names.values():
             if name in names:
                 names.remove(name)
         self.processes[name].terminate()
 
     def run(self, name: str, main: Callable[[], Coroutine[Any, Any, Any]]) -> Process:
-        """Runs something in a new process."""
+        """Run a coroutine in a new process."""
         process = Process(name, len(self.all_processes))
         process.wall_shift_s = self.wall_shifts.get(name, 0.0)
         process.on_death.append(lambda: self.network.died(process))
@@ -155,31 +155,31 @@ class Cluster:
         return process
 
     def resolve(self, name: str) -> list[str]:
-        """Machines behind a name of the simulated DNS."""
+        """Return the machines behind a name of the simulated DNS."""
         return list(self.names.get(name, ()))
 
     def alive(self, kind: str) -> list[str]:
-        """Names of parts that run."""
+        """Return the names of running parts."""
         return [name for name, item in self.processes.items() if name.startswith(kind) and not item.is_dead]
 
     @property
     def service(self) -> SchedulerService | None:
-        """The newest scheduler, while it lives and serves."""
+        """Return the newest scheduler if it runs and serves."""
         process = self.processes.get("scheduler")
         service = self._services.get(process) if process is not None else None
         return service if process is not None and not process.is_dead and hasattr(service, "engine") else None
 
     @property
     def engine(self) -> Engine | None:
-        """Of the newest scheduler."""
+        """Return the engine of the newest scheduler."""
         return self.service.engine if self.service is not None else None
 
     def make_journal(self, _: object, model: ModelFolder, limits: ModelLimits, __: int, clock: SteadyClock) -> Journal:
-        """For the scheduler that is starting."""
+        """Create the journal of the starting scheduler."""
         return SimulatedJournal(self.network, self.disk, running(), limits, model.fingerprint, clock)
 
     def make_engine(self, core: SchedulerCore, **parts: Any) -> Engine:
-        """For the scheduler that is starting: all that its core does is checked."""
+        """Create the engine of the starting scheduler; everything its core does is checked."""
         return Engine(core, **{**parts, "observers": [self._watch(core)]})
 
     async def _scheduler(self) -> None:

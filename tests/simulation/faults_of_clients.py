@@ -1,4 +1,4 @@
-"""Scenarios in which clients leave, are late, slow, too many, or say the same twice."""
+"""Scenarios in which clients disconnect, are late, slow or too many, or repeat a request."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def client_leaves(dice: random.Random) -> Scenario:
 
 @scenario(13)
 def deadline_passes(dice: random.Random) -> Scenario:
-    """In the queue: no worker ever runs it. In decode: what came before stays, the blocks are free."""
+    """In the queue: no worker ever runs it. In decode: earlier output is kept, the blocks are free."""
     in_queue = dice.random() < 0.5
     late = [
         Job(long_request(dice, number, 5, 40), timeout_s=dice.uniform(0.3, 0.8), must_complete=False)
@@ -79,7 +79,7 @@ def deadline_passes(dice: random.Random) -> Scenario:
 
 @scenario(14)
 def slow_reader(dice: random.Random) -> Scenario:
-    """A client that reads too slowly is cut; the others do not notice."""
+    """A client that reads too slowly is disconnected; others are not affected."""
     slow = Job(long_request(dice, 0, 5, 60), pause_s=dice.uniform(0.3, 0.6), must_complete=False)
 
     def judge(stage: Stage) -> None:
@@ -96,7 +96,7 @@ def slow_reader(dice: random.Random) -> Scenario:
 
 @scenario(15)
 def overload(dice: random.Random) -> Scenario:
-    """Ten times too much: refused at once, with a hint; what was admitted completes."""
+    """Ten times too many requests: rejected at once, with a retry hint; admitted requests complete."""
     work = [Job(request(dice, number), start_s=dice.uniform(0, 0.05), must_complete=False) for number in range(20)]
 
     def judge(stage: Stage) -> None:
@@ -117,7 +117,7 @@ def overload(dice: random.Random) -> Scenario:
 
 @scenario(19)
 def same_id_twice(dice: random.Random) -> Scenario:
-    """The same contents attach to the first; others are refused."""
+    """The same contents attach to the first; different ones are rejected."""
     first = Job(long_request(dice, 0, 6, 20))
     again = Job(_copy(first.request), start_s=dice.uniform(0, 0.6))
     other = Job(_copy(first.request), start_s=dice.uniform(0.1, 0.6), must_complete=False)
@@ -140,7 +140,7 @@ def hoarder(dice: random.Random) -> Scenario:
     for hoard in hoards:
         hoard.request.client_id = "hoarder"
         hoard.request.sampling.num_return_sequences = 4
-        hoard.__post_init__()  # what is expected follows from the request
+        hoard.__post_init__()  # the expected output follows from the request
     small = [Job(long_request(dice, 2 + i, 5, 5), start_s=dice.uniform(0.05, 1.0)) for i in range(4)]
     for job in small:
         job.request.client_id = "other"

@@ -39,7 +39,7 @@ def scheduler_killed(dice: random.Random) -> Scenario:
 
 @scenario(8)
 def old_scheduler_returns(dice: random.Random) -> Scenario:
-    """A scheduler that was replaced goes on: it is fenced, and ends."""
+    """A replaced scheduler keeps running: it is fenced, and exits."""
     freezes = dice.random() < 0.6
 
     async def inject(stage: Stage) -> None:
@@ -64,7 +64,7 @@ def old_scheduler_returns(dice: random.Random) -> Scenario:
 
 @scenario(9)
 def detokenizer_killed_in_a_character(dice: random.Random) -> Scenario:
-    """SIGKILL detokenizers when a client has a part of a character's tokens."""
+    """SIGKILL detokenizers when a client has only some of a character's tokens."""
 
     def is_torn(job: Job) -> bool:
         pieces = vocabulary().pieces
@@ -149,7 +149,7 @@ def rolling_restart(dice: random.Random) -> Scenario:
 
 @scenario(20)
 def journal_fails(dice: random.Random) -> Scenario:
-    """The disk is full, the tail of the journal is torn, or a record is spoilt."""
+    """The disk is full, the tail of the journal is torn, or a record is damaged."""
     kind = dice.choice(("full", "torn", "corrupt", "corrupt request"))
 
     async def inject(stage: Stage) -> None:
@@ -181,7 +181,7 @@ def journal_fails(dice: random.Random) -> Scenario:
 
 @scenario(21)
 def clocks_jump(dice: random.Random) -> Scenario:
-    """The wall clocks of all parts jump, again and again: deadlines are kept, and nothing else happens."""
+    """The wall clocks of all parts jump repeatedly: deadlines are kept, and nothing else changes."""
     late = [
         Job(long_request(dice, 8 + number, 5, 200), timeout_s=dice.uniform(1.0, 3.0), must_complete=False)
         for number in range(2)

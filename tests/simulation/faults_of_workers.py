@@ -15,7 +15,7 @@ from tests.simulation.workload import Job, jobs, long_request, poison, request
 
 @scenario(1)
 def worker_killed_in_decode(dice: random.Random) -> Scenario:
-    """SIGKILL a worker: the stream goes on elsewhere."""
+    """SIGKILL a worker: the stream continues on another."""
     name = f"worker-{dice.randrange(2)}"
 
     async def inject(stage: Stage) -> None:
@@ -28,7 +28,7 @@ def worker_killed_in_decode(dice: random.Random) -> Scenario:
 
 @scenario(2)
 def worker_terminated(dice: random.Random) -> Scenario:
-    """SIGTERM a worker: it finishes its steps and leaves; nobody counts a death."""
+    """SIGTERM a worker: it finishes its steps and leaves; no death is counted."""
     name = f"worker-{dice.randrange(2)}"
 
     async def inject(stage: Stage) -> None:
@@ -72,7 +72,7 @@ def worker_killed_in_chunked_prefill(dice: random.Random) -> Scenario:
 
 @scenario(4)
 def worker_stands_still(dice: random.Random) -> Scenario:
-    """SIGSTOP a worker, or let its step hang; what it says after SIGCONT is of a stale epoch."""
+    """SIGSTOP a worker, or let its step hang; its messages after SIGCONT are of a stale epoch."""
     name = f"worker-{dice.randrange(2)}"
     hangs = dice.random() < 0.4
 
@@ -90,7 +90,7 @@ def worker_stands_still(dice: random.Random) -> Scenario:
         stage.happened["4 hang" if hangs else "4"] += 1
         await stage.sleep(0.2, 2.0)
         if hangs:
-            # What watches its health kills it.
+            # Its health check kills it.
             stage.kill(name)
             await stage.restart(name)
         else:
@@ -102,7 +102,7 @@ def worker_stands_still(dice: random.Random) -> Scenario:
 
 @scenario(5)
 def all_workers_dead(dice: random.Random) -> Scenario:
-    """No worker is left: requests wait for one, or fail as UNAVAILABLE in time."""
+    """No worker is left: requests wait for one, or fail with UNAVAILABLE within the time limit."""
     is_long = dice.random() < 0.4
     work = jobs(dice, 3)
     late = Job(request(dice, 9), start_s=12.0)
@@ -155,7 +155,9 @@ def poisonous_request(dice: random.Random) -> Scenario:
 
 @scenario(22)
 def worker_lies(dice: random.Random) -> Scenario:
-    """A worker that answers wrongly, for a while or for good, beside a healthy one: it is held off, and nobody ends."""
+    """A worker that returns wrong results temporarily or permanently, beside a healthy one: it is held off, and no
+    request fails.
+    """
     work = jobs(dice, 4)
     name, num_lies = f"worker-{dice.randrange(2)}", dice.choice((1, 3, -1))
 

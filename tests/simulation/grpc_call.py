@@ -20,7 +20,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What goes over a wire.
+    """An item sent over a wire.
 
     Attributes:
         kind: start, message, read (the other end took some), half_close, cancel, headers, status, broken.
@@ -40,18 +40,18 @@ class Item:
 
 
 class End:
-    """One end of a call: what has arrived, and how much may still be sent."""
+    """One end of a call: received items, and how much may still be sent."""
 
     def __init__(self) -> None:
         self.inbox: deque[bytes] = deque()
         self.changed = Flag()
         self.can_write = Flag()
-        self.num_unread = 0  # sent, and not yet taken at the other end
+        self.num_unread = 0  # sent, but not yet read at the other end
         self.has_eof = False
         self._num_taken = 0
 
     def take(self, back: Wire, window: int) -> bytes:
-        """The next message. That messages were taken is told when they are half of what may be sent."""
+        """Return the next message. Acknowledges messages once half of the window is read."""
         self._num_taken += 1
         if 2 * self._num_taken >= window:
             back.send(Item("read", count=self._num_taken))
@@ -59,7 +59,7 @@ class End:
         return self.inbox.popleft()
 
     def note_read(self, count: int) -> None:
-        """The other end has taken some."""
+        """Record that the other end has read some."""
         self.num_unread -= count
         self.can_write.set()
 
@@ -106,14 +106,14 @@ class Call:
             self.on_client_end(item)
 
     def break_(self) -> None:
-        """Cuts the connection."""
+        """Cut the connection."""
         self.up.is_cut = self.down.is_cut = True
         self.network.remove(self)
         self.network.later(self.network.delay(), self.on_server_end)
         self.network.later(self.network.delay(), self.on_client_end, broken("the connection was reset"))
 
     def end_closed(self, end: Process) -> None:
-        """The system of a process that has gone closes the connection."""
+        """Close the connection, as the system of a dead process does."""
         self.network.remove(self)
         if end is self.ends[0]:
             self.down.is_cut = True

@@ -1,4 +1,4 @@
-"""Channels and calls as their callers see them."""
+"""Channels and calls as seen by their callers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RECONNECT_S = 0.1
 
 
 class ClientCall:
-    """A call as its caller sees it, of any kind; await it where the response is one message."""
+    """A call of any kind as seen by its caller; await it if the response is one message."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class ClientCall:
             self._call.up.send(Item("cancel"))
 
     def cancel(self) -> bool:
-        """Ends the call from this side."""
+        """End the call from this side."""
         if self._status is not None:
             return False
         self._is_cancelled = True
@@ -101,7 +101,7 @@ class ClientCall:
         return True
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
         return self._status is not None
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -117,7 +117,7 @@ class ClientCall:
         return response
 
     async def read(self) -> Any:
-        """The next message; EOF after the last one of a call that ended well."""
+        """Return the next message; EOF after the last one of a successful call."""
         end = self._end
         while not end.inbox or self._call is None:
             if self._status is not None:
@@ -127,7 +127,7 @@ class ClientCall:
         return self._deserialize(end.take(self._call.up, self._network.window))
 
     async def write(self, request: Any) -> None:
-        """Sends a message."""
+        """Send a message."""
         if self._status is not None:
             raise asyncio.InvalidStateError("RPC already finished.")
         while self._call is None or self._end.num_unread >= self._network.window:
@@ -139,7 +139,7 @@ class ClientCall:
         self._call.up.send(Item("message", self._serialize(request)))
 
     async def wait_for_connection(self) -> None:
-        """Returns once the server has answered with its headers."""
+        """Wait until the server has answered with its headers."""
         while not self._has_headers and self._status is None:
             await self._wait(self._is_open)
         if self._status is not None:
@@ -163,7 +163,7 @@ class ClientCall:
 
 
 class Channel:
-    """Opens calls from the process that made it."""
+    """Opens calls from the process that created it."""
 
     def __init__(self, network: Network, target: str) -> None:
         self._network = network
@@ -177,7 +177,7 @@ class Channel:
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        """Cancels what is open."""
+        """Cancel all open calls."""
         for call in self._calls:
             call.cancel()
 

@@ -1,4 +1,4 @@
-"""Servers, and calls as their handlers see them."""
+"""Servers, and calls as seen by their handlers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.simulation.network import Network, running
 
 
 class Context:
-    """A call as its handler sees it."""
+    """A call as seen by its handler."""
 
     def __init__(self, call: Call, deadline: float | None, handler: Any) -> None:
         self._call, self._deadline, self._handler = call, deadline, handler
@@ -24,33 +24,33 @@ class Context:
         self._loop = asyncio.get_running_loop()
 
     def time_remaining(self) -> float | None:
-        """Seconds until the call's deadline."""
+        """Return the seconds until the call's deadline."""
         return None if self._deadline is None else max(self._deadline - self._loop.time(), 0.0)
 
     def done(self) -> bool:
-        """Whether nobody listens any more."""
+        """Return whether the call has no listener any more."""
         return self._is_over
 
     def invocation_metadata(self) -> Metadata:
-        """None is sent."""
+        """Return no metadata."""
         return ()
 
     def peer(self) -> str:
-        """Who calls."""
+        """Return the caller."""
         return f"ipv4:{self._call.ends[0].name}:1"
 
     def auth_context(self) -> dict[str, list[bytes]]:
-        """Nobody is known."""
+        """Return no identity."""
         return {}
 
     async def send_initial_metadata(self, _: object) -> None:
-        """Tells the caller that the call is open."""
+        """Tell the caller that the call is open."""
         if not self._has_headers:
             self._has_headers = True
             self._call.down.send(Item("headers"))
 
     async def read(self) -> Any:
-        """The caller's next message; EOF after the last."""
+        """Return the caller's next message; EOF after the last."""
         end = self._call.server
         while not end.inbox:
             if end.has_eof or self._is_over:
@@ -59,12 +59,12 @@ class Context:
         return self._handler.request_deserializer(end.take(self._call.down, self._call.network.window))
 
     async def messages(self) -> AsyncIterator[Any]:
-        """The caller's messages."""
+        """Yield the caller's messages."""
         while (message := await self.read()) is not grpc.aio.EOF:
             yield message
 
     async def write(self, message: Any) -> None:
-        """Sends a message to the caller."""
+        """Send a message to the caller."""
         end = self._call.server
         while end.num_unread >= self._call.network.window and not self._is_over:
             await end.can_write.wait()
@@ -76,26 +76,26 @@ class Context:
         self._call.down.send(Item("message", self._handler.response_serializer(message)))
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
-        """Ends the call with a status."""
+        """End the call with a status."""
         self.finish(code, details, tuple(trailing_metadata))
         raise grpc.aio.AbortError(details)
 
     def finish(self, code: grpc.StatusCode, details: str = "", trailing: Metadata = ()) -> None:
-        """Sends the status, unless it is sent."""
+        """Send the status unless it has been sent."""
         if not self._is_over:
             self._is_over = True
             self._call.network.remove(self._call)
             self._call.down.send(Item("status", code=code, details=details, trailing=trailing))
 
     def leave(self) -> None:
-        """The caller has left."""
+        """Handle the caller's disconnect."""
         self._is_over = True
         self._call.server.can_write.set()
         self._call.server.changed.set()
 
 
 class Server:
-    """Stands in for what `grpc.aio.server` returns."""
+    """A stand-in for the result of `grpc.aio.server`."""
 
     def __init__(self, network: Network, interceptors: Sequence[Any] = (), **_: Any) -> None:
         self.process = running()
@@ -107,14 +107,14 @@ class Server:
         self._is_stopping = False
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """The registered ones say the same."""
+        """Ignore these; the registered handlers are the same."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        """What it answers."""
+        """Register the handlers."""
         self._handlers.update({f"/{service}/{name}": handler for name, handler in handlers.items()})
 
     def add_insecure_port(self, address: str) -> int:
-        """Where it will answer."""
+        """Set the address."""
         self._addresses.append(address)
         return int(address.rpartition(":")[2])
 
@@ -124,7 +124,7 @@ class Server:
             self._network.bind(address, self)
 
     async def stop(self, grace: float | None) -> None:
-        """Refuses new calls; those in progress get `grace` seconds."""
+        """Reject new calls; those in progress get `grace` seconds."""
         self._is_stopping = True
         for address in self._addresses:
             if self._network.listeners.get(address) is self:
@@ -137,7 +137,7 @@ class Server:
             await asyncio.wait(list(self._calls))
 
     def receiver(self, call: Call, deadline: float | None) -> Callable[[Item], None]:
-        """Takes in what the caller of a new call sends."""
+        """Return the receiver of a new call's messages."""
 
         def receive(item: Item) -> None:
             if item.kind == "start":

@@ -1,4 +1,4 @@
-"""The journal on a simulated disk, which outlives the processes that write to it."""
+"""The journal on a simulated disk, which survives the processes that write to it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _CHECK_INTERVAL_S = 0.5
 
 
 class Disk:
-    """What is stored, and what ever was.
+    """Current and past contents.
 
     Attributes:
         epoch: Of the scheduler that may write.
-        is_full: Writes fail.
-        num_committed: The most output tokens of each (request id, sequence) that were ever committed.
+        is_full: Whether writes fail.
+        num_committed: The highest number of output tokens ever committed, per (request id, sequence).
         num_deposed: Writes refused because another scheduler has taken over.
-        num_full: Writes refused because there was no room.
-        was_damaged: A record was torn or spoilt.
+        num_full: Writes refused because the disk was full.
+        was_damaged: Whether a record was torn or damaged.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Disk:
         self._lengths: dict[tuple[int, int], int] = {}
 
     def write(self, transaction: Transaction) -> None:
-        """All of it at once."""
+        """Write all entries atomically."""
         for number, sealed in transaction.accepted:
             self.requests[number] = (sealed, b"")
             payload = journal_pb2.JournalRequest.FromString(unseal(sealed) or b"").payload
@@ -74,7 +74,7 @@ class Disk:
             self.num_committed[key] = max(self.num_committed.get(key, 0), stored)
 
     def damage(self, kind: str, dice: random.Random) -> bool:
-        """Tears the tail or spoils a record; whether there was one."""
+        """Tear the tail or damage a record; return whether there was one."""
         if kind == "torn":
             self.num_torn += 1
         elif kind == "corrupt" and self.commits:
@@ -91,7 +91,7 @@ class Disk:
         return True
 
     def reset_lengths(self, lengths: dict[tuple[int, int], int]) -> None:
-        """A scheduler has read this much, and goes on behind it."""
+        """Truncate to what a scheduler has read; it continues from there."""
         self._lengths = lengths
 
 
@@ -101,7 +101,7 @@ def _spoil(sealed: bytes, dice: random.Random) -> bytes:
 
 
 class DiskStore(Store):
-    """The disk as one scheduler sees it."""
+    """One scheduler's view of the disk."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
@@ -134,7 +134,7 @@ class DiskStore(Store):
 
 
 class NoDocuments(Documents):
-    """None are stored, and no thread is asked: its time would not be the simulation's."""
+    """A store without documents or a thread, whose timing would not be simulated."""
 
     async def get(self, key: DocumentKey) -> None:
         return None
@@ -147,7 +147,7 @@ class NoDocuments(Documents):
 
 
 class SimulatedJournal(ThreadedJournal):
-    """What the journal's thread does, as a task: the rows, their order and the group commit are the real ones."""
+    """The work of the journal's thread as a task: rows, order and group commit are the real ones."""
 
     def __init__(
         self,

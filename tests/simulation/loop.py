@@ -1,8 +1,8 @@
-"""An event loop whose time is made up: where nothing is ready it jumps to the next timer.
+"""An event loop with virtual time: when nothing is ready it jumps to the next timer.
 
-Everything that runs belongs to a `Process` of the simulated machines, found in its context. A callback of a frozen
-process waits until the process goes on (SIGSTOP, SIGCONT); one that has died runs its callbacks only to clean up, and
-nothing that it does then is seen by others.
+Everything that runs belongs to a `Process` of the simulated machines, stored in its context. A callback of a frozen
+process waits until the process continues (SIGSTOP, SIGCONT); a dead process runs its callbacks only to clean up,
+without effect on others.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class Process:
         name: Also the name of its machine, which addresses use.
         number: Counts the processes of a simulation.
         is_dead: It has exited, or was killed.
-        held: Callbacks that wait while it is frozen; None while it runs.
+        held: Callbacks held while it is frozen; None while it runs.
         signals: Handlers of SIGTERM and others.
-        on_death: What its operating system does then: closes its connections.
-        wall_shift_s: How far its machine's wall clock is ahead. wall_drift: By how much that one is fast.
+        on_death: Actions of its operating system, such as closing connections.
+        wall_shift_s: Offset of its machine's wall clock.
+        wall_drift: Relative drift of that clock.
     """
 
     def __init__(self, name: str, number: int) -> None:
@@ -55,23 +56,23 @@ class Process:
         return f"{self.name}#{self.number}"
 
     def adopt(self, task: asyncio.Task[Any]) -> None:
-        """Notes a task of it."""
+        """Record a task of the process."""
         self._tasks[task] = None
         if len(self._tasks) > self._purge_at:
             self.forget_done()
             self._purge_at = 2 * len(self._tasks) + _PURGE_TASKS
 
     def forget_done(self) -> None:
-        """Lets go of tasks that have ended; an error that nobody asked for is then reported."""
+        """Drop tasks that have ended; unretrieved errors are then reported."""
         self._tasks = {item: None for item in self._tasks if not item.done()}
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str = "") -> asyncio.Task[Any]:
-        """Runs a coroutine in it."""
+        """Run a coroutine in the process."""
         loop = asyncio.get_running_loop()
         return loop.create_task(coroutine, name=name or self.name, context=self.context.copy())
 
     def die(self, exit_code: int | None = None) -> None:
-        """Ends it: at once, whatever it is doing."""
+        """End it immediately, whatever it is doing."""
         if self.is_dead:
             return
         self.thaw()
@@ -82,12 +83,12 @@ class Process:
             task.cancel()
 
     def freeze(self) -> None:
-        """SIGSTOP."""
+        """Pause, like SIGSTOP."""
         if self.held is None and not self.is_dead:
             self.held = deque()
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Continue, like SIGCONT."""
         held, self.held = self.held, None
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
@@ -95,7 +96,7 @@ class Process:
             loop.run_soon(handle)
 
     def terminate(self) -> None:
-        """SIGTERM: its handler runs."""
+        """Run the handler of SIGTERM."""
         handler = self.signals.get(signal.SIGTERM)
         if handler is None:
             self.die()
@@ -104,7 +105,7 @@ class Process:
 
     @property
     def has_tasks(self) -> bool:
-        """Whether some task has not ended."""
+        """Return whether any task has not ended."""
         return any(not task.done() for task in self._tasks)
 
 
@@ -116,7 +117,9 @@ class StandstillError(AssertionError):
 
 
 class Callback(asyncio.TimerHandle):
-    """Without what asyncio's own has for debugging, for half of a simulation goes into callbacks and timers."""
+    """A handle without asyncio's debugging support, since half of a simulation's time goes into callbacks and
+    timers.
+    """
 
     __slots__ = ()
     _callback: Callable[..., object] | None
@@ -136,74 +139,74 @@ class Callback(asyncio.TimerHandle):
         self._cancelled = False
 
     def cancel(self) -> None:
-        """It is not called any more."""
+        """Do not call it any more."""
         self._cancelled = True
         self._callback = None
         self._args = ()
 
 
 class VirtualLoop(asyncio.base_events.BaseEventLoop):
-    """Time in seconds since the start of the simulation."""
+    """An event loop; time is in seconds since the start of the simulation."""
 
     _ready: deque[Callback]
     _stopping: bool
-    # Makes its servers and connections.
+    # Creates its servers and connections.
     sockets: Any = None
 
     def __init__(self, resolve: Callable[[str], list[str]]) -> None:
-        """Names behind `dns:///` are resolved by `resolve`."""
+        """Resolve names behind `dns:///` with `resolve`."""
         super().__init__()
         self.now = 0.0
         self.failures: list[str] = []
         self._resolve = resolve
-        # By time; those of one time in the order in which they were asked for.
+        # Ordered by time, then by order of scheduling.
         self._timers: list[tuple[float, int, Callback]] = []
         self._count = itertools.count()
         self.set_exception_handler(self._note_failure)
 
     def time(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return self.now
 
     def unix_ns(self) -> int:
-        """What `time.time_ns` says, to the process that asks."""
+        """Return `time.time_ns` for the current process."""
         process, now_s = PROCESS.get(), self.now
         if process is not None:
             now_s += now_s * process.wall_drift + process.wall_shift_s
         return int((START_S + now_s) * 1e9)
 
     def run_soon(self, callback: Callback) -> None:
-        """Runs a callback that was held back."""
+        """Run a callback that was held back."""
         self._ready.append(callback)
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
-        """Calls back in the next turn."""
+        """Call back in the next iteration."""
         handle = Callback(self.now, callback, args, context)
         self._ready.append(handle)
         return handle
 
-    # Futures ask for it.
+    # Used by futures.
     get_debug = staticmethod(bool)
 
-    # There is one thread.
+    # There is only one thread.
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_later(  # type: ignore[override]  # no type variables here
         self, delay: float, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        """Calls back after some seconds."""
+        """Call back after some seconds."""
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        """A callback scheduled for a time."""
+        """Call back at a time."""
         handle = Callback(when, callback, args, context)
         heapq.heappush(self._timers, (when, next(self._count), handle))
         return handle
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
-        """Notes whose task it is."""
+        """Record the process of the task."""
         task: asyncio.Task[Any] = super().create_task(coro, **options)
         context = options.get("context")
         process = context.get(PROCESS) if context is not None else PROCESS.get()
@@ -212,17 +215,17 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         return task
 
     def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:  # type: ignore[override]
-        """Calls back, in the process that asks, when a simulated socket becomes readable."""
+        """Call back in the current process when a simulated socket becomes readable."""
         context = contextvars.copy_context()
         fd.watch(lambda: self.call_soon(callback, *args, context=context))
 
     def remove_reader(self, fd: Any) -> bool:
-        """Does not call back again."""
+        """Do not call back again."""
         fd.watch(lambda: None)
         return True
 
     def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:  # type: ignore[override]
-        """For the running process."""
+        """Set a handler of the current process."""
         process = PROCESS.get()
         assert process is not None
         process.signals[sig] = lambda: callback(*args)
@@ -236,7 +239,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         return await self.sockets.connect(protocol_factory, host, port)
 
     async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> list[Any]:
-        """Addresses are names of machines."""
+        """Return names of machines as addresses."""
         return [(0, 0, 0, "", (address, port)) for address in self._resolve(host)]
 
     def _run_once(self) -> None:
@@ -271,20 +274,20 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
 
 
 class Flag:
-    """An event that wakes one waiter, and itself is set again by waking."""
+    """An event that wakes one waiter and is reset by waking it."""
 
     def __init__(self) -> None:
         self._is_set = False
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
-        """Wakes whoever waits, or will."""
+        """Wake the current or next waiter."""
         self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until it is set, or until the time is over, and resets it."""
+        """Wait until it is set or the time is over, and reset it."""
         if not self._is_set:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()

@@ -1,7 +1,7 @@
-"""The model that every simulated worker runs: a token is a hash of all before it, the seed and the sequence.
+"""The model of every simulated worker: a token is a hash of all preceding ones, the seed and the sequence.
 
-So each token depends on its request and the tokens before it alone (R1), and a lost, doubled or foreign token changes
-everything behind it. Tokens stand for pieces of text that tear characters apart.
+Each token therefore depends only on its request and the preceding tokens, and a lost, duplicated or foreign token
+changes all later ones. Tokens are pieces of text that split characters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from midstream.model.token_bytes import byte_level_alphabet
 
 VOCAB_SIZE = 96
 END_ID = 1
-# A worker that is given a prompt with this token dies.
+# A worker dies when it gets a prompt with this token.
 POISON_ID = 2
 FIRST_PLAIN_ID = 4
 TOKENS_PER_BLOCK = 4
@@ -27,12 +27,12 @@ _MASK = (1 << 61) - 1
 
 
 def extend_state(state: int, token: int) -> int:
-    """The hash of some tokens and one more, as the cache keeps it."""
+    """Return the hash of some tokens and one more, as stored in the cache."""
     return (state * 1_000_003 + token + 1) & _MASK
 
 
 def next_token(state: int, seed: int, sequence_index: int) -> int:
-    """The model."""
+    """Return the next token."""
     mixed = (state ^ (seed * 0x9E3779B97F4A7C15) ^ (sequence_index * 0xC2B2AE3D27D4EB4F)) & ((1 << 64) - 1)
     mixed = ((mixed ^ (mixed >> 31)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
     mixed ^= mixed >> 29
@@ -42,7 +42,7 @@ def next_token(state: int, seed: int, sequence_index: int) -> int:
 
 
 def log_prob(token: int, position: int) -> float:
-    """What the model gives for a token: exact as a 32-bit float, and different for neighbours."""
+    """Return the log probability of a token: exact as a 32-bit float, and different for neighbours."""
     return -(token * 64 + position % 64 + 1) / 64
 
 
@@ -52,7 +52,7 @@ class ProtocolError(AssertionError):
 
 @dataclass
 class Row:
-    """A row at the worker. `states[n]` stands for its first n tokens."""
+    """A worker's row. `states[n]` is the hash of its first n tokens."""
 
     new: NewSequence
     tokens: list[int]
@@ -64,8 +64,8 @@ class Row:
 class SimulatedModel:
     """Rows of one epoch, and blocks; each step is checked.
 
-    Its KV cache keeps, for each slot, what stands for all tokens up to there. Before a row is computed, all behind it
-    must be in its blocks: so wrong sharing, and blocks that were given away too early, are found where they happen.
+    Its KV cache stores, for each slot, a hash of all tokens up to it. When a row is computed, all preceding tokens must
+    be in its blocks, so wrong sharing, and blocks released too early, are detected where they happen.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -74,15 +74,15 @@ class SimulatedModel:
         self.slots = [[0] * TOKENS_PER_BLOCK for _ in range(num_blocks)]
 
     def clear(self) -> None:
-        """Forgets the rows; the blocks stay as they are."""
+        """Drop the rows; the blocks are kept."""
         self._rows.clear()
         self._generating.clear()
 
     def run(self, step: Step) -> StepOutput:
-        """Runs a step.
+        """Run a step.
 
         Raises:
-            ProtocolError: It contradicts what is known.
+            ProtocolError: It contradicts the current state.
         """
         self._update_rows(step)
         self._update_generating(step)
@@ -130,7 +130,7 @@ class SimulatedModel:
                 raise ProtocolError(f"row {number} generates with {row.num_computed} of {len(row.tokens)} computed")
 
     def _compute(self, spans: list[tuple[Row, int, int]]) -> None:
-        """All keys and values of a step are written before anything is attended to."""
+        """Write all keys and values of a step before any attention."""
         for row, start, end in spans:
             if end > len(row.tokens) or end > len(row.table) * TOKENS_PER_BLOCK:
                 raise ProtocolError(f"{row.new.request_id} computes up to {end} with {len(row.table)} blocks")
@@ -161,26 +161,26 @@ class SimulatedModel:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Stands in for the model folder's tokenizer; entries are in GPT-2's alphabet of bytes."""
+    """A stand-in for the model folder's tokenizer; entries are in GPT-2's alphabet of bytes."""
 
     pieces: tuple[bytes, ...]
     vocab_size: int = VOCAB_SIZE
     special_ids: frozenset[int] = frozenset((0, END_ID, POISON_ID, 3))
 
     def token(self, token_id: int) -> str | None:
-        """The entry of an id."""
+        """Return the entry of an id."""
         alphabet = {byte: character for character, byte in byte_level_alphabet().items()}
         return "".join(alphabet[byte] for byte in self.pieces[token_id]) if token_id < VOCAB_SIZE else None
 
     def text(self, token_ids: list[int]) -> str:
-        """What tokens say, without special ones."""
+        """Return the text of tokens, without special ones."""
         data = b"".join(self.pieces[token] for token in token_ids if token not in self.special_ids)
         return data.decode("utf-8", "replace")
 
 
 @cache
 def vocabulary() -> Vocabulary:
-    """Letters, words, and the bytes of emoji and Chinese characters, torn apart."""
+    """Return letters, words, and the split bytes of emoji and Chinese characters."""
     dice = random.Random("vocabulary")
     pieces = [b"<s>", b"</s>", b"<poison>", b"<pad>"]
     pieces += [bytes([byte]) for byte in b"abcdefgh ,."]
@@ -193,10 +193,10 @@ def vocabulary() -> Vocabulary:
 
 @cache
 def decoders() -> DecoderFactory:
-    """The real decoders, for this vocabulary."""
+    """Return the real decoders for this vocabulary."""
     return ByteLevelFactory(vocabulary())  # type: ignore[arg-type]
 
 
 def fingerprint() -> str:
-    """Of the model."""
+    """Return the model's fingerprint."""
     return hashlib.sha256(b"simulated").hexdigest()

@@ -1,7 +1,7 @@
-"""What lies between simulated machines: it delays, parts, cuts, and counts every message that arrives.
+"""The network between simulated machines: it delays, partitions, cuts, and counts every message that arrives.
 
-A `Wire` is one direction of a connection. Its messages arrive in order, as over TCP: while the network is parted they
-are held and come once it has healed, unless the connection is cut before.
+A `Wire` is one direction of a connection. Its messages arrive in order, as over TCP: during a partition they are held,
+and arrive once it is healed unless the connection is cut before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from tests.simulation.loop import PROCESS, Process, VirtualLoop
 
-# A connection without an answer for as long is given up by its ends.
+# Both ends close a connection that gets no answer for this long.
 KEEPALIVE_S = 5.0
 _OUTSIDE = contextvars.Context()
 
@@ -25,9 +25,9 @@ class Weather:
     """How the network behaves.
 
     Attributes:
-        delay_s: Usual delay of a message.
+        delay_s: Typical delay of a message.
         slow_share: Share of messages that take up to `slow_s`.
-        loss, repeats, overtakes: Shares of ZeroMQ messages that are lost, come twice, or come out of order.
+        loss, repeats, overtakes: Shares of ZeroMQ messages that are lost, repeated, or reordered.
     """
 
     delay_s: float = 0.001
@@ -39,15 +39,15 @@ class Weather:
 
 
 class Connection(Protocol):
-    """Something between two processes that can break."""
+    """A breakable connection between two processes."""
 
     ends: tuple[Process, Process]
 
     def break_(self) -> None:
-        """Both ends learn that it is gone; what was on its way is lost."""
+        """Notify both ends that it is gone; messages in transit are lost."""
 
     def end_closed(self, end: Process) -> None:
-        """The process at one end has gone; the other one learns of it behind what was sent before."""
+        """Handle the death of the process at one end; the other end is notified after everything sent before."""
 
 
 class Network:
@@ -55,14 +55,14 @@ class Network:
 
     Attributes:
         loop: The running loop.
-        weather: How it behaves now.
-        window: Messages of a call that may be on their way or unread, as long as there are calls.
-        listeners: Who answers, by address.
-        connections: Those that are open, oldest first.
+        weather: Its current behaviour.
+        window: Maximum number of messages of a call in transit or unread.
+        listeners: Listeners by address.
+        connections: Open connections, oldest first.
         num_messages: Messages that have arrived.
         on_message: Called before each message arrives.
         on_write: Called with the call and what its server writes to it.
-        trace: Everything that has happened, a line each; None if nobody wants to know.
+        trace: All events, one per line; None if tracing is off.
     """
 
     def __init__(self, loop: VirtualLoop, dice: random.Random, *, trace: bool = False) -> None:
@@ -80,37 +80,37 @@ class Network:
         self._held: dict[Wire, None] = {}
 
     def note(self, *words: object) -> None:
-        """Writes a line of the log of events."""
+        """Append a line to the log of events."""
         if self.trace is not None:
             self.trace.append(" ".join((f"{self.loop.now:.6f}", *map(str, words))))
 
     def later(self, delay_s: float, callback: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
-        """Calls back outside of any process."""
+        """Call back outside of any process."""
         return self.loop.call_later(delay_s, callback, *arguments, context=_OUTSIDE)
 
     def delay(self) -> float:
-        """How long one message takes."""
+        """Return the delay of one message."""
         weather = self.weather
         if weather.slow_share and self.dice.random() < weather.slow_share:
             return self.dice.uniform(0, weather.slow_s)
         return weather.delay_s * (0.5 + self.dice.random())
 
     def arrive(self, *words: object) -> None:
-        """A message arrives."""
+        """Deliver a message."""
         self.num_messages += 1
         self.note(*words)
         self.on_message()
 
     def add(self, connection: Connection) -> None:
-        """A connection is open."""
+        """Register an open connection."""
         self.connections[connection] = None
 
     def remove(self, connection: Connection) -> None:
-        """It is closed."""
+        """Remove a closed connection."""
         self.connections.pop(connection, None)
 
     def bind(self, address: str, listener: Any) -> None:
-        """Answers at an address, in place of whoever did before."""
+        """Listen at an address, replacing any previous listener."""
         process = running()
         self.listeners[address] = listener
 
@@ -121,36 +121,36 @@ class Network:
         process.on_death.append(unbind)
 
     def died(self, process: Process) -> None:
-        """The operating system of a dead process closes its connections."""
+        """Close the connections of a dead process, like its operating system."""
         for connection in [item for item in self.connections if process in item.ends]:
             connection.end_closed(process)
 
     def cut(self, matches: Callable[[Process, Process], bool]) -> int:
-        """Breaks connections; how many."""
+        """Break connections; return how many."""
         broken = [item for item in self.connections if matches(*item.ends)]
         for connection in broken:
             connection.break_()
         return len(broken)
 
     def is_parted(self, one: Process, other: Process) -> bool:
-        """Whether two machines are disconnected."""
+        """Return whether two machines are disconnected."""
         return frozenset((one.name, other.name)) in self._parted
 
     def part(self, one: str, other: str) -> None:
-        """Lets nothing through between two machines."""
+        """Block all traffic between two machines."""
         pair = frozenset((one, other))
         self._parted.add(pair)
         self.later(KEEPALIVE_S, self._give_up, pair)
 
     def heal(self) -> None:
-        """Lets everything through, and delivers what was held."""
+        """Remove all partitions, and deliver held messages."""
         self._parted.clear()
         held, self._held = self._held, {}
         for wire in held:
             self.later(self.delay(), wire.release)
 
     def hold(self, wire: Wire) -> None:
-        """Notes that a wire keeps messages until the network has healed."""
+        """Record that a wire holds messages until the network is healed."""
         self._held[wire] = None
 
     def _give_up(self, pair: frozenset[str]) -> None:
@@ -176,18 +176,18 @@ class Wire:
         self._held: list[Any] = []
 
     def send(self, item: Any) -> None:
-        """Sends a message; the dead send none."""
+        """Send a message; dead processes send none."""
         if self.source.is_dead or self.is_cut:
             return
         self._send(item)
 
     def send_end(self, item: Any) -> None:
-        """Sends the last message, though the source may be dead."""
+        """Send the last message, even if the source is dead."""
         if not self.is_cut:
             self._send(item)
 
     def release(self) -> None:
-        """The network has healed: what was held arrives."""
+        """Deliver held messages after the network is healed."""
         if self._network.is_parted(self.source, self.target):
             self._network.hold(self)
             return
@@ -212,7 +212,7 @@ class Wire:
 
 
 def running() -> Process:
-    """The process whose code is running."""
+    """Return the process whose code is running."""
     process = PROCESS.get()
     assert process is not None, "a part of the system runs outside of any process"
     return process

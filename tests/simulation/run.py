@@ -1,4 +1,4 @@
-"""Runs one seed: a scenario, on simulated machines, from the first request until everything has ended."""
+"""Run one seed: a scenario on simulated machines, from the first request until everything has ended."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from tests.simulation.stage import Stage
 from tests.simulation.workload import Job
 from tests.simulation.world import simulated
 
-# A simulation that lasts longer hangs.
+# A simulation that lasts longer is considered hung.
 LIMIT_S = 300.0
 _COLLECT_EVERY = 16
 
 
 @dataclass
 class Outcome:
-    """What a seed gave.
+    """The result of a seed.
 
     Attributes:
-        all_kv: It ran with roles and tiers whatever it drew.
-        happened: Faults and adoptions that came about.
-        problems: What must not be; empty for a seed that passes.
-        trace: All events, if they were asked for; the same for the same seed.
+        all_kv: Whether roles and tiers were forced.
+        happened: Faults and adoptions that occurred.
+        problems: Violations; empty for a seed that passes.
+        trace: All events, if requested; the same for the same seed.
     """
 
     seed: int
@@ -51,11 +51,11 @@ class Outcome:
 def run_seed(
     seed: int, *, faults: bool = True, trace: bool = False, make: MakeScenario | None = None, all_kv: bool = False
 ) -> Outcome:
-    """Runs a seed, of the scenario that `make` makes or of its own.
+    """Run a seed with the scenario made by `make`, or its own.
 
     Args:
         seed: The seed.
-        faults: Make the scenario's faults; otherwise its workload runs alone.
+        faults: Inject the scenario's faults; otherwise only its workload runs.
         trace: Keep all events.
         make: Makes the scenario.
         all_kv: Workers have roles and tiers, whatever the seed draws.
@@ -96,7 +96,7 @@ def run_seed(
 
 
 def begin_many_seeds() -> None:
-    """From now on garbage is collected only when a seed asks for it, and not among what was there before."""
+    """From now on, collect garbage only when a seed asks for it, and ignore older objects."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -104,7 +104,7 @@ def begin_many_seeds() -> None:
 
 @contextlib.contextmanager
 def many_seeds() -> Iterator[None]:
-    """Seeds run faster in this."""
+    """Run seeds faster within this context."""
     begin_many_seeds()
     try:
         yield

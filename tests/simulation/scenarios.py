@@ -1,4 +1,4 @@
-"""The faults that have to be survived, a scenario for each; the seed draws the rest."""
+"""A scenario for each fault that must be survived; the seed determines the rest."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def _accept(_: Stage) -> None:
 
 @dataclass
 class Scenario:
-    """Parts, requests, and what is done to them.
+    """Parts, requests, and faults.
 
     Attributes:
-        inject: Makes the faults.
-        judge: Looks at what came of it, beside what always holds.
+        inject: Injects the faults.
+        judge: Checks the result, in addition to the general invariants.
         may_report: Errors that parts may log.
     """
 
@@ -38,7 +38,7 @@ class Scenario:
     may_report: tuple[str, ...] = ()
 
 
-# Each fault has one seed of so many, and mixtures have the rest.
+# Each fault has one of this many seeds, and mixtures have the rest.
 _CYCLE = 25
 
 MakeScenario = Callable[[random.Random], Scenario]
@@ -46,7 +46,7 @@ SCENARIOS: dict[int, MakeScenario] = {}
 
 
 def scenario(number: int) -> Callable[[MakeScenario], MakeScenario]:
-    """Registers what makes a fault; its name says which."""
+    """Register the function that injects a fault; its name is the scenario's."""
 
     def register(make: MakeScenario) -> MakeScenario:
         SCENARIOS[number] = make
@@ -56,7 +56,7 @@ def scenario(number: int) -> Callable[[MakeScenario], MakeScenario]:
 
 
 def scenario_of(seed: int, dice: random.Random) -> Scenario:
-    """The scenario of a seed: all take turns."""
+    """Return the scenario of a seed; all scenarios alternate."""
     from tests.simulation import fault_mix, faults_of_clients, faults_of_services, faults_of_workers  # noqa: F401 (they register)
 
     make = SCENARIOS.get(seed % _CYCLE, SCENARIOS[0])

@@ -1,4 +1,4 @@
-"""Sockets of an event loop, over the simulated network: what frames travel over.
+"""Sockets of an event loop over the simulated network, used by frames.
 
 A writer is told to pause while `window` of its writes have not been read at the other end.
 """
@@ -25,7 +25,7 @@ Make = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What goes over a wire: open, data, read (the other end took some), closed."""
+    """An item sent over a wire: open, data, read (the other end read some), closed."""
 
     kind: str
     data: bytes = b""
@@ -36,7 +36,7 @@ class Item:
 
 
 class End(asyncio.Transport):
-    """One end of a connection: what its process has for a transport."""
+    """One end of a connection: the transport of its process."""
 
     def __init__(self, network: Network, process: Process) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ class End(asyncio.Transport):
         self._num_taken = 0
 
     def open(self, make: Make) -> None:
-        """Begin: the connection is there."""
+        """Open the connection."""
         self.protocol = make()
         self.protocol.connection_made(self)
 
     def receive(self, item: Item) -> None:
-        """Handle what arrives, in the context of the process."""
+        """Handle an arriving item in the context of the process."""
         self._network.loop.call_soon(self._receive, item, context=self.process.context.copy())
 
     def _receive(self, item: Item) -> None:
@@ -102,7 +102,7 @@ class End(asyncio.Transport):
             self.protocol.pause_writing()
 
     def close(self) -> None:
-        """Close behind what was sent."""
+        """Close after everything sent before."""
         if not self._is_closed and self.out is not None and self.pair is not None:
             self.out.send(Item("closed"))
             self._network.remove(self.pair)
@@ -111,19 +111,19 @@ class End(asyncio.Transport):
     abort = close
 
     def is_closing(self) -> bool:
-        """Whether it is closed."""
+        """Return whether it is closed."""
         return self._is_closed
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """None is known."""
+        """Return the default."""
         return default
 
     def get_write_buffer_size(self) -> int:
-        """All is on its way."""
+        """Return 0, since everything is in transit."""
         return 0
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """The network's window is the limit."""
+        """Ignore the limits; the network's window applies."""
 
 
 class Pair:
@@ -149,7 +149,7 @@ class Pair:
             self.server.receive(item)
 
     def show(self, data: bytes) -> None:
-        """Show what a scheduler feeds to whoever checks it. Whole frames are written."""
+        """Show what a scheduler feeds to the checker. Whole frames are written."""
         at = 0
         while at < len(data):
             length, kind = _HEAD.unpack_from(data, at)
@@ -168,7 +168,7 @@ class Pair:
                 self._network.later(self._network.delay(), end.receive, Item("broken"))
 
     def end_closed(self, end: Process) -> None:
-        """The system of a process that has gone closes the connection."""
+        """Close the connection, as the system of a dead process does."""
         self._network.remove(self)
         mine, other = self._wires if end is self.ends[0] else reversed(self._wires)
         other.is_cut = True
@@ -176,7 +176,7 @@ class Pair:
 
 
 class Listener:
-    """A listening socket, and the server that has it."""
+    """A listening socket and its server."""
 
     def __init__(self, network: Network, address: tuple[str, int], make: Make) -> None:
         self.process = running()
@@ -187,18 +187,18 @@ class Listener:
         network.bind(f"{address[0]}:{address[1]}", self)
 
     def getsockname(self) -> tuple[str, int]:
-        """Where it listens."""
+        """Return the bound address."""
         return self._address
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         key = f"{self._address[0]}:{self._address[1]}"
         if self._network.listeners.get(key) is self:
             del self._network.listeners[key]
 
 
 class Sockets:
-    """What the loop makes servers and connections of."""
+    """Creates servers and connections for the loop."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -209,7 +209,7 @@ class Sockets:
         return Listener(self._network, (host, port or next(self._ports)), make)
 
     async def connect(self, make: Make, host: str, port: int) -> tuple[End, Any]:
-        """Connect to an address; it takes as long as the network lets nothing through."""
+        """Connect to an address; waits while the network blocks the traffic."""
         network, process = self._network, running()
         await asyncio.sleep(2 * network.delay())
         while True:

@@ -1,4 +1,4 @@
-"""A running simulation, in the hands of those who make faults."""
+"""A running simulation, as used by scenarios to inject faults."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _POLL_S = 0.05
 
 @dataclass
 class Stage:
-    """What there is, and what was done to it.
+    """A running simulation and its faults.
 
     Attributes:
-        happened: How often each fault came about.
-        problems: What a scenario found wrong.
+        happened: How often each fault occurred.
+        problems: Violations found by a scenario.
     """
 
     cluster: Cluster
@@ -46,11 +46,11 @@ class Stage:
 
     @property
     def is_over(self) -> bool:
-        """Whether all clients are done."""
+        """Return whether all clients are done."""
         return all(job.is_done for job in self.jobs)
 
     async def at(self, condition: Callable[[], bool], action: Callable[[], None] = lambda: None) -> bool:
-        """Does something at the very message before which a condition holds; False if all is over before that."""
+        """Act just before the message at which a condition holds; return False if everything ended before that."""
         done = asyncio.get_running_loop().create_future()
 
         def act() -> None:
@@ -64,7 +64,7 @@ class Stage:
         return done.done()
 
     async def until(self, condition: Callable[[], bool], limit_s: float, what: str) -> bool:
-        """Waits; that it takes longer than the limit is a problem."""
+        """Wait for a condition; exceeding the time limit is a problem."""
         for _ in range(int(limit_s / _POLL_S)):
             if condition():
                 return True
@@ -73,21 +73,21 @@ class Stage:
         return False
 
     async def sleep(self, low_s: float, high_s: float) -> None:
-        """Some time goes by."""
+        """Let some time pass."""
         await asyncio.sleep(self.dice.uniform(low_s, high_s))
 
     def messages(self, low: int, high: int) -> Callable[[], bool]:
-        """Holds after some more messages."""
+        """Return a condition that holds after some more messages."""
         network = self.cluster.network
         due = network.num_messages + self.dice.randint(low, high)
         return lambda: network.num_messages >= due
 
     def process(self, name: str) -> Process:
-        """The newest process of a name."""
+        """Return the newest process of a name."""
         return self.cluster.processes[name]
 
     def kill(self, name: str) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         process = self.process(name)
         if not process.is_dead:
             self.cluster.network.note(f"{process!r} is killed")
@@ -95,19 +95,19 @@ class Stage:
             process.die()
 
     def jump(self, name: str) -> None:
-        """The wall clock of a part jumps; its later lives on that machine have the new time too."""
+        """Shift the wall clock of a part; later incarnations on that machine have the new time too."""
         seconds = self.dice.choice((3, -3, 30, -30, 3600, -3600))
         self.cluster.wall_shifts[name] = self.process(name).wall_shift_s = seconds
         self.cluster.network.note(f"{self.process(name)!r} has its clock at {seconds:+d} s")
 
     async def restart(self, name: str, low_s: float = 0.05, high_s: float = 1.0) -> None:
-        """Starts a part that has ended, a while later."""
+        """Start a part that has ended, after a delay."""
         await self.sleep(low_s, high_s)
         if self.process(name).is_dead:
             self.cluster.start(name)
 
     def supervise(self, kind: str, delay_s: float) -> None:
-        """Starts parts again whenever they end."""
+        """Restart parts whenever they end."""
         self._tasks.append(asyncio.create_task(self._supervise(kind, delay_s)))
 
     async def _supervise(self, kind: str, delay_s: float) -> None:
@@ -118,25 +118,25 @@ class Stage:
                     self.cluster.start(name)
 
     def groups(self) -> list[WorkerGroup]:
-        """The scheduler's worker groups."""
+        """Return the scheduler's worker groups."""
         engine = self.cluster.engine
         return engine.core.groups if engine is not None else []
 
     def group(self, name: str) -> WorkerGroup | None:
-        """The group of a worker."""
+        """Return the group of a worker."""
         return next((group for group in self.groups() if group.group_id == name), None)
 
     def is_decoding(self, name: str) -> bool:
-        """Whether a worker has a generation step in flight."""
+        """Return whether a worker has a generation step in flight."""
         group = self.group(name)
         return group is not None and any(step.generation for step in group.in_flight)
 
     def is_streaming(self) -> bool:
-        """Whether some client is in the middle of its stream."""
+        """Return whether any client is in the middle of its stream."""
         return any(not job.is_done and job.num_tokens for job in self.jobs)
 
     async def settle(self) -> None:
-        """Waits until the scheduler has nothing left to do."""
+        """Wait until the scheduler has nothing left to do."""
         self.cluster.network.heal()
         while (engine := self.cluster.engine) is None or engine.core.lifecycle.num_unfinished:
             if engine is None and self.process("scheduler").is_dead:

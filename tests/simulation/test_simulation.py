@@ -11,7 +11,7 @@ from tests.simulation.run import Outcome, many_seeds, run_seed
 
 SEEDS_PER_CHUNK = 126
 NUM_CHUNKS = 8
-# What has to come about among the seeds, so that none of them passes for want of a fault.
+# Faults that must occur among the seeds, so that no seed passes without its fault.
 FAULTS = (
     *("1", "2", "3", "4", "4 hang", "5", "5 long", "6", "7", "8", "9", "10", "11", "12", "13 queue", "13 decode"),
     *("14", "15", "16", "17 cut", "17 parted", "18", "19", "20 full", "20 torn", "20 corrupt", "20 corrupt request"),
@@ -32,7 +32,7 @@ def report(outcomes: list[Outcome]) -> str:
 
 @functools.cache
 def run_chunk(chunk: int) -> tuple[str, Counter[str]]:
-    """What failed, and which faults came about."""
+    """Return what failed, and which faults occurred."""
     outcomes = [run_seed(seed) for seed in range(chunk * SEEDS_PER_CHUNK, (chunk + 1) * SEEDS_PER_CHUNK)]
     return report(outcomes), sum((outcome.happened for outcome in outcomes), Counter[str]())
 

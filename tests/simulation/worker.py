@@ -1,4 +1,4 @@
-"""A worker's process: the real link and wire, around the fake model, in one task instead of two threads."""
+"""A worker's process: the real connection and wire format around the fake model, in one task instead of two threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.simulation.model import POISON_ID, TOKENS_PER_BLOCK, VOCAB_SIZE, Simu
 from tests.simulation.network import Network, running
 from tests.simulation.zmq_transport import Dealer, Poller
 
-# The memory of a host: each pool's process, hashes and slots.
+# The memory of a host: the process, hashes and slots of each pool.
 Pool = tuple[Process, NDArray[np.uint64], list[list[int]]]
 Store = list[Pool]
 # The newest pool of each worker, by its kv_source.
@@ -41,13 +41,13 @@ _MAX_STORED = 60
 
 @dataclass
 class Host:
-    """What workers leave where others find it.
+    """Data that workers leave for others.
 
     Attributes:
         store: The host's memory; None: each worker's pool ends with its process.
-        tier: Slots of stored blocks by hash, those used last at the end; None: there are no tiers.
-        pools: Where blocks are fetched from.
-        happened: How often what came about.
+        tier: Slots of stored blocks by hash, the last used ones at the end; None: there are no tiers.
+        pools: Sources of fetched blocks.
+        happened: How often each event occurred.
     """
 
     store: Store | None = None
@@ -57,7 +57,7 @@ class Host:
 
 
 class Tiers:
-    """A worker's view of the host's tier: it stores late, and what it believes to be there may be gone."""
+    """A worker's view of the host's tier: it stores with a delay, and its information may be out of date."""
 
     def __init__(self, network: Network, stored: dict[int, list[int]], pool: Pool, step_s: float) -> None:
         self._network, self._stored, self._step_s = network, stored, step_s
@@ -86,7 +86,7 @@ class Tiers:
         return StoreChanges(tuple(sorted(now - before)), tuple(sorted(before - now)))
 
     def get(self, value: int) -> list[int] | None:
-        """A block's slots; one in twenty is damaged, which is found and removed."""
+        """Return a block's slots; one in twenty is damaged, which is detected and removed."""
         if self._network.dice.random() < 0.05:
             self._stored.pop(value, None)
         found = self._stored.pop(value, None)
@@ -97,10 +97,10 @@ class Tiers:
 
 
 class Fetcher:
-    """Fetches blocks of other workers, one after another; some are never answered for.
+    """Fetches blocks of other workers one after another; some requests are never answered.
 
     Attributes:
-        held: Slots of the blocks that no step has adopted, by hash.
+        held: Slots of blocks that no step has adopted, by hash.
     """
 
     def __init__(self, network: Network, pools: Pools, step_s: float) -> None:
@@ -140,7 +140,7 @@ class Fetcher:
 
 
 class SimulatedLink(SchedulerLink):
-    """The link, whose thread is a task."""
+    """The connection, whose thread is a task."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class SimulatedLink(SchedulerLink):
 
 @functools.cache
 def _unused() -> dict[str, Any]:
-    """What the link is given for requests of kinds that are not simulated."""
+    """Handler of requests that are not simulated."""
     given = ("self", "address", "register", "metrics", "memory", "kept")
     parameters = inspect.signature(SchedulerLink.__init__).parameters.values()
     return {item.name: Mock() for item in parameters if item.name not in given and item.default is item.empty}
@@ -197,11 +197,11 @@ class _NoSocket:
 
 
 class SimulatedWorker:
-    """What the worker's compute loop does.
+    """The worker's compute loop.
 
     Attributes:
-        hangs: The next step never ends, while the link goes on.
-        lies: So many of the next results are wrong; -1: all.
+        hangs: Whether the next step never ends, while the connection continues.
+        lies: Number of next results that are wrong; -1: all.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class SimulatedWorker:
         self._store.append(pool)
 
     async def run(self) -> int:
-        """Serves until SIGTERM or a rejection; returns the exit code."""
+        """Serve until SIGTERM or a rejection; return the exit code."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.link.leave)
         self.link.start()
         while True:
@@ -262,7 +262,7 @@ class SimulatedWorker:
                 self._model.clear()
             else:
                 assert isinstance(work, Stopped)
-                # What the socket still holds goes out, as its linger time allows.
+                # Messages still in the socket are sent within its linger time.
                 await asyncio.sleep(0.05)
                 return work.exit_code
 
@@ -306,7 +306,9 @@ class SimulatedWorker:
         return replace(output, **dice.choice(lies))
 
     def _adopt(self, step: Step) -> tuple[int, ...]:
-        """Fills blocks with what was fetched, left by dead workers, or stored in tiers; those that were not found."""
+        """Fill blocks with fetched data, data left by dead workers, or data from tiers; return those that were not
+        found.
+        """
         missing = []
         for block, value in zip(step.adopted_blocks.tolist(), step.adopted_hashes, strict=True):
             place, slots = self._find(value)

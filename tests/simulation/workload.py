@@ -1,4 +1,4 @@
-"""Requests, what must come of each, and the clients that send them."""
+"""Requests, their expected results, and the clients that send them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.simulation.model import (
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the fault-free run gives for one sequence."""
+    """The result of the fault-free run for one sequence."""
 
     token_ids: list[int]
     text: str
@@ -34,7 +34,7 @@ class Expected:
 
 
 def expected(request: pb.GenerateRequest) -> list[Expected]:
-    """What the fault-free run gives, worked out without the system; a test compares the two."""
+    """Compute the result of the fault-free run without the system; a test compares the two."""
     return [_sequence(request, index) for index in range(max(request.sampling.num_return_sequences, 1))]
 
 
@@ -62,16 +62,16 @@ def _sequence(request: pb.GenerateRequest, index: int) -> Expected:
 
 @dataclass
 class Job:
-    """A request and its client's behaviour, then what came of it.
+    """A request, its client's behaviour, and the result.
 
     Attributes:
-        start_s: When it is sent.
+        start_s: Time at which it is sent.
         timeout_s: Its deadline.
-        leaves_after: The client leaves when it has so many tokens; None never.
-        leaves_at_s: The client leaves then.
-        pause_s: Between one chunk and the next.
-        watch: Told of each chunk.
-        problems: What must not happen, and did.
+        leaves_after: The client disconnects after this many tokens; None: never.
+        leaves_at_s: Time at which the client disconnects.
+        pause_s: Pause between chunks.
+        watch: Called with each chunk.
+        problems: Violations.
     """
 
     request: pb.GenerateRequest
@@ -103,11 +103,11 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the client has."""
+        """Return the number of tokens received."""
         return sum(map(len, self.tokens))
 
     def add(self, chunk: Chunk) -> None:
-        """The client got a chunk."""
+        """Add a received chunk."""
         index, say = chunk.sequence_index, self.problems.append
         if self.final is not None:
             say("a chunk came after the final one")
@@ -126,7 +126,7 @@ class Job:
         wanted = self.expected[index]
         if tokens != wanted.token_ids[: len(tokens)]:
             say(f"sequence {index} has tokens {tokens}, those of {wanted.token_ids} were due")
-        # The end of one that failed shows what a cut character has as U+FFFD.
+        # A failed request shows U+FFFD for a character that is cut off at its end.
         is_cut = chunk.is_sequence_final and len(tokens) < len(wanted.token_ids)
         if not wanted.text.startswith(self.texts[index].rstrip("\ufffd") if is_cut else self.texts[index]):
             say(f"sequence {index} says {self.texts[index]!r}, {wanted.text!r} was due")
@@ -136,7 +136,7 @@ class Job:
             self.final = chunk
 
     def check_complete(self) -> None:
-        """Compares what was delivered with the fault-free run."""
+        """Compare the delivered output with the fault-free run."""
         say = self.problems.append
         if self.final is None or self.final.usage is None:
             say("it ended without a final chunk that says its usage")
@@ -156,7 +156,7 @@ class Job:
             say(f"usage says {self.final.usage.completion_tokens} tokens, {due_count} were due")
 
     async def run(self, client: AsyncClient) -> None:
-        """Sends the request and reads its output."""
+        """Send the request and read its output."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self.start_s)
         stream = client.stream(self.request, timeout_s=self.timeout_s)
@@ -183,9 +183,9 @@ STOP_WORDS = ("ab", "e ", "文", "dd", "a.")
 
 
 def request(dice: random.Random, number: int, **fields: object) -> pb.GenerateRequest:
-    """A request of any kind."""
+    """Return a random request of any kind."""
     result = pb.GenerateRequest(request_id=f"r{number}", streaming=dice.random() < 0.85)
-    # Some prompts begin alike, so that they share blocks.
+    # Some prompts have a common prefix, so that they share blocks.
     head = [10 + number % 2] * 8 if dice.random() < 0.4 else []
     length = dice.choice((1, 3, 6, 12, 25))
     result.token_ids.values.extend(head + [dice.randrange(FIRST_PLAIN_ID, VOCAB_SIZE) for _ in range(length)])
@@ -208,7 +208,7 @@ def request(dice: random.Random, number: int, **fields: object) -> pb.GenerateRe
 
 
 def long_request(dice: random.Random, number: int, prompt: int, max_tokens: int) -> pb.GenerateRequest:
-    """A request of given lengths that does not end by itself."""
+    """Return a request of given lengths that does not end by itself."""
     result = pb.GenerateRequest(request_id=f"r{number}", max_tokens=max_tokens)
     result.token_ids.values.extend(dice.randrange(FIRST_PLAIN_ID, VOCAB_SIZE) for _ in range(prompt))
     result.sampling.seed = dice.getrandbits(32)
@@ -217,16 +217,16 @@ def long_request(dice: random.Random, number: int, prompt: int, max_tokens: int)
 
 
 def poison(result: pb.GenerateRequest) -> pb.GenerateRequest:
-    """Kills workers."""
+    """Return a request that kills workers."""
     result.token_ids.values.append(POISON_ID)
     return result
 
 
 def jobs(dice: random.Random, count: int, spread_s: float = 0.3) -> list[Job]:
-    """Some requests over some time."""
+    """Return some requests spread over some time."""
     return [Job(request(dice, number), start_s=dice.uniform(0, spread_s)) for number in range(count)]
 
 
 def ids(items: Sequence[Job]) -> set[str]:
-    """Their request ids."""
+    """Return their request ids."""
     return {item.request.request_id for item in items}

@@ -1,4 +1,4 @@
-"""Makes this process the simulated world: its clock, its dice and its transports stand in for the real ones."""
+"""Replace this process's clock, random numbers and transports by simulated ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MONOTONIC_OFFSET_S = 1_000.0
 
 
 def folder() -> ModelFolder:
-    """The served model."""
+    """Return the served model folder."""
     return ModelFolder(
         path=Path("/nowhere"),
         name="simulated",
@@ -52,7 +52,7 @@ def folder() -> ModelFolder:
 
 
 class _NoServer:
-    """Stands in for what answers HTTP."""
+    """A stand-in for the HTTP server."""
 
     port = 0
 
@@ -73,14 +73,14 @@ class _NoServer:
 
 
 class _nothing:  # noqa: N801
-    """Awaited or not."""
+    """Do nothing; may be awaited or not."""
 
     def __await__(self) -> Iterator[None]:
         return iter(())
 
 
 class _Prompts:
-    """Prompts come as token ids."""
+    """Prompts that are already token ids."""
 
     tokenizer = None
 
@@ -95,10 +95,10 @@ class _Prompts:
 
 
 class ErrorLog(logging.Handler):
-    """What parts report as errors.
+    """Errors reported by parts.
 
     Attributes:
-        lines: All of it.
+        lines: All lines.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ def _leaf(error: BaseException) -> BaseException:
 def simulated(
     loop: VirtualLoop, network: Network, seed: int, make_journal: Any, make_engine: Any
 ) -> Iterator[ErrorLog]:
-    """Everything that is read from outside comes from the simulation while this is open."""
+    """Take all external input from the simulation within this context."""
     dice_state = random.getstate()
     random.seed(seed)
     errors, root = ErrorLog(), logging.getLogger()

@@ -1,7 +1,7 @@
 """A ZeroMQ ROUTER and its DEALERs without sockets, over the simulated network.
 
-As ever with ZeroMQ, a connection comes back by itself under a new identity, and what was on its way is lost. Beyond
-that, this network may lose, repeat and reorder single messages.
+As with real ZeroMQ, a connection is restored automatically with a new identity, and messages in transit are lost. In
+addition, this network may lose, repeat and reorder single messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.simulation.loop import Flag, Process
 from tests.simulation.network import Network, Wire, running
 
 _RECONNECT_S = 0.05
-# Each new one would ask the library what its number says.
+# Creating an exception each time would ask the library for the text of its number.
 _AGAIN = zmq.Again()
 
 
@@ -46,7 +46,7 @@ class Link:
         network.add(self)
 
     def send(self, wire: Wire, data: bytes) -> None:
-        """Sends a message as the weather allows."""
+        """Send a message as the network's weather allows."""
         weather, dice = self.network.weather, self.network.dice
         if weather.loss and dice.random() < weather.loss:
             self.network.note("zmq message lost")
@@ -76,14 +76,14 @@ class Link:
             self._dealer.receive(frame.data)
 
     def break_(self) -> None:
-        """Cuts the connection; the dealer connects anew."""
+        """Cut the connection; the dealer reconnects."""
         self.up.is_cut = self.down.is_cut = True
         self.network.remove(self)
         self._router.forget(self.identity)
         self._dealer.lose()
 
     def end_closed(self, end: Process) -> None:
-        """The system of a process that has gone closes the connection."""
+        """Close the connection, as the system of a dead process does."""
         self.network.remove(self)
         if end is self.ends[0]:
             self.up.send_end(Frame(b"", "closed"))
@@ -95,29 +95,29 @@ _DISCONNECTED = [struct.pack("=hi", zmq.EVENT_DISCONNECTED, 0), b"address"]
 
 
 class Monitor:
-    """Stands in for a socket that tells of connections that are closed, of a ROUTER or a DEALER."""
+    """A stand-in for a monitor socket of a ROUTER or DEALER that reports closed connections."""
 
     def __init__(self) -> None:
         self._inbox: deque[list[bytes]] = deque()
         self._readable = Flag()
 
     def receive(self, frames: list[bytes]) -> None:
-        """A message has come."""
+        """Receive a message."""
         self._inbox.append(frames)
         self._readable.set()
 
     async def recv_multipart(self) -> list[bytes]:
-        """The next message, as zmq.asyncio gives it."""
+        """Return the next message, like zmq.asyncio."""
         while not self._inbox:
             await self._readable.wait()
         return self._inbox.popleft()
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 class Router:
-    """Stands in for a ROUTER socket; messages come behind the identity of their sender."""
+    """A stand-in for a ROUTER socket; messages are preceded by the identity of their sender."""
 
     def __init__(self, network: Network) -> None:
         self._inbox: deque[list[bytes]] = deque()
@@ -135,57 +135,57 @@ class Router:
         return lambda *_: None
 
     def bind(self, address: str) -> None:
-        """Lets dealers connect."""
+        """Let dealers connect."""
         self._address = address
         self._network.bind(address, self)
 
     def getsockopt_string(self, _: int) -> str:
-        """The bound address."""
+        """Return the bound address."""
         return self._address
 
     def get_monitor_socket(self, _: int) -> Monitor:
-        """Tells when a dealer's connection is closed."""
+        """Return a monitor of closed connections."""
         self._monitor = Monitor()
         return self._monitor
 
     def forget(self, identity: bytes) -> None:
-        """The connection of a dealer is closed."""
+        """Remove the closed connection of a dealer."""
         if self.links.pop(identity, None) is not None and self._monitor is not None:
             self._monitor.receive(_DISCONNECTED)
 
     def fileno(self) -> Any:
-        """Itself, for the loop."""
+        """Return itself, for the loop."""
         return self
 
     def getsockopt(self, _: int) -> int:
-        """Whether it is readable."""
+        """Return whether it is readable."""
         return zmq.POLLIN * bool(self._inbox)
 
     def watch(self, on_readable: Callable[[], object]) -> None:
-        """Calls back in the loop when messages have come to the empty inbox, as an edge of a descriptor."""
+        """Call back in the loop when messages arrive in an empty inbox, like an edge-triggered descriptor."""
         self._on_readable = on_readable
 
     def receive(self, frames: list[bytes]) -> None:
-        """A message has come."""
+        """Receive a message."""
         self._inbox.append(frames)
         if len(self._inbox) == 1:
             self._on_readable()
 
     def recv_multipart(self, _: int = 0) -> list[bytes]:
-        """The next message."""
+        """Return the next message."""
         if not self._inbox:
             raise _AGAIN.with_traceback(None)
         return self._inbox.popleft()
 
     def send_multipart(self, frames: list[bytes], _: int = 0) -> None:
-        """Sends to the dealer of an identity."""
+        """Send to the dealer with an identity."""
         link = self.links.get(frames[0])
         if link is None:
             raise zmq.ZMQError(zmq.EHOSTUNREACH)
         link.send(link.down, frames[1])
 
     def close(self) -> None:
-        """Refuses everybody."""
+        """Reject all connections."""
         if self._network.listeners.get(self._address) is self:
             del self._network.listeners[self._address]
         for link in list(self.links.values()):
@@ -194,18 +194,18 @@ class Router:
 
 
 class Context:
-    """Stands in for zmq.asyncio.Context."""
+    """A stand-in for zmq.asyncio.Context."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
 
     def socket(self, kind: int, **_: object) -> Any:
-        """A scheduler's socket."""
+        """Return a scheduler's socket."""
         assert kind == zmq.ROUTER
         return Router(self._network)
 
     def term(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
 
 class LinkMonitor:
@@ -215,14 +215,14 @@ class LinkMonitor:
         self.events: deque[list[bytes]] = deque()
 
     def recv_multipart(self, _: int = 0) -> list[bytes]:
-        """The next one."""
+        """Return the next event."""
         if not self.events:
             raise _AGAIN.with_traceback(None)
         return self.events.popleft()
 
 
 class Dealer:
-    """Stands in for a worker's DEALER socket: what it lacks raises `zmq.Again`."""
+    """A stand-in for a worker's DEALER socket: an empty inbox raises `zmq.Again`."""
 
     def __init__(self, network: Network, address: str, on_readable: Callable[[], None]) -> None:
         self.process = running()
@@ -248,19 +248,19 @@ class Dealer:
         self._network.note(f"{self.process!r} connects to {router.process!r}")
 
     def lose(self) -> None:
-        """The connection is gone."""
+        """Handle the loss of the connection."""
         self.link = None
         self.monitor.events.append(_DISCONNECTED)
         self._on_readable()
         self._connect_later()
 
     def receive(self, data: bytes) -> None:
-        """A message has come."""
+        """Receive a message."""
         self._inbox.append(data)
         self._on_readable()
 
     def send(self, data: bytes, _: int = 0) -> None:
-        """Sends a message."""
+        """Send a message."""
         if self.process.is_dead:
             return
         if self.link is None:
@@ -268,19 +268,19 @@ class Dealer:
         self.link.send(self.link.up, data)
 
     def getsockopt(self, _: int) -> int:
-        """Whether it is readable."""
+        """Return whether it is readable."""
         return zmq.POLLIN * bool(self._inbox)
 
     def recv_multipart(self, _: int = 0) -> list[bytes]:
-        """The next message."""
+        """Return the next message."""
         if not self._inbox:
             raise _AGAIN.with_traceback(None)
         return [self._inbox.popleft()]
 
 
 class Poller:
-    """The simulated link waits by itself before it polls."""
+    """A poller; the simulated connection waits by itself before it polls."""
 
     def poll(self, _: int) -> list[object]:
-        """Returns at once."""
+        """Return at once."""
         return []
