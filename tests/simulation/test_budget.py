@@ -78,10 +78,7 @@ def test_a_step_costs_a_message_for_each_pair_of_parts_however_many_streams(made
     # No task and at most one callback per message; a router's tasks are those of its calls.
     assert made["tasks of scheduler"] <= 2 * NUM_REQUESTS + MARGIN
     assert made["tasks of detokenizer"] <= MARGIN
-    assert (
-        made["The turn after a result, and the feed's batch after its commit."]
-        <= sent["scheduler", "detokenizer"] + MARGIN
-    )
+    assert made["callbacks of detokenizer"] <= sent["scheduler", "detokenizer"] + MARGIN
     # The turn after a result, and the feed's batch after its commit.
     assert made["callbacks of scheduler"] <= 2 * num_steps + 2 * MARGIN
     assert made["commits"] <= num_steps + MARGIN
