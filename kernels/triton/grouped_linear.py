@@ -1,8 +1,8 @@
-"""Linear layers where each row uses one of many matrices.
+"""Linear layers where each row has its own choice of many matrices.
 
 Rows are sorted by their matrix on the device. Each matrix's rows fill tiles of their own, the last of them perhaps in
-part; how many tiles there are is bounded by the shapes, so nothing is read back, and programs of unused tiles exit at
-once.
+part; how many tiles there are is bounded by the shapes, so nothing is read back, and programs of tiles that no matrix
+needs leave at once.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _grouped(
 ):
     """Grid: tiles of rows, tiles of channels."""
     tile = tl.program_id(0)
-    # The first expert whose tiles end after this one.
+    # The first expert whose tiles end behind ours.
     low = 0
     high = num_experts
     while low < high:

@@ -1,9 +1,9 @@
 """Many low-rank adapters in one batch: each row adds the product of its own adapter.
 
-Rows come in tiles of 16. A program takes one tile and the n-th of the adapters in it, exits at once if there are fewer,
-and otherwise computes the whole tile and writes that adapter's rows. Therefore nothing is sorted, the launch does not
-depend on which adapters there are, and a row's bits do not depend on its neighbours. Two passes: `_shrink` x A^T, kept
-in float32, and `_expand`, which adds that times B. Ranks are taken 16 at a time up to the adapter's own, so one kernel
+Rows come in tiles of 16. A program takes one tile and the n-th of the adapters in it, leaves at once if there are
+fewer, and else computes the whole tile and writes that adapter's rows. So nothing is sorted, the launch does not depend
+on which adapters there are, and a row's bits do not depend on its neighbours. Two passes: `_shrink` x A^T, kept in
+float32, and `_expand`, which adds that times B. Ranks are taken 16 at a time up to the adapter's own, so one kernel
 serves all ranks.
 """
 

@@ -1,4 +1,4 @@
-"""Root-mean-square layer norm, with and without the residual."""
+"""Root-mean-square layer norm, alone and with the residual."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _norm(
         residual = tl.load(
             residual_ptr + rows[:, None] * residual_stride + columns[None, :], mask=is_element, other=0.0
         )
-        # The norm is computed from the stored, rounded sum.
+        # What is normed is the sum as it is kept, rounded.
         x = (wide + residual.to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + targets, x, mask=is_element)
         wide = x.to(tl.float32)
