@@ -178,7 +178,7 @@ class GraphDecoder:
         # The last number is where changes that a step does not have go.
         self._entries = torch.zeros(max_batch_size * max_blocks + 1, dtype=torch.int32, device=device)
         self._tables = self._entries[:-1].view(max_batch_size, max_blocks)
-        # What is there once the steps launched so far have run.
+        # State after the steps launched so far have run.
         self._known_tables = np.zeros((max_batch_size, max_blocks), dtype=np.int32)
         # Likeliest tokens of the last replay, -1 for logits that are not finite.
         self._best = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
@@ -220,7 +220,7 @@ class GraphDecoder:
         torch.clamp(tokens, min=0, out=self._fed[: len(tokens)])
 
     def best(self, num_rows: int) -> Tensor | None:
-        """Return the likeliest tokens of the last `forward`, already fed; None if it did not replay a graph."""
+        """Return the most likely tokens of the last `forward`, already fed; None if it did not replay a graph."""
         return self._best[:num_rows] if self._has_best else None
 
     @torch.inference_mode()

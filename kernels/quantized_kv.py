@@ -15,7 +15,7 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @dataclass(frozen=True, slots=True)
 class KvScales:
-    """What one unit of a quantized cache is worth: keys and values float32 [num_blocks, block_size, Hk]."""
+    """Scales of a quantized cache: keys and values float32 [num_blocks, block_size, Hk]."""
 
     keys: Tensor
     values: Tensor

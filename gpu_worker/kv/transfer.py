@@ -390,7 +390,7 @@ class BlockFetcher:
                 dropped.update(self._hold(job.epoch, value, contents))
 
     def _hold(self, epoch: int, value: int, contents: Bytes) -> list[int]:
-        """Hold a block; return those that are dropped for it."""
+        """Hold a block; return the blocks dropped to make space for it."""
         dropped: list[int] = []
         with self._lock:
             if epoch != self._epoch:

@@ -18,7 +18,7 @@ from gpu_worker.sampling.distribution import argmax
 
 # 4-byte words of a row's parameters.
 WORDS = 8
-# What stands for the token of a row whose logits are not finite.
+# Marks the token of a row whose logits are not finite.
 IS_BROKEN = -1
 
 
@@ -36,7 +36,7 @@ class DrawParams:
 
     @property
     def has_top_k(self) -> bool:
-        """Return whether any row keeps only its likeliest tokens."""
+        """Return whether any row keeps only its most likely tokens."""
         return bool((self.top_k > 0).any())
 
     @property

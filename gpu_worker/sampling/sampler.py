@@ -30,7 +30,7 @@ from gpu_worker.sampling.post_processors import PostProcessor, post_process
 from gpu_worker.sampling.uniforms import uniforms
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 
-# What `choose` returns instead of a token, beside IS_BROKEN.
+# Returned by `choose` instead of a token, like IS_BROKEN.
 _IS_EMPTY = -2
 # Features that `choose` supports. The rest read the logits on the host, or need an answer before the next step.
 _ON_DEVICE = STEERING | Feature.LOG_PROBS | Feature.TOP_P_DECAY | Feature.GUIDED

@@ -84,7 +84,7 @@ def dequantize_blocks(rows: Tensor, weight_format: WeightFormat, num_columns: in
 
 
 def round_to_int16(weight: Tensor) -> Tensor:
-    """Return the floats that an INT16 weight made of `weight` [N, K] stands for.
+    """Return the values of `weight` [N, K] after conversion to INT16.
 
     The scale of 32 weights lets their levels sum to 65,504 at most, so that products with 16 bits fit 32. Most bfloat16
     weights are kept as they are: all but those far below the mean magnitude of their block.

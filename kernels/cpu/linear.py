@@ -42,7 +42,7 @@ class WeightFormat(IntEnum):
 
 
 class InputFormat(IntEnum):
-    """What a layer's input is rounded to, 32 numbers to a scale; the numbers are those of csrc/quantized_rows.h."""
+    """Number format of a layer's rounded input, one scale per 32 numbers; values as in csrc/quantized_rows.h."""
 
     F32 = 0  # not rounded
     INT8 = 1

@@ -24,7 +24,7 @@ class AdditionalModelOutput:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log probability and rank of one token; rank 1 is the likeliest, 0 means unknown."""
+    """Log probability and rank of one token; rank 1 is the most likely, 0 means unknown."""
 
     logprob: float
     rank: int = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """What holds for all requests of a background task.
+    """Settings of all requests of a background task.
 
     Attributes:
         priority: At most; requests may have a lower one.

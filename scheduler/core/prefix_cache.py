@@ -60,7 +60,7 @@ def extend_hashes(sequence: Sequence, num_blocks: int, tokens_per_block: int) ->
     return hashes
 
 
-# What fills a block: a sequence that computes it, or an adoption that may find it.
+# The writer of a block: a sequence that computes it, or an adoption that may find it.
 Writer = Sequence | Adoption
 
 

@@ -74,7 +74,7 @@ class Standing:
             self.num_faults, self.reason = 0, ""
 
     def forgive_death(self) -> None:
-        """Withdraw a death that was none, or that a request is blamed for."""
+        """Withdraw a recorded death that did not happen, or that is blamed on a request."""
         self.num_deaths = max(0, self.num_deaths - 1)
         if not self.num_faults and self.num_deaths < 2:
             self.held_until_ns = 0

@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Pretend a processor with compiled kernels instead of inspecting this machine."""
+    """Simulate a processor with compiled kernels instead of inspecting this machine."""
     found = Machine("2.13.0", "", [], 8, "avx2", [])
     monkeypatch.setattr(doctor, "ask_machine", lambda: found)
     return found

@@ -14,7 +14,7 @@ from scheduler.wire.requests import ModelLimits
 from scheduler.wire.worker_messages import WorkerEvent
 
 HEARTBEAT = worker_pb2.WorkerMessage(heartbeat=worker_pb2.Heartbeat(epoch=1)).SerializeToString()
-# More than one callback reads.
+# More messages than one callback reads.
 MANY = 100
 WAIT_MS = 20_000
 

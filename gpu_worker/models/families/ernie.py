@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: pairs that rotary embedding turns are adjacent."""
+"""ERNIE 4.5, dense, with rotary embedding of adjacent pairs."""
 
 from __future__ import annotations
 

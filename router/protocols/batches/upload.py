@@ -26,7 +26,7 @@ class Form:
         """Prepare for a body of this content type.
 
         Raises:
-            InvalidArgumentError: It is no form.
+            InvalidArgumentError: It is not a form.
         """
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
