@@ -267,9 +267,7 @@ class Membership:
         """Count the death against all requests in flight; return the one to end if it is certainly to blame."""
         running = _running(group)
         if is_silent:
-            for request in running:
-                request.num_silences += 1
-            running = {request for request in running if request.num_silences > _MAX_SILENCES}
+            running = {request for request in running if request.note_silence() > _MAX_SILENCES}
         for request in running:
             request.died_on.append(group.group_id)
         suspects = [request for request in running if self.is_suspect(request)]

@@ -464,6 +464,16 @@ class Request:
             num_accepted_tokens=finish.num_accepted_tokens,
         )
 
+    def note_silence(self) -> int:
+        """Count a group that fell silent while running it; return how many did since its last token."""
+        self.num_silences += 1
+        return self.num_silences
+
+    def note_progress(self) -> None:
+        """Forget the groups that died or fell silent while running it: it has a new token."""
+        self.died_on.clear()
+        self.num_silences = 0
+
     def accept(self, now_ns: int) -> None:
         """Start its clocks."""
         self.times.arrival_ns = self.spec.arrival_ns or now_ns

@@ -565,9 +565,7 @@ class Results:
     def _note_first_token(self, sequence: Sequence) -> None:
         """Record that a sequence made progress."""
         request, now_ns = sequence.request, self._clock.now_ns
-        if request.died_on:
-            request.died_on.clear()
-        request.num_silences = 0
+        request.note_progress()
         if request.times.first_token_ns == 0:
             request.note_first_token(now_ns)
             self._totals.prefix_cache_queries += len(request.spec.prompt)

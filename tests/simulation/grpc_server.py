@@ -15,6 +15,10 @@ from tests.simulation.grpc_call import Call, Item, Metadata, broken
 from tests.simulation.network import Network, running
 
 
+async def _only(message: Any) -> AsyncIterator[Any]:
+    yield message
+
+
 class Context:
     """A call as seen by its handler."""
 
@@ -173,7 +177,12 @@ class Server:
     async def _answer(self, call: Call, context: Context, data: bytes) -> None:
         try:
             handler = await self._intercepted(call.method)
-            request = context.messages() if handler.request_streaming else handler.request_deserializer(data)
+            if self._handlers[call.method].request_streaming:
+                request = context.messages()
+            else:
+                request = handler.request_deserializer(data)
+                if handler.request_streaming:  # an interceptor reads the only message by itself
+                    request = _only(request)
             if handler.response_streaming:
                 behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
                 result = behaviour(request, context)
