@@ -7,11 +7,41 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import protos.generation_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _Pooling:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PoolingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """The model's own: of sentence-transformers' 1_Pooling/config.json in its folder, else the last token's."""
+    POOLING_LAST: _Pooling.ValueType  # 1
+    """The hidden state at the last token."""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """The mean of the hidden states at all tokens; no cached prefix is used."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper): ...
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""The model's own: of sentence-transformers' 1_Pooling/config.json in its folder, else the last token's."""
+POOLING_LAST: Pooling.ValueType  # 1
+"""The hidden state at the last token."""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""The mean of the hidden states at all tokens; no cached prefix is used."""
+global___Pooling = Pooling
 
 @typing.final
 class ResumeRequest(google.protobuf.message.Message):
@@ -51,6 +81,7 @@ class EmbedRequest(google.protobuf.message.Message):
     CLIENT_ID_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    POOLING_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """As in GenerateRequest. With several inputs, -0, -1, … is added for each one."""
     model: builtins.str
@@ -61,6 +92,7 @@ class EmbedRequest(google.protobuf.message.Message):
     client_id: builtins.str
     priority: builtins.int
     cache_salt: builtins.str
+    pooling: global___Pooling.ValueType
     @property
     def inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EmbedInput]:
         """1 to 2,048."""
@@ -81,9 +113,10 @@ class EmbedRequest(google.protobuf.message.Message):
         client_id: builtins.str = ...,
         priority: builtins.int = ...,
         cache_salt: builtins.str = ...,
+        pooling: global___Pooling.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "lora", b"lora", "normalize", b"normalize"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "cache_salt", b"cache_salt", "client_id", b"client_id", "dimensions", b"dimensions", "inputs", b"inputs", "lora", b"lora", "model", b"model", "normalize", b"normalize", "priority", b"priority", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "cache_salt", b"cache_salt", "client_id", b"client_id", "dimensions", b"dimensions", "inputs", b"inputs", "lora", b"lora", "model", b"model", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_dimensions", b"_dimensions"]) -> typing.Literal["dimensions"] | None: ...
     @typing.overload

@@ -136,7 +136,7 @@ class MidstreamServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Returns a vector for each input: the model's last hidden state, normed, at the input's last token.
+        """Returns a vector for each input: the model's last hidden state, normed, at the input's last token or their mean.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,7 +47,7 @@ class MidstreamStub:
         protos.service_pb2.EmbedRequest,
         protos.service_pb2.EmbedResponse,
     ]
-    """Returns a vector for each input: the model's last hidden state, normed, at the input's last token."""
+    """Returns a vector for each input: the model's last hidden state, normed, at the input's last token or their mean."""
 
     GetModelInfo: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.GetModelInfoRequest,
@@ -127,7 +127,7 @@ class MidstreamAsyncStub:
         protos.service_pb2.EmbedRequest,
         protos.service_pb2.EmbedResponse,
     ]
-    """Returns a vector for each input: the model's last hidden state, normed, at the input's last token."""
+    """Returns a vector for each input: the model's last hidden state, normed, at the input's last token or their mean."""
 
     GetModelInfo: grpc.aio.UnaryUnaryMultiCallable[
         protos.loads_pb2.GetModelInfoRequest,
@@ -215,7 +215,7 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         request: protos.service_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.service_pb2.EmbedResponse, collections.abc.Awaitable[protos.service_pb2.EmbedResponse]]:
-        """Returns a vector for each input: the model's last hidden state, normed, at the input's last token."""
+        """Returns a vector for each input: the model's last hidden state, normed, at the input's last token or their mean."""
 
     @abc.abstractmethod
     def GetModelInfo(

@@ -18,7 +18,7 @@ from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_p
 from router.authentication import current_caller
 from router.permissions import Role
 from router.pipeline.cells import Cells
-from router.pipeline.embedder import Embedder, EmbedInput, VectorShape
+from router.pipeline.embedder import Embedder, EmbedInput, Pooling, VectorShape
 from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import check_no_id, key_of, make_repeatable, request_id_of
 from router.pipeline.request_checks import check_adapter_path, check_model
@@ -27,6 +27,11 @@ from router.status import StatusFeed
 _CALL_TIMEOUT_S = 10.0
 # Of one response: gRPC clients accept messages up to 4 MiB by default.
 _MAX_TENSOR_BYTES = 2 << 20
+_POOLING = {
+    service_pb2.POOLING_UNSPECIFIED: None,
+    service_pb2.POOLING_LAST: Pooling.LAST,
+    service_pb2.POOLING_MEAN: Pooling.MEAN,
+}
 
 
 class RouterServicer(service_pb2_grpc.MidstreamServicer):
@@ -91,7 +96,11 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
             request.dimensions if request.HasField("dimensions") else None,
             not request.HasField("normalize") or request.normalize,
         )
-        vectors, usage = await self._embedder.embed(base, inputs, shape, timeout_s=context.time_remaining(), key=key)
+        if request.pooling not in _POOLING:
+            raise InvalidArgumentError(f"unknown pooling {request.pooling}", field="pooling")
+        vectors, usage = await self._embedder.embed(
+            base, inputs, shape, pooling=_POOLING[request.pooling], timeout_s=context.time_remaining(), key=key
+        )
         response = service_pb2.EmbedResponse(
             request_id=request_id,
             usage=pb.Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens),

@@ -8,7 +8,7 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -216,6 +216,7 @@ class AsyncClient:
         *,
         dimensions: int | None = None,
         normalize: bool = True,
+        pooling: Literal["last", "mean"] | None = None,
         model: str = "",
         lora: str = "",
         priority: int = 0,
@@ -229,6 +230,7 @@ class AsyncClient:
             inputs: A text, or several texts and lists of token ids.
             dimensions: Number of values to keep of each vector, the first ones; None: all.
             normalize: Scale vectors to length 1.
+            pooling: The hidden state at the last token, or the mean of all; None: as the model was trained.
             model: Name of the served model; empty: whichever is served.
             lora: Name of a LoRA adapter that was loaded.
             priority: -100..100; higher runs first.
@@ -236,19 +238,11 @@ class AsyncClient:
             cache_salt: Prefixes are shared only with requests of the same salt.
             timeout_s: Deadline of the call.
         """
-        request = service_pb2.EmbedRequest()
+        request = _embed_request(inputs, lora, pooling)
         set_fields(request, model=model, normalize=normalize, priority=priority, client_id=client_id)
         set_fields(request, cache_salt=cache_salt)
         if dimensions is not None:
             set_fields(request, dimensions=dimensions)
-        if lora:
-            request.lora.name = lora
-        for item in [inputs] if isinstance(inputs, str) else inputs:
-            with naming("inputs"):
-                if isinstance(item, str):
-                    request.inputs.add(prompt=item)
-                else:
-                    request.inputs.add(token_ids=pb.TokenIds(values=item))
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         give_up_at = deadline
@@ -362,3 +356,21 @@ class AsyncClient:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or not left:
                     raise error_from_rpc(error) from None
         raise AssertionError("unreachable")
+
+
+def _embed_request(
+    inputs: str | Sequence[str | Sequence[int]], lora: str, pooling: str | None
+) -> service_pb2.EmbedRequest:
+    request = service_pb2.EmbedRequest()
+    if lora:
+        request.lora.name = lora
+    if pooling is not None:
+        with naming("pooling"):
+            request.pooling = service_pb2.Pooling.Value(f"POOLING_{pooling.upper()}")
+    for item in [inputs] if isinstance(inputs, str) else inputs:
+        with naming("inputs"):
+            if isinstance(item, str):
+                request.inputs.add(prompt=item)
+            else:
+                request.inputs.add(token_ids=pb.TokenIds(values=item))
+    return request

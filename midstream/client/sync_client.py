@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 from midstream.chunk import Chunk
 from midstream.client.async_client import AsyncClient
@@ -82,6 +82,7 @@ class Client:
         *,
         dimensions: int | None = None,
         normalize: bool = True,
+        pooling: Literal["last", "mean"] | None = None,
         model: str = "",
         lora: str = "",
         timeout_s: float | None = None,
@@ -89,7 +90,13 @@ class Client:
         """Return the embeddings of texts or token ids; arguments as of `AsyncClient.embed`."""
         return self._run(
             self._client.embed(
-                inputs, dimensions=dimensions, normalize=normalize, model=model, lora=lora, timeout_s=timeout_s
+                inputs,
+                dimensions=dimensions,
+                normalize=normalize,
+                pooling=pooling,
+                model=model,
+                lora=lora,
+                timeout_s=timeout_s,
             )
         )
 

@@ -285,6 +285,7 @@ _EMBEDDING_COMMON: Table = {
     "service_tier": ("works", "`flex` and `priority` are priorities -50 and 50"),
     "cache_salt": ("works", ""),
     "timeout_ms": ("works", ""),
+    "pooling": ("works", "`last` or `mean`; by default the model's own (`1_Pooling/config.json`), else `last`"),
     "truncate_prompt_tokens": ("refused", ""),
 }
 EMBEDDINGS: Table = {

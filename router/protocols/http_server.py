@@ -233,6 +233,9 @@ class HttpPort:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        for connection in list(self._server.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
         self._socket.close()
 
 

@@ -11,7 +11,7 @@ from tests.faults.processes import Processes, running_processes
 FLAGS = ("--worker-timeout-ms", "1500", "--heartbeat-interval-ms", "100", "--no-worker-timeout-s", "2")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     with running_processes(tmp_path_factory.mktemp("processes"), *FLAGS) as processes:
         yield processes
@@ -31,7 +31,7 @@ async def processes(shared: Processes, client: AsyncClient) -> Processes:
     return shared
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def pressed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pressed]:
     """Run all parts as processes, with low limits."""
     with running_pressed(tmp_path_factory.mktemp("pressed")) as pressed:

@@ -51,14 +51,15 @@ async def rig(folder: ModelFolder, tmp_path: Path) -> AsyncIterator[Rig]:
     gc.unfreeze()
 
 
-def states(model: Any, folder: ModelFolder, inputs: list[Any]) -> np.ndarray[Any, Any]:
-    """Return transformers' last hidden state, after the final norm, at the last token of each input."""
+def states(model: Any, folder: ModelFolder, inputs: list[Any], *, is_mean: bool = False) -> np.ndarray[Any, Any]:
+    """Return transformers' last hidden state, after the final norm, at the last token of each input or their mean."""
     tokenizer = Tokenizer(folder.path)
     found = []
     for item in inputs:
         ids = tokenizer.encode(item) if isinstance(item, str) else item
         with torch.no_grad():
-            found.append(model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1].numpy())
+            state = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+        found.append((state.mean(dim=0) if is_mean else state[-1]).numpy())
     return np.stack(found)
 
 
@@ -93,6 +94,9 @@ async def check_openais_client(rig: Rig, model: Any, folder: ModelFolder) -> Non
         ids = await client.embeddings.create(input=IDS, model="", dimensions=16)
         shown = [item.embedding for item in ids.data]
         np.testing.assert_allclose(np.array(shown), unit(states(model, folder, IDS)[:, :16]), atol=ATOL)
+        means = await client.embeddings.create(input=IDS, model="", extra_body={"pooling": "mean"})
+        shown = [item.embedding for item in means.data]
+        np.testing.assert_allclose(np.array(shown), unit(states(model, folder, IDS, is_mean=True)), atol=ATOL)
         one = await client.embeddings.create(input=IDS[0], model="", extra_body={"normalize": False})
         np.testing.assert_allclose(one.data[0].embedding, states(model, folder, IDS[:1])[0], rtol=1e-3, atol=10 * ATOL)
         for wrong, param in (({"input": []}, "input"), ({"input": ["x", ""]}, "input[1]"), ({"dimensions": 65}, None)):
@@ -157,14 +161,15 @@ async def check_batch(rig: Rig, model: Any, folder: ModelFolder) -> None:
 
 async def test_whatever_dies_the_vectors_come_once(rig: Rig, model: Any, folder: ModelFolder) -> None:
     inputs: list[Any] = [*TEXTS, *IDS]
-    tokenizer, expected = Tokenizer(folder.path), unit(states(model, folder, inputs))
+    tokenizer, expected = Tokenizer(folder.path), unit(states(model, folder, inputs, is_mean=True))
     num_tokens = [len(tokenizer.encode(item)) if isinstance(item, str) else len(item) for item in inputs]
     for kind in KINDS:
         answers = []
 
         async def embed() -> None:
             async with AsyncClient(rig.addresses) as client:
-                answers.append(await client.embed(inputs, cache_salt=kind))  # noqa: B023 (it is awaited here)
+                made = await client.embed(inputs, pooling="mean", cache_salt=kind)  # noqa: B023 (it is awaited here)
+                answers.append(made)  # noqa: B023
 
         await rig.disturb(embed(), {0: kind})
         assert rig.num_kills[kind] == 1

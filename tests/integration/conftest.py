@@ -34,6 +34,8 @@ def service(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> I
     # Only requests with a client's traceparent are traced.
     tracing = {"MIDSTREAM_OTLP_ENDPOINT": collector.endpoint, "MIDSTREAM_TRACE_RATIO": "0"}
     settings = {"MIDSTREAM_LOG_LEVEL": "debug", "MIDSTREAM_ADAPTER_ROOT": tempfile.gettempdir()}
+    # The machine that runs the tests may stand still for some seconds.
+    settings["MIDSTREAM_WORKER_TIMEOUT_MS"] = "30000"
     service = Service.start(tmp_path_factory.mktemp("service"), *flags, PYTHONPATH=path, **tracing, **settings)
     yield service
     service.stop()

@@ -10,8 +10,11 @@ from pathlib import Path
 from midstream.python_process import python_command, python_environment
 
 ROOT = Path(__file__).parents[2]
-# For the parts, in a checkout or an installation, and for the tests' fakes.
-ENVIRONMENT = python_environment(os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+def environment() -> dict[str, str]:
+    """Return the present environment for the parts, in a checkout or an installation, and for the tests' fakes."""
+    return python_environment(os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 class NamedProcesses:
@@ -29,7 +32,7 @@ class NamedProcesses:
     def launch(self, name: str, *words: str) -> subprocess.Popen[bytes]:
         """Start or restart `python -m WORDS`."""
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(python_command(*words), env=ENVIRONMENT, stdout=log, stderr=log)
+            self.processes[name] = subprocess.Popen(python_command(*words), env=environment(), stdout=log, stderr=log)
         return self.processes[name]
 
     def is_running(self, name: str) -> bool:

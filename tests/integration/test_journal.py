@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from midstream.python_process import python_command
-from tests.integration.named_processes import ENVIRONMENT
+from tests.integration.named_processes import environment
 from tests.integration.parts import Parts, running
 from tests.integration.service import tokens
 from tests.ports import free_ports
@@ -124,7 +124,7 @@ async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(tmp_pa
             port, worker_port = free_ports(2)
             flags = ["--port", str(port), "--worker-port", str(worker_port), "--journal", kind]
             command = python_command("scheduler", *flags, "--journal-path", path)
-            successor = await asyncio.to_thread(subprocess.Popen, command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+            successor = await asyncio.to_thread(subprocess.Popen, command, env=environment(), stderr=subprocess.DEVNULL)
             try:
                 assert await asyncio.to_thread(parts.processes["scheduler"].wait, 20) == 1
                 assert successor.poll() is None
@@ -138,7 +138,7 @@ def test_a_journal_that_cannot_be_opened_is_named(kind: str) -> None:
     path = "/proc/nowhere/journal"
     flags = ["--port", "0", "--worker-port", "0", "--journal", kind, "--journal-path", path]
     command = python_command("scheduler", *flags)
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1
     assert path in result.stderr
     assert "Traceback" not in result.stderr

@@ -111,7 +111,7 @@ class EmbeddingsApi:
         await self._models.resolve([job.base])
 
         async def compute() -> Response:
-            vectors, usage = await self._embedder.embed(job.base, job.inputs, shape(job), key=key)
+            vectors, usage = await self._embedder.embed(job.base, job.inputs, shape(job), pooling=job.pooling, key=key)
             headers = {"x-request-id": quote(job.base.request_id, safe=""), **ignored_header(job.ignored)}
             return JSONResponse(answer(job, vectors, usage), headers=headers)
 

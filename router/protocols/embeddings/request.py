@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from midstream.errors import InvalidArgumentError
 from protos import generation_pb2 as pb
-from router.pipeline.embedder import EmbedInput, VectorShape
+from router.pipeline.embedder import EmbedInput, Pooling, VectorShape
 from router.protocols.fields import EMBEDDINGS, RERANK, SCORE, Table, check_fields, ignored_fields
 from router.protocols.openai.body import Body, token_ids
 from router.protocols.openai.parameters import read_priority
@@ -20,12 +20,14 @@ class EmbeddingJob:
         base: The native request of each input, without its prompt.
         model: The model's name as sent by the client.
         inputs: Inputs to embed.
+        pooling: None: the model's own.
         ignored: Fields of the body that have no effect.
     """
 
     base: pb.GenerateRequest
     model: str
     inputs: list[EmbedInput]
+    pooling: Pooling | None
     ignored: list[str]
 
 
@@ -122,7 +124,7 @@ def read_rerank(body: Body) -> RerankJob:
 
 def _common(
     body: Body, inputs: list[EmbedInput], table: Table
-) -> tuple[pb.GenerateRequest, str, list[EmbedInput], list[str]]:
+) -> tuple[pb.GenerateRequest, str, list[EmbedInput], Pooling | None, list[str]]:
     model = body.text("model") or ""
     base = pb.GenerateRequest(
         request_id=body.text("request_id") or "",
@@ -134,7 +136,8 @@ def _common(
     timeout_ms = body.integer("timeout_ms", 1, 1 << 53)
     if timeout_ms is not None:
         base.timeout_ms = timeout_ms
-    return base, model, inputs, ignored_fields(body, table)
+    pooling = body.choice("pooling", tuple(Pooling))
+    return base, model, inputs, Pooling(pooling) if pooling else None, ignored_fields(body, table)
 
 
 def _item(value: object, field: str) -> EmbedInput:

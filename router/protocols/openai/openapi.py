@@ -213,6 +213,7 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
         "cache_salt": _NAME,
         "priority": _integer(-100, 100),
         "timeout_ms": _integer(1, 1 << 53),
+        "pooling": {"enum": ["last", "mean"]},
     }
     vectors = {
         **common,

@@ -413,6 +413,7 @@ EMBEDDING_COMMON_EXAMPLES: dict[str, tuple[object, dict[str, object]]] = {
     "service_tier": ("flex", {}),
     "cache_salt": ("x", {}),
     "timeout_ms": (5, {}),
+    "pooling": ("mean", {}),
     "truncate_prompt_tokens": (5, {}),
 }
 EMBEDDINGS_EXAMPLES = EMBEDDING_COMMON_EXAMPLES | {
