@@ -255,6 +255,9 @@ class TransformersDecoder:
             embedded = self._model.get_input_embeddings()(inputs.token_ids.long())
             embedded[inputs.virtual.places.to(self._device)] = inputs.virtual.values.to(embedded)
             options["inputs_embeds"] = embedded[None]
+            if (layer_inputs := getattr(self._model.base_model, "get_per_layer_inputs", None)) is not None:
+                # Gemma 3n's second embedding table is read by token ids.
+                options["per_layer_inputs"] = layer_inputs(inputs.token_ids.long()[None])
         sampled = inputs.sampled.long()
         is_whole = probe is not None or not self._takes_places
         if not is_whole:
@@ -266,7 +269,10 @@ class TransformersDecoder:
         logits: Tensor = answer.logits[0]
         if probe is not None:
             for layer in probe.layers:
-                probe.keep(layer, answer.hidden_states[layer][0])
+                states = answer.hidden_states[layer]
+                if states.dim() == 4:  # Gemma 3n predicts several states and goes on with one of them
+                    states = states[self._model.config.get_text_config().altup_active_idx]
+                probe.keep(layer, states[0])
             probe.last = logits
         return (logits[sampled] if is_whole else logits).float()
 

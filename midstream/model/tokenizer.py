@@ -81,7 +81,12 @@ class Tokenizer:
         if "ByteLevel" in kinds and token not in self.added_tokens:
             return byte_level_bytes(token, self._alphabet)
         byte = fallback_byte(token) if "ByteFallback" in kinds else None
-        return self.decode([token_id], skip_special_tokens=False).encode() if byte is None else bytes([byte])
+        if byte is not None:
+            return bytes([byte])
+        if kinds & {"Metaspace", "ByteFallback"} and token not in self.added_tokens:
+            # Decoding strips the space before a text's first word.
+            return token.replace("▁", " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
     @functools.cached_property
     def _alphabet(self) -> dict[str, int]:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
-from midstream.errors import DeadlineError, InvalidArgumentError
+from midstream.errors import DeadlineError, InvalidArgumentError, OverloadedError
 from router.authentication import current_caller
 
 # Messages being read at once, in total and of one client; others wait, unread, where HTTP/2's flow control holds them.
 _MAX_MESSAGES, _MAX_MESSAGES_PER_CLIENT = 128, 32
-_MESSAGE_TIMEOUT_S = 60.0
+_MESSAGE_TIMEOUT_S = 30.0
+# Health checks need no credentials, so they have slots of their own: small messages that arrive at once.
+_MAX_CHECKS, _MAX_CHECKS_PER_CLIENT = 1024, 32
+_CHECK_TIMEOUT_S = 2.0
+# Requests of one client that wait for a slot, and for how long.
+_MAX_WAITING = 1024
+_WAIT_S = 5.0
 
 _MessageT = TypeVar("_MessageT")
 
@@ -27,21 +34,35 @@ class MessageSlots:
         max_messages: int = _MAX_MESSAGES,
         max_messages_per_client: int = _MAX_MESSAGES_PER_CLIENT,
         timeout_s: float = _MESSAGE_TIMEOUT_S,
+        wait_s: float = _WAIT_S,
     ) -> None:
-        self._max_messages_per_client = max_messages_per_client
-        self._timeout_s = timeout_s
-        self._all = asyncio.Semaphore(max_messages)
-        self._by_client: dict[str, asyncio.Semaphore] = {}
-        self._users: dict[str, int] = {}
+        self._requests = _Pool(max_messages, max_messages_per_client, timeout_s, wait_s)
+        self._checks = _Pool(_MAX_CHECKS, _MAX_CHECKS_PER_CLIENT, _CHECK_TIMEOUT_S, wait_s)
 
     async def read(self, messages: AsyncIterator[_MessageT]) -> _MessageT:
         """Return the current caller's message.
 
         Raises:
+            OverloadedError: Too many messages are being read.
             DeadlineError: It did not arrive in time.
             InvalidArgumentError: There is none, or it cannot be parsed.
         """
-        async with self._slot_of(current_caller.get().name), self._all:
+        caller = current_caller.get()
+        # Only callers of health checks have no role.
+        return await (self._requests if caller.roles else self._checks).read(caller.name, messages)
+
+
+class _Pool:
+    def __init__(self, max_messages: int, max_messages_per_client: int, timeout_s: float, wait_s: float) -> None:
+        self._max_messages_per_client = max_messages_per_client
+        self._timeout_s, self._wait_s = timeout_s, wait_s
+        self._all = asyncio.Semaphore(max_messages)
+        self._by_client: dict[str, asyncio.Semaphore] = {}
+        self._users = Counter[str]()
+
+    async def read(self, client: str, messages: AsyncIterator[_MessageT]) -> _MessageT:
+        """Return a client's message."""
+        async with self._slot_of(client):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     return await anext(messages)
@@ -54,10 +75,18 @@ class MessageSlots:
 
     @contextlib.asynccontextmanager
     async def _slot_of(self, client: str) -> AsyncIterator[None]:
-        slots = self._by_client.setdefault(client, asyncio.Semaphore(self._max_messages_per_client))
-        self._users[client] = self._users.get(client, 0) + 1
+        if self._users[client] >= self._max_messages_per_client + _MAX_WAITING:
+            raise OverloadedError("too many requests of this client have not arrived in full")
+        own = self._by_client.setdefault(client, asyncio.Semaphore(self._max_messages_per_client))
+        self._users[client] += 1
         try:
-            async with slots:
+            async with contextlib.AsyncExitStack() as held:
+                try:
+                    async with asyncio.timeout(self._wait_s):
+                        await held.enter_async_context(own)
+                        await held.enter_async_context(self._all)
+                except TimeoutError:
+                    raise OverloadedError("too many requests have not arrived in full") from None
                 yield
         finally:
             self._users[client] -= 1

@@ -33,8 +33,9 @@ _REGISTRATION_BITS = 20
 # Each block costs about 50 bytes of bookkeeping, so bound the number that a worker can claim.
 _MAX_NUM_BLOCKS = 1 << 22
 _MAX_LOST = 256
-# A worker that is silent most likely stands still, with its machine or its network: a request is blamed after several.
-_MAX_SILENCES = 3
+# A worker that is silent most likely stands still, with its machine or its network: a request is blamed from the second
+# one on.
+_MAX_SILENCES = 1
 
 
 class Membership:

@@ -187,6 +187,19 @@ def test_int8_rows_by_hand() -> None:
     assert scale.tolist() == pytest.approx([0.01, 0.0])
 
 
+def test_the_states_of_a_model_that_predicts_several_are_those_it_goes_on_with(tmp_path: Path) -> None:
+    name, settings = FAMILIES["gemma3n"]
+    model: Any = make_tiny_model(tmp_path, name, **settings)
+    driver = Driver(make_runner(tmp_path, implementation="transformers"))
+    tokens, outputs = prompt(20), OutputParams(hidden_states=((1, True), (4, True)))
+    both = [driver.sequence(0, prompt(9)), driver.sequence(1, tokens, outputs=outputs)]
+    found = {item.name: torch.from_numpy(item.values) for item in driver.step(both, [(0, 0, 9), (1, 0, 20)]).tensors}
+    with torch.no_grad():
+        states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    assert is_close(found["context_hidden_states.1"], states[1][model.config.altup_active_idx, 0])
+    assert is_close(found["context_hidden_states.4"], states[4][0])
+
+
 def test_reports_equal_transformers(gemma2: tuple[torch.nn.Module, Path]) -> None:
     model, folder = gemma2
     driver = Driver(make_runner(folder, implementation="transformers"))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from midstream.client import AsyncClient
-from midstream.errors import DeadlineError, InvalidArgumentError
-from router.authentication import Authenticator, TokenFile
+from midstream.errors import DeadlineError, InvalidArgumentError, OverloadedError
+from router.authentication import Authenticator, Caller, TokenFile, current_caller
 from router.pipeline.message_slots import MessageSlots
 from tests.router.conftest import Cluster
 from tests.router.test_stream_hoarders import HOARDER, PROBE, first_tokens
@@ -59,3 +59,24 @@ async def test_a_message_that_does_not_come_is_not_waited_for() -> None:
     with pytest.raises(InvalidArgumentError, match="no request"):
         await slots.read(messages())
     assert await slots.read(messages(b"one")) == b"one"
+
+
+async def test_who_waits_too_long_is_refused_and_health_checks_do_not_wait() -> None:
+    slots = MessageSlots(1, 1, timeout_s=10, wait_s=0.01)
+    is_read, forever = asyncio.Event(), asyncio.Event()
+
+    async def messages(*values: bytes) -> AsyncIterator[bytes]:
+        is_read.set()
+        if not values:
+            await forever.wait()
+        for value in values:
+            yield value
+
+    holding = asyncio.create_task(slots.read(messages()))
+    await is_read.wait()
+    with pytest.raises(OverloadedError):
+        await slots.read(messages(b"request"))
+    token = current_caller.set(Caller("probe", roles=frozenset()))
+    assert await slots.read(messages(b"check")) == b"check"
+    current_caller.reset(token)
+    holding.cancel()

@@ -69,9 +69,9 @@ class UnfinishedCalls:
 
     def _send_frame(self, stream: int) -> bool:
         size = min(self._left[stream], self._windows[0], self._windows[stream], _FRAME)
-        if size < len(self._prefix):
-            return False
         begins = not self.num_sent[stream]
+        if size < (len(self._prefix) if begins else 1):
+            return False
         data = self._prefix + bytes(size - len(self._prefix)) if begins else bytes(size)
         self._writer.write(_frame(_DATA, 0, stream, data))
         self.num_sent[stream] += size
