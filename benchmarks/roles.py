@@ -70,7 +70,7 @@ def main() -> int:
         arguments.raw.write_text(json.dumps([[asdict(item) for item in pair] for pair in runs], indent=1))
     rate = statistics.median(apart.tokens_per_s / both.tokens_per_s for both, apart in runs)
     pause = statistics.median(apart.inter_token_ms[1] / both.inter_token_ms[1] for both, apart in runs)
-    print(f"apart to together: throughput {rate:.2f}, p99 between tokens {pause:.2f}")
+    print(f"separate / combined roles (median ratio): throughput {rate:.2f}, p99 inter-token latency {pause:.2f}")
     return 1 if any(summary.num_failed for pair in runs for summary in pair) else 0
 
 

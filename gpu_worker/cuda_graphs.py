@@ -77,7 +77,7 @@ class Shape:
         return self.num_tokens == self.num_rows
 
     def sizes(self) -> list[int]:
-        """Return the lengths of a step's parts.
+        """Return the number of elements of each of a step's inputs.
 
         They are token ids, positions, KV slots and adapter slots; lengths and sampled tokens; places and values of
         entries of the block tables that have changed; query starts.
@@ -85,7 +85,7 @@ class Shape:
         return [self.num_tokens] * 4 + [self.num_rows] * 4 + [self.num_rows + 1]
 
     def takes(self, num_tokens: int, num_rows: int, num_sampled: int) -> bool:
-        """Return whether a step of this many tokens, sequences and sampled tokens fits in."""
+        """Return whether a step with this many tokens, sequences and sampled tokens fits this shape."""
         if self.is_decode and not num_tokens == num_rows == num_sampled:
             return False
         return num_tokens <= self.num_tokens and max(num_rows, num_sampled) <= self.num_rows
@@ -99,7 +99,7 @@ def mixed_shapes(max_batch_size: int, max_num_tokens: int) -> list[Shape]:
 
 
 def _counts(inputs: ForwardInputs) -> tuple[int, int, int]:
-    """Return the numbers of tokens, sequences and sampled tokens."""
+    """Return the numbers of tokens, sequences and sampled tokens in a step."""
     return inputs.token_ids.shape[0], inputs.context_lens.shape[0], inputs.sampled.shape[0]
 
 
@@ -137,7 +137,7 @@ def _run_again(run: Callable[[], object]) -> Callable[[], None]:
 
 
 class GraphDecoder:
-    """A decoder on a device that takes CPU tensors; see the module docstring."""
+    """Wraps a decoder that runs on a device; accepts inputs as CPU tensors. See the module docstring."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class GraphDecoder:
         self._logits = torch.empty(0, device=self._device)
 
     def close(self) -> None:
-        """Destroy all graphs, and wait until the device is done with them.
+        """Destroy all graphs, after waiting until the device no longer uses them.
 
         NCCL waits for the graphs that hold its operations before it ends a communicator, so call this first.
         """
@@ -220,7 +220,8 @@ class GraphDecoder:
         torch.clamp(tokens, min=0, out=self._fed[: len(tokens)])
 
     def best(self, num_rows: int) -> Tensor | None:
-        """Return the most likely tokens of the last `forward`, already fed; None if it did not replay a graph."""
+        """Return the most likely tokens of the last `forward`, already fed; None if that pass did not replay a graph.
+        """
         return self._best[:num_rows] if self._has_best else None
 
     @torch.inference_mode()
@@ -275,7 +276,7 @@ class GraphDecoder:
         return self._decoder.logits(last)
 
     def _shape_for(self, inputs: ForwardInputs) -> Shape | None:
-        """Return the smallest recorded shape that takes a step; None if there is none."""
+        """Return the smallest recorded shape that fits a step; None if there is none."""
         counts, has_adapters = _counts(inputs), inputs.adapters is not None
         found = next((shape for shape in self._shapes if shape.takes(*counts)), None)
         return found if found is not None and (found, has_adapters) in self._graphs else None
@@ -295,7 +296,9 @@ class GraphDecoder:
         return torch.where(token_ids < 0, self._fed[(-1 - token_ids).clamp(min=0).long()], token_ids)
 
     def _static_inputs(self, shape: Shape, *, has_adapters: bool) -> tuple[ForwardInputs, tuple[Tensor, Tensor]]:
-        """Return where a step of this shape is laid out: its inputs, and places and values of the tables' changes."""
+        """Return views of the static buffer for a step of this shape: its inputs, and the indices and values of changed
+        table
+        """
         parts = torch.split(self._arena[: sum(shape.sizes())], shape.sizes())
         token_ids, positions, slots, adapter_slots, lens, sampled, places, values, starts = parts
         inputs = ForwardInputs(
@@ -312,7 +315,9 @@ class GraphDecoder:
         return inputs, (places, values)
 
     def _changes(self, tables: IntArray, limit: int) -> tuple[IntArray, IntArray] | None:
-        """Return places and values of the entries that are not known to be on the device; None: more than `limit`."""
+        """Return the indices and values of table entries that differ from those on the device; None if more than
+        `limit`.
+        """
         num_rows, num_blocks = tables.shape
         known = self._known_tables[:num_rows, :num_blocks]
         rows, columns = np.nonzero(known != tables)

@@ -90,11 +90,11 @@ class Caller:
 
     @property
     def owner(self) -> str:
-        """Return the owner of what the caller stores; empty without authentication."""
+        """Return the name under which the caller's documents are stored; empty without authentication."""
         return self.name if self.is_authenticated else ""
 
     def scope(self, request_id: str) -> str:
-        """Return a request's internal id, which no two authenticated callers share.
+        """Return a request's internal id, which is unique to the caller if it is authenticated.
 
         An admin names others' requests by their internal ids, which logs and status show.
         """
@@ -103,7 +103,7 @@ class Caller:
         return f"{request_id}@{self._digest()}"
 
     def salt(self, cache_salt: str) -> str:
-        """Return the cache salt that separates an authenticated caller's prefixes from all others."""
+        """Return the cache salt that separates an authenticated caller's prefixes from those of all other callers."""
         return f"{cache_salt}@{self._digest()}" if self.is_authenticated else cache_salt
 
     def require(self, roles: frozenset[Role]) -> None:
@@ -159,7 +159,9 @@ class _WatchedFile(ABC, Generic[_EntryT]):
 
     @abstractmethod
     def _parse(self, words: list[str]) -> tuple[bytes, _EntryT]:
-        """Return key and value of a line; raise InvalidArgumentError without quoting it, as it may hold a secret."""
+        """Return the key and value on a line; raise InvalidArgumentError without quoting the line, which may contain a
+        secret.
+        """
 
     def _sign(self) -> tuple[int, int, int]:
         try:
@@ -202,7 +204,7 @@ class TokenFile(_WatchedFile[tuple[str, _Grant]]):
     field = "auth_tokens"
 
     def caller_of(self, token: str) -> Caller | None:
-        """Return the caller of a token, in constant time."""
+        """Return the caller with this token; compares in constant time."""
         digest, found = _digest(token), None
         for known, entry in self.entries().items():
             if hmac.compare_digest(known, digest):
@@ -210,7 +212,8 @@ class TokenFile(_WatchedFile[tuple[str, _Grant]]):
         return None if found is None else Caller(found[0], True, *found[1])
 
     def client(self, name: str) -> Caller | None:
-        """Return a client by name, with all roles and the quota of its first token; None if the client has no token any
+        """Return a client by name, with all roles and the quota of its first token; None if the client no longer has a
+        token.
         more.
         """
         grants = [grant for known, grant in self.entries().values() if known == name]
@@ -249,7 +252,7 @@ def _token_digest(word: str) -> bytes:
 
 
 def _grant(words: list[str]) -> _Grant:
-    """Return roles and quota, as they follow the client in a line."""
+    """Parse the roles and quota that follow the client on a line."""
     roles = DEFAULT_ROLES
     if words and "=" not in words[0]:
         roles, words = parse_roles(words[0], ""), words[1:]
@@ -352,7 +355,7 @@ class Authenticator:
         return caller
 
     def owner(self, name: str) -> Caller | None:
-        """Return the client that runs what an owner has stored, such as a batch; None if it is no longer known."""
+        """Return the client that owns a stored document, such as a batch; None if the client is no longer known."""
         if not name:
             return Caller()
         if self._tokens is not None:

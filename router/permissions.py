@@ -91,12 +91,12 @@ _HTTP = (
 
 
 def roles_for_method(method: str) -> frozenset[Role]:
-    """Return the roles of which a caller of a gRPC method needs one; unlisted methods need admin."""
+    """Return the roles that may call a gRPC method (any one suffices); unlisted methods need admin."""
     return _GRPC.get(method, _ADMIN)
 
 
 def roles_for_path(path: str) -> frozenset[Role]:
-    """Return the roles of which a caller of an HTTP path needs one; unlisted paths need admin."""
+    """Return the roles that may use an HTTP path (any one suffices); unlisted paths need admin."""
     return next((roles for prefix, roles in _HTTP if path.startswith(prefix)), _ADMIN)
 
 

@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
         "--first-round", type=int, default=0, help="Number of the first round; each round has different tokens. [0]"
     )
     parser.add_argument(
-        "--add", action="store_true", help="Keep the results in results.json that are not measured again."
+        "--add", action="store_true", help="Merge new results into results.json; keep entries that are not re-measured."
     )
     parser.add_argument("--model", default="smollm2", help="A GGUF file or its model folder. [the embedded model]")
     parser.add_argument(

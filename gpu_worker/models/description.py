@@ -101,12 +101,12 @@ class DeltaNet:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution."""
+        """Number of channels of the convolution."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def state_size(self) -> int:
-        """Numbers of a sequence's state: the convolution's last inputs, and a matrix for each value head."""
+        """Number of elements in a sequence's state: the convolution's last inputs, and one matrix per value head."""
         return (self.kernel - 1) * self.channels + self.value_heads * self.key_dim * self.value_dim
 
 
@@ -136,17 +136,17 @@ class Mamba:
 
     @property
     def size(self) -> int:
-        """Numbers of all heads of a token."""
+        """Size of all heads together: the number of elements per token."""
         return self.num_heads * self.head_dim
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution."""
+        """Number of channels of the convolution."""
         return self.num_heads * self.head_dim + 2 * self.num_groups * self.state_dim
 
     @property
     def state_size(self) -> int:
-        """Numbers of a sequence's state: the convolution's last inputs, and a matrix for each head."""
+        """Number of elements in a sequence's state: the last inputs of the convolution and one matrix per head."""
         return (self.kernel - 1) * self.channels + self.num_heads * self.head_dim * self.state_dim
 
 
@@ -164,12 +164,12 @@ class ShortConv:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution."""
+        """Number of channels of the convolution."""
         return self.size
 
     @property
     def state_size(self) -> int:
-        """Numbers of a sequence's state: the convolution's last inputs."""
+        """Number of elements in a sequence's state: the convolution's last inputs."""
         return (self.kernel - 1) * self.size
 
 
@@ -289,12 +289,12 @@ class DecoderDescription:
 
     @property
     def query_rows(self) -> int:
-        """Rows of a query head in its matrix; with an output gate also those of its gates."""
+        """Number of rows per query head in the query matrix; with an output gate this includes the gate's rows."""
         return self.head_dim * (2 if self.has_output_gate else 1)
 
     @property
     def value_dim(self) -> int:
-        """Numbers of a head's output."""
+        """Number of elements in a head's output."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     def has_attention(self, layer: int) -> bool:
@@ -303,22 +303,22 @@ class DecoderDescription:
 
     @property
     def num_attention_layers(self) -> int:
-        """Layers with keys and values."""
+        """Number of layers with keys and values."""
         return sum(map(self.has_attention, range(self.num_layers)))
 
     @property
     def num_recurrent_layers(self) -> int:
-        """Layers with a state."""
+        """Number of layers with a recurrent state."""
         return sum(kind is not None for kind in self.recurrent)
 
     @property
     def state_size(self) -> int:
-        """Numbers of a sequence's state in a recurrent layer; 0: there are none."""
+        """Number of elements of a sequence's state in one recurrent layer; 0 if there are no such layers."""
         return max((kind.state_size for kind in self.recurrent if kind is not None), default=0)
 
     @property
     def cache_places(self) -> tuple[int, ...]:
-        """By layer, its number among those with keys and values, or among those with a state."""
+        """For each layer, its index among the layers with keys and values, or among those with a recurrent state."""
         if self.is_side_by_side:
             return tuple(range(self.num_layers))
         counts, places = [0, 0], []
@@ -330,7 +330,7 @@ class DecoderDescription:
 
     @property
     def reaches(self) -> tuple[int, ...]:
-        """By layer, how many tokens back the cache is read, a token itself included; 0: all.
+        """For each layer, how many tokens back the cache is read, a token itself included; 0: all.
 
         A recurrent layer reads the state that the token before left; a feed-forward network reads nothing.
         """
@@ -355,7 +355,7 @@ class DecoderDescription:
 
 
 def narrowed(windows: Sequence[int | None], max_attention_window: int) -> tuple[int | None, ...]:
-    """Return attention windows of layers, none of them above `max_attention_window`, unless that is 0."""
+    """Return the layers' attention windows, each limited to `max_attention_window` unless that is 0."""
     if not max_attention_window:
         return tuple(windows)
     return tuple(min(window or max_attention_window, max_attention_window) for window in windows)

@@ -50,7 +50,7 @@ def allow(logits: Tensor, raw: Tensor, places: list[int], masks: list[NDArray[np
 
 
 def send(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array on a device, without waiting for it."""
+    """Copy an array to a device asynchronously."""
     tensor = torch.from_numpy(values)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -58,20 +58,20 @@ def send(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def _banned(masks: NDArray[np.uint8], vocab_size: int, device: torch.device) -> Tensor:
-    """Return which tokens masks [num_masks, bytes] leave out: bool [num_masks, vocab_size]; unpacked on the device."""
+    """Return a mask of the tokens that the packed masks exclude: [num_masks, bytes] -> bool [num_masks, vocab_size]."""
     if device.type == "cpu":
         return torch.from_numpy(np.unpackbits(masks, axis=1, bitorder="little")[:, :vocab_size] == 0)
     return unpacked(send(masks, device), vocab_size).logical_not_()
 
 
 def unpacked(masks: Tensor, num_bits: int) -> Tensor:
-    """Return the bits of uint8 [num_masks, bytes], lowest first: bool [num_masks, num_bits]."""
+    """Unpack the bits of uint8 [num_masks, bytes], lowest bit first: bool [num_masks, num_bits]."""
     powers = 1 << torch.arange(8, dtype=torch.uint8, device=masks.device)
     return (masks[:, :, None] & powers).bool().flatten(1)[:, :num_bits]
 
 
 def decayed_top_p(state: Rows, rows: IntArray) -> NDArray[np.float32]:
-    """Return the top_p of each row's next token: [len(rows)].
+    """Return the top_p that applies to each row's next token: [len(rows)].
 
     It is multiplied by the decay once for each output token since the last reset id, but not below the minimum.
     """
@@ -88,7 +88,7 @@ def decayed_top_p(state: Rows, rows: IntArray) -> NDArray[np.float32]:
 
 
 def repeated_ngram_ends(tokens: IntArray, size: int) -> IntArray:
-    """Return the tokens that would complete an n-gram of this size already in `tokens`."""
+    """Return the tokens that would complete an n-gram of length `size` that already occurs in `tokens`."""
     num_starts = len(tokens) - size + 1
     if num_starts < 1:
         return tokens[:0]
@@ -100,7 +100,7 @@ def repeated_ngram_ends(tokens: IntArray, size: int) -> IntArray:
 
 
 def bad_word_ends(tokens: IntArray, words: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Return the last tokens of those words whose other tokens `tokens` ends with."""
+    """Return the last token of each word of which `tokens` ends with all the others."""
     ends = []
     for word in words:
         num_before = len(word) - 1
@@ -130,7 +130,7 @@ def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) ->
         return np.concatenate(parts)
 
     def spread(values: list[float], keys: NDArray[np.int64]) -> Tensor:
-        """Return the value of each key's row."""
+        """Return a tensor with the value of each key's row."""
         by_row = np.zeros(len(rows), dtype=np.float32)
         by_row[places] = values
         return send(by_row[keys // width], device)

@@ -15,7 +15,7 @@ from kernels.cpu.threads import ThreadPool
 
 
 class WeightFormat(IntEnum):
-    """How weights are held in memory; the numbers are those of csrc/formats.h.
+    """Storage format of weights in memory; the numbers are those of csrc/formats.h.
 
     Those from Q4_1 on come as rows of blocks of 32 weights, uint8 [N, K / 32 * block bytes] with K rounded up: what is
     named here in this order, numbers little-endian, and then the weights. Weights of four bits take 16 bytes, the low
@@ -37,12 +37,13 @@ class WeightFormat(IntEnum):
 
     @property
     def has_blocks(self) -> bool:
-        """Return whether weights come as rows of blocks, and only so."""
+        """Return whether the format has only a block layout (no plain matrix)."""
         return self >= WeightFormat.Q4_1 and self != WeightFormat.INT16
 
 
 class InputFormat(IntEnum):
-    """Number format of a layer's rounded input, one scale per 32 numbers; values as in csrc/quantized_rows.h."""
+    """Number format of a layer's quantized input, with one scale per 32 elements; values as in csrc/quantized_rows.h.
+    """
 
     F32 = 0  # not rounded
     INT8 = 1
@@ -67,7 +68,7 @@ class PackedLinear:
         num_inputs: int | None = None,
         input_order: Tensor | None = None,
     ) -> None:
-        """Stack the parts along N and pack them; they are not needed afterwards.
+        """Stack the parts along N and pack them; the original tensors are not needed afterwards.
 
         A part is a float tensor [N, K], or uint8 rows of blocks. bias is [sum of N]. With is_gated the parts are the
         gate and up weights of a feed-forward layer, which the decoder multiplies into N outputs. Each row of the input
@@ -105,7 +106,7 @@ class PackedLinear:
         self._next: PackedLinear | None = None
 
     def followed_by(self, other: PackedLinear) -> PackedLinear:
-        """Add the outputs of another layer of the same input after this one's; return this one."""
+        """Append the outputs of another layer that has the same input; return this layer."""
         if self.is_gated or other.is_gated or other.num_inputs != self.num_inputs or self._next is not None:
             raise ValueError("only a single layer that is not gated is followed by one of as many inputs")
         self._next = other  # the kernels point to it
@@ -148,7 +149,7 @@ def _checked_order(order: Tensor, num_inputs: int) -> Tensor:
 
 
 def _gated_order(num_rows: int, panel: int) -> Tensor:
-    """Return the rows with panels of gate and up in turn; -1 fills the last panels."""
+    """Return the row indices in an order that alternates panels of gate and up rows; -1 pads the last panels."""
     half = num_rows // 2
     padded = torch.full((-(-half // panel) * panel,), -1)
     padded[:half] = torch.arange(half)

@@ -42,7 +42,7 @@ class ResponseResult:
 
     @property
     def text(self) -> str:
-        """Text of the first beam."""
+        """The text of the first beam."""
         return self.texts[0]
 
     @property
@@ -84,7 +84,7 @@ class Response:
     error: MidstreamError | None = None
 
     def has_error(self) -> bool:
-        """Return whether the request has failed; no response follows then."""
+        """Return whether the request failed. An error response is the last one."""
         return self.error is not None
 
     @property

@@ -226,7 +226,7 @@ class GenerationResult:
         return bool(self._arrived)
 
     def _unended(self) -> Future[None] | None:
-        """Return what to wait for; None once the request has ended."""
+        """Return a future that completes on the next update, or None if the request has ended."""
         with self._lock:
             return None if self._ended else self._news
 

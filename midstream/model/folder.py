@@ -126,7 +126,7 @@ def prepare_model_folder(model: str, target: Path) -> ModelFolder:
         ConfigError: As in `open_model_folder`, or `target` exists.
     """
     if target.exists():
-        raise ConfigError(f"{target} exists already", field="output")
+        raise ConfigError(f"{target} already exists", field="output")
     source = open_model_folder(model).path
     target.parent.mkdir(parents=True, exist_ok=True)
     with staging_folder(target) as staging:

@@ -72,7 +72,7 @@ def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
     public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
     for path in (public, secret):
         if path.exists():
-            raise ConfigError(f"{path} exists already", field="name")
+            raise ConfigError(f"{path} already exists", field="name")
     # Created with private permissions, so that no other user can ever read the secret.
     mask = os.umask(0o077)
     try:

@@ -51,7 +51,7 @@ def dashboard_routes(status: StatusFeed) -> list[Route]:
 
 
 def page(path: Path) -> Response:
-    """Return an ASGI app for a static file, with a content security policy that allows only our own files."""
+    """Return an ASGI app that serves a static file, with a content security policy that allows only our own files."""
     media_type, _ = mimetypes.guess_type(path.name)
     # The body is kept in memory, so that a request opens no file.
     return Response(path.read_bytes(), headers=_HEADERS, media_type=media_type)

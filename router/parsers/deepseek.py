@@ -1,4 +1,4 @@
-"""DeepSeek V3, R1 and V3.1: a section of calls, each a name and JSON arguments between special tokens.
+"""DeepSeek V3, R1 and V3.1: a section of calls, each with a name and JSON arguments between special tokens.
 
 V3 and R1 write `function`, a separator, the name, and the arguments in a fenced block; V3.1 the name, a separator, and
 the arguments.

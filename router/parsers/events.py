@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """A part of the answer."""
+    """A piece of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """A part of the model's reasoning before its answer."""
+    """A piece of the model's reasoning, which precedes its answer."""
 
     text: str
 
@@ -36,7 +36,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A part of a call's arguments, which together are the text of a JSON object."""
+    """A piece of a call's arguments; the pieces together are the text of a JSON object."""
 
     index: int
     text: str
@@ -53,7 +53,7 @@ Event = TextDelta | ReasoningDelta | CallBegin | CallArguments | CallEnd
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """Merge adjacent deltas of a kind, and drop empty ones."""
+    """Merge adjacent deltas of the same kind, and drop empty ones."""
     result: list[Event] = []
     for event in events:
         last = result[-1] if result else None

@@ -148,7 +148,7 @@ _REASONING_ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFormat:
-    """How the served model writes calls and reasoning; None if unknown, and then all text is the answer."""
+    """How the served model writes tool calls and reasoning; None if unknown: all text is then the answer."""
 
     tools: ToolFormat | None = None
     reasoning: ThinkTags | None = None
@@ -156,7 +156,7 @@ class ModelFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Marks that begin and end calls and reasoning."""
+        """Markers that begin and end calls and reasoning."""
         tools = self.tools.marks if self.tools else ()
         reasoning = (self.reasoning.opening, self.reasoning.closing) if self.reasoning else ()
         return (*tools, *reasoning, *(harmony.MARKS if self.has_channels else ()))
@@ -173,13 +173,15 @@ class ModelFormat:
         return Machine(after_thinking(self.reasoning, answer, ends), offer)
 
     def call_id(self, request_id: str, sequence: int, index: int, name: str) -> str:
-        """Return a deterministic id for a call to which the model gave none, the same whenever its text is parsed."""
+        """Return an id for a call that has none in the model's text: deterministic, so that parsing again gives the
+        same id.
+        """
         digest = hashlib.blake2b(f"{request_id}/{sequence}/{index}".encode(), digest_size=16).digest()
         return (self.tools.make_id if self.tools else _plain_id)(digest, name, index)
 
 
 def format_of(folder: ModelFolder, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ModelFormat:
-    """Return a model's format, or the one that is configured for it.
+    """Return a model's format: the configured one, or by default the detected one.
 
     Raises:
         ConfigError: Unknown name.

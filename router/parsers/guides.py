@@ -48,7 +48,7 @@ def auto_guide(
     max_calls: int | None,
     thinking: tuple[str, str] | None,
 ) -> str:
-    """Return a Lark grammar for free text with calls in it.
+    """Return a Lark grammar for free text that may contain tool calls.
 
     Args:
         grammar: The model's format.
@@ -83,7 +83,7 @@ def auto_guide(
 
 
 def after_thinking(schema: Schema, closing: str, tokens: Mapping[str, int]) -> str:
-    """Return a Lark grammar for the rest of the reasoning, then JSON of a schema."""
+    """Return a Lark grammar for the rest of the reasoning, followed by JSON that matches a schema."""
     spell = _Speller(tokens)
     if spell.first_token(closing):
         lines = ["start: TEXT " + spell(closing) + " SPACE " + _json(schema)]
@@ -97,7 +97,7 @@ def _json(schema: Schema) -> str:
 
 
 class _Speller:
-    """Spells text as Lark literals, with marks as tokens."""
+    """Writes text as Lark terms, with marker tokens by id."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = tokens
@@ -105,7 +105,7 @@ class _Speller:
         self._split = re.compile("|".join([*marks, "NUMBER"]))
 
     def first_token(self, text: str) -> int | None:
-        """Return the token that `text` begins with."""
+        """Return the id of the special token that `text` begins with."""
         found = self._split.match(text)
         return self._tokens.get(found[0]) if found else None
 

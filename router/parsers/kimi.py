@@ -1,4 +1,4 @@
-"""Kimi K2: a section of calls, each an id `functions.NAME:INDEX` and JSON arguments between special tokens."""
+"""Kimi K2: a section of calls, each with an id `functions.NAME:INDEX` and JSON arguments between special tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Parses values that are not JSON: Python literals, and Gemma's with its own quotes. Nothing is evaluated."""
+"""Parses values that are not JSON: Python literals, and Gemma's literals with their own quotes. Nothing is evaluated.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class LiteralError(ValueError):
 
 
 class Literals:
-    """Parses a text's literals one by one.
+    """Parses the literals in a text one by one.
 
     Attributes:
         position: Index of the next character.

@@ -1,4 +1,5 @@
-"""Llama 3 (JSON): the text is JSON objects, `{"name": ..., "parameters": {...}}`, maybe after `<|python_tag|>`.
+"""Llama 3 (JSON): the text consists of JSON objects, `{"name": ..., "parameters": {...}}`, optionally after
+`<|python_tag|>`.
 
 Several are written one after another, with a semicolon or comma between them, or as an array.
 """
@@ -47,7 +48,7 @@ def bare_calls(machine: Machine, tag: str, *, is_tagged: bool = False) -> Steps[
 
 
 def _start(machine: Machine) -> Steps[str]:
-    """Consume and return the text that rules out calls here; empty if calls may follow."""
+    """Consume and return any leading text that means no call can follow; empty if calls may follow."""
     raw = ""
     if (yield from machine.accept("[")):
         raw += "[" + (yield from machine.take_space())

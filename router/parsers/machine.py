@@ -1,4 +1,4 @@
-"""The parsing machine behind every format: it holds text back only until its meaning is decided.
+"""The parsing machine behind every format: it holds text back only until its interpretation is certain.
 
 A format is a script, a generator that reads through the machine's own generators:
 
@@ -64,7 +64,7 @@ Script = Callable[["Machine"], Steps[None]]
 
 
 class Machine:
-    """Runs one script over one sequence's text.
+    """Runs one script over the text of one sequence.
 
     Attributes:
         offer: What the request offers.
@@ -179,7 +179,8 @@ class Machine:
             yield
 
     def take_until(self, *markers: str) -> Steps[tuple[str, str]]:
-        """Consume and return the text up to the first of `markers`, and the marker; all text and "" at the end."""
+        """Consume and return the text before the first of `markers`, and that marker; all text and "" if there is none.
+        """
         margin = max(map(len, markers)) - 1
         start = 0
         while True:
@@ -192,7 +193,7 @@ class Machine:
             yield
 
     def take_balanced(self, *stops: str, quotes: str = '"') -> Steps[tuple[str, bool]]:
-        """Consume and return the text from an opening bracket to the matching one, and whether it is complete.
+        """Consume the text from an opening bracket to the matching one; return it, and whether the match was found.
 
         Incomplete: text up to a stop outside of strings (the stop stays), or to the end.
         """
@@ -225,7 +226,7 @@ class Machine:
                 yield
 
     def take_run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Consume and return all next characters that match `pattern`, a repeated class."""
+        """Consume and return all following characters that match `pattern`, a repeated character class."""
         while True:
             found = pattern.match(self._held)
             size = found.end() if found else 0
@@ -234,7 +235,7 @@ class Machine:
             yield
 
     def accept(self, *literals: str) -> Steps[str | None]:
-        """Consume and return the one of `literals` that comes next; None if none does."""
+        """Consume and return whichever of `literals` comes next; None if none does."""
         while True:
             for literal in literals:
                 if self._held.startswith(literal):
@@ -263,7 +264,8 @@ class Machine:
 
 
 def _first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]:
-    """Return the position of the first of `markers`, and the marker; the end of the text and "" if there is none."""
+    """Return the position of the earliest of `markers`, and that marker; the end of the text and "" if there is none.
+    """
     position, found = len(text), ""
     for marker in markers:
         at = text.find(marker, start, position + len(marker))
@@ -273,7 +275,7 @@ def _first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]
 
 
 def _overlap(text: str, markers: Sequence[str]) -> int:
-    """Return the number of characters at the end of `text` that may become one of `markers`."""
+    """Return how many characters at the end of `text` may be the beginning of one of `markers`."""
     longest = 0
     for marker in markers:
         for size in range(min(len(marker) - 1, len(text)), longest, -1):
@@ -284,7 +286,7 @@ def _overlap(text: str, markers: Sequence[str]) -> int:
 
 
 def refuse_constant(name: str) -> object:
-    """Reject NaN and infinities, which Python's json accepts; for `parse_constant`."""
+    """Reject NaN and infinities, which Python's json module accepts; a `parse_constant` callback."""
     raise ValueError(f"{name} is not valid in JSON")
 
 
@@ -301,7 +303,7 @@ def parse_json(text: str) -> object:
 
 
 def arguments_text(text: str) -> str | None:
-    """Return `text` stripped if it is a JSON object, else None."""
+    """Return `text` stripped of white space if it is a JSON object, else None."""
     text = text.strip()
     try:
         return text if isinstance(parse_json(text), dict) else None

@@ -1,4 +1,4 @@
-"""Llama 3.2 and 4 (pythonic): the text is a list of Python calls, `[weather(city="Oslo"), time()]`, and nothing else.
+"""Llama 3.2 and 4 (pythonic): the whole text is a list of Python calls, `[weather(city="Oslo"), time()]`.
 
 Llama 4 may put it between `<|python_start|>` and `<|python_end|>`.
 """
@@ -38,7 +38,7 @@ def script(machine: Machine) -> Steps[None]:
 
 
 def _start(machine: Machine) -> Steps[str]:
-    """Consume and return the text that rules out a list of calls here; empty if one may follow."""
+    """Consume and return any leading text that means no list of calls can follow; empty if one may follow."""
     raw = (yield from machine.accept("[")) or ""
     raw += yield from machine.take_space()
     name = yield from machine.take_run(_NAME)

@@ -34,7 +34,7 @@ def script(machine: Machine) -> Steps[None]:
 
 
 def _read(body: str, offer: Offer) -> Call | None:
-    """Return the call in `NAME>` and its parameters."""
+    """Return the call parsed from `NAME>` and the parameters after it."""
     name, mark, rest = body.partition(">")
     name = name.strip()
     position, values = 0, []

@@ -33,7 +33,9 @@ def plain(machine: Machine) -> Steps[None]:
 
 
 def after_thinking(tags: ThinkTags, answer: Script, call_marks: tuple[str, ...]) -> Script:
-    """Parse reasoning, then the answer with `answer`; one of `call_marks` ends reasoning that was not closed."""
+    """Parse reasoning, then the answer with `answer`; a marker in `call_marks` also ends reasoning without a closing
+    tag.
+    """
 
     def script(machine: Machine) -> Steps[None]:
         space = yield from machine.take_space()

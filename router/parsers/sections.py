@@ -8,7 +8,8 @@ from router.parsers.machine import Call, Machine, Offer, Script, Steps
 
 
 def section(begin: str, end: str, call: str, call_end: str, read: Callable[[str, Offer], Call | None]) -> Script:
-    """Return the script of a format with sections between `begin` and `end`, and calls between `call` and `call_end`.
+    """Return the script of a format whose calls are in sections between `begin` and `end`, each between `call` and
+    `call_end`.
 
     `read` returns the call in the text between `call` and `call_end`.
     """

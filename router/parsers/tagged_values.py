@@ -1,4 +1,4 @@
-"""Converts arguments written as text between tags, without JSON's quotes, by the tool's schema."""
+"""Converts arguments given as text between tags, without JSON quotes, according to the tool's schema."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _value(text: str, schema: object) -> object:
 
 
 def _kinds(schema: object) -> set[str]:
-    """Return the JSON types that a schema allows; empty if it does not say."""
+    """Return the JSON types that a schema allows; empty if it does not restrict them."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")

@@ -1,4 +1,4 @@
-"""Requests that run in the background, as lines of batches do, below what clients wait for."""
+"""Requests that run in the background, such as lines of batches, at a lower priority than requests clients wait for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """Settings of all requests of a background task.
+    """Settings that all requests of a background task share.
 
     Attributes:
         priority: At most; requests may have a lower one.

@@ -1,4 +1,4 @@
-"""Which cell gets a request: the one where the least is to be computed for it, and before it.
+"""Chooses the cell for a request: the one with the least work to do for it, including the work queued before it.
 
 What cells have cached is known from their KV events (kv_index). Where none has any of the prompt, requests with the
 same beginning go to the same cell, unless that one is clearly busier than the least busy one.
@@ -23,7 +23,7 @@ _TOKENS_PER_REQUEST = 32
 
 
 class CellState(Protocol):
-    """A cell's state, on which the choice depends.
+    """The state of a cell on which the choice depends.
 
     Attributes:
         name: Its address.
@@ -40,7 +40,7 @@ CellT = TypeVar("CellT", bound=CellState)
 
 
 def choose_cell(cells: Sequence[CellT], token_ids: Sequence[int], cache_salt: str) -> CellT:
-    """Return the cell for a prompt. Precondition: there is one."""
+    """Return the cell for a prompt. Precondition: there is at least one."""
     if len(cells) == 1:
         return cells[0]
     prompt = PromptBlocks(token_ids, cache_salt)
@@ -53,10 +53,12 @@ def choose_cell(cells: Sequence[CellT], token_ids: Sequence[int], cache_salt: st
 
 
 def choose_home(cells: Sequence[CellT], request_id: str) -> CellT:
-    """Return the cell for a request that may be repeated, from its id alone. Precondition: there is at least one."""
+    """Return the cell for a request that may be submitted again, from its id alone. Precondition: there is at least
+    one.
+    """
     return max(cells, key=lambda cell: hashlib.blake2b(f"{cell.name}\0{request_id}".encode(), digest_size=8).digest())
 
 
 def _affinity(name: str, prefix: Sequence[int], cache_salt: str) -> bytes:
-    """Return a rendezvous hash: when a cell is added or removed, only its own prefixes move."""
+    """Return a rendezvous hash: when a cell is added or removed, only the prefixes of that cell move."""
     return hashlib.blake2b(f"{name}\0{cache_salt}\0{list(prefix)}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""The load behind a router as metrics, under the names that endpoint pickers of gateways read from model servers.
+"""Exports the load behind a router as metrics, under the names that gateways' endpoint pickers read from model servers.
 
 Schedulers export their own load as `midstream:NAME`. A gateway sees routers only, so these repeat the sum over the
 schedulers that answer, as of their last poll, under vLLM's names alone: sums over `midstream:NAME` count nothing twice.

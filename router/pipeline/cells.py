@@ -62,7 +62,7 @@ class Cell:
         self.is_gone = False
 
     async def poll(self) -> None:
-        """Poll its load and features."""
+        """Poll the scheduler's load and features."""
         try:
             loads = await self.stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=_POLL_S)
             info = await self.stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=_POLL_S)
@@ -120,7 +120,7 @@ class Cell:
             delay = min(2 * delay, _LAST_RETRY_S)
 
     def follow(self) -> None:
-        """Keep the index up to date from now on."""
+        """Keep the KV index up to date from now on."""
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
 
@@ -185,7 +185,7 @@ class Cells:
         return choose_cell(cells, token_ids, cache_salt)
 
     def home(self, request_id: str) -> Cell:
-        """Return the cell for all submissions of a request, whether it is up or not.
+        """Return the cell for all submissions of a request, even if the cell is down.
 
         Raises:
             UnavailableError: There is none.
@@ -206,7 +206,7 @@ class Cells:
         return cells[0]
 
     def reports(self) -> list[loads_pb2.CellLoad]:
-        """Return the last reports of the cells that are up."""
+        """Return the most recent load reports of the cells that are up."""
         return [load for cell in self.cells.values() if cell.is_up for load in cell.reports]
 
     @property
@@ -215,7 +215,8 @@ class Cells:
         return next((cell.features for cell in self.cells.values() if cell.is_up and cell.features), frozenset())
 
     async def abort(self, request_id: str, *, only_if_unread: bool = False) -> bool:
-        """Abort a request in any cell, with `only_if_unread` only if nobody reads it; return whether it was running.
+        """Abort a request in any cell; with `only_if_unread` only if nobody is reading it. Return whether it was
+        running.
 
         Raises:
             MidstreamError: No cell has it, and some cell did not answer.
@@ -242,7 +243,7 @@ class Cells:
 
 
 async def _leave(cell: Cell) -> None:
-    """Close a cell once no call to it can be in flight; closing earlier would cancel the call."""
+    """Close a cell once no call to it can be in flight, because closing it earlier would cancel the call."""
     cell.is_gone = True
     await asyncio.sleep(2 * _TRY_TIMEOUT_S)
     await cell.close()

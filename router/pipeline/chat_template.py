@@ -159,13 +159,13 @@ class _Process:
         return bytes(data)
 
     def _end(self) -> str:
-        """Return why it ended."""
+        """Return the reason why the process ended."""
         if self._process.wait() == -signal.SIGPROF:
             return f"takes longer than {CPU_LIMIT_S:g} s"
         return "crashed its process"
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

@@ -1,4 +1,4 @@
-"""Documents that the router stores for clients at the schedulers: files and batches.
+"""Documents that the router stores at the schedulers on behalf of clients: files and batches.
 
 A document belongs to the cell that it was stored in. Ids are unique over all cells, so reading asks every cell.
 """
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ClientDocument:
-    """A document, where it is stored.
+    """A document and where it is stored.
 
     Attributes:
         cell: The cell that has it.
@@ -42,7 +42,7 @@ class ClientDocument:
 
 
 class ClientDocuments:
-    """Documents in all cells. Methods raise UnavailableError once an unreachable scheduler was waited for."""
+    """Documents in all cells. Methods raise UnavailableError if a scheduler stays unreachable beyond the timeout."""
 
     def __init__(self, cells: Cells, unavailable_timeout_s: float) -> None:
         self.cells = cells
@@ -59,7 +59,7 @@ class ClientDocuments:
         expires_ns: int = 0,
         if_version: int | None = None,
     ) -> int:
-        """Store a document; return its version, or 0 if `if_version` is set and is not the current one.
+        """Store a document; return its new version, or 0 if `if_version` is set but is not the current version.
 
         A put is repeated while the scheduler is unreachable. One with `if_version` may then find its own write.
         """
@@ -82,7 +82,7 @@ class ClientDocuments:
         return _document(cell, response.document)
 
     async def delete(self, cell: Cell, kind: str, owner: str, document_id: str) -> None:
-        """Delete a document, if there is one."""
+        """Delete a document if it exists."""
         request = pb.DeleteDocumentRequest(key=pb.DocumentKey(owner=owner, kind=kind, id=document_id))
         try:
             await self._ask(cell, lambda cell: cell.stub.DeleteDocument(request, timeout=_TRY_TIMEOUT_S))
@@ -90,7 +90,9 @@ class ClientDocuments:
             return
 
     async def parts(self, cell: Cell, kind: str, owner: str, prefix: str, limit: int) -> AsyncIterator[ClientDocument]:
-        """Return a cell's documents whose ids have a prefix, in order, reading at most `limit` at once."""
+        """Return a cell's documents whose ids start with a prefix, in order of their ids, reading at most `limit` at a
+        time.
+        """
         request = pb.ListDocumentsRequest(kind=kind, owner=owner, prefix=prefix, limit=limit)
         while True:
             response = await self._ask(cell, lambda cell: cell.stub.ListDocuments(request, timeout=_TRY_TIMEOUT_S))
@@ -101,7 +103,7 @@ class ClientDocuments:
             request.after.CopyFrom(response.documents[-1].key)
 
     async def newest(self, kind: str, owner: str, *, after: str, limit: int, ascending: bool) -> list[ClientDocument]:
-        """Return an owner's documents of all cells after the id `after`, newest first unless `ascending`."""
+        """Return an owner's documents from all cells after the id `after`, newest first unless `ascending`."""
         request = pb.ListDocumentsRequest(kind=kind, owner=owner, limit=limit, is_descending=not ascending)
         if after:
             request.after.id, request.after.owner = after, owner
@@ -114,7 +116,7 @@ class ClientDocuments:
         return found[:limit]
 
     async def waiting(self, cell: Cell, kind: str, limit: int) -> list[ClientDocument]:
-        """Return a cell's documents of all owners, oldest first; one try.
+        """Return a cell's documents of all owners, oldest first; makes one attempt only.
 
         Raises:
             MidstreamError: The cell does not answer.

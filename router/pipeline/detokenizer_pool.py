@@ -1,4 +1,4 @@
-"""The detokenizers that this router uses, one stream to each.
+"""The detokenizers that this router uses, with one stream to each.
 
 Each request is attached to the one with the fewest streams. When a detokenizer dies, its ClientStreams fail with
 UNAVAILABLE, and the requests' owners attach them to another at the offsets reached.
@@ -55,7 +55,7 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         self._numbers = itertools.count(1)
 
     def attach(self, stream: ClientStream) -> int:
-        """Attach a request at the offsets of `stream`; return the number to detach it by."""
+        """Attach a request at the offsets of `stream`; return the stream number, with which to detach it."""
         number = next(self._numbers)
         self.streams[number] = stream
         attach = pb.StreamAttach(
@@ -128,7 +128,7 @@ class DetokenizerPool:
     def __init__(
         self, targets: str, max_message_bytes: int, tls: Tls | None = None, *, transport: str = "grpc"
     ) -> None:
-        """`transport` is the setting's value."""
+        """`transport` is the value of the setting of that name."""
         self._transport = transport
         self.links: dict[str, DetokenizerLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -75,7 +75,7 @@ _RETURN_S = 0.5
 
 
 class Readers:
-    """Counts each request's clients: a client may reconnect before its first stream is dropped."""
+    """Counts each request's clients, since a client may reconnect before its first stream is closed."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -95,7 +95,7 @@ class Readers:
 
 
 class Generation:
-    """A running request, or a finished one that is read again.
+    """A running request, or a finished one whose output is read again.
 
     Attributes:
         request_id: The request's id.
@@ -317,7 +317,7 @@ class Runner:
         self._grammars.close()
 
     async def submit(self, cell: Cell, request: pb.GenerateRequest, deadline: float | None, *, is_keyed: bool) -> Cell:
-        """Submit the request to its cell, or to another if that one is gone; return the cell that has it."""
+        """Submit the request to its cell, or to another one if that cell is gone; return the cell that accepted it."""
         give_up_at = self.give_up_at(deadline)
         while True:
             try:
@@ -335,7 +335,7 @@ class Runner:
         return self.cells.choose(request.token_ids.values, request.cache_salt)
 
     def give_up_at(self, deadline: float | None) -> float:
-        """Return the loop time until which to wait for an unreachable part."""
+        """Return the event-loop time until which to wait for an unreachable part."""
         limit = asyncio.get_running_loop().time() + self._unavailable_timeout_s
         return limit if deadline is None else min(limit, deadline)
 
@@ -406,7 +406,9 @@ class Output:
         span: RequestSpan | None = None,
         admission: Admission | None = None,
     ) -> None:
-        """`release` is called on exit; `admission` is charged with what is read, None for what was charged before."""
+        """`release` is called on exit; `admission` is charged for the tokens that are read, or is None if they were
+        charged before.
+        """
         self.request_id = request_id
         self.is_final = False
         self._generation = generation
@@ -512,7 +514,7 @@ class FrontDoor:
         self._traces = traces
 
     async def start(self, request: pb.GenerateRequest, timeout_s: float | None, key: str = "") -> Output:
-        """Start a request, or attach to the one that was started with its idempotency key.
+        """Start a request, or attach to the one that was started with the same idempotency key.
 
         Args:
             request: As received from the client; it is changed.

@@ -1,4 +1,4 @@
-"""Checks guides before their requests are scheduled, in an isolated process with limits of time and memory.
+"""Checks guides before their requests are scheduled, in an isolated process with time and memory limits.
 
 A guide that does not compile within the limits is the client's error. Results of the most recent guides are cached.
 """
@@ -27,7 +27,7 @@ KINDS = {
 
 
 class GrammarChecker:
-    """Checks guides one by one; the process is started with the first.
+    """Checks guides one at a time; the process is started for the first one.
 
     Attributes:
         num_checked: Number of cached results.

@@ -1,4 +1,4 @@
-"""Idempotency keys: a call repeated with the same key attaches to the request that the first one started.
+"""Idempotency keys: a call that is repeated with the same key attaches to the request that the first call started.
 
 The request's id is derived from the key, and Submit is idempotent on the id. The request is detached, since its client
 may return after its connection broke, and it is kept for a day.
@@ -20,7 +20,7 @@ _KEEP_S = 24 * 3600
 
 
 def check_key(key: str | None) -> str:
-    """Return a valid key unchanged; empty for none.
+    """Return the key if it is valid; empty if there is none.
 
     Raises:
         InvalidArgumentError: It is empty or too long.
@@ -31,13 +31,13 @@ def check_key(key: str | None) -> str:
 
 
 def key_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Return the key in a gRPC call's metadata; empty for none; errors as in `check_key`."""
+    """Return the idempotency key in a gRPC call's metadata; empty if there is none. Errors as in `check_key`."""
     values = [str(value) for name, value in metadata if name == HEADER]
     return check_key(values[-1] if values else None)
 
 
 def request_id_of(key: str, call: str) -> str:
-    """Return the request id of a key; `call` separates the keys of different methods."""
+    """Return the request id for a key; `call` names the method, so that methods do not share keys."""
     return hashlib.blake2b(f"{call}\0{key}".encode(), digest_size=16).hexdigest()
 
 
@@ -53,20 +53,20 @@ def make_repeatable(request: pb.GenerateRequest, request_id: str) -> None:
 
 
 def check_no_id(request_id: str) -> None:
-    """Raise InvalidArgumentError if a request has its own id."""
+    """Raise InvalidArgumentError if a request already has an id."""
     if request_id:
         raise InvalidArgumentError(f"must not be set together with {_FIELD}", field="request_id")
 
 
 def keep(request: pb.GenerateRequest) -> None:
-    """Detach a request from its client, and keep it after its end."""
+    """Detach a request from its client, and keep its output after its end."""
     request.detached = True
     request.keep_s = max(request.keep_s, _KEEP_S)
 
 
 @contextlib.contextmanager
 def naming_key(key: str) -> Iterator[None]:
-    """Convert a conflict of request ids into an error about the key, which is not retried.
+    """Convert a request-id conflict into an error about the idempotency key; that error is not retried.
 
     Raises:
         InvalidArgumentError: The key belongs to another request.

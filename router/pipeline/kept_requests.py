@@ -28,7 +28,7 @@ class KeptRequests:
         self._unavailable_timeout_s = unavailable_timeout_s
 
     async def get(self, request_id: str) -> scheduler_pb2.GetRequestResponse:
-        """Return a request by the caller's id of it.
+        """Return a request, given the id under which the caller knows it.
 
         Raises:
             NotFoundError: No cell has it.
@@ -39,7 +39,7 @@ class KeptRequests:
         return next(iter(found.values()))
 
     async def delete(self, request_id: str) -> None:
-        """Abort a request if it runs, and delete it; errors as in `get`."""
+        """Abort a request if it is running, and delete it; errors as in `get`."""
         query = scheduler_pb2.DeleteRequestRequest(request_id=current_caller.get().scope(request_id))
         await self._ask(lambda cell: cell.stub.DeleteRequest(query, timeout=_TRY_TIMEOUT_S))
 
@@ -48,7 +48,7 @@ class KeptRequests:
 
 
 async def ask_cells(cells: Cells, call: Callable[[Cell], Awaitable[_T]], timeout_s: float) -> dict[Cell, _T]:
-    """Return the responses of cells that do not raise NotFoundError, at least one.
+    """Return the responses of all cells that do not raise NotFoundError; there is at least one.
 
     Args:
         cells: All cells.
@@ -81,7 +81,7 @@ async def ask_cells(cells: Cells, call: Callable[[Cell], Awaitable[_T]], timeout
 
 
 async def ask_cell(cell: Cell, call: Callable[[Cell], Awaitable[_T]], timeout_s: float) -> _T:
-    """Return one cell's response, with retries while it is unreachable; errors as in `ask_cells`."""
+    """Return the response of one cell; retry while the cell is unreachable. Errors as in `ask_cells`."""
     loop = asyncio.get_running_loop()
     give_up_at, delay = loop.time() + timeout_s, _FIRST_RETRY_S
     while True:

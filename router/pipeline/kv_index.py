@@ -1,4 +1,4 @@
-"""Cached prefixes of a cell's workers, from its KV events: the basis of a router's choice between cells.
+"""Cached prefixes of a cell's workers, built from its KV events; a router's choice between cells is based on them.
 
 The index may be wrong at any time: events arrive late, and a cell may be used by other routers. This costs cache hits,
 but never changes output.
@@ -29,7 +29,7 @@ class KvIndex:
         self._next = 0
 
     def apply(self, batch: stats_pb2.KvEventBatch) -> bool:
-        """Apply events; return False if some were lost or came out of order, so that a snapshot is needed.
+        """Apply events; return False if some were lost or out of order, so that a snapshot is needed.
 
         Events that were applied before are ignored.
         """
@@ -61,7 +61,7 @@ class KvIndex:
             self._stored.clear()
 
     def num_cached(self, prompt: PromptBlocks) -> int:
-        """Return how many of a prompt's first tokens some worker group has cached."""
+        """Return how many of a prompt's first tokens are cached by at least one worker group."""
         if not self.tokens_per_block:
             return 0
         hashes = prompt.hashes(self.tokens_per_block)
@@ -80,7 +80,7 @@ class PromptBlocks:
         self._hashes: dict[int, list[int]] = {}
 
     def hashes(self, tokens_per_block: int) -> list[int]:
-        """Return the chain over the full blocks; the last token is always left to compute."""
+        """Return the hash chain over the full blocks; the last token is excluded, since it is always computed."""
         if tokens_per_block not in self._hashes:
             num_blocks = min((len(self._token_ids) - 1) // tokens_per_block, _MAX_BLOCKS)
             tokens = array("I", self._token_ids[: num_blocks * tokens_per_block])

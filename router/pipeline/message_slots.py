@@ -1,4 +1,4 @@
-"""Limits on gRPC requests that have not arrived in full: memory for a message is taken as soon as it is read."""
+"""Limits on gRPC requests that have not arrived in full: gRPC allocates memory for a message as soon as it is read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MessageT = TypeVar("_MessageT")
 
 
 class MessageSlots:
-    """Reads the messages of a router's unary requests, a limited number at once."""
+    """Reads the messages of a router's unary requests, with a limit on concurrent reads."""
 
     def __init__(
         self,

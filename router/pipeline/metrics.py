@@ -34,7 +34,7 @@ class RouterMetrics:
         self.tokens: Counter = metrics.counter("relayed_tokens", "Tokens sent to clients.")
 
     def log_end(self, reason: str, duration_s: float, first_s: float | None, num_tokens: int) -> None:
-        """Log an ended request; the log's context has its id."""
+        """Log that a request has ended; its id is in the logging context."""
         self.num_ended += 1
         if logger.isEnabledFor(self._request_level):
             extra = {
@@ -47,7 +47,7 @@ class RouterMetrics:
 
 
 async def log_throughput(metrics: RouterMetrics, num_open: Callable[[], int], interval_s: float) -> None:
-    """Log tokens per second, open streams and requests that ended, every `interval_s`, until cancelled."""
+    """Every `interval_s`, log tokens per second, open streams and requests that ended, until cancelled."""
     before, num_tokens, num_ended = time.monotonic(), metrics.num_tokens, metrics.num_ended
     while True:
         await asyncio.sleep(interval_s)

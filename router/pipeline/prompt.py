@@ -47,7 +47,7 @@ class PromptBuilder:
             self._template.close()
 
     async def token_ids(self, request: pb.GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the input's token ids, at least one; a text's with or without the tokenizer's special tokens.
+        """Return the input's token ids (never empty). `add_special_tokens` applies only to text prompts.
 
         Raises:
             InvalidArgumentError: No input, an empty one, one that is too long, or a conversation that does not parse.
@@ -72,7 +72,7 @@ class PromptBuilder:
         return ids
 
     async def bad_word_ids(self, words: list[str]) -> list[list[int]]:
-        """Return the token sequences of banned words: each word unchanged and with a space before it."""
+        """Return the token sequences of banned words: each word both unchanged and preceded by a space."""
 
         def encode() -> list[list[int]]:
             spellings = [spelling for word in words for spelling in (word, " " + word)]
@@ -103,7 +103,7 @@ class PromptBuilder:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _check_length(self, text: str, field: str) -> None:
-        """Reject, before tokenizing, text that must exceed the model's context."""
+        """Reject text that is certain to exceed the model's context, before it is tokenized."""
         if len(text) > self._max_tokens * self.tokenizer.longest_token:
             raise InvalidArgumentError(f"is longer than the model's context of {self._max_tokens} tokens", field=field)
 
@@ -126,7 +126,7 @@ def _message(message: pb.ChatMessage, index: int) -> dict[str, object]:
 
 
 def _parse(text: str, kind: type[_T], field: str) -> _T | None:
-    """Return the JSON value in `text`, which must be of `kind`; None if it is empty."""
+    """Parse `text` as JSON and return the value, which must be of type `kind`; None if the text is empty."""
     if not text:
         return None
     try:

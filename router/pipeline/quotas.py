@@ -25,7 +25,7 @@ _MIN_RETRY_MS = 50
 
 
 class _Rate:
-    """An account of requests or tokens."""
+    """A token bucket of requests or tokens."""
 
     def __init__(self, name: str, limit: int, now: float) -> None:
         self.name = name
@@ -34,17 +34,17 @@ class _Rate:
         self._at = now
 
     def level(self, now: float) -> float:
-        """Return the remaining amount, negative for a debt."""
+        """Return the remaining amount; negative if there is a debt."""
         self._level = min(self._level + (now - self._at) * self.limit / _PERIOD_S, self.limit)
         self._at = now
         return self._level
 
     def take(self, amount: int, now: float) -> None:
-        """Take an amount."""
+        """Take an amount from the bucket."""
         self._level = self.level(now) - amount
 
     def seconds_until(self, level: float, now: float) -> float:
-        """Return how long until there is this much."""
+        """Return the seconds until the bucket reaches this level."""
         return max(level - self.level(now), 0.0) * _PERIOD_S / self.limit
 
 
@@ -61,7 +61,7 @@ class Account:
         self._tokens = _Rate("tokens", quota.tokens_per_minute, now) if quota.tokens_per_minute else None
 
     def admit(self) -> None:
-        """Count a request.
+        """Count a new request.
 
         Raises:
             OverloadedError: A quota is used up; its message begins with the quota's name.
@@ -80,7 +80,7 @@ class Account:
             self._requests.take(1, now)
 
     def charge(self, num_tokens: int) -> None:
-        """Take tokens."""
+        """Charge tokens."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, self._clock())
 
@@ -96,21 +96,21 @@ class Account:
 
 
 class Admission:
-    """One admitted request; `release` ends it, once."""
+    """One admitted request; call `release` once when it ends."""
 
     def __init__(self, quotas: Quotas, client: str) -> None:
-        """`client`: empty for one that is not authenticated, which has no quota."""
+        """`client`: the client's name; empty if the client is not authenticated and so has no quota."""
         self._quotas = quotas
         self._client = client
         self._is_released = False
 
     def charge(self, *, prompt: int = 0, output: int = 0) -> None:
-        """Count tokens."""
+        """Charge tokens."""
         if self._client:
             self._quotas.charge(self._client, prompt, output)
 
     def release(self) -> None:
-        """The request has ended, or its client has left."""
+        """Note that the request has ended, or that its client has disconnected."""
         if self._client and not self._is_released:
             self._is_released = True
             self._quotas.leave(self._client)
@@ -149,15 +149,15 @@ class Quotas:
         return Admission(self, caller.name)
 
     def headers(self, caller: Caller) -> dict[str, str]:
-        """Return the headers with the caller's remaining quota; none without a quota."""
+        """Return HTTP headers with the caller's remaining quota; none if it has no quota."""
         return self._account(caller).headers() if caller.is_authenticated and caller.quota != Quota() else {}
 
     def leave(self, client: str) -> None:
-        """Count one running request less."""
+        """Decrement the client's number of running requests."""
         self._accounts[client].num_running -= 1
 
     def charge(self, client: str, prompt: int, output: int) -> None:
-        """Count tokens."""
+        """Charge tokens."""
         self._accounts[client].charge(prompt + output)
         if prompt:
             self._tokens.labels(client, "prompt").inc(prompt)

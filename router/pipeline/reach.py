@@ -1,4 +1,4 @@
-"""Health of the router: unhealthy if it cannot reach the parts that requests need."""
+"""Health of the router: it is unhealthy if it cannot reach the parts that requests need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNREACHED_S = 10.0
 async def watch_reach(
     cells: Cells, pool: DetokenizerPool, progress: Progress, *, unreached_s: float = UNREACHED_S
 ) -> None:
-    """Report the router unhealthy until each part has responded, and when one has not for `unreached_s`.
+    """Report the router as unhealthy until each part has responded once, and whenever one has not for `unreached_s`.
 
     A scheduler has responded when its loads arrive over the connection that requests use; they include its workers.
     """

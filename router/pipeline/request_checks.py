@@ -38,7 +38,7 @@ _ADDITIONAL_OUTPUT = re.compile(r"hidden_states\.(0|[1-9]\d{0,3})|topk_logits\.[
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """low <= value <= high, or low < value if low is excluded. NaN is never in range."""
+    """A range of numbers: low <= value <= high, or low < value if low is excluded. NaN is never in range."""
 
     low: float
     high: float
@@ -114,7 +114,7 @@ def check_request(
     model: ModelFolder,
     max_beam_width: int = 16,
 ) -> None:
-    """Check all fields but the input's length and what depends on the workers (`check_supported`).
+    """Check all fields, except for the input's length and for requirements on the workers (`check_supported`).
 
     Args:
         request: The request as received.
@@ -142,7 +142,7 @@ def check_request(
 
 
 def check_model(name: str, model: ModelFolder) -> None:
-    """Raise NotFoundError unless `name` is empty or the served model's."""
+    """Raise NotFoundError unless `name` is empty or the name of the served model."""
     if name and name != model.name:
         raise NotFoundError(f"no model {name[:MAX_NAME]!r} here; this is {model.name!r}", field="model")
 
@@ -154,7 +154,7 @@ def check_name(value: str, field: str) -> None:
 
 
 def check_adapter_path(path: str, root: str, field: str) -> None:
-    """Raise if the caller may not load an adapter from `path`, whether it exists or not.
+    """Raise an error if the caller may not load an adapter from `path`; it does not reveal whether the path exists.
 
     Raises:
         PermissionDeniedError: The caller is not an admin.
@@ -208,7 +208,7 @@ def check_supported(request: pb.GenerateRequest, features: frozenset[str] | None
 
 
 def fit_to_context(num_prompt_tokens: int, max_tokens: int | None, model: ModelFolder, field: str = "prompt") -> int:
-    """Return the limit on a sequence's output tokens: the requested one, capped by the model's context.
+    """Return the limit on a sequence's output tokens: the requested limit, capped by the model's context length.
 
     Raises:
         InvalidArgumentError: The prompt leaves no room for a token.
@@ -286,7 +286,7 @@ def _check_output(output: pb.OutputConfig, model: ModelFolder) -> None:
 
 
 def _probe_widths(features: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Yield the name and width of each of the workers' output probes."""
+    """Yield the name and the width of each output probe that the workers have."""
     for feature in features:
         if feature.startswith("output_probe."):
             _, width, name = feature.split(".", 2)

@@ -1,4 +1,4 @@
-"""The router's span of each traced request, which covers the time that the client waits.
+"""The router's trace span of each traced request, which covers the time that the client waits.
 
 The client's `traceparent` comes as gRPC metadata or as an HTTP header; `admit` and `TracedApp` store it in a context
 variable. Of the requests without one, a share is sampled for new traces.
@@ -26,12 +26,12 @@ class RequestTraces:
     """Starts spans."""
 
     def __init__(self, tracer: Tracer, ratio: float) -> None:
-        """`ratio` is the share, 0 to 1, of requests without a `traceparent` that are traced."""
+        """`ratio` is the fraction, 0 to 1, of requests without a `traceparent` that are traced."""
         self._tracer = tracer
         self._ratio = ratio
 
     def begin(self, name: str, request_id: str) -> RequestSpan | None:
-        """Start a span for the current task's request; None if it is not traced."""
+        """Start a span for the request of the current task; None if it is not traced."""
         client = TraceParent.parse(_client_parent.get())
         if client is None:
             if random.random() >= self._ratio:

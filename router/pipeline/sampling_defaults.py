@@ -30,7 +30,7 @@ def sampling_defaults(model: ModelFolder) -> pb.SamplingConfig:
 
 
 def fill_sampling(sampling: pb.SamplingConfig, defaults: pb.SamplingConfig) -> None:
-    """Set unset fields that have a default."""
+    """Set the fields that are unset and have a default."""
     is_beam_search = sampling.beam_width > 1
     own = {field.name for field, _ in sampling.ListFields()}
     for field, value in defaults.ListFields():

@@ -94,7 +94,8 @@ class CallLimits:
         self._health = StreamLimits(_MAX_HEALTH_WATCHES, _MAX_HEALTH_WATCHES_PER_CLIENT)
 
     def take(self, method: str) -> Callable[[], None] | None:
-        """Count a call of the current caller; return a callable that releases it, if it is counted here.
+        """Count a call of the current caller; return a callable that releases it, or None if such calls are not
+        limited.
 
         Raises:
             OverloadedError: The limit is reached.

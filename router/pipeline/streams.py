@@ -1,4 +1,4 @@
-"""Pending output of one client, merged.
+"""Pending output for one client, merged.
 
 There is no queue. While a client is slow its next message grows, one chunk per sequence; once more than
 `max_pending_bytes` are pending, the stream is cut, without effect on others.
@@ -38,7 +38,9 @@ class ClientStream:
         from_token_by_sequence: Sequence[int] = (),
         on_overflow: Callable[[], None] = lambda: None,
     ) -> None:
-        """The client already has `from_token` tokens of each sequence, or as many as `from_token_by_sequence` gives."""
+        """The client already has the first `from_token` tokens of each sequence, or those given by
+        `from_token_by_sequence`.
+        """
         self.request_id = request_id
         self.is_final = False
         self.overflowed = False
@@ -55,17 +57,17 @@ class ClientStream:
 
     @property
     def from_token(self) -> int:
-        """Start offset of sequences that have not begun."""
+        """Start offset of sequences without output so far."""
         return self._from_token
 
     @property
     def offsets(self) -> list[int]:
-        """Next offset of each sequence, up to the last that has begun; empty if none has."""
+        """Next offset of each sequence, up to the last sequence with output; empty if there is no output yet."""
         size = max(self._offsets, default=-1) + 1
         return [self._offsets.get(index, self._from_token) for index in range(size)]
 
     def push(self, chunk: Chunk) -> None:
-        """Add output; duplicates are dropped, and a gap fails the source, so that the stream is reattached."""
+        """Add output, dropping duplicates; a gap is a failure of the source, so that the stream is reattached."""
         index = chunk.sequence_index
         if chunk.extras is not None:
             chunk.extras = self._tensors[index].new(chunk.extras)
@@ -96,7 +98,7 @@ class ClientStream:
             self._wake()
 
     def fail(self, error: MidstreamError) -> None:
-        """Fail the source of the output; `take` raises once all pending output is taken."""
+        """Record a failure of the source; `take` raises it once all pending output has been taken."""
         self._error = error
         self._wake()
 

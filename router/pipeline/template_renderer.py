@@ -31,7 +31,7 @@ LENGTH = struct.Struct("<I")
 
 
 class Renderer:
-    """One compiled template."""
+    """One compiled chat template."""
 
     def __init__(self, source: str) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
@@ -46,7 +46,7 @@ class Renderer:
         self._template = environment.from_string(source)
 
     def render(self, variables: Mapping[str, object]) -> dict[str, str]:
-        """Return `text`, or the failure as `error`."""
+        """Return the rendered `text`, or an `error`."""
         parts: list[str] = []
         size = 0
         try:

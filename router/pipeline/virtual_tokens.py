@@ -1,4 +1,4 @@
-"""Check prompt embeddings and prompt-tuning tables, and assign them token ids from the vocabulary's size on.
+"""Checks prompt embeddings and prompt-tuning tables, and assigns them token ids starting at the vocabulary size.
 
 Other parts see one form: token ids, and a table whose row i has the id vocab_size + i. A prompt given as embeddings
 becomes a table with all of its rows in order; a table for a prompt without such ids is prepended to it.
@@ -49,7 +49,7 @@ def num_token_ids(request: pb.GenerateRequest, model: ModelFolder) -> int:
 
 
 def take_embeddings(request: pb.GenerateRequest, model: ModelFolder) -> None:
-    """Convert a checked prompt of embeddings into a table and the ids of its rows."""
+    """Convert a checked prompt of embeddings into a table of virtual tokens and their ids."""
     if request.WhichOneof("input") == "prompt_embeddings":
         request.prompt_tuning.table.CopyFrom(request.prompt_embeddings)
         first, count = model.vocab_size, request.prompt_embeddings.shape[0]
@@ -57,7 +57,8 @@ def take_embeddings(request: pb.GenerateRequest, model: ModelFolder) -> None:
 
 
 def put_table_first(request: pb.GenerateRequest, token_ids: Sequence[int], model: ModelFolder) -> Sequence[int]:
-    """Prepend the ids of the request's table to the prompt, if it has a table and uses none of its ids."""
+    """Prepend the ids of the request's table to the prompt, if it has a table and the prompt contains none of its ids.
+    """
     if not request.prompt_tuning.HasField("table") or max(token_ids) >= model.vocab_size:
         return token_ids
     first = model.vocab_size

@@ -1,4 +1,4 @@
-"""APIs for existing clients, each translated to the native call."""
+"""APIs for existing clients, each translated into native calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits on the bytes of incomplete requests in memory, in total and per client."""
+"""Limits on the bytes of incomplete request bodies in memory, in total and per client."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _RETRY_AFTER_MS = 500
 
 
 def max_body_bytes(model: ModelFolder, configured: int, max_message_bytes: int) -> int:
-    """Return the size limit of HTTP bodies: as configured, or by the model's context length."""
+    """Return the size limit of HTTP bodies: the configured one, or one derived from the model's context length."""
     by_context = _FIXED_BYTES + _BYTES_PER_TOKEN * model.max_sequence_length
     return min(configured or by_context, max_message_bytes)
 
 
 def max_request_bytes(model: ModelFolder, max_message_bytes: int) -> int:
-    """Return the size limit of gRPC requests, whose prompt may be float32 embeddings."""
+    """Return the size limit of gRPC requests; it allows for prompts given as float32 embeddings."""
     by_context = (4 << 20) + (4 * model.hidden_size + _BYTES_PER_TOKEN) * model.max_sequence_length
     return min(by_context, max_message_bytes)
 
 
 class BodyBudget:
-    """Counts the bytes of bodies that are in memory."""
+    """Counts the bytes of request bodies that are in memory."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
@@ -36,7 +36,7 @@ class BodyBudget:
         self._by_client: Counter[str] = Counter()
 
     def hold(self, client: str) -> HeldBody:
-        """Return an account of one body, to be used as a context manager."""
+        """Return the account of one body; use it as a context manager."""
         return HeldBody(self, client)
 
     def add(self, client: str, num_bytes: int) -> None:
@@ -73,7 +73,7 @@ class HeldBody:
         return self
 
     def add(self, num_bytes: int) -> None:
-        """Count more bytes of it.
+        """Count more bytes of this body.
 
         Raises:
             OverloadedError: There are too many, of all bodies.

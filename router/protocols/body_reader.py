@@ -1,4 +1,4 @@
-"""Reading the JSON bodies of HTTP requests, within a budget."""
+"""Reads the JSON bodies of HTTP requests, within a memory budget."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _T = TypeVar("_T")
 
 
 class BodyReader:
-    """Reads bodies for all HTTP APIs of a router."""
+    """Reads request bodies for all HTTP APIs of a router."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     async def read(self, request: Request, make: Callable[[Body], _T]) -> _T:
-        """Return `make` of the parsed body; long bodies are parsed off the event loop.
+        """Return the result of `make` for the parsed body; long bodies are parsed outside of the event loop.
 
         Raises:
             InvalidArgumentError: The body is too large, or is not a JSON object.

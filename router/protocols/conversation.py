@@ -1,4 +1,4 @@
-"""Conversations, shared by all chat APIs, and the events from which they write their responses.
+"""Conversations, shared by all chat APIs, and the parser events from which the APIs build their responses.
 
 1. An API reads its body into a Conversation: the native request and its tools.
 2. `prepare` renders the prompt, detects whether it opens the reasoning, and adds the grammar that tools need.
@@ -74,7 +74,9 @@ class ChatModel:
         return ChatModel(found, folder.chat_template or "", tokens, any(mark in special for mark in found.marks))
 
     def thinking_variables(self, effort: str) -> dict[str, object]:
-        """Return template variables for a reasoning effort, one of EFFORTS; none if the template has no efforts."""
+        """Return the template variables for a reasoning effort, one of EFFORTS; none if the template has no setting for
+        it.
+        """
         values: dict[str, object] = {}
         if "reasoning_effort" in self.template:
             values["reasoning_effort"] = _EFFORTS[effort]
@@ -135,14 +137,15 @@ class Conversation:
 
     @property
     def reads_text(self) -> bool:
-        """Whether text is parsed; otherwise all of it is the answer."""
+        """Whether the output text is parsed; otherwise all of it is the answer."""
         known = self.model.format
         if known.has_channels or known.reasoning is not None:
             return True
         return bool(self.tools.schemas) and (self.tools.choice != "auto" or known.tools is not None)
 
     async def prepare(self, prompts: PromptBuilder, folder: ModelFolder, *, renders: bool = False) -> None:
-        """Add what depends on the prompt; with `renders` the prompt is always rendered, and its tokens counted.
+        """Set the fields that depend on the prompt; with `renders` the prompt is always rendered, and its tokens are
+        counted.
 
         Raises:
             MidstreamError: The conversation cannot be rendered, or is too long.
@@ -164,20 +167,21 @@ class Conversation:
         self.add_guide()
 
     def note_prompt(self, ids: Sequence[int], tokenizer: Tokenizer) -> None:
-        """Set what depends on the prompt's tokens: their count, and whether they open the reasoning."""
+        """Set the fields that depend on the prompt's tokens: their count, and whether the prompt ends inside reasoning.
+        """
         tags = self.model.format.reasoning
         tail = tokenizer.decode(list(ids[-_NUM_TAIL:]), skip_special_tokens=False)
         self.is_thinking = tags is not None and tags.is_open_after(tail)
         self.num_prompt_tokens = len(ids)
 
     def add_guide(self) -> None:
-        """Add the grammar for the tools, and allow reasoning before any grammar."""
+        """Set the grammar for the tools, and extend any grammar to allow reasoning first."""
         guide = self._guide()
         if guide is not None:
             self.request.guided_decoding.CopyFrom(guide)
 
     def _guide(self) -> pb.GuidedDecodingConfig | None:
-        """Return the grammar for the tools or, after reasoning, for the requested format."""
+        """Return the grammar for the tools, or the one for reasoning followed by the requested format."""
         tools = self.tools
         if self._is_guided:
             return self._own_guide()
@@ -204,7 +208,7 @@ class Conversation:
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
 
     def _own_guide(self) -> pb.GuidedDecodingConfig | None:
-        """Return the request's own guide with reasoning before it; None if it needs no change."""
+        """Return the request's own guide, extended by the reasoning before it; None if it needs no change."""
         guide = self.request.guided_decoding
         if not self.is_thinking:
             return None
@@ -228,7 +232,7 @@ class Conversation:
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=json.dumps(schema))
 
     def parser(self) -> Machine:
-        """Return a parser for one sequence."""
+        """Return a parser for the text of one sequence."""
         tools, known = self.tools, self.model.format
         limit = None if tools.is_parallel else 1
         is_free = tools.choice == "auto" or not tools.schemas
@@ -244,7 +248,7 @@ class Conversation:
 
 
 class SequenceReader:
-    """Reads one sequence's text.
+    """Reads the text of one sequence.
 
     Attributes:
         num_calls: Calls that have begun.
@@ -256,7 +260,7 @@ class SequenceReader:
         self._call_id = partial(conversation.model.format.call_id, request_id, sequence)
 
     def read(self, text: str, *, is_final: bool) -> list[Event]:
-        """Return the events of the next piece of text; every call has an id."""
+        """Return the parser events for the next piece of text; every call has an id."""
         events = self._parser.feed(text)
         if is_final:
             events += self._parser.finish()
@@ -268,7 +272,7 @@ class SequenceReader:
 
 
 def keep_prefix(request: pb.GenerateRequest, num_tokens: int | None, duration_s: int) -> None:
-    """Retain the KV cache of the prompt, or of its first `num_tokens` tokens, longer than the default."""
+    """Retain the KV cache of the prompt, or of its first `num_tokens` tokens, longer than by default."""
     kept = request.kv_retention.token_ranges.add(start=0, priority=_KEPT_PRIORITY, duration_ms=duration_s * 1000)
     if num_tokens is not None:
         kept.end = num_tokens
@@ -285,7 +289,7 @@ def _with_text_arguments(calls_json: str) -> str:
 
 
 def _arguments(name: str, machine: Machine) -> Steps[None]:
-    """Treat all text as the arguments of a call of `name`."""
+    """Treat all text as the arguments of a call of the tool `name`."""
     yield from machine.take_space()
     machine.open_call(name)
     yield from machine.copy_until(machine.arguments)

@@ -1,4 +1,4 @@
-"""Handling of each field of the HTTP APIs, and the table in docs/adapters.md.
+"""How each field of the HTTP APIs is handled, and the table of it in docs/adapters.md.
 
 `python -m router.protocols.fields` prints the table. Fields that are not in it are rejected.
 """
@@ -203,7 +203,7 @@ RESPONSES: Table = {
         "message, reasoning, function and custom tool calls and their outputs; others are refused",
     ),
     "input.role": ("works", "developer becomes system if the template does not support it"),
-    "input.content": ("works", "text, including that of reasoning"),
+    "input.content": ("works", "text, including the text of reasoning items"),
     "input.content.type": ("works", "text; others are refused"),
     "input.content.text": ("works", ""),
     "input.content.refusal": ("works", "treated as text"),
@@ -220,12 +220,12 @@ RESPONSES: Table = {
     "input.output": ("works", "text"),
     "input.output.type": ("works", "text; others are refused"),
     "input.output.text": ("works", ""),
-    "input.summary": ("works", "used for reasoning without content"),
+    "input.summary": ("works", "used when a reasoning item has no `content`"),
     "input.summary.type": ("ignored", ""),
     "input.summary.text": ("works", ""),
-    "input.encrypted_content": ("works", "used for reasoning without content"),
-    "instructions": ("works", "apply to this response only, before the previous conversation"),
-    "previous_response_id": ("works", "must be stored and have ended"),
+    "input.encrypted_content": ("works", "used when a reasoning item has no `content`"),
+    "instructions": ("works", "apply to this response only; they precede the previous conversation"),
+    "previous_response_id": ("works", "the previous response must be stored and have ended"),
     "store": ("works", "true by default; kept for `--response-ttl-s`"),
     "background": ("works", "with `store`"),
     "stream": ("works", ""),
@@ -358,7 +358,7 @@ _INDEX = re.compile(r"\[\d+\]")
 
 
 def check_fields(body: Body, table: Table, opaque: tuple[str, ...] = _OPAQUE) -> None:
-    """Check that every field of a body, except within `opaque` ones, is in `table` and not refused.
+    """Check that every field of a body, except those inside `opaque` fields, is in `table` and not refused.
 
     Raises: InvalidArgumentError: A field is unknown. UnsupportedError: A field is refused.
     """
@@ -372,7 +372,7 @@ def check_fields(body: Body, table: Table, opaque: tuple[str, ...] = _OPAQUE) ->
 
 
 def ignored_fields(body: Body, table: Table) -> list[str]:
-    """Return the fields of a body that had no effect; call it after reading the body.
+    """Return the fields of a body that have no effect; call this after the body was read.
 
     Supported fields may have no effect in combination with others, such as `tool_choice` without tools.
 
@@ -389,7 +389,7 @@ def ignored_fields(body: Body, table: Table) -> list[str]:
 
 
 def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
-    """Return the response header that names ignored fields."""
+    """Return the response header that lists ignored fields."""
     return {"x-midstream-ignored": ", ".join(ignored)} if ignored else {}
 
 
@@ -409,7 +409,7 @@ def _paths(fields: Mapping[str, object], prefix: str, opaque: tuple[str, ...]) -
 
 
 def markdown() -> str:
-    """Return the tables, for docs/adapters.md."""
+    """Return the tables in Markdown, for docs/adapters.md."""
     lines = []
     for endpoint, table in TABLES.items():
         lines += [f"| `{endpoint}` | | |", "| --- | --- | --- |"]

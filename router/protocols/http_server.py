@@ -30,21 +30,21 @@ _REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: c
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the gRPC server; both drain together."""
+        """Leave signal handling to the gRPC server; both servers drain together."""
         yield
 
 
 class ConnectionLimits:
-    """Counts a port's open connections, in total and per address."""
+    """Counts the open connections of a port, in total and per client address."""
 
     def __init__(self, max_connections: int) -> None:
-        """Limit connections to half of the open files, and those of one address to half of that."""
+        """Limit all connections to half of the open-files limit, and those of one address to half of that."""
         self.max_connections = max(min(max_connections, _MAX_CONNECTIONS), 2)
         self._open: Counter[str] = Counter()
         self._num_open = 0
 
     def enter(self, address: str) -> bool:
-        """Count a connection, unless there are too many."""
+        """Count a connection and return True; return False if there are too many."""
         if self._num_open >= self.max_connections or self._open[address] >= self.max_connections // 2:
             return False
         self._num_open += 1
@@ -52,7 +52,7 @@ class ConnectionLimits:
         return True
 
     def leave(self, address: str) -> None:
-        """Count one less."""
+        """Remove a connection from the counts."""
         self._num_open -= 1
         self._open[address] -= 1
         if not self._open[address]:
@@ -60,7 +60,7 @@ class ConnectionLimits:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on connections, head size and the time to receive a request.
+    """uvicorn's protocol with limits on connections, on the size of the head, and on the time to receive a request.
 
     It also provides the names in the client's certificate.
     """
@@ -73,7 +73,7 @@ class _Protocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Reject a connection over the limit; otherwise wait for a head."""
+        """Reject a connection over the limit; otherwise start to wait for a request's head."""
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
         self._is_counted = self.limits.enter(self._address)
@@ -102,7 +102,7 @@ class _Protocol(HttpToolsProtocol):
             self._expect(self.timeouts_s[0])
 
     def _expect(self, timeout_s: float | None) -> None:
-        """Close the connection unless called again in time; None clears the limit."""
+        """Close the connection unless this is called again in time; None removes the time limit."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if timeout_s is None else self.loop.call_later(timeout_s, self._time_out, timeout_s)
@@ -119,7 +119,7 @@ class _Protocol(HttpToolsProtocol):
             self.transport.close()
 
     def on_headers_complete(self) -> None:
-        """Handle a complete head."""
+        """Handle a request's complete head."""
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_METADATA_BYTES:
             self._is_too_large = True
             raise ValueError("the head is too large")
@@ -130,7 +130,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Handle a part of the body."""
+        """Handle a piece of the body."""
         self._num_held_bytes = 0
         super().on_body(body)
 
@@ -150,7 +150,7 @@ class _Protocol(HttpToolsProtocol):
 
 
 def _protocol(limits: ConnectionLimits, timeouts_s: tuple[float, float]) -> type[_Protocol]:
-    """Return the protocol class of one port."""
+    """Return the protocol class for one port."""
     return type("_PortProtocol", (_Protocol,), {"limits": limits, "timeouts_s": timeouts_s})
 
 
@@ -173,7 +173,7 @@ class HostCheckedApp:
 
 
 class HttpPort:
-    """An ASGI application on a port."""
+    """An ASGI application served on a port."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class HttpPort:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> tuple[asyncio.Task[None], ...]:
-        """Start serving; return the tasks that do so, which end with `stop`."""
+        """Start serving; return the server's tasks, which end after `stop`."""
         self._tasks.append(asyncio.create_task(self._server.serve([self._socket]), name="http"))
         if self._tls is not None:
             self._tasks.append(asyncio.create_task(_keep_fresh(self._tls), name="certificates"))

@@ -19,7 +19,7 @@ _TIMEOUT_S = 10.0
 
 
 def ledger_route(cells: Cells) -> Route:
-    """Return the route: entries after `after` as JSON, of the only cell or of `cell`."""
+    """Return the route: it serves the entries after `after` as JSON, from the only cell or from `cell`."""
 
     async def answer(request: Request) -> Response:
         try:

@@ -11,7 +11,7 @@ SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-
 
 
 async def write(send: Send, text: str, *, more: bool) -> None:
-    """Write a part of the body."""
+    """Write a piece of the body."""
     await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
 

@@ -43,7 +43,7 @@ class StatusFeed:
         interval_s: float = _INTERVAL_S,
         watchers: StreamLimits | None = None,
     ) -> None:
-        """`router` returns its own status; `watchers` limits watchers, whose streams end when `draining` is set."""
+        """`router` returns the router's own status; `watchers` limits the streams, which end when `draining` is set."""
         self._cells = cells
         self._model = model
         self._router = router
@@ -77,7 +77,8 @@ class StatusFeed:
             sending_away.cancel()
 
     async def watch(self) -> AsyncGenerator[status_pb2.SystemStatus, None]:
-        """Yield the status with block maps, once known, then each new one; the caller owns the message.
+        """Yield the status including block maps once it is known, then every new one; the caller may modify the
+        messages.
 
         Raises:
             OverloadedError: There are too many watchers.
@@ -158,7 +159,7 @@ async def _ask_cell(cell: Cell, request: status_pb2.GetCellStatusRequest) -> sta
 
 
 def _add(status: status_pb2.SystemStatus, cell: status_pb2.CellStatus) -> None:
-    """Merge a cell into the status."""
+    """Add a cell's status to the system's status."""
     status.groups.extend(cell.groups)
     for total, part in ((status.requests, cell.requests), (status.counts, cell.counts)):
         for field, value in part.ListFields():

@@ -25,12 +25,13 @@ class Parts:
     def update(
         self, now_s: float, present: Iterable[PartStatus], silent_schedulers: Iterable[str] = ()
     ) -> list[PartStatus]:
-        """Update with the present parts; return them and missing ones, ordered by kind and name.
+        """Update with the parts present now; return these and the missing ones, ordered by kind and name.
 
         Args:
             now_s: Time of any monotonic clock.
-            present: One per part; the last of duplicates applies.
-            silent_schedulers: Names of those that do not respond; the status of parts connected to them is unknown.
+            present: One status per part; if duplicated, the last one wins.
+            silent_schedulers: Names of schedulers that are not responding; parts connected to them
+                have an unknown status.
         """
         here = {(part.kind, part.name): part for part in present}
         silent = {("scheduler", name) for name in silent_schedulers} - here.keys()

@@ -1,4 +1,4 @@
-"""Recent rates and latencies, from each scheduler's cumulative counters. Pure: time is an argument."""
+"""Recent rates and latencies, computed from each scheduler's cumulative counters. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _RATE_WINDOW_S = 0.9
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """The status of all schedulers that responded at one time, by address."""
+    """The status of all schedulers that responded at one time, by scheduler address."""
 
     time_s: float
     cells: Mapping[str, status_pb2.CellStatus]
 
 
 class Samples:
-    """One sample for each reading of all cells, those of the last minutes kept.
+    """Samples of all cells together, one per reading; those of the last minutes are kept.
 
     Attributes:
         kept: Oldest first.
@@ -36,12 +36,12 @@ class Samples:
         self._readings: deque[_Reading] = deque()
 
     def since(self, number: int) -> list[status_pb2.StatusSample]:
-        """Return the kept samples after the given number."""
+        """Return the kept samples with higher numbers than `number`."""
         num_new = min(self.last_number - number, len(self.kept))
         return list(self.kept)[len(self.kept) - num_new :]
 
     def add(self, time_s: float, cells: Mapping[str, status_pb2.CellStatus]) -> None:
-        """Add a reading, and fill each group's steps per second.
+        """Add a reading, and set each worker group's steps per second.
 
         Args:
             time_s: Unix seconds.
@@ -60,7 +60,7 @@ class Samples:
         self.last_number += 1
 
     def _reading_before(self, time_s: float) -> _Reading:
-        """Return the newest reading of at least this age, else the oldest."""
+        """Return the newest reading that is at least this old, else the oldest reading."""
         old = [reading for reading in self._readings if reading.time_s <= time_s]
         return old[-1] if old else self._readings[0]
 
@@ -79,7 +79,7 @@ class Samples:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float:
-    """Return the quantile `share` of a histogram, interpolated linearly within buckets.
+    """Return the `share`-quantile of a histogram, interpolated linearly within buckets.
 
     Args:
         bounds: Upper bounds of the buckets, ascending from above 0; there is one more bucket above them.
@@ -127,7 +127,7 @@ def _fill_rates(sample: status_pb2.StatusSample, before: _Reading, after: _Readi
 
 
 def _between(before: _Reading, after: _Reading, name: str) -> tuple[list[float], list[int]]:
-    """Return the difference of the counters of two readings, over all cells."""
+    """Return by how much counters grew between two readings, summed over all cells."""
     totals: dict[float, int] = {}
     for cell_name, cell in after.cells.items():
         earlier = _same_life(before, cell_name, cell)
@@ -142,7 +142,7 @@ def _between(before: _Reading, after: _Reading, name: str) -> tuple[list[float],
 
 
 def _same_life(reading: _Reading, name: str, cell: status_pb2.CellStatus) -> status_pb2.CellStatus | None:
-    """Return the cell's earlier status, unless its scheduler has restarted since."""
+    """Return the cell's status in an earlier reading; None if its scheduler has restarted since."""
     earlier = reading.cells.get(name)
     if earlier is None or earlier.scheduler_epoch != cell.scheduler_epoch:
         return None

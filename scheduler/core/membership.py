@@ -145,7 +145,7 @@ class Membership:
             self.end_at_fault(group, "a step's result is missing")
 
     def leave(self, event: WorkerLeft) -> None:
-        """Remove a group that leaves; its requests continue on other groups."""
+        """Remove a group that deregisters; its requests continue on other groups."""
         group = self.groups.get(event.epoch)
         if group is not None and group.connection == event.connection:
             self.end_epoch(group, event.reason or "it left", tell=False)
@@ -179,7 +179,7 @@ class Membership:
                 request.died_on.remove(event.group_id)
 
     def group_of(self, event: StepDone | WorkerBeat | BlocksFetched) -> WorkerGroup | None:
-        """Return the sender of a message; count a stale message and notify its sender.
+        """Return the group that sent a message, or None if the message is stale; then count it and notify the sender.
 
         An epoch is bound to the connection that it was assigned to: no worker can send for another, and one whose
         connection was lost registers again.
@@ -205,7 +205,9 @@ class Membership:
         self.end_epoch(group, reason)
 
     def end_by_death(self, group: WorkerGroup, reason: str, *, tell: bool = True, is_silent: bool = False) -> None:
-        """End the epoch of a group that died, hangs or is silent; a request that it was running may be the cause."""
+        """End the epoch of a group that died, hangs or is silent; a request that it was running may be the cause of
+        this.
+        """
         self._totals.num_worker_deaths += 1
         group.standing.note_death(self._clock.now_ns, reason)
         culprit = self._blame(group, is_silent)
@@ -316,12 +318,12 @@ class Membership:
         self._timers.at(due_ns, partial(self._check_alive, epoch))
 
     def wait_for_workers(self) -> None:
-        """Start the timeout of requests without a deadline while there is no worker."""
+        """Start the no-worker timeout; it applies to waiting requests that have no deadline."""
         self._no_worker_since_ns = self._clock.now_ns
         self.watch_lack_of_workers()
 
     def watch_lack_of_workers(self) -> None:
-        """Check again when the requests that wait now reach the timeout."""
+        """Schedule the check of the requests that are waiting now, for when they reach the timeout."""
         self._timers.at(self._clock.now_ns + self._config.no_worker_timeout_ns, self._give_up_waiting)
 
     def _give_up_waiting(self, now_ns: int) -> None:

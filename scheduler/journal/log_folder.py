@@ -46,7 +46,7 @@ class LogFolder:
         self._inodes[_LOCK_NAME] = _inode(os.fstat(self._lock))
 
     def names(self) -> list[str]:
-        """Return the names of the files without the lock."""
+        """Return the names of all files except the lock file, sorted."""
         return sorted(path.name for path in self.path.iterdir() if path.name != _LOCK_NAME)
 
     def read(self, name: str) -> bytes:
@@ -56,7 +56,7 @@ class LogFolder:
         return (self.path / name).read_bytes()
 
     def create(self, name: str, num_bytes: int) -> int:
-        """Create a file of `num_bytes` zeros, replacing any of this name, and return its size.
+        """Create a file of `num_bytes` zeros, replacing any file of this name, and return its size.
 
         Preallocation saves syncing the size with each write. Without enough disk space its size is 0.
         """
@@ -79,7 +79,7 @@ class LogFolder:
             view, offset = view[count:], offset + count
 
     def sync(self, name: str) -> None:
-        """Return when everything written to a file is durable."""
+        """Return once everything written to a file is durable."""
         file = self._files.get(name)
         if file is not None:
             os.fdatasync(file)
@@ -110,11 +110,13 @@ class LogFolder:
             os.close(file)
 
     def sync_names(self) -> None:
-        """Return when the directory entries are durable."""
+        """Return once the folder's directory entries are durable."""
         sync_folder(self.path)
 
     def check(self, name: str, num_bytes: int) -> None:
-        """Raise LostError if the lock or this file was deleted or replaced, or has fewer than `num_bytes`."""
+        """Raise LostError if the lock file or this file was deleted or replaced, or this file has fewer than
+        `num_bytes` bytes.
+        """
         if os.fstat(self._lock).st_nlink == 0:
             raise LostError(f"{self.path / _LOCK_NAME} was deleted or replaced while it was in use")
         status = os.fstat(self._files[name])
@@ -124,7 +126,7 @@ class LogFolder:
             raise LostError(f"{self.path / name} was truncated while it was in use")
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise LostError if files with these names are missing or are not the open ones."""
+        """Raise LostError if a file with one of these names is missing or is not the one that is open."""
         for name in (_LOCK_NAME, *names):
             path = self.path / name
             try:
@@ -186,7 +188,7 @@ def _inode(status: os.stat_result) -> tuple[int, int]:
 
 
 def sync_folder(path: Path) -> None:
-    """Return when a folder's directory entries are durable."""
+    """Return once a folder's directory entries are durable."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)

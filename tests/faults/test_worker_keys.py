@@ -257,5 +257,5 @@ def test_the_command_makes_a_pair_that_only_its_owner_can_read(tmp_path: Path) -
     assert (secret.stat().st_mode & 0o777, public.stat().st_mode & 0o777) == (0o600, 0o644)
     assert read_key_pair(str(secret), "").public == read_public_key(str(public), "")
     assert read_key_pair(str(secret), "").secret.decode() not in result.stdout
-    assert "exists already" in midstream("keys", "worker-7", "--output", str(tmp_path / "new")).stderr
+    assert "already exists" in midstream("keys", "worker-7", "--output", str(tmp_path / "new")).stderr
     assert "name" in midstream("keys", "../worker", "--output", str(tmp_path)).stderr

@@ -267,7 +267,7 @@ def test_a_folder_is_prepared_where_it_is_wanted(tmp_path: Path) -> None:
     model = prepare_model_folder(str(tmp_path / "small.gguf"), tmp_path / "out" / "mine")
     assert model.path == tmp_path / "out" / "mine"
     assert model.fingerprint == source.fingerprint
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         prepare_model_folder(str(tmp_path / "small.gguf"), tmp_path / "out" / "mine")
 
 

@@ -1,4 +1,6 @@
-"""Attribution of faults: a defective worker is held off and no request fails; a poisonous request is ended."""
+"""Fault attribution: a faulty worker is held off without failing any request; a request that crashes workers is
+terminated.
+"""
 
 from __future__ import annotations
 

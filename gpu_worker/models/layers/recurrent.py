@@ -39,7 +39,7 @@ class Pieces:
 def pieces_of(
     query_starts: Tensor, context_lens: Tensor, block_tables: Tensor, tokens_per_block: int, device: torch.device
 ) -> list[Pieces]:
-    """Cut a step's tokens at the borders of blocks, in an order in which each state is written before it is read.
+    """Split a step's tokens at block boundaries, ordered so that each state is written before it is read.
 
     A sequence may begin at the end of a block that another one computes in the same step.
 
@@ -148,7 +148,9 @@ class DeltaNetLayer:
         return with_lora(self.output, gated.flatten(1).to(x.dtype), "mixer_out", add_lora)
 
     def _inputs(self, x: Tensor, add_lora: AddLora | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return float32 [M, …] of the convolution's input, the gates, and what corrections and decays are made of."""
+        """Return, as float32 [M, …], the convolution input, the output gates, and the pre-activations of beta and of
+        the decay.
+        """
         d, num_tokens = self.description, len(x)
         joined, rates = self.joined(x), self.rates(x)
         if add_lora is not None and d.is_in_turn:

@@ -85,7 +85,9 @@ class MessagesApi:
         return await self._bodies.read(request, lambda body: read_messages(body, self._chat, needs_limit=needs_limit))
 
     async def _keep(self, native: pb.GenerateRequest, prefixes: Mapping[int, pb.GenerateRequest | None]) -> int:
-        """Set cache retention for prefixes, by seconds; return the token count of the longest."""
+        """Set the cache retention of prefixes, given by duration in seconds; return the token count of the longest
+        prefix.
+        """
         kept = [0]
         for duration_s, prefix in prefixes.items():
             size = len(native.token_ids.values)
@@ -103,7 +105,7 @@ class MessagesApi:
 
 
 class _Reply(Response):
-    """A response that runs while its client is connected."""
+    """A response that is computed while its client is connected."""
 
     def __init__(self, front: FrontDoor, job: MessagesJob, num_kept: int, key: str) -> None:
         super().__init__()
@@ -163,7 +165,7 @@ class _Reply(Response):
         return usage_fields(last.usage or Usage(), self._num_kept)
 
     async def _events(self, send: Send, events: list[Fields], *, more: bool = True) -> None:
-        """Write events in one body part."""
+        """Write events as one part of the body."""
         if events:
             text = "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
             await write(send, text, more=more)
@@ -179,7 +181,7 @@ class _Reply(Response):
 
 
 async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send `error` for a request that reaches no endpoint, in its API's format."""
+    """Send `error` for a request that does not reach an endpoint, in the format of the API it was meant for."""
     if scope["path"].startswith(_PATH):
         await _error_response(error)(scope, receive, send)
     else:

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's format, with the statuses that its clients act on: they retry 408, 409, 429 and 5xx."""
+"""Errors in Anthropic's format, with the HTTP statuses that its clients act on: they retry 408, 409, 429 and 5xx."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def http_status(error: MidstreamError) -> int:
 
 
 def headers(error: MidstreamError, request_id: str = "") -> dict[str, str]:
-    """Return headers with the request's id and the retry delay."""
+    """Return headers with the request id and the retry delay."""
     found = {"request-id": request_id} if request_id else {}
     if isinstance(error, OverloadedError):
         found["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))

@@ -1,4 +1,4 @@
-"""Converts a body of /v1/messages into a conversation."""
+"""Converts the body of a /v1/messages call into a conversation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class MessagesJob:
     breakpoints: list[Breakpoint]
 
     def prefix_of(self, point: Breakpoint) -> pb.GenerateRequest | None:
-        """Return a request whose prompt starts with the prefix; None if the prefix is the whole prompt."""
+        """Return a request whose prompt is the prefix that ends at `point`; None if that is the whole prompt."""
         chat = self.conversation.request.chat
         is_all = point.num_turns == len(chat.messages)
         if is_all and point.num_characters in (None, len(chat.messages[-1].content)):
@@ -75,14 +75,14 @@ class MessagesJob:
 
 @dataclass(slots=True)
 class _Reading:
-    """State of the reader."""
+    """State while the body is read."""
 
     turns: list[pb.ChatMessage] = field(default_factory=list)
     breakpoints: list[Breakpoint] = field(default_factory=list)
     tool_names: dict[str, str] = field(default_factory=dict)
 
     def mark(self, block: Body, num_characters: int | None = None) -> None:
-        """Record the block's cache_control at the current position."""
+        """Record a breakpoint at the current position if the block has cache_control."""
         control = block.child("cache_control")
         if control is None:
             return
@@ -95,7 +95,7 @@ class _Reading:
 
 
 def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> MessagesJob:
-    """Return the job of a body; /v1/messages/count_tokens needs no max_tokens.
+    """Return the job for a body; /v1/messages/count_tokens does not require max_tokens.
 
     Raises:
         InvalidArgumentError: A field is wrong, missing or not known.
@@ -152,7 +152,7 @@ def _user(body: Body) -> str:
 
 
 def _thinking(body: Body, max_tokens: int | None) -> tuple[bool, bool]:
-    """Return whether the model should reason, and whether the reasoning is shown."""
+    """Return whether the model should reason, and whether the client is shown the reasoning."""
     thinking = body.child("thinking")
     if thinking is None:
         return False, False
@@ -208,7 +208,7 @@ def _tools(body: Body, reading: _Reading) -> Tools:
 
 
 def _chosen(body: Body, tools: Tools) -> Tools:
-    """Return the tools with tool_choice applied."""
+    """Return the tools after applying tool_choice."""
     choice = body.child("tool_choice")
     if choice is None:
         return tools

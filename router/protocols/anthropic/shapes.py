@@ -17,7 +17,7 @@ class MessageWriter:
     """Writes one message.
 
     Attributes:
-        blocks: Its content so far; the input of a call is a value once the call has ended.
+        blocks: Content blocks so far; the `input` of a tool call is a parsed object once the call has ended.
     """
 
     def __init__(self, request_id: str, model: str, *, shows_thinking: bool) -> None:
@@ -29,7 +29,7 @@ class MessageWriter:
         self._input = ""
 
     def begin(self, num_prompt_tokens: int) -> list[Fields]:
-        """Return the events before any output; cached tokens are only known at the end."""
+        """Return the events that come before any output; the number of cached tokens is only known at the end."""
         message = self.message(None, None, usage_fields(Usage(num_prompt_tokens), 0))
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
@@ -55,13 +55,13 @@ class MessageWriter:
         return written
 
     def end(self, chunk: Chunk, stop_words: Iterable[str], usage: Fields) -> list[Fields]:
-        """Return the events after all output."""
+        """Return the events that come after all output."""
         reason, word = self.stop(chunk, stop_words)
         delta = {"stop_reason": reason, "stop_sequence": word}
         return [*self._close(), {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
 
     def stop(self, chunk: Chunk, stop_words: Iterable[str]) -> tuple[str, str | None]:
-        """Return the stop reason, and the stop sequence if there was one."""
+        """Return the stop reason, and the matched stop sequence if there is one."""
         if chunk.finish_reason is FinishReason.LENGTH:
             return "max_tokens", None
         if chunk.matched_stop in tuple(stop_words):
@@ -70,7 +70,7 @@ class MessageWriter:
         return ("tool_use" if has_calls else "end_turn"), None
 
     def message(self, reason: str | None, word: str | None, usage: Fields) -> Fields:
-        """Return the message so far."""
+        """Return the message with the content so far."""
         return {
             "id": f"msg_{self._request_id}",
             "type": "message",
@@ -83,7 +83,7 @@ class MessageWriter:
         }
 
     def _block(self, kind: str, fields: Fields) -> list[Fields]:
-        """Open a block of `kind`, unless the open one is of that kind."""
+        """Open a content block of `kind`, unless the open block is already of that kind."""
         if self._is_open and self.blocks[-1]["type"] == kind:
             return []
         written = self._close()
@@ -119,7 +119,7 @@ class MessageWriter:
 
 
 def usage_fields(usage: Usage, num_kept: int) -> Fields:
-    """Return Anthropic's `usage`; `num_kept` prompt tokens are retained in the cache."""
+    """Return Anthropic's `usage`; `num_kept` is the number of prompt tokens retained in the cache."""
     created = max(num_kept - usage.cached_tokens, 0)
     return {
         "input_tokens": max(usage.prompt_tokens - usage.cached_tokens - created, 0),
@@ -131,7 +131,7 @@ def usage_fields(usage: Usage, num_kept: int) -> Fields:
 
 
 def _is_object(text: str) -> bool:
-    """Return whether arguments are complete: max_tokens may cut off those written under a grammar."""
+    """Return whether a call's arguments are complete; max_tokens may have cut them off."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):

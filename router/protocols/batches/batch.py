@@ -64,21 +64,21 @@ class Batch:
 
     @property
     def output_id(self) -> str:
-        """Return the id that the output file gets."""
+        """Return the id of the output file, which may not exist yet."""
         return f"{FILE_PREFIX}{self.id.removeprefix(BATCH_PREFIX)}o"
 
     @property
     def error_id(self) -> str:
-        """Return the id that the error file gets."""
+        """Return the id of the error file, which may not exist yet."""
         return f"{FILE_PREFIX}{self.id.removeprefix(BATCH_PREFIX)}e"
 
     def enter(self, status: str) -> None:
-        """Change the status, and note when."""
+        """Change the status, and record the time."""
         self.status = status
         setattr(self, f"{status}_at", int(time.time()))
 
     def view(self) -> dict[str, object]:
-        """Return it as clients see it."""
+        """Return the batch in the format that clients see."""
         fields = asdict(self)
         for name in ("output_ttl_s", "num_parts", "num_output_bytes", "num_error_bytes", "digest"):
             del fields[name]
@@ -96,11 +96,11 @@ class Batches:
         self.documents = documents
 
     async def create(self, cell: Cell, owner: str, batch: Batch) -> None:
-        """Store a new batch, unless there is one with its id."""
+        """Store a new batch, unless a batch with its id exists."""
         await self._put(cell, owner, batch, 0)
 
     async def get(self, owner: str, batch_id: str) -> tuple[Cell, Batch]:
-        """Return a batch, and the cell that has it.
+        """Return a batch, and the cell that stores it.
 
         Raises:
             NotFoundError: There is none.
@@ -109,7 +109,9 @@ class Batches:
         return cell, batch
 
     async def update(self, owner: str, batch_id: str, change: Callable[[Batch], None]) -> Batch:
-        """Apply a change, which may be applied to several states, and twice; return the batch."""
+        """Apply `change` and return the batch; `change` may run several times, on different states, so it must be
+        idempotent.
+        """
         while True:
             cell, batch, version = await self._get(owner, batch_id)
             before = asdict(batch)
@@ -118,7 +120,7 @@ class Batches:
                 return batch
 
     async def list(self, owner: str, *, after: str, limit: int) -> list[Batch]:
-        """Return the batches before the id `after`, newest first."""
+        """Return the batches created before the one with id `after`, newest first."""
         found = await self.documents.newest(_KIND, owner, after=after, limit=limit, ascending=False)
         return [Batch(**json.loads(document.data)) for document in found]
 

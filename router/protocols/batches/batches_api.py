@@ -1,4 +1,4 @@
-"""The routes of the Batches API. runner.py runs what they create."""
+"""The routes of the Batches API. runner.py runs the batches that they create."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the router's own endpoints, without a connection."""
+"""Calls the router's own endpoints in process, without a connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Answer:
 
 
 async def post(app: ASGIApp, path: str, body: bytes, headers: dict[str, str]) -> Answer:
-    """POST a JSON body to an endpoint; a cancelled call is treated as a disconnected client."""
+    """POST a JSON body to an endpoint; cancelling the call is treated as a client's disconnection."""
     named = {"content-type": "application/json", "content-length": str(len(body)), **headers}
     scope: Scope = {
         "type": "http",

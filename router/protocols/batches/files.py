@@ -1,4 +1,4 @@
-"""Files of clients: a document that describes each, and its contents as chunks.
+"""Files of clients: each is stored as a document that describes it and chunks with its contents.
 
 A file exists once its description is written, which is last. Chunks without one expire as the file would have.
 """
@@ -24,7 +24,7 @@ NS_PER_S = 1_000_000_000
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id; ids are in the order of their creation."""
+    """Return a new id; ids sort in the order of their creation."""
     return f"{prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
@@ -45,7 +45,7 @@ class FileInfo:
     digest: str = ""
 
     def view(self) -> dict[str, object]:
-        """Return it as clients see it."""
+        """Return the description in the format that clients see."""
         fields = asdict(self)
         del fields["digest"]
         return {**fields, "object": "file", "status": "processed", "status_details": None}
@@ -58,7 +58,7 @@ class Files:
         self._documents = documents
 
     async def get(self, owner: str, file_id: str) -> tuple[Cell, FileInfo]:
-        """Return a file, and the cell that has it.
+        """Return a file's description, and the cell that stores it.
 
         Raises:
             NotFoundError: There is none.
@@ -73,7 +73,7 @@ class Files:
         return found.cell, _info(found)
 
     async def list(self, owner: str, *, after: str, limit: int, ascending: bool, purpose: str) -> list[FileInfo]:
-        """Return files after the id `after`, of one purpose unless it is empty."""
+        """Return the files after the id `after`; only those with this purpose, unless it is empty."""
         infos: list[FileInfo] = []
         while len(infos) < limit:
             found = await self._documents.newest(_FILE, owner, after=after, limit=limit, ascending=ascending)
@@ -121,7 +121,7 @@ class Files:
             yield chunk.data
 
     async def lines(self, cell: Cell, owner: str, file_id: str) -> AsyncIterator[bytes]:
-        """Return the lines of a file without their ends, blank ones left out."""
+        """Return the lines of a file without line endings; blank lines are skipped."""
         rest = b""
         async for data in self.contents(cell, owner, file_id):
             *lines, rest = (rest + data).split(b"\n")
@@ -132,7 +132,7 @@ class Files:
             yield rest
 
     async def delete(self, cell: Cell, owner: str, file_id: str) -> None:
-        """Delete a file with its contents."""
+        """Delete a file and its contents."""
         await self._documents.delete(cell, _FILE, owner, file_id)
         async for chunk in self._documents.parts(cell, _CHUNK, owner, f"{file_id}/", _CHUNKS_AT_ONCE):
             await self._documents.delete(cell, _CHUNK, owner, chunk.id)

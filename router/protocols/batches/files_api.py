@@ -32,7 +32,7 @@ class FilesApi:
     def __init__(
         self, documents: ClientDocuments, files: Files, draining: asyncio.Event, *, max_file_bytes: int, ttl_s: int
     ) -> None:
-        """`ttl_s`: how long a file is stored, unless its upload sets less."""
+        """`ttl_s`: how long a file is stored, unless its upload sets a shorter time."""
         self._documents = documents
         self._files = files
         self._draining = draining
@@ -142,7 +142,7 @@ def checked_ttl(value: object, field: str) -> int:
 
 
 def page(views: list[dict[str, object]], limit: int) -> dict[str, object]:
-    """Return a page of a list, from one more item than it shows."""
+    """Return a page of a list; `views` has one item more than the page if there is a next page."""
     shown = views[:limit]
     ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
     return {"object": "list", "data": shown, **ends, "has_more": len(views) > limit}

@@ -1,4 +1,4 @@
-"""The queue of unfinished batches, and the lease of the router that runs each.
+"""The queue of unfinished batches, with a lease for the router that runs each batch.
 
 An entry's document names its holder, which writes it again about every second. A router that sees the same version for
 long enough, by its own clock, takes it over, so the clocks of routers need not agree. It does no harm if the holder is
@@ -28,7 +28,7 @@ _MAX_SEEN = 1000
 
 @dataclass(slots=True)
 class Lease:
-    """An entry of the queue that this router holds."""
+    """An entry of the queue that this router has leased."""
 
     cell: Cell
     owner: str
@@ -40,7 +40,7 @@ class Leases:
     """Unfinished batches of all clients."""
 
     def __init__(self, documents: ClientDocuments, *, lease_s: float = _LEASE_S) -> None:
-        """`lease_s`: how long a holder may be silent."""
+        """`lease_s`: how long a holder may fail to renew a lease before another router can take it."""
         self._documents = documents
         self._lease_s = lease_s
         self._holder = uuid.uuid4().hex
@@ -48,11 +48,11 @@ class Leases:
         self._seen: dict[tuple[Cell, str], tuple[int, float]] = {}
 
     async def add(self, cell: Cell, owner: str, batch_id: str) -> None:
-        """Add a batch, unless it is there."""
+        """Add a batch, unless the queue has it already."""
         await self._documents.put(cell, _KIND, owner, batch_id, _entry(""), if_version=0)
 
     async def take(self, cell: Cell, held: set[str], limit: int) -> list[Lease]:
-        """Take up to `limit` unheld entries of a cell, oldest first.
+        """Lease up to `limit` free entries of a cell, oldest first.
 
         Args:
             cell: Where to look.
@@ -88,7 +88,7 @@ class Leases:
         return not holder or now - since >= self._lease_s
 
     async def keep(self, lease: Lease) -> None:
-        """Renew a lease until another router has it."""
+        """Keep renewing a lease until another router has taken it."""
         while True:
             await asyncio.sleep(_RENEW_S)
             try:
@@ -103,7 +103,7 @@ class Leases:
             lease.version = version
 
     async def give_back(self, lease: Lease) -> None:
-        """Let another router take the batch over at once."""
+        """Release a lease, so that another router can take the batch over at once."""
         try:
             async with asyncio.timeout(_GIVE_BACK_S):
                 await self._put(lease.cell, lease.owner, lease.batch_id, lease.version, "")
@@ -115,7 +115,7 @@ class Leases:
         await self._documents.delete(lease.cell, _KIND, lease.owner, lease.batch_id)
 
     async def _put(self, cell: Cell, owner: str, batch_id: str, version: int, holder: str) -> int:
-        """Put an entry; return its version, 0 if another router was faster."""
+        """Write an entry; return its new version, or 0 if another router wrote it first."""
         stored = await self._documents.put(cell, _KIND, owner, batch_id, _entry(holder), if_version=version)
         if stored or not holder:
             return stored

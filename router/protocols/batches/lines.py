@@ -1,4 +1,4 @@
-"""The lines of a batch: validation and results."""
+"""Lines of a batch: validation of the input, and results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A line of a batch's output, or of its errors.
+    """A line of a batch's output file or error file.
 
     Attributes:
         usage: Numbers of tokens, by the names of Batch.usage.
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def read_line(number: int, data: bytes, endpoint: str) -> Line:
-    """Return a line.
+    """Parse a line of the input file.
 
     Raises:
         InvalidArgumentError: It is no request of the batch's endpoint.
@@ -76,7 +76,7 @@ def read_line(number: int, data: bytes, endpoint: str) -> Line:
 
 
 async def check_lines(lines: AsyncIterator[bytes], endpoint: str) -> tuple[int, list[dict[str, object]]]:
-    """Return the number of lines, and errors of an input that cannot run."""
+    """Validate the input file; return its number of lines and the validation errors (none if it can run)."""
     errors: list[dict[str, object]] = []
     seen: set[bytes] = set()
     count = 0
@@ -104,13 +104,13 @@ def _error(code: str, message: str, param: str, line: int | None) -> dict[str, o
 
 
 def answered(batch: Batch, line: Line, status: int, request_id: str, body: dict[str, object]) -> Outcome:
-    """Return the outcome of a line that was run or refused."""
+    """Return the outcome of a line whose request was answered, with a result or an error."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return Outcome(_text(batch, line, response, None), status != 200, usage_of(body) if status == 200 else {})
 
 
 def unanswered(batch: Batch, line: Line, code: str, message: str) -> Outcome:
-    """Return the outcome of a line that was not run to its end."""
+    """Return the outcome of a line whose request did not run to its end."""
     return Outcome(_text(batch, line, None, {"code": code, "message": message}), True, {})
 
 
@@ -121,7 +121,7 @@ def _text(batch: Batch, line: Line, response: object, error: object) -> str:
 
 
 def usage_of(body: dict[str, object]) -> dict[str, int]:
-    """Return the usage in a response of any endpoint, by the names of Batch.usage."""
+    """Return the token usage in the response of any endpoint, with the field names of Batch.usage."""
     usage = body.get("usage")
     if not isinstance(usage, dict):
         return {}

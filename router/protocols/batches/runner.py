@@ -70,7 +70,7 @@ class BatchRunner:
         *,
         max_lines: int,
     ) -> None:
-        """Prepare; `run` runs batches.
+        """Prepare the runner; `run` runs the batches.
 
         Args:
             app: The router's endpoints.
@@ -118,7 +118,7 @@ class BatchRunner:
         self._running.pop(batch_id, None)
 
     async def _hold(self, lease: Lease) -> None:
-        """Run a batch while this router has its lease."""
+        """Run a batch while this router holds its lease."""
         caller = self._caller_of(lease.owner)
         # The batch of an unknown client is ended without running anything.
         current_caller.set(caller or Caller(lease.owner, is_authenticated=True, roles=frozenset()))
@@ -150,7 +150,7 @@ class BatchRunner:
             await asyncio.gather(working, keeping, return_exceptions=True)
 
     async def _drive(self, lease: Lease) -> None:
-        """Run a batch from any state to its end."""
+        """Run a batch from whatever state it is in to its end."""
         try:
             _, batch = await self._batches.get(lease.owner, lease.batch_id)
         except NotFoundError:
@@ -196,7 +196,7 @@ class BatchRunner:
         return await self._batches.update(lease.owner, lease.batch_id, fail)
 
     async def call(self, batch: Batch, line: Line, is_over: Callable[[], bool]) -> Outcome | None:
-        """Run a line; None if the batch ends before it has begun."""
+        """Run a line; return None if the batch ended before the line was started."""
         body = json.dumps(line.body).encode()
         headers = {HEADER: f"{batch.id}/{line.number}"}
         delay = _FIRST_RETRY_S
@@ -218,7 +218,7 @@ class BatchRunner:
         return answered(batch, line, answer.status, name, found)
 
     async def store(self, lease: Lease, batch: Batch, number: int, outcomes: list[Outcome]) -> Batch:
-        """Store a part's outcomes, and count them."""
+        """Store the outcomes of a part of the batch, and add them to the batch's counts."""
         expires_at = int(time.time()) + batch.output_ttl_s
         sizes: dict[bool, int] = {}
         for is_error, file_id in ((False, batch.output_id), (True, batch.error_id)):
@@ -245,11 +245,11 @@ class BatchRunner:
         return await self._batches.update(lease.owner, batch.id, count)
 
     async def current(self, lease: Lease) -> Batch:
-        """Return the batch as it is stored."""
+        """Return the batch as stored now."""
         return (await self._batches.get(lease.owner, lease.batch_id))[1]
 
     async def finish(self, lease: Lease, batch: Batch, ended: str) -> None:
-        """Create the files of a batch whose parts are all stored, and end it."""
+        """Create the output files of a batch once all its parts are stored, and end the batch."""
 
         def finalize(batch: Batch) -> None:
             if batch.status == "in_progress" and ended == "completed":
@@ -275,7 +275,7 @@ class BatchRunner:
 
 
 class _Run:
-    """The lines of one batch, from the first that is not stored."""
+    """A run over the lines of one batch, starting at the first line that is not stored yet."""
 
     def __init__(
         self, runner: BatchRunner, lease: Lease, batch: Batch, lines: Callable[[], AsyncIterator[bytes]]
@@ -335,7 +335,7 @@ class _Run:
         self._batch = await self._runner.store(self._lease, self._batch, number, outcomes)
 
     async def _wait(self, tasks: list[asyncio.Task[Outcome | None]]) -> None:
-        """Wait for lines; once the batch has been cancelled or has expired, for a limited time."""
+        """Wait for running lines; if the batch was cancelled or has expired, only for a limited time."""
         pending: set[asyncio.Task[Outcome | None]] = set(tasks)
         give_up_at = 0.0
         while pending:
@@ -354,7 +354,7 @@ class _Run:
         return unanswered(self._batch, line, f"batch_{self._ended}", _PIECES[self._ended])
 
     async def _watch(self) -> None:
-        """Notice that the batch is cancelled, or has expired."""
+        """Poll whether the batch was cancelled or has expired."""
         while not self._ended:
             await asyncio.sleep(_LOOK_S)
             try:

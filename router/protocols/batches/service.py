@@ -1,4 +1,4 @@
-"""Puts the parts of the Files and Batches APIs together."""
+"""Assembles the components of the Files and Batches APIs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from router.protocols.body_reader import BodyReader
 
 @dataclass(frozen=True, slots=True)
 class BatchService:
-    """Files and batches of one router.
+    """The files and batches of one router.
 
     Attributes:
         routes: For the HTTP port.
@@ -48,7 +48,9 @@ def batch_service(
     file_ttl_s: int,
     max_lines: int,
 ) -> BatchService:
-    """Return the service; `app` has the endpoints of the lines. Other arguments as in BatchRunner and RouterConfig."""
+    """Return the service; `app` serves the endpoints that lines call. Other arguments as in BatchRunner and
+    RouterConfig.
+    """
     documents = ClientDocuments(cells, unavailable_timeout_s)
     files, batches, leases = Files(documents), Batches(documents), Leases(documents)
     files_api = FilesApi(documents, files, draining, max_file_bytes=max_file_bytes, ttl_s=file_ttl_s)

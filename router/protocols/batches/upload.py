@@ -1,4 +1,4 @@
-"""Read the form of an upload part by part, so that no file is in memory as a whole."""
+"""Read an upload form as it arrives, so that a file is never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILE = b"file"
 
 
 class Form:
-    """A form with one file, as it arrives.
+    """A form with one file, parsed as it arrives.
 
     Attributes:
         fields: Values of the fields received so far.
@@ -23,7 +23,7 @@ class Form:
     """
 
     def __init__(self, content_type: str) -> None:
-        """Prepare for a body of this content type.
+        """Prepare to parse a body of this content type.
 
         Raises:
             InvalidArgumentError: It is not a form.
@@ -91,7 +91,7 @@ class Form:
             self.fields[self._name.decode("utf-8", "replace")] = self._field.decode("utf-8", "replace")
 
     async def file(self, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Return the file's contents as they arrive; all other attributes are complete after the last of them.
+        """Yield the file's contents as they arrive; all other attributes are complete once this has ended.
 
         Raises:
             InvalidArgumentError: The body is no form with one file.

@@ -1,1 +1,1 @@
-"""The KServe v2 protocol with the tensors of TensorRT-LLM's ensemble, over the native path."""
+"""The KServe v2 protocol with the tensors of TensorRT-LLM's ensemble, translated to native requests."""

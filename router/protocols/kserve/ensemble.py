@@ -1,4 +1,4 @@
-"""The tensors of TensorRT-LLM's ensemble: name, type, and the field of the native request that each fills."""
+"""The tensors of TensorRT-LLM's ensemble: name, type, and the field of the native request that each one sets."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _log_probs(request: pb.GenerateRequest, tensor: InputTensor) -> None:
 
 
 def _ignored(request: pb.GenerateRequest, tensor: InputTensor) -> None:
-    """Check only the tensor's type: another input handles its value."""
+    """Check only the tensor's type: its value is handled together with another input."""
     _one(tensor, _INTEGERS | {"BOOL"}, "one value")
 
 
@@ -166,7 +166,7 @@ OUTPUTS: Mapping[str, tuple[str, tuple[int, ...]]] = {
 
 
 def check_outputs(names: Sequence[str]) -> frozenset[str]:
-    """Return the requested outputs; all if the request names none.
+    """Return the names of the requested outputs; all outputs if the request names none.
 
     Raises:
         InvalidArgumentError: An output is unknown.
@@ -178,7 +178,7 @@ def check_outputs(names: Sequence[str]) -> frozenset[str]:
 
 
 def num_rows(inputs: Mapping[str, InputTensor]) -> int:
-    """Return the batch size: the rows of text_input.
+    """Return the batch size: the number of rows of text_input.
 
     Raises:
         InvalidArgumentError: It is missing or empty.
@@ -195,7 +195,7 @@ def num_rows(inputs: Mapping[str, InputTensor]) -> int:
 async def native_request(
     inputs: Mapping[str, InputTensor], index: int, rows: int, prompts: PromptBuilder
 ) -> pb.GenerateRequest:
-    """Return the native request of one row.
+    """Return the native request for one row of the batch.
 
     Raises:
         InvalidArgumentError: A tensor is unknown, or has the wrong type or size.

@@ -8,7 +8,7 @@ from router.protocols.kserve.tensors import OutputTensor
 
 
 def whole_outputs(results: list[Result]) -> list[OutputTensor]:
-    """Return the tensors of all sequences of all rows, in order."""
+    """Return the output tensors of all sequences of all rows, in order."""
     numbered = [(row, index, item) for row, result in enumerate(results) for index, item in enumerate(result.sequences)]
     sequences = [item for _, _, item in numbered]
     tensors = [
@@ -39,7 +39,7 @@ def whole_outputs(results: list[Result]) -> list[OutputTensor]:
 
 
 def piece_outputs(chunk: Chunk, batch_index: int) -> list[OutputTensor]:
-    """Return the tensors of one chunk."""
+    """Return the output tensors of one chunk."""
     tensors = [
         OutputTensor.of_texts("text_output", [chunk.text]),
         OutputTensor.of_ints("batch_index", [batch_index]),

@@ -146,7 +146,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         request_iterator: AsyncIterator[pb.ModelInferRequest],
         context: grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelStreamInferResponse],
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        """Run requests as they arrive; a failed one returns its own error, without effect on the others."""
+        """Run requests as they arrive; a failed request gets its own error response and does not affect the others."""
         responses: asyncio.Queue[pb.ModelStreamInferResponse | None] = asyncio.Queue(_MAX_WAITING)
         is_broken = False
 
@@ -268,7 +268,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def _request_id(request: pb.ModelInferRequest, index: int, rows: int) -> str:
-    """Return a unique request id: clients number their requests from 1, so their own ids would collide."""
+    """Return a unique request id: clients number their requests from 1, so ids of different clients would collide."""
     return f"kserve-{uuid.uuid4().hex}-{index}" if rows > 1 else f"kserve-{uuid.uuid4().hex}"
 
 
@@ -277,7 +277,7 @@ def _data_type(datatype: str) -> pb.DataType.ValueType:
 
 
 def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
-    """Return the first error of an exception group: one failed row fails the batch."""
+    """Return the first error in an exception group: one failed row fails the whole batch."""
     first: BaseException = errors.exceptions[0]
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]

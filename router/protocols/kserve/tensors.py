@@ -45,7 +45,7 @@ _RAW_ONLY = {"FP16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """One input; `data` is set instead of `values` for types of 16-bit floats."""
+    """An input tensor; for 16-bit float types `data` is set instead of `values`."""
 
     name: str
     datatype: str
@@ -54,7 +54,7 @@ class InputTensor:
     data: bytes = b""
 
     def row(self, index: int, num_rows: int) -> InputTensor:
-        """Return one row of the batch; a tensor without a batch dimension, or with one row, applies to all rows.
+        """Return one row of the batch; a tensor without a batch dimension, or with only one row, applies to all rows.
 
         Raises:
             InvalidArgumentError: The number of rows does not match.
@@ -133,7 +133,7 @@ def _unpack_bytes(raw: bytes) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One output; `data` is little-endian."""
+    """An output tensor; `data` is little-endian."""
 
     name: str
     datatype: str

@@ -102,7 +102,7 @@ class OpenAiApi:
         return Reply(self._front, job, request.headers.get("last-event-id"))
 
     async def _first_arrival(self, job: Job) -> int:
-        """Return the Unix seconds at which a job first arrived; now for a new one."""
+        """Return the Unix time in seconds at which a job first arrived; the current time for a new job."""
         try:
             first = (await self._kept.get(job.requests[0].request_id)).request
         except NotFoundError:
@@ -165,7 +165,7 @@ def _health_answer(problems: list[str]) -> Response:
 
 
 async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send `error` for a request that reaches no endpoint."""
+    """Send `error` for a request that does not reach an endpoint."""
     await JSONResponse(error_body(error), http_status(error), headers=headers(error))(scope, receive, send)
 
 

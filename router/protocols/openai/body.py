@@ -1,4 +1,4 @@
-"""Reads the fields of a JSON body, and tracks unread ones. null means unset, as in OpenAI's API."""
+"""Reads the fields of a JSON body and tracks which were not read. null means unset, as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Body:
         return self._fields
 
     def get(self, name: str) -> object:
-        """Return the unmodified value, and mark all in it as read; None if unset."""
+        """Return the value unchanged, and mark everything in it as read; None if unset."""
         self._read.add(name)
         return self._fields.get(name)
 
@@ -57,7 +57,7 @@ class Body:
         return self.get(name) is not None
 
     def path(self, name: str) -> str:
-        """Return the field's path, for errors."""
+        """Return the path of a field, for error messages."""
         return self._path + name
 
     def text(self, name: str) -> str | None:
@@ -66,7 +66,7 @@ class Body:
         return value if value is None or isinstance(value, str) else self._refuse(name, "a string")
 
     def choice(self, name: str, options: tuple[str, ...]) -> str | None:
-        """Return one of `options`."""
+        """Return a field's value, which must be one of `options`."""
         value = self.text(name)
         return value if value is None or value in options else self._refuse(name, f"one of {', '.join(options)}")
 
@@ -76,7 +76,7 @@ class Body:
         return value if value is None or isinstance(value, bool) else self._refuse(name, "a boolean")
 
     def integer(self, name: str, low: int = 0, high: int = _MAX_UINT32) -> int | None:
-        """Return an integer in low..high."""
+        """Return an integer from low to high."""
         value = self.get(name)
         if value is None:
             return None
@@ -85,7 +85,7 @@ class Body:
         return value
 
     def number(self, name: str) -> float | None:
-        """Return a number; the native checks validate its range."""
+        """Return a number; its range is validated by the checks of the native request."""
         value = self.get(name)
         if value is None:
             return None
@@ -126,7 +126,7 @@ class Body:
         return self._parts.setdefault(name, bodies)
 
     def unread(self) -> Iterator[str]:
-        """Return the paths of unread fields that are set to anything but an empty or false value."""
+        """Yield the paths of fields that were not read and are set to anything but an empty or false value."""
         for name, value in self._fields.items():
             if name in self._read or not value:
                 continue
@@ -137,7 +137,7 @@ class Body:
                 yield self.path(name)
 
     def texts(self, name: str) -> list[str]:
-        """Return a string or an array of strings, as a list."""
+        """Return a string or an array of strings as a list."""
         value = self.get(name)
         if isinstance(value, str):
             return [value]
@@ -155,7 +155,7 @@ class Body:
 
 
 def token_ids(values: list[object], field: str) -> list[int]:
-    """Return `values` if all are integers in the range of token ids.
+    """Return `values` if all of them are integers in the range of token ids.
 
     Raises:
         InvalidArgumentError: One is not.

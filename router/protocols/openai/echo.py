@@ -9,7 +9,9 @@ from midstream.extras import Extras, LogProbs
 
 
 class EchoedPrompt:
-    """Buffers the sequences of one prompt until its log probabilities are complete, and adds them to each."""
+    """Buffers the sequences of one prompt until the prompt's log probabilities are complete, and adds these to each
+    sequence.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, Chunk] = {}
@@ -17,7 +19,7 @@ class EchoedPrompt:
         self._is_complete = False
 
     def release(self, chunk: Chunk) -> list[Chunk]:
-        """Return the chunks that may be sent after `chunk` has arrived.
+        """Return the chunks that may be sent now that `chunk` has arrived.
 
         Sequence 0 comes last, since a stream that is resumed within it has no prompt.
         """

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format, with the statuses that its clients act on: they retry 408, 409, 429 and 5xx."""
+"""Errors in OpenAI's format, with the HTTP statuses that its clients act on: they retry 408, 409, 429 and 5xx."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def http_status(error: MidstreamError) -> int:
 
 
 def headers(error: MidstreamError) -> dict[str, str]:
-    """Return the retry headers, in seconds and, as OpenAI's clients prefer, in milliseconds."""
+    """Return the headers with the retry delay in seconds and, as OpenAI's clients prefer, in milliseconds."""
     if not isinstance(error, OverloadedError):
         return {}
     return {
@@ -61,7 +61,7 @@ def error_body(error: MidstreamError) -> dict[str, object]:
 
 
 def param_of(field: str) -> str:
-    """Return OpenAI's name of a native field."""
+    """Return OpenAI's name for a native field."""
     if field in _PARAMS:
         return _PARAMS[field]
     section, dot, name = field.partition(".")

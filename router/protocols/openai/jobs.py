@@ -30,7 +30,7 @@ _MAX_PROMPTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Properties of the model that a job needs.
+    """The model's properties that are needed to build a job.
 
     Attributes:
         spell: Returns the bytes of one token.
@@ -70,7 +70,9 @@ class Job:
     key: str = ""
 
     def make_repeatable(self, key: str, call: str) -> None:
-        """Derive the requests' ids from an idempotency key; `call` separates the keys of different endpoints."""
+        """Derive the request ids from an idempotency key; `call` names the endpoint, so that endpoints do not share
+        keys.
+        """
         self.key, self.request_id = key, request_id_of(key, call)
         for request, name in zip(self.requests, request_ids(self.request_id, len(self.requests)), strict=True):
             request.request_id = ""
@@ -83,7 +85,7 @@ class Job:
 
 
 def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
-    """/v1/completions.
+    """Return the job for a body of /v1/completions.
 
     Raises:
         MidstreamError: A field is wrong or not supported.
@@ -118,7 +120,7 @@ def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
 
 
 def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
-    """/v1/chat/completions.
+    """Return the job for a body of /v1/chat/completions.
 
     Raises:
         MidstreamError: A field is wrong or not supported.
@@ -213,7 +215,7 @@ def _copy(request: pb.GenerateRequest) -> pb.GenerateRequest:
 
 
 def _best_of(body: Body, request: pb.GenerateRequest) -> int:
-    """Return the number of choices to return, and set the request to run `best_of` sequences."""
+    """Return the number of choices to return, and make the request run `best_of` sequences."""
     shown = request.sampling.num_return_sequences or 1
     best_of = body.integer("best_of")
     if best_of is None or best_of == shown:

@@ -10,7 +10,7 @@ from router.protocols.openai.body import Body
 
 
 def chat_messages(body: Body) -> list[pb.ChatMessage]:
-    """Return the body's messages.
+    """Return the messages of a body.
 
     Raises:
         InvalidArgumentError: A message is invalid.
@@ -45,7 +45,7 @@ def _content(message: Body) -> str:
 
 
 def _tool_call(call: Body) -> dict[str, object]:
-    """Parse arguments: templates expect an object, OpenAI's clients send text."""
+    """Parse a call's arguments: templates expect an object, but OpenAI's clients send it as text."""
     function = call.child("function")
     if function is None:
         raise InvalidArgumentError("must be an object", field=call.path("function"))

@@ -1,4 +1,4 @@
-"""Values of `model`: the served model and its loaded adapters."""
+"""Names accepted in `model`: the served model and its loaded adapters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Models:
         self._fresh_until = 0.0
 
     async def cards(self) -> list[dict[str, object]]:
-        """Return the model and its adapters; only the model while no scheduler responds."""
+        """Return the model and its adapters; only the model if no scheduler responds."""
         try:
             adapters = await self._listed()
         except (UnavailableError, DeadlineError):
@@ -56,7 +56,7 @@ class Models:
         return self._adapter_card(adapter)
 
     async def resolve(self, requests: Iterable[pb.GenerateRequest]) -> None:
-        """Convert an adapter's name in `model` into a request for that adapter."""
+        """Replace an adapter's name in `model` by a request for that adapter."""
         for request in requests:
             if request.model in ("", self._model.name):
                 continue
@@ -70,7 +70,7 @@ class Models:
                 request.lora.name = adapter.name
 
     async def _adapter(self, name: str) -> loads_pb2.LoraInfo | None:
-        """Return an adapter by name from a short-lived cache; refresh it if the name is missing."""
+        """Return an adapter by name, from a short-lived cache that is refreshed if it lacks the name."""
         if name not in self._adapters or asyncio.get_running_loop().time() >= self._fresh_until:
             await self._listed()
         return self._adapters.get(name)

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the HTTP port."""
+"""The OpenAPI document for the HTTP port."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ANY_TEXTS: Part = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}
 
 
 def document(model: ModelFolder) -> Part:
-    """Return the document for a router that serves `model`."""
+    """Return the OpenAPI document of a router that serves `model`."""
     token = _integer(0, model.vocab_size - 1)
     names = {"anyOf": [{"const": model.name}, {"type": "string", "description": "A loaded adapter."}]}
     common = _common_fields(model, token, names)
@@ -203,7 +203,7 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
 
 
 def _embedding_paths(names: Part, inputs: Part) -> Part:
-    """Return the paths of embeddings, scores and reranking."""
+    """Return the paths of the endpoints for embeddings, scores and reranking."""
     text = {"type": "string", "minLength": 1}
     texts = {"type": "array", "items": text, "minItems": 1, "maxItems": 1024}
     common = {
@@ -238,7 +238,7 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
 
 
 def _responses_fields(names: Part) -> Part:
-    """Schemas of /v1/responses."""
+    """Return the schemas of /v1/responses."""
     return {
         "model": names,
         "input": _INPUT,
@@ -263,7 +263,7 @@ def _responses_fields(names: Part) -> Part:
 
 
 def _messages_fields(names: Part) -> Part:
-    """Schemas of /v1/messages."""
+    """Return the schemas of /v1/messages."""
     text = {"type": "object", "properties": {"type": {"const": "text"}, "text": _TEXT}, "required": ["type", "text"]}
     turn = {
         "type": "object",

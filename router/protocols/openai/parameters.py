@@ -1,4 +1,4 @@
-"""Parameters shared by completions and chat completions, vLLM's extras included, as native fields."""
+"""Parameters shared by completions and chat completions, including vLLM's extensions, converted to native fields."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def native_request(body: Body) -> pb.GenerateRequest:
 
 
 def read_priority(body: Body) -> int:
-    """Return the priority from vLLM's `priority`, where lower is first, or from OpenAI's service tier."""
+    """Return the priority from vLLM's `priority`, where lower values run first, or from OpenAI's service tier."""
     tier = TIERS[body.choice("service_tier", tuple(TIERS)) or "auto"]
     priority = body.integer("priority", -100, 100)
     return tier if priority is None else -priority
@@ -108,7 +108,8 @@ def _fill_stopping(body: Body, stopping: pb.StoppingConfig) -> None:
 
 
 def _guide(body: Body) -> pb.GuidedDecodingConfig | None:
-    """Return the guide from response_format, vLLM's guided_* or its newer structured_outputs; None if unset."""
+    """Return the guide from response_format, or from vLLM's guided_* or newer structured_outputs fields; None if unset.
+    """
     guides = [_response_format(body), *_named_guides(body, "guided_")]
     structured = body.child("structured_outputs")
     if structured is not None:

@@ -1,4 +1,4 @@
-"""A reader's position in a stream, encoded in event ids.
+"""A client's position in a stream, encoded in event ids.
 
 An id is `REQUEST/PART/PART...` with a part for each prompt: for each sequence the next token offset, then `:` and a
 number of characters if the text is parsed for tool calls, then `f` if it has ended.
@@ -19,7 +19,7 @@ _PART = re.compile(rf"({_ONE}(,{_ONE})*)?", re.ASCII)
 
 
 class Position:
-    """A reader's position in one prompt's sequences.
+    """A client's position in the sequences of one prompt.
 
     Attributes:
         offsets: Next token offset of each sequence.
@@ -44,11 +44,11 @@ class Position:
 
     @property
     def next_offsets(self) -> list[int]:
-        """Next token offset of each sequence, up to the last that has begun."""
+        """Offset of the next token of each sequence, up to the last sequence with output."""
         return [self.offsets.get(i, 0) for i in range(max(self.offsets, default=-1) + 1)]
 
     def advance(self, chunk: Chunk, *, counts_characters: bool) -> None:
-        """Advance past `chunk`."""
+        """Advance the position past `chunk`."""
         index = chunk.sequence_index
         self.offsets[index] = max(chunk.next_offset, self.offsets.get(index, 0))
         if counts_characters:
@@ -79,12 +79,12 @@ class Position:
 
 
 def event_id(request_id: str, positions: Sequence[Position]) -> str:
-    """Return the id of the event after which the reader is at `positions`."""
+    """Return the id of the event after which the client is at `positions`."""
     return "/".join([quote(request_id, safe=""), *map(str, positions)])
 
 
 def read_event_id(text: str, num_prompts: int) -> tuple[str, list[Position]]:
-    """Parse an event id into the request's id and a position for each prompt.
+    """Parse an event id; return the request id and a position for each prompt.
 
     Raises:
         InvalidArgumentError: It is not an event id of such a request.

@@ -1,4 +1,4 @@
-"""Runs one job's requests, and writes their output as JSON or as server-sent events.
+"""Runs the requests of one job, and writes their output as JSON or as server-sent events.
 
 Each event's id encodes the reader's position (positions.py). The same body sent with it as Last-Event-ID, to any
 router, resumes the stream.
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reply(Response):
-    """A response that runs while its client is connected."""
+    """A response that is computed while its client is connected."""
 
     def __init__(self, front: FrontDoor, job: Job, last_event_id: str | None) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Reply(Response):
         return chunks if echoed is None else [item for chunk in chunks for item in echoed.release(chunk)]
 
     def _choice(self, number: int, chunk: Chunk) -> dict[str, object] | None:
-        """Return one choice's delta; None if the reader has it."""
+        """Return the delta of one choice; None if the client already has it."""
         job, position, index = self._job, self._positions[number], chunk.sequence_index
         if index in position.ended:
             return None
@@ -180,7 +180,7 @@ class Reply(Response):
         return job.shape.part(shown, chunk)
 
     async def _event(self, send: Send, choice: dict[str, object] | None) -> None:
-        """Write one choice's delta, or the usage."""
+        """Write the delta of one choice, or the usage."""
         event = self._envelope(self._job.shape.chunk_name)
         event["choices"] = [choice] if choice is not None else []
         if self._job.includes_usage:

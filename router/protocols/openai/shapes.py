@@ -18,7 +18,7 @@ _LOWEST_LOG_PROB = -9999.0
 
 
 class Shape(Protocol):
-    """One of the two endpoints.
+    """The output format of one of the two endpoints.
 
     Attributes:
         prefix: Of the response's id.
@@ -37,7 +37,7 @@ class Shape(Protocol):
         """Return the content of a choice's first event, before any output."""
 
     def part(self, index: int, chunk: Chunk) -> dict[str, object]:
-        """Return a delta of a choice."""
+        """Return a delta of a choice, for one event."""
 
     def whole(self, index: int, chunk: Chunk) -> dict[str, object]:
         """Return a complete choice."""
@@ -47,7 +47,7 @@ class Shape(Protocol):
 
 
 class CompletionShape:
-    """/v1/completions."""
+    """Output in the format of /v1/completions."""
 
     prefix, name, chunk_name = "cmpl-", "text_completion", "text_completion"
     request_id = ""
@@ -60,7 +60,7 @@ class CompletionShape:
         self._offsets: dict[int, _TextOffset] = {}
 
     def opening(self, index: int) -> dict[str, object] | None:
-        """Return no content."""
+        """Return None: there is no content before the output."""
         return None
 
     def part(self, index: int, chunk: Chunk) -> dict[str, object]:
@@ -107,21 +107,22 @@ class CompletionShape:
 
 
 class _TextOffset:
-    """The number of a text's characters that are complete."""
+    """Counts the complete characters of a text, given its bytes."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_characters = 0
 
     def before(self, piece: bytes) -> int:
-        """Add a token's bytes; return the offset of the character that it begins or continues."""
+        """Add a token's bytes; return the offset of the character that the token begins or continues."""
         offset = self._num_characters
         self._num_characters += len(self._decoder.decode(piece))
         return offset
 
 
 def _entry_name(piece: bytes) -> str:
-    """Return a token's text, or its bytes as OpenAI writes those of a part of a character: names must differ."""
+    """Return a token's text or, if it is part of a character, its bytes in OpenAI's notation, so that names are unique.
+    """
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -129,7 +130,7 @@ def _entry_name(piece: bytes) -> str:
 
 
 class ChatShape:
-    """/v1/chat/completions."""
+    """Output in the format of /v1/chat/completions."""
 
     prefix, name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     request_id = ""
@@ -146,12 +147,12 @@ class ChatShape:
         self._readers: dict[int, SequenceReader] = {}
 
     def opening(self, index: int) -> dict[str, object] | None:
-        """Return the role."""
+        """Return the delta with the role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def part(self, index: int, chunk: Chunk) -> dict[str, object]:
-        """Return a delta."""
+        """Return a delta of the message."""
         events = self._read(index, chunk.text, is_final=chunk.is_sequence_final)
         content, reasoning, calls = _joined(events)
         delta: dict[str, object] = {}
@@ -164,7 +165,7 @@ class ChatShape:
         return {"index": index, "delta": delta, **self._beside(index, chunk)}
 
     def whole(self, index: int, chunk: Chunk) -> dict[str, object]:
-        """Return a message."""
+        """Return the complete message."""
         content, reasoning, calls = _joined(self._read(index, chunk.text, is_final=True))
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning:
@@ -175,7 +176,7 @@ class ChatShape:
         return {"index": index, "message": message, **self._beside(index, chunk)}
 
     def read_again(self, index: int, text: str) -> None:
-        """Parse text that the client already has."""
+        """Parse text that the client already has, to restore the parser's state."""
         self._read(index, text, is_final=False)
 
     def _read(self, index: int, text: str, *, is_final: bool) -> list[Event]:
@@ -244,7 +245,7 @@ def _ending(chunk: Chunk) -> dict[str, object]:
 
 
 def _joined(events: list[Event]) -> tuple[str, str, dict[int, dict[str, object]]]:
-    """Return content, reasoning, and each call's delta by its index."""
+    """Return the content, the reasoning, and the delta of each call by its index."""
     content = reasoning = ""
     calls: dict[int, dict[str, object]] = {}
     for event in events:

@@ -1,1 +1,1 @@
-"""openengine.v1, for gateways that drive engines over gRPC."""
+"""openengine.v1, for gateways that control engines over gRPC."""

@@ -36,10 +36,10 @@ _RETRYABLE = (OverloadedError, UnavailableError)
 
 
 class Events:
-    """Converts one request's chunks into events; text and tokens are never cumulative."""
+    """Converts the chunks of one request into events; text and tokens are never cumulative."""
 
     def __init__(self, request: oe.GenerateRequest, end_ids: Sequence[int], spell: Spell) -> None:
-        """`spell` gives a token's text; `end_ids` are the model's."""
+        """`spell` returns a token's text; `end_ids` are the end tokens of the model."""
         self._request_id = request.request_id
         self._start = request.response.prompt_logprob_start
         self._prompt_ids = list(request.token_ids.ids)
@@ -48,7 +48,7 @@ class Events:
         self._usage: Usage | None = None
 
     def of(self, chunk: Chunk) -> Iterator[oe.GenerateResponse]:
-        """Return the events of one chunk of a request without errors."""
+        """Yield the events for one chunk of a request without errors."""
         extras = chunk.extras
         if extras is not None and extras.prompt_log_probs is not None:
             yield self._event(prompt=self._prompt(extras.prompt_log_probs))
@@ -65,7 +65,7 @@ class Events:
             yield response
 
     def failure(self, error: MidstreamError) -> oe.GenerateResponse:
-        """Return the event that ends an accepted request that failed."""
+        """Return the final event of a request that was accepted but failed."""
         code = next((code for kind, code in _CODES if isinstance(error, kind)), oe.ERROR_CODE_INTERNAL)
         retryable = isinstance(error, _RETRYABLE)
         return self._event(error=oe.EngineError(code=code, message=str(error), retryable=retryable))

@@ -1,4 +1,4 @@
-"""`openengine.v1.Inference` and `openengine.v1.Control`, over the router's native path and the cells.
+"""`openengine.v1.Inference` and `openengine.v1.Control`, implemented with the native services and the cells.
 
 A rejected request fails the call with the error's status. A request that fails after it was accepted ends with an
 EngineError, and its call with OK, as the protocol requires.
@@ -69,10 +69,10 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
 
 
 class ControlServicer(openengine_pb2_grpc.ControlServicer):
-    """Engine and model information, and control."""
+    """Information about engine and model, and control of adapters and requests."""
 
     def __init__(self, front: FrontDoor, native: RouterServicer, cells: Cells) -> None:
-        """`native` covers all cells."""
+        """`native` is the native service, which covers all cells."""
         self._front = front
         self._model = front.runner.model
         self._native = native
@@ -150,7 +150,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         )
 
     async def Health(self, request: oe.HealthRequest, context: object) -> oe.HealthResponse:  # noqa: N802
-        """Return the health of the router, its schedulers and, on request, of generating one token."""
+        """Return the health of the router, of its schedulers and, on request, whether a token can be generated."""
         checks = [oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY), await self._scheduler_check(context)]
         if self._front.draining.is_set():
             checks[0].state = oe.HEALTH_STATE_DRAINING
@@ -188,14 +188,16 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
     async def GetKvEventSources(  # noqa: N802
         self, request: oe.GetKvEventSourcesRequest, context: object
     ) -> oe.GetKvEventSourcesResponse:
-        """Return the one event source: SubscribeKvEvents of this service, at the address of this call."""
+        """Return the only event source: SubscribeKvEvents of this service, at the address of this call."""
         source = oe.KvEventSource(transport="grpc", encoding="protobuf", schema_version=1)
         return oe.GetKvEventSourcesResponse(sources=[source])
 
     async def SubscribeKvEvents(  # noqa: N802
         self, request: oe.SubscribeKvEventsRequest, context: object
     ) -> AsyncIterator[oe.SubscribeKvEventsResponse]:
-        """Stream the only cell's KV-cache events; worker groups are data-parallel ranks, ordered by name."""
+        """Stream the KV-cache events of the only cell; worker groups are data-parallel ranks, in the order of their
+        names.
+        """
         if len(self._cells.cells) > 1:
             raise UnsupportedError("each cell numbers its own KV events: subscribe at the schedulers")
         ranks: dict[str, int] = {}

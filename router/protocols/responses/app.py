@@ -54,7 +54,7 @@ _MAX_LISTED, _LISTED = 100, 20
 
 @dataclass(slots=True)
 class StoredResponse:
-    """A response that can be written.
+    """A response whose events can be written.
 
     Attributes:
         response_id: The id that its client sees.
@@ -197,7 +197,9 @@ class ResponsesApi:
         return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(items) > limit})
 
     async def _context(self, response_id: str) -> list[Item]:
-        """Return the input and output items of a response and of those before it; none for no response."""
+        """Return the input and output items of a response and of all responses before it; empty if there is no
+        response.
+        """
         if not response_id:
             return []
         try:
@@ -210,7 +212,7 @@ class ResponsesApi:
         return [*stored.context, *stored.job.items, *writer.items]
 
     async def _stored(self, response_id: str) -> StoredResponse:
-        """Return a response of the caller's.
+        """Return a response that the caller has stored.
 
         Raises:
             NotFoundError: There is none.
@@ -240,7 +242,7 @@ class ResponsesApi:
         return StoredResponse(response_id, job, attachment["context"], created_at, model, "", started, finished)
 
     async def _now(self, stored: StoredResponse) -> Fields:
-        """Return a response's current state, with its output once it has ended."""
+        """Return a response in its current state, with its output once it has ended."""
         if stored.has_finished:
             writer = stored.writer()
             return await self.whole(stored, writer, self.resume(stored))
@@ -248,17 +250,17 @@ class ResponsesApi:
         return stored.writer().response(status)
 
     async def replay(self, stored: StoredResponse) -> ResponseWriter:
-        """Recreate a response that has ended."""
+        """Rebuild a response that has ended."""
         writer = stored.writer()
         await self.whole(stored, writer, self.resume(stored))
         return writer
 
     def resume(self, stored: StoredResponse) -> Output:
-        """Return the output of a stored response, from its beginning."""
+        """Return the output of a stored response, from the beginning."""
         return self._front.resume(stored.response_id, 0, (), None)
 
     async def whole(self, stored: StoredResponse, writer: ResponseWriter, output: Output) -> Fields:
-        """Return the response once it has ended."""
+        """Return the complete response once it has ended."""
         reader = SequenceReader(stored.job.conversation, stored.response_id, 0)
         writer.begin()
         async with output:
@@ -285,7 +287,7 @@ class ResponsesApi:
         }
 
     async def open(self, stored: StoredResponse, native: pb.GenerateRequest | None) -> Output:
-        """Start a response, or read one that is stored."""
+        """Start a new response, or read a stored one."""
         if native is None:
             return self.resume(stored)
         output = await self._front.start(native, None, stored.key)
@@ -295,12 +297,12 @@ class ResponsesApi:
 
 
 class _Reply(Response):
-    """A response, new or stored, that is written while its client is connected."""
+    """The HTTP response for a new or stored response, written while its client is connected."""
 
     def __init__(
         self, api: ResponsesApi, stored: StoredResponse, native: pb.GenerateRequest | None, after: int = -1
     ) -> None:
-        """`native`: the request to start; None: it is stored. `after`: the last event that the client has."""
+        """`native`: the request to start; None for a stored response. `after`: the last event that the client has."""
         super().__init__()
         self._api = api
         self._stored = stored
@@ -309,7 +311,7 @@ class _Reply(Response):
         self._last = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the response; a dropped connection aborts it unless it runs in the background."""
+        """Write the response; unless it runs in the background, a dropped connection aborts it."""
         await while_connected(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -348,7 +350,7 @@ class _Reply(Response):
         await write(send, "", more=False)
 
     async def _events(self, send: Send, events: list[Fields]) -> None:
-        """Write the events that the client does not have, all at once."""
+        """Write the events that the client does not have yet, in one write."""
         new = [event for event in events if int(str(event["sequence_number"])) > self._after]
         if new:
             self._last = int(str(new[-1]["sequence_number"]))
@@ -373,7 +375,7 @@ def _dump(event: Fields) -> str:
 
 
 def _listed(item: Item, item_id: str) -> Item:
-    """Return an input item as lists show it: with a type, an id, and its text in parts."""
+    """Return an input item as lists show it: with a type and an id, and its text as content parts."""
     kind = item.get("type") or "message"
     listed: Item = {**item, "type": kind, "id": item.get("id") or item_id}
     if kind == "message" and isinstance(item.get("content"), str):

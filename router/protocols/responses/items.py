@@ -1,4 +1,4 @@
-"""Convert the input items of a response, and of those it continues, to the turns of a conversation."""
+"""Convert the input items of a response, and the items of the responses it continues, to turns of a conversation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 
 
 def input_items(body: Body) -> list[Body]:
-    """Return the items of a body's input; a string is one message of the user's.
+    """Return the input items of a body; a string is one user message.
 
     Raises:
         InvalidArgumentError: It is not set, or neither text nor items.
@@ -41,7 +41,7 @@ def input_items(body: Body) -> list[Body]:
 
 @dataclass(slots=True)
 class Turns:
-    """Messages of a conversation, built from consecutive items.
+    """Turns of a conversation, built from consecutive items.
 
     Attributes:
         turns: Messages read so far.
@@ -99,7 +99,7 @@ class Turns:
             self.turns.append(pb.ChatMessage(role=self._role(role), content=text))
 
     def _assistant(self) -> pb.ChatMessage:
-        """Return the assistant's turn, which collects its reasoning, text and call items."""
+        """Return the current assistant turn, which collects consecutive reasoning, text and call items."""
         if not self._is_open:
             self.turns.append(pb.ChatMessage(role="assistant"))
             self._is_open = True
@@ -120,7 +120,9 @@ class Turns:
 
 
 def hide_reasoning(text: str) -> str:
-    """Encode reasoning for clients that send it back without its text; not encrypted, as they have the text."""
+    """Encode reasoning for clients that send it back without its text; it is not encrypted, since they also get the
+    text.
+    """
     return base64.b64encode(text.encode()).decode()
 
 
@@ -144,7 +146,7 @@ def _call_id(item: Body) -> str:
 
 
 def _arguments(item: Body) -> object:
-    """Return a call's arguments as an object, as templates expect them."""
+    """Parse a call's arguments into an object, as templates expect."""
     try:
         return json.loads(item.text("arguments") or "{}")
     except (ValueError, RecursionError):

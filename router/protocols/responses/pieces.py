@@ -16,7 +16,7 @@ _PIECE = re.compile(rf"\s{{{_MAX_SPACE}}}|\s{{0,{_MAX_SPACE - 1}}}(?:{_WORDS}|{_
 
 
 class Pieces:
-    """Splits a text into pieces as it arrives."""
+    """Splits a text, as it arrives, into pieces that do not depend on how it arrives."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -33,6 +33,6 @@ class Pieces:
         return pieces
 
     def finish(self) -> list[str]:
-        """Return the rest, once the text has ended."""
+        """Return the remaining text once the text has ended."""
         rest, self._held = self._held, ""
         return [rest] if rest else []

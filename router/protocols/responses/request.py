@@ -1,4 +1,4 @@
-"""Converts a body of /v1/responses into a conversation."""
+"""Converts the body of a /v1/responses call into a conversation."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class ResponseJob:
 
 
 def previous_id(body: Body) -> str:
-    """Return the response that a body continues; empty for none."""
+    """Return the id of the response that a body continues; empty if there is none."""
     return body.text("previous_response_id") or ""
 
 
 def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) -> ResponseJob:
-    """Return the job of a body.
+    """Return the job for a body.
 
     Args:
         body: Body of the request.
@@ -141,7 +141,7 @@ def _text_format(body: Body, request: pb.GenerateRequest) -> None:
 
 
 def _refuse_values(body: Body) -> None:
-    """Reject fields that conflict with others."""
+    """Reject fields with values that conflict with each other."""
     if "message.output_text.logprobs" in body.texts("include"):
         raise UnsupportedError("log probabilities are not supported here", field="include")
     metadata = body.get("metadata")
@@ -155,7 +155,7 @@ def _refuse_values(body: Body) -> None:
 
 
 def _tools(body: Body) -> tuple[Tools, frozenset[str]]:
-    """Return the body's tools, and the names of those that take free text."""
+    """Return the tools of a body, and the names of those that take free text."""
     schemas: dict[str, Schema] = {}
     definitions: dict[str, object] = {}
     strict, custom = set(), set()
@@ -184,7 +184,7 @@ def _tools(body: Body) -> tuple[Tools, frozenset[str]]:
 
 
 def _chosen(body: Body, tools: Tools, definitions: dict[str, object]) -> Tools:
-    """Return the tools with tool_choice applied."""
+    """Return the tools after applying tool_choice."""
     value = body.get("tool_choice")
     if value in (None, "auto"):
         return tools if tools.schemas else Tools()
@@ -222,7 +222,7 @@ def _check_known(names: set[str], tools: Tools, field: str) -> None:
 
 
 def _echo(body: Body) -> dict[str, object]:
-    """Return the fields of the response that repeat the request's."""
+    """Return the response fields that repeat fields of the request."""
     text = body.get("text")
     reasoning = body.get("reasoning")
     tier = body.get("service_tier")

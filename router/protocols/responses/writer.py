@@ -1,4 +1,4 @@
-"""The events of a response, and the response that they build.
+"""The events of a response, and the response object that they add up to.
 
 Both depend only on the request and the model's text: every router writes the same events with the same numbers. So a
 stream is resumed by recreating it without the events that its reader has.
@@ -66,7 +66,7 @@ class ResponseWriter:
         self._next_number = 0
 
     def begin(self) -> list[Fields]:
-        """Return the events before any output."""
+        """Return the events that come before any output."""
         first: Status = "queued" if self._is_background else "in_progress"
         events = [self._event("response.created", response=self.response(first))]
         if self._is_background:
@@ -74,7 +74,7 @@ class ResponseWriter:
         return [*events, self._event("response.in_progress", response=self.response("in_progress"))]
 
     def add(self, parsed: Iterable[Event]) -> list[Fields]:
-        """Return the events that show `parsed`."""
+        """Return the events for the parser events in `parsed`."""
         events: list[Fields] = []
         for event in parsed:
             if isinstance(event, TextDelta) and event.text:
@@ -97,7 +97,7 @@ class ResponseWriter:
         return events
 
     def end(self, chunk: Chunk, usage: Fields) -> list[Fields]:
-        """Return the events after all output, of which `chunk` is the last."""
+        """Return the events that come after all output; `chunk` is the last of it."""
         is_whole = chunk.finish_reason is FinishReason.STOP
         events = self._close("completed" if is_whole else "incomplete")
         status = status_of(chunk)
@@ -107,7 +107,7 @@ class ResponseWriter:
         return [*events, self._event(f"response.{kind}", response=response)]
 
     def response(self, status: Status, **fields: object) -> Fields:
-        """Return the response's current state."""
+        """Return the response object in its current state."""
         return {
             "id": self._id,
             "object": "response",
@@ -131,7 +131,7 @@ class ResponseWriter:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def _open(self, kind: str, fields: Item) -> list[Fields]:
-        """Open an item, unless the open one is of that kind."""
+        """Open an output item of `kind`, unless the open item is already of that kind."""
         if self._is_open and self.items[-1]["type"] == kind:
             return []
         events = self._close()
@@ -161,7 +161,7 @@ class ResponseWriter:
         return self._item_event(f"{_DELTAS[kind][0]}.delta", delta=text, **fields)
 
     def _close(self, status: str = "completed") -> list[Fields]:
-        """Close the open item."""
+        """Close the open output item."""
         if not self._is_open:
             return []
         item = self.items[-1]
@@ -190,7 +190,7 @@ class ResponseWriter:
 
 
 def status_of(chunk: Chunk) -> Status:
-    """Return the status of a response that ended with `chunk`."""
+    """Return the status of a response whose last chunk is `chunk`."""
     if chunk.finish_reason is FinishReason.STOP:
         return "completed"
     if chunk.finish_reason is FinishReason.LENGTH:
@@ -209,7 +209,7 @@ def _ending(chunk: Chunk, status: Status) -> Fields:
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the text in the arguments of a custom tool's call; the arguments themselves if there is none."""
+    """Return the text in the arguments of a custom tool's call; the arguments unchanged if they contain none."""
     try:
         value = json.loads(arguments)
     except ValueError:
