@@ -145,7 +145,9 @@ def start(folder: Path, isa: str, settings: dict[str, object]) -> Contender:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--against", type=Path, nargs="*", default=[], help="other checkouts; ratios are relative to the first checkout")
+    parser.add_argument(
+        "--against", type=Path, nargs="*", default=[], help="other checkouts; ratios are relative to the first checkout"
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--isa", default="", help="build of the kernels; default: the best")
     parser.add_argument("--kv", default="auto")

@@ -206,7 +206,7 @@ class GraphDecoder:
         self._logits = torch.empty(0, device=self._device)
 
     def close(self) -> None:
-        """Destroy all graphs, after waiting until the device no longer uses them.
+        """Destroy all graphs, and wait until the device has finished using them.
 
         NCCL waits for the graphs that hold its operations before it ends a communicator, so call this first.
         """
@@ -220,8 +220,7 @@ class GraphDecoder:
         torch.clamp(tokens, min=0, out=self._fed[: len(tokens)])
 
     def best(self, num_rows: int) -> Tensor | None:
-        """Return the most likely tokens of the last `forward`, already fed; None if that pass did not replay a graph.
-        """
+        """Return the most likely tokens of the last `forward`, already fed; None if that pass did not replay a graph."""
         return self._best[:num_rows] if self._has_best else None
 
     @torch.inference_mode()
@@ -296,8 +295,8 @@ class GraphDecoder:
         return torch.where(token_ids < 0, self._fed[(-1 - token_ids).clamp(min=0).long()], token_ids)
 
     def _static_inputs(self, shape: Shape, *, has_adapters: bool) -> tuple[ForwardInputs, tuple[Tensor, Tensor]]:
-        """Return views of the static buffer for a step of this shape: its inputs, and the indices and values of changed
-        table
+        """Return views of the static buffer for a step of this shape: its inputs, and the indices and
+        values of changed entries of the block tables.
         """
         parts = torch.split(self._arena[: sum(shape.sizes())], shape.sizes())
         token_ids, positions, slots, adapter_slots, lens, sampled, places, values, starts = parts

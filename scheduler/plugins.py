@@ -1,4 +1,4 @@
-"""Loads schedulers: built-in ones by name, others through entry points of installed packages.
+"""Loads schedulers: built-in ones by name, others through the entry points of installed packages.
 
 A package registers its own in the group `midstream.schedulers`: a class without constructor arguments, derived from
 RequestScheduler, or from CapacityScheduler or MicroBatchScheduler to be combined with the other kind; or a
@@ -19,7 +19,7 @@ ENTRY_POINT_GROUP = "midstream.schedulers"
 
 
 def load_scheduler(name: str, capacity_policy: str, batching_type: str) -> RequestScheduler:
-    """Return the scheduler to run.
+    """Return the scheduler with this name.
 
     Args:
         name: Name of an entry point; empty: the built-in scheduler.

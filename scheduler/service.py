@@ -1,4 +1,4 @@
-"""Builds the scheduler process from its parts and runs it."""
+"""Assembles and runs the scheduler process."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class SchedulerService:
             await self.close()
 
     async def drain(self) -> None:
-        """Reject new requests; return when the known ones have ended."""
+        """Reject new requests; return once all known requests have ended."""
         self.engine.handle(DrainStarted(self.engine.now_ns()))
         await self.engine.wait_until_idle()
 
@@ -271,7 +271,7 @@ _LEAST = {
 
 
 def check(config: SchedulerConfig) -> None:
-    """Raise ConfigError for settings that conflict, or under which no request could run."""
+    """Raise ConfigError if settings conflict or no request could run under them."""
     for name, least in _LEAST.items():
         if getattr(config, name) < least:
             raise ConfigError(f"is {getattr(config, name)}; at least {least}", field=name)
@@ -282,7 +282,7 @@ def check(config: SchedulerConfig) -> None:
 
 
 def _admit(config: SchedulerConfig) -> Admit | None:
-    """Return what keeps every method for the parts that call it."""
+    """Return the admission check that restricts each method to the parts allowed to call it."""
     routers = PeerNames(config.router_names, "router_names")
     detokenizers = PeerNames(config.detokenizer_names, "detokenizer_names")
     feeds = {f"/{SERVICE_NAME}/TokenFeed", f"/{SERVICE_NAME}/OpenTokenFeed"}
@@ -322,7 +322,7 @@ def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: in
 def make_journal(
     config: SchedulerConfig, model: ModelFolder, limits: ModelLimits, port: int, clock: SteadyClock
 ) -> Journal:
-    """Return the configured journal; without a path, its file is named after the gRPC port.
+    """Return the configured journal; without a configured path, the file is named after the gRPC port.
 
     Raises:
         ConfigError: A standby is set for a journal without a lease, or PostgreSQL's package is missing.
@@ -341,7 +341,7 @@ def make_journal(
 
 
 def _file_store(config: SchedulerConfig, path: Path) -> Store:
-    """Return the journal on this machine's disk.
+    """Return the store of a journal on this machine's disk.
 
     A log takes over the contents of a SQLite journal at its path, or at the same path with the suffix `.sqlite`.
     """

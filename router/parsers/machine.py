@@ -179,7 +179,8 @@ class Machine:
             yield
 
     def take_until(self, *markers: str) -> Steps[tuple[str, str]]:
-        """Consume and return the text before the first of `markers`, and that marker; all text and "" if there is none.
+        """Consume and return the text before the first of `markers`, and that marker; all text and "" if there is
+        none.
         """
         margin = max(map(len, markers)) - 1
         start = 0
@@ -264,7 +265,8 @@ class Machine:
 
 
 def _first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]:
-    """Return the position of the earliest of `markers`, and that marker; the end of the text and "" if there is none.
+    """Return the position of the earliest of `markers`, and that marker; the end of the text and "" if there is
+    none.
     """
     position, found = len(text), ""
     for marker in markers:

@@ -167,7 +167,8 @@ class Conversation:
         self.add_guide()
 
     def note_prompt(self, ids: Sequence[int], tokenizer: Tokenizer) -> None:
-        """Set the fields that depend on the prompt's tokens: their count, and whether the prompt ends inside reasoning.
+        """Set the fields that depend on the prompt's tokens: their count, and whether the prompt ends inside
+        reasoning.
         """
         tags = self.model.format.reasoning
         tail = tokenizer.decode(list(ids[-_NUM_TAIL:]), skip_special_tokens=False)

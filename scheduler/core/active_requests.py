@@ -1,4 +1,4 @@
-"""Capacity policies in TensorRT-LLM's shape: one method that gets all active requests, queued and running.
+"""Interface for capacity policies in TensorRT-LLM's form: one method that gets all active requests, queued and running.
 
 A policy is a class derived from RequestListScheduler. Each decision about a worker group constructs a new instance with
 the arguments below; it returns the requests that fit, in the order in which to start them, and those to pause. A
@@ -26,7 +26,7 @@ class LlmRequestState(enum.Enum):
 
 
 class LlmRequest:
-    """A request as policies see it.
+    """A request as capacity policies see it.
 
     Attributes:
         request_id, client_id, priority: As set by the client.
@@ -61,17 +61,17 @@ class LlmRequest:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens in the prompt."""
         return len(self._request.spec.prompt)
 
     @property
     def max_new_tokens(self) -> int:
-        """Most output tokens over all sequences."""
+        """Maximum number of output tokens, over all sequences."""
         return self._request.spec.max_tokens * self._request.spec.num_sequences
 
     @property
     def num_generated_tokens(self) -> int:
-        """Output tokens over all sequences so far."""
+        """Number of output tokens so far, over all sequences."""
         return self._request.num_output_tokens
 
     @property
@@ -103,7 +103,9 @@ class KvCacheManager:
         return self._group.blocks.num_available
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Return the most blocks that the request may hold before it ends, including those that it holds now."""
+        """Return the maximum number of blocks that the request may hold before it ends, including those it holds
+        now.
+        """
         return self._group.blocks_alone(*LlmRequest.unwrap([request]))
 
 
@@ -115,7 +117,7 @@ class RequestListScheduler(ABC):
     no_schedule_after_state = LlmRequestState.GENERATION_COMPLETE
 
     def __init__(self, max_num_requests: int = 0, kv_cache_manager: KvCacheManager | None = None) -> None:
-        """Keep the limits that a policy may need.
+        """Store the limits that a policy may need.
 
         Args:
             max_num_requests: Most sequences that the group runs at the same time.
@@ -146,7 +148,7 @@ class RequestListCapacity(CapacityScheduler):
         return [request for request in fitting if request.group is None]
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether enough rows and blocks are free for its known tokens and the next one."""
+        """Return whether enough rows and blocks are free for the request's known tokens and one more."""
         return has_room_now(request, group)
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:

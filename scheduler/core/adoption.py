@@ -18,7 +18,7 @@ from scheduler.core.request import Request, Sequence
 
 @dataclass(frozen=True, slots=True)
 class AdoptedBlock:
-    """The block at `index` of a sequence's table."""
+    """A block to adopt: the one at `index` in a sequence's block table."""
 
     sequence: Sequence
     index: int
@@ -26,7 +26,7 @@ class AdoptedBlock:
 
     @property
     def is_held(self) -> bool:
-        """Whether the sequence still holds it."""
+        """Whether the sequence still holds the block."""
         return self.sequence.table[self.index : self.index + 1] == [self.block]
 
 
@@ -53,7 +53,9 @@ class Adoption:
 
 
 class Adoptions:
-    """Adoptions queued for the next steps of a worker group, with a limit of blocks per step to bound its duration."""
+    """Adoptions queued for the next steps of a worker group, with a limit on blocks per step to bound the step's
+    duration.
+    """
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -63,14 +65,14 @@ class Adoptions:
         return bool(self._waiting)
 
     def add(self, entry: AdoptedBlock) -> Adoption:
-        """Add a block and return the adoption that it was added to."""
+        """Queue a block, and return the adoption (of one step) that it was added to."""
         if not self._waiting or len(self._waiting[-1].entries) >= self._max_blocks:
             self._waiting.append(Adoption())
         self._waiting[-1].entries.append(entry)
         return self._waiting[-1]
 
     def take(self) -> Adoption:
-        """Remove and return the adoption of the next step."""
+        """Remove and return the adoption for the next step."""
         return self._waiting.popleft() if self._waiting else Adoption()
 
     def keep(self, is_wanted: Callable[[Adoption, AdoptedBlock], bool]) -> None:
@@ -81,5 +83,5 @@ class Adoptions:
 
     @property
     def requests(self) -> set[Request]:
-        """Requests with queued blocks."""
+        """Return the requests with queued blocks."""
         return {request for adoption in self._waiting for request in adoption.requests}

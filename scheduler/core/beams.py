@@ -1,4 +1,4 @@
-"""Beam search of one request: which beams continue, which have ended, when the search is over.
+"""Beam search of one request: which beams continue, which have ended, and when the search is over.
 
 A step takes the candidates of all running beams, keeps those with the best cumulative log probabilities, and is
 recorded as a `BeamStep`. The state is a function of the request and its steps in order, so the journal keeps the steps.
@@ -47,7 +47,8 @@ class BeamStep:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Output tokens (array type 'I') with their log probabilities (array type 'f') and the sum of these.
+    """Output tokens (array type 'I') with their log probabilities (array type 'f'), and the sum of the log
+    probabilities.
 
     Attributes:
         places: For each token, the index of the step's entry that appended it.
@@ -59,7 +60,7 @@ class Beam:
     places: tuple[int, ...] = ()
 
     def extended(self, token: int, log_prob: float, place: int) -> Beam:
-        """Return the beam with one more token."""
+        """Return the beam extended by one token."""
         tokens, log_probs = self.tokens[:], self.log_probs[:]
         tokens.append(token)
         log_probs.append(log_prob)
@@ -68,7 +69,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class EndedBeam:
-    """A beam that has ended, by a stop token or by its length."""
+    """A beam that ended with a stop token or by its length."""
 
     score: float
     beam: Beam
@@ -95,7 +96,9 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Return the number of candidates needed per beam: all stop tokens may be among the most likely ones."""
+        """Return the number of candidates needed per beam, since all stop tokens may be among the most likely
+        tokens.
+        """
         return self.spec.beam_width + len(self.spec.stop_token_ids)
 
     def choose(

@@ -35,7 +35,9 @@ class Retention:
     duration_ns: int | None
 
     def raised(self, other: Retention) -> Retention:
-        """Return the stronger retention: the higher priority, on a tie the longer duration."""
+        """Return the stronger of two retentions: the one with the higher priority or, if equal, with the longer
+        duration.
+        """
         return max(self, other, key=lambda item: (item.priority, item.duration_ns is None, item.duration_ns))
 
 
@@ -63,26 +65,28 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks without contents."""
+        """Number of blocks without contents."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Return the number of blocks without an owner that can be found by their contents."""
+        """Return the number of blocks without an owner whose contents are still findable."""
         return self._num_cached
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be allocated now."""
+        """Number of blocks that can be allocated now."""
         return len(self._free) + self._num_cached
 
     @property
     def is_conserved(self) -> bool:
-        """R5, from independent counters: free + cached + held blocks equal all blocks."""
+        """Return whether rule R5 holds, from independent counters: free + cached + held blocks equal all blocks."""
         return len(self._free) + self._num_cached + self.num_held == self.num_blocks
 
     def occupancy(self, blocks_per_cell: int) -> tuple[list[int], list[int], list[int]]:
-        """Return, per cell of consecutive blocks, how many have one owner, how many several, how many are cached."""
+        """Return, for each run of `blocks_per_cell` blocks, how many have one owner, how many several, and how many are
+        cached.
+        """
         owners, size = self._num_owners, blocks_per_cell
         held, shared = list[int](), list[int]()
         for start in range(0, self.num_blocks, size):
@@ -100,7 +104,9 @@ class BlockManager:
         return self._num_owners[block]
 
     def adopt(self, contents: Iterable[tuple[int, int]], now_ns: int) -> None:
-        """Register (block, content hash) pairs as cached, oldest first. Precondition: no block was allocated yet."""
+        """Register (block, content hash) pairs as cached, oldest first. Precondition: no block has been allocated
+        yet.
+        """
         adopted = set[int]()
         for block, value in contents:
             if self.prefix_cache.publish(block, value):
@@ -109,7 +115,7 @@ class BlockManager:
         self._free = [block for block in self._free if block not in adopted]
 
     def allocate(self, count: int, now_ns: int) -> list[int]:
-        """Allocate empty blocks with one owner each, evicting cached ones if needed.
+        """Allocate empty blocks with one owner each; evict cached blocks if needed.
 
         Precondition: `count <= num_available`.
         """
@@ -124,7 +130,7 @@ class BlockManager:
         return blocks
 
     def share(self, blocks: Iterable[int], now_ns: int) -> None:
-        """Add an owner to each block, held or cached."""
+        """Add an owner to each block, whether held or cached."""
         self._expire_retention(now_ns)
         for block in blocks:
             if self._num_owners[block] == 0:
@@ -135,7 +141,7 @@ class BlockManager:
             self.counts.reused += 1
 
     def release(self, blocks: Iterable[int], now_ns: int) -> None:
-        """Remove an owner from each block. Blocks left without one stay cached if they can be found and were computed.
+        """Remove an owner from each block. A block without owners stays cached if it is findable and was computed.
 
         Pass the end of a table first: of blocks released together, the first is evicted first.
         """
@@ -154,7 +160,7 @@ class BlockManager:
         self._retention[block] = retention
 
     def raise_retention(self, block: int, retention: Retention, now_ns: int) -> None:
-        """Extend the retention of an already findable block to at least `retention`, from now on."""
+        """Extend the retention of a block that is already findable to at least `retention`, from now on."""
         self._expire_retention(now_ns)
         self._retention[block] = self._retention.get(block, _DEFAULT).raised(retention)
         if block in self._cached_priority:
@@ -206,7 +212,7 @@ class BlockManager:
                 self._put_cached(block, now_ns)
 
     def check(self, tables: Iterable[Iterable[int]]) -> list[str]:
-        """Check R5 in full, for tests and idle periods.
+        """Check rule R5 in full, for tests and idle periods.
 
         Args:
             tables: Blocks that each live sequence holds.

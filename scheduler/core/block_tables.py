@@ -1,4 +1,5 @@
-"""The block tables of a worker group's sequences: filled when one starts, grown as it generates, released at its end.
+"""The block tables of a worker group's sequences: filled when a sequence starts, grown as it generates, released at its
+end.
 
 Sequences with the same tokens share blocks. Others can find the blocks that a sequence will compute as soon as it
 starts (prefix_cache describes how they wait for them); blocks of generated tokens can be found once they are full.
@@ -27,7 +28,7 @@ class BlockTables:
     """
 
     def __init__(self, config: CoreConfig, blocks: BlockManager, clock: Clock, attention_window: int) -> None:
-        """Keep tables over `blocks`. No layer attends further back than `attention_window` tokens; 0: no limit."""
+        """Create tables over `blocks`. No layer attends further back than `attention_window` tokens; 0: no limit."""
         self.blocks = blocks
         self.tokens_per_block = config.tokens_per_block
         self.has_window = attention_window > 0
@@ -41,30 +42,32 @@ class BlockTables:
 
     @property
     def num_blocks_to_reserve(self) -> int:
-        """Blocks that are neither held nor reserved for running sequences."""
+        """Number of blocks that are neither held nor reserved for running sequences."""
         blocks = self.blocks.num_blocks if self.has_window else self.blocks.num_available
         return blocks - self.num_reserved_blocks
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold this many tokens."""
+        """Return the number of blocks needed for this many tokens."""
         return -(-num_tokens // self.tokens_per_block)
 
     def max_blocks(self, max_num_tokens: int, num_known: int) -> int:
-        """Return the most blocks that a sequence holds at one time."""
+        """Return the maximum number of blocks that a sequence holds at one time."""
         most = self.blocks_of(max_num_tokens)
         if self.has_window:
             most = min(most, self._window_blocks)
         return max(most, self.blocks_of(num_known))
 
     def find(self, sequence: Sequence) -> list[int]:
-        """Return cached blocks for the sequence's prefix; the last known token is always left to compute."""
+        """Return cached blocks for the sequence's prefix; the last known token is excluded, since it is always
+        computed.
+        """
         if not self.reuses(sequence.request):
             return []
         num_blocks = (sequence.num_tokens - 1) // self.tokens_per_block
         return self._prefix_cache.find(extend_hashes(sequence, num_blocks, self.tokens_per_block)[:num_blocks])
 
     def reuses(self, request: Request) -> bool:
-        """Return whether the request's blocks can be found and shared."""
+        """Return whether cached blocks may be reused for the request, and its blocks be shared."""
         return self._enable_reuse and request.spec.is_cacheable
 
     def fill(
@@ -110,7 +113,9 @@ class BlockTables:
         return len(shared)
 
     def num_to_reserve(self, spec: RequestSpec, num_known: int) -> int:
-        """Return the blocks to reserve for a spare lane of a beam search whose lanes have `num_known` known tokens."""
+        """Return the number of blocks to reserve for a spare lane of a beam search with `num_known` known tokens per
+        lane.
+        """
         most = self.max_blocks(spec.max_num_tokens, num_known)
         return most if self.has_window else most - num_known // self.tokens_per_block
 
@@ -121,7 +126,7 @@ class BlockTables:
         lane.publish_at(NO_RESULTS)
 
     def num_missing_for_forks(self, forks: Iterable[tuple[Sequence, Sequence]]) -> int:
-        """Return the blocks that forks allocate beyond those that they release."""
+        """Return the number of blocks that forks allocate, minus those that they release."""
         num_missing = 0
         for source, target in forks:
             num_missing += source.num_computed % self.tokens_per_block > 0
@@ -129,7 +134,7 @@ class BlockTables:
         return num_missing
 
     def fork(self, forks: Iterable[tuple[Sequence, Sequence]]) -> list[tuple[int, int]]:
-        """Replace the table of each target by that of its source; a partly filled block is copied.
+        """Replace each target's table by a copy of its source's; a partly filled block is copied.
 
         Precondition: no source is a target, and `num_missing_for_forks` blocks are available.
 
@@ -152,13 +157,13 @@ class BlockTables:
         return copies
 
     def empty(self, lane: Sequence) -> None:
-        """Release the blocks of a lane that no longer has a beam; it may get one again."""
+        """Release the blocks of a lane that currently has no beam; it may get one again."""
         self.blocks.release(reversed(lane.held_blocks), self._clock.now_ns)
         lane.drop_blocks()
         self._set_reserved(lane, lane.num_computed // self.tokens_per_block)
 
     def _set_reserved(self, lane: Sequence, num_held: int) -> None:
-        """Reserve the blocks a lane may still allocate: all except those it holds or will share with its beam."""
+        """Reserve the blocks that a lane may still allocate: all except those it holds or will share with its beam."""
         if not self.has_window:
             num_reserved = self.blocks_of(lane.request.spec.max_num_tokens) - num_held
             self.num_reserved_blocks += num_reserved - lane.num_reserved
@@ -180,7 +185,9 @@ class BlockTables:
             sequence.publish_at(NO_RESULTS)
 
     def _adopt(self, sequence: Sequence, adoptions: Adoptions, is_stored: Callable[[int], bool] | None) -> None:
-        """Let adoptions fill the blocks that the sequence was to compute; its last known token is still computed."""
+        """Let adoptions fill blocks that the sequence would otherwise compute; its last known token is still
+        computed.
+        """
         end = (sequence.num_tokens - 1) // self.tokens_per_block
         for index in range(sequence.num_hit_blocks, end):
             block = sequence.table[index]
@@ -190,7 +197,9 @@ class BlockTables:
             sequence.limit_hits(index + 1)
 
     def still_wants(self, adoption: Adoption, entry: AdoptedBlock) -> bool:
-        """Return whether a block queued for adoption still belongs to its sequence; otherwise others compute it."""
+        """Return whether a block queued for adoption still belongs to its sequence; if not, other sequences compute
+        it.
+        """
         if not self._prefix_cache.is_claimed(entry.block, adoption):
             return False
         if not entry.is_held:
@@ -198,7 +207,7 @@ class BlockTables:
         return entry.is_held
 
     def settle(self, adoption: Adoption, missing: Collection[int]) -> None:
-        """Apply the result of an adoption: blocks that were found are computed, its sequences compute the others."""
+        """Apply the result of an adoption: found blocks count as computed; their sequences compute the missing ones."""
         cache = self._prefix_cache
         for entry in adoption.entries:
             if not cache.is_claimed(entry.block, adoption):
@@ -212,7 +221,7 @@ class BlockTables:
                 cache.note_stored(entry.sequence, entry.index, 1, self.tokens_per_block)
 
     def grow(self, sequence: Sequence) -> int:
-        """Add a block to a sequence and release those that its attention window has passed.
+        """Append a block to a sequence's table, and release blocks that are no longer within its attention window.
 
         Precondition: a block is available.
         """
@@ -244,7 +253,9 @@ class BlockTables:
             self._prefix_cache.note_stored(sequence, index, 1, self.tokens_per_block)
 
     def _publish(self, sequence: Sequence, index: int) -> bool:
-        """Make a block findable, with its request's retention; return False if another block has the same contents."""
+        """Make a block findable, with the retention of its request; return False if another block has the same
+        contents.
+        """
         block, value = sequence.table[index], sequence.block_hashes[index]
         if not self._prefix_cache.publish(block, value):
             self._raise_retention(sequence, index, self._prefix_cache.find([value])[0])
@@ -260,7 +271,7 @@ class BlockTables:
             self.blocks.raise_retention(block, retention, self._clock.now_ns)
 
     def _retention_asked(self, sequence: Sequence, index: int) -> Retention | None:
-        """Return the retention that the request sets for a block, or None."""
+        """Return the retention that the request asks for a block, or None."""
         spec, start = sequence.request.spec, index * self.tokens_per_block
         retention: Retention | None = None
         if start >= len(spec.prompt):
@@ -273,10 +284,10 @@ class BlockTables:
         return retention
 
     def break_promises(self, sequence: Sequence) -> None:
-        """Leave the blocks that a sequence in its context phase was to compute to other sequences that hold them."""
+        """Leave blocks that a sequence in its context phase would have computed to other sequences that hold them."""
         self._prefix_cache.abandon(sequence.held_blocks, sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Release a sequence's blocks. The caller clears its table."""
+        """Release a sequence's blocks. The caller clears the sequence's table."""
         self.blocks.release(reversed(sequence.held_blocks), self._clock.now_ns)
         self.num_reserved_blocks -= sequence.num_reserved

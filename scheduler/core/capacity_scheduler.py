@@ -23,7 +23,7 @@ class CapacityScheduler(ABC):
         """
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
-        """Return how many of the request's waiting sequences may take rows and blocks now; 0: it has to wait.
+        """Return how many of the request's waiting sequences may take rows and blocks now; 0: the request has to wait.
 
         By default all of them or none, according to `can_start`. The others stay in the queue and are tried again;
         sequences of one request run on one group. Must not change any state.
@@ -31,7 +31,7 @@ class CapacityScheduler(ABC):
         return len(request.waiting_sequences) if self.can_start(request, group) else 0
 
     def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request] | None:
-        """Return queued requests to start on the group, in order; None: the queue's own order.
+        """Return the queued requests to start on the group, in order; None: follow the queue's order.
 
         Each is started if it `can_start` at that point, and skipped if not. `group.active` are the running requests.
         Must not change any state.
@@ -43,7 +43,7 @@ class CapacityScheduler(ABC):
         return None
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """Return active requests that must release their blocks so that the others can run their next step.
+        """Return active requests that must release their blocks so that the other requests can run their next step.
 
         They are queued again ahead of new requests, and resume by recomputing their tokens. Must not change any state.
         """
@@ -51,14 +51,16 @@ class CapacityScheduler(ABC):
 
 
 class GuaranteedNoEvict(CapacityScheduler):
-    """Admits only requests that can run to their end: blocks for the longest output are reserved at the start."""
+    """Admits only requests that can run to their end: blocks for their longest possible output are reserved at the
+    start.
+    """
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether all blocks that it may ever need are available, besides those reserved for others."""
+        """Return whether all blocks that the request may ever need are available, besides those reserved for others."""
         return wants_context(request, group) and has_room_to_the_end(request, group, leave_room=True)
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
-        """Return the most sequences that can all run to their ends."""
+        """Return the maximum number of sequences that can all run to their ends."""
         if not wants_context(request, group):
             return 0
         return _largest_part(request, lambda part: has_room_to_the_end(request, group, part, leave_room=True))
@@ -68,17 +70,21 @@ class MaxUtilization(CapacityScheduler):
     """Admits as much as fits now; when blocks run short, pauses the newest requests of the lowest priority."""
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether its known tokens and the next one fit, with some headroom for the growth of others."""
+        """Return whether the request's known tokens and one more fit, leaving some headroom for the growth of
+        others.
+        """
         return wants_context(request, group) and _has_room_to_grow(request, group)
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
-        """Return the maximum number of sequences that fit, with some headroom for the growth of others."""
+        """Return the maximum number of sequences that fit, leaving some headroom for the growth of others."""
         if not wants_context(request, group):
             return 0
         return _largest_part(request, lambda part: _has_room_to_grow(request, group, part))
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """Return the newest requests, enough that every other sequence gets the block for its next step."""
+        """Return the newest requests, as many as needed so that every other sequence gets the block for its next
+        step.
+        """
         num_missing = _num_blocks_for_generation(group) - group.blocks.num_available
         if num_missing <= 0:
             return []
@@ -95,12 +101,13 @@ class StaticBatch(CapacityScheduler):
     """Starts a new batch only when the last one has finished; all requests of a batch can run to their end."""
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether no request of the batch has run yet, and its longest output fits."""
+        """Return whether no request of the current batch has run yet and the request's longest possible output fits."""
         return group.num_on_worker == 0 and has_room_to_the_end(request, group)
 
 
 def wants_context(request: Request, group: WorkerGroup) -> bool:
-    """Return whether the group's next step has tokens to spare, or none of its contexts are of the request's client.
+    """Return whether the group's next step has token budget left, or no context of the request's client runs in the
+    group.
 
     So urgent requests can still overtake waiting ones, and no client waits for the end of another's long contexts.
     """
@@ -120,7 +127,7 @@ def has_room_for(request: Request, group: WorkerGroup) -> bool:
 
 
 def has_room_now(request: Request, group: WorkerGroup) -> bool:
-    """Return whether enough rows and blocks are free for the request's known tokens and the next one."""
+    """Return whether enough rows and blocks are free for the request's known tokens and one more."""
     cost = group.start_cost(request)
     return cost.num_rows <= group.num_free_rows and cost.num_blocks_at_once <= group.blocks.num_available
 
@@ -128,7 +135,8 @@ def has_room_now(request: Request, group: WorkerGroup) -> bool:
 def has_room_to_the_end(
     request: Request, group: WorkerGroup, num_sequences: int | None = None, *, leave_room: bool = False
 ) -> bool:
-    """Return whether rows and blocks are free for the request's longest output, besides those reserved for others.
+    """Return whether rows and blocks are free for the request's longest possible output, besides those reserved for
+    others.
 
     Args:
         request: A queued request.
@@ -153,7 +161,7 @@ def _has_room_to_grow(request: Request, group: WorkerGroup, num_sequences: int |
 
 
 def _largest_part(request: Request, fits: Callable[[int], bool]) -> int:
-    """Return the most waiting sequences of a request that fit together. Beams start together or not at all."""
+    """Return the maximum number of waiting sequences of a request that fit together; all or none for a beam search."""
     num_waiting = len(request.waiting_sequences)
     if fits(num_waiting):
         return num_waiting
@@ -175,7 +183,9 @@ def _num_blocks_for_generation(group: WorkerGroup) -> int:
 
 
 def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
-    """Return the blocks gained by pausing the request: those that only it holds, and those its next step needs."""
+    """Return the number of blocks gained by pausing the request: those only it holds, and those its next step would
+    need.
+    """
     num_blocks = 0
     for sequence in request.placed_sequences:
         num_blocks += sum(1 for block in sequence.held_blocks if group.blocks.num_owners(block) == 1)
@@ -214,7 +224,7 @@ def _leaves_room(request: Request, group: WorkerGroup, cost: StartCost, num_bloc
 
 
 def _is_within_equal_share(client_id: str, group: WorkerGroup, num_rows: int, num_blocks: int) -> bool:
-    """Return whether a client would hold at most an equal share with this many more rows and blocks."""
+    """Return whether a client would hold at most its equal share after taking this many more rows and blocks."""
     num_clients = max(2, len({client_id, *group.holdings}))  # another client may hold nothing here yet
     held_rows, held_blocks = group.holdings.of(client_id)
     if (held_rows + num_rows) * num_clients > group.max_batch_size:

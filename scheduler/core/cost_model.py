@@ -1,4 +1,4 @@
-"""How long a step takes: a fixed part, a part per context token, and a part per generating row.
+"""Predicts how long a step takes: a fixed time, a time per context token, and a time per generating row.
 
 Fitted by least squares from recorded steps; no part is negative.
 """
@@ -14,7 +14,7 @@ WIRE_US = 200.0
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Microseconds; the defaults are those of a small model on a large GPU.
+    """Coefficients in microseconds; the defaults are those of a small model on a large GPU.
 
     Attributes:
         block_us: Time to move a KV block from a prefill to a decode worker.
@@ -27,16 +27,16 @@ class CostModel:
     block_us: float = 300.0
 
     def step_ns(self, num_context_tokens: int, num_generation_rows: int) -> int:
-        """Return how long a step computes."""
+        """Return the compute time of a step."""
         cost = self.context_token_us * num_context_tokens + self.generation_row_us * num_generation_rows
         return int(1_000 * (self.step_us + cost))
 
 
 class CostFit:
-    """A least-squares fit of recorded steps, in constant memory."""
+    """A least-squares fit to recorded steps, in constant memory."""
 
     def __init__(self, kept_weight: float = 1.0) -> None:
-        """With a `kept_weight` below 1, each step multiplies the weight of those before it by that factor."""
+        """With `kept_weight` below 1, each new step multiplies the weight of all earlier steps by that factor."""
         self.num_steps = 0
         self._kept_weight = kept_weight
         self._products = [[0.0] * 3 for _ in range(3)]
@@ -53,7 +53,7 @@ class CostFit:
                 products[column] = products[column] * self._kept_weight + left * right
 
     def model(self, wire_us: float = WIRE_US) -> CostModel:
-        """Return the best model without negative parts; without any steps, the default."""
+        """Return the best-fitting model with no negative coefficients; the default model if no steps were added."""
         if not self.num_steps:
             return CostModel(wire_us=wire_us)
         used = [index for index in range(3) if self._products[index][index] > 0]
@@ -65,7 +65,7 @@ class CostFit:
             used = [index for index in used if index not in negative]
 
     def _solve(self, used: Iterable[int]) -> list[float]:
-        """Solve the normal equations over some features, with a small ridge term in case all steps are equal."""
+        """Solve the normal equations for some features, with a small ridge term in case all steps are equal."""
         rows = list(used)
         matrix = [[self._products[r][c] * (1 + 1e-9 * (r == c)) for c in rows] + [self._targets[r]] for r in rows]
         for pivot in range(len(rows)):

@@ -1,4 +1,4 @@
-"""Effects: actions of the core for the edge to execute, in order; the core awaits none of them."""
+"""Effects: actions that the core asks the edge to execute, in order; the core does not wait for any of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """New tokens, to be committed and then published: sequence i has `lengths[i]` output tokens now."""
+    """New tokens, to be committed and then published: sequence i now has `lengths[i]` output tokens."""
 
     sequences: list[Sequence]
     lengths: list[int]
@@ -50,7 +50,7 @@ class BeamsAdvanced:
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnded:
-    """`sequence.end` is set, or was amended because a stop word was found earlier in the output."""
+    """A sequence's end was set, or was changed because a stop word was found earlier in the output."""
 
     sequence: Sequence
 
@@ -64,7 +64,7 @@ class RequestEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestForgotten:
-    """A finished request is no longer kept."""
+    """A finished request was dropped; it can no longer be resumed."""
 
     request: Request
 
@@ -80,7 +80,7 @@ class GroupJoined:
 
 @dataclass(frozen=True, slots=True)
 class GroupRefused:
-    """Answer to WorkerRegistered: the worker is incompatible, because of `field` of its registration."""
+    """Answer to WorkerRegistered: the worker is incompatible because of the field `field` of its registration."""
 
     connection: bytes
     reason: str
@@ -98,7 +98,7 @@ class EpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class FetchBlocks:
-    """Ask a group to fetch blocks from another one, which has this store and source. Answered by BlocksFetched."""
+    """Ask a group to fetch blocks from the group with this store and source. Answered by BlocksFetched."""
 
     connection: bytes
     epoch: int
@@ -109,7 +109,7 @@ class FetchBlocks:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step of one worker group, as parallel lists; fields are those of StepBatch in the worker protocol.
+    """One step of a worker group, as parallel lists; the fields are those of StepBatch in the worker protocol.
 
     `added` sequences get their rows and tables in this step. With `repeats_generation`, `generation_rows` are added to
     those of the step before; else they are all rows.
@@ -144,7 +144,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """`to_row` becomes a copy of `from_row`, with `block_ids` as its table."""
+    """Makes `to_row` a copy of `from_row`, with the block table `block_ids`."""
 
     from_row: int
     to_row: int
@@ -153,7 +153,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class AddedSequence:
-    """A snapshot of a sequence when its row is filled."""
+    """A snapshot of a sequence, taken when it is placed in a row."""
 
     row: int
     sequence: Sequence

@@ -138,7 +138,7 @@ class WorkerRegistered:
 
 @dataclass(frozen=True, slots=True)
 class WorkerBeat:
-    """A heartbeat, with the blocks stored in and removed from the worker's tiers since the last one."""
+    """A heartbeat of a worker, with the blocks stored in and removed from its tiers since the last one."""
 
     time_ns: int
     connection: bytes
@@ -151,7 +151,7 @@ class WorkerBeat:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft:
-    """A worker group leaves; its requests move to other groups."""
+    """A worker group deregisters; its requests move to other groups."""
 
     time_ns: int
     connection: bytes
@@ -209,7 +209,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class BlocksFetched:
-    """A group has fetched blocks of another one, or could not. Answers FetchBlocks."""
+    """A group has fetched blocks of another group, or failed to. Answers FetchBlocks."""
 
     time_ns: int
     connection: bytes
@@ -220,7 +220,7 @@ class BlocksFetched:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """All pending events were applied: run timers, place requests, plan steps."""
+    """All pending events have been applied: run timers, place requests, plan steps."""
 
     time_ns: int
 

@@ -21,7 +21,7 @@ _MIN_LEAD_NS = 2_000_000
 
 
 class Clients:
-    """Tracks whether several clients are sending requests."""
+    """Tracks whether more than one client is sending requests."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -38,12 +38,12 @@ class Clients:
 
     @property
     def are_several(self) -> bool:
-        """Return whether at least two clients sent requests recently."""
+        """Return whether at least two clients have sent requests recently."""
         return self._other_ns is not None and self._clock.now_ns - self._other_ns < _PRESENT_NS
 
 
 class Holdings:
-    """Rows and blocks of a group that the running requests of each client may take, by client id."""
+    """Maximum numbers of rows and blocks of a group that each client's running requests may take, by client id."""
 
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}
@@ -57,12 +57,12 @@ class Holdings:
         return self._rows.get(client_id, 0), self._blocks.get(client_id, 0)
 
     def add(self, client_id: str, num_blocks: int) -> None:
-        """Add a row that takes at most this many blocks."""
+        """Add a row, and the maximum number of blocks that it may take."""
         self._rows[client_id] = self._rows.get(client_id, 0) + 1
         self._blocks[client_id] = self._blocks.get(client_id, 0) + num_blocks
 
     def remove(self, client_id: str, num_blocks: int) -> None:
-        """Remove a row, with as many blocks as it was added with."""
+        """Remove a row, with the same number of blocks as when it was added."""
         self._rows[client_id] -= 1
         self._blocks[client_id] -= num_blocks
         if not self._rows[client_id]:
@@ -70,7 +70,7 @@ class Holdings:
 
 
 class Pace:
-    """When to plan the step after the one in flight.
+    """Decides when to plan the step after the one in flight.
 
     At once while there is one client. With several, just before the step in flight is expected to end, so that a new
     request waits for one step and not for two. A wrong estimate leaves the worker idle for one round trip.
@@ -89,7 +89,7 @@ class Pace:
         self._last_result_ns = time_ns
 
     def next_plan_ns(self, oldest: InFlightStep) -> int:
-        """Return when to plan the step after the oldest one in flight; 0: at once."""
+        """Return when to plan the step after the oldest one in flight; 0: immediately."""
         if not self._clients.are_several or self._fit.num_steps < _MIN_STEPS_TO_PREDICT:
             return 0
         takes_ns = self._fit.model(0.0).step_ns(oldest.num_context_tokens, len(oldest.generation))

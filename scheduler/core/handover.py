@@ -1,4 +1,4 @@
-"""Hand requests over from groups that prefill to groups that decode.
+"""Hands requests over from prefill groups to decode groups.
 
 A request starts on a prefill group. As steps there complete blocks of its prompt, a decode group is asked to fetch them
 (FetchBlocks), chunk by chunk. When it reports all of them (BlocksFetched), the context is computed and there is room,
@@ -64,7 +64,7 @@ class Handovers:
         self._transfers: dict[Request, Transfer] = {}
 
     def note_plan(self, group: WorkerGroup) -> None:
-        """Note what the last planned step of a prefill group computes."""
+        """Record what the last planned step of a prefill group computes."""
         if group.role is not Role.PREFILL:
             return
         for request in group.active:
@@ -92,7 +92,7 @@ class Handovers:
             transfer.missing.difference_update(event.fetched_hashes)
 
     def advance(self, num_steps: int) -> None:
-        """Request blocks that have been computed, and hand over requests whose blocks have been fetched.
+        """Request blocks that have been computed, and hand over requests whose blocks have all been fetched.
 
         Args:
             num_steps: Steps planned so far.
@@ -119,7 +119,7 @@ class Handovers:
         return transfer
 
     def _target(self, source: WorkerGroup, request: Request) -> WorkerGroup | None:
-        """Return the decode group with the least to do that can fetch from the source."""
+        """Return the decode group with the least work among those that can fetch from the source."""
         groups = [
             group
             for group in self._membership.groups.values()
@@ -141,7 +141,7 @@ class Handovers:
         )
 
     def _fetch(self, transfer: Transfer) -> None:
-        """Ask the target for the blocks that completed steps have computed, except those that it has."""
+        """Ask the target to fetch the blocks that completed steps have computed, except those it already has."""
         source, target, end = transfer.source, transfer.target, transfer.num_asked
         while transfer.planned and transfer.planned[0][0] < source.first_open_step:
             end = transfer.planned.popleft()[1]

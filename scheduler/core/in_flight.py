@@ -10,7 +10,7 @@ from scheduler.core.request import Request, Sequence
 
 @dataclass(frozen=True, slots=True)
 class LastGeneration:
-    """The generating rows that the worker would repeat, and their `generation_version`; -1: none."""
+    """The generating rows that the worker would repeat, and their `generation_version`; -1 if there are none."""
 
     version: int = -1
     sequences: tuple[Sequence, ...] = ()
@@ -19,7 +19,7 @@ class LastGeneration:
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that was sent and whose result is awaited.
+    """A step that was sent to the worker and whose result is awaited.
 
     Attributes:
         ordinal: Number of the step over all groups.
@@ -43,7 +43,7 @@ class InFlightStep:
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens in its context chunks."""
+        """Number of tokens in the step's context chunks."""
         return sum(chunk[2] for chunk in self.context)
 
     @property
@@ -52,9 +52,9 @@ class InFlightStep:
         return sum(1 for chunk in self.context if chunk[3]) + len(self.generation)
 
     def sampled(self) -> list[Sequence]:
-        """Sequences of the sampled rows, in the order of the result."""
+        """Return the sequences of the sampled rows, in the order of the result."""
         return [chunk[1] for chunk in self.context if chunk[3]] + list(self.generation)
 
     def requests(self) -> set[Request]:
-        """Requests that run in the step."""
+        """Return the requests that run in the step."""
         return {chunk[1].request for chunk in self.context} | {sequence.request for sequence in self.generation}

@@ -1,4 +1,4 @@
-"""The lifecycle of requests: accepted or rejected, attached and detached, ended once, kept a while, forgotten."""
+"""The lifecycle of requests: accepted or rejected, attached and detached, ended once, kept for a while, and dropped."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class Lifecycle:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return self.requests.num_unfinished
 
     def submit(self, event: Submitted) -> Request | None:
-        """Accept a request, attach to the known one with its id, or reject it.
+        """Accept a request, attach to the known request with the same id, or reject it.
 
         Returns:
             The request if it is new.
@@ -100,7 +100,7 @@ class Lifecycle:
         return request
 
     def recover(self, event: Recovered) -> Request:
-        """Restore a request of the journal with its output so far."""
+        """Restore a request from the journal with its output so far."""
         request = self._restore_finished(event, event.finish) if event.finish else self._take_in(event.spec)
         for index, (sequence, tokens) in enumerate(zip(request.sequences, event.outputs, strict=True)):
             sequence.restore(tokens, event.extras[index] if index < len(event.extras) else ())
@@ -119,7 +119,7 @@ class Lifecycle:
         return request
 
     def _restore_finished(self, event: Recovered, finish: Finish) -> Request:
-        """Keep an already ended request for clients that resume it; it is not counted again."""
+        """Keep a request that had already ended, for clients that resume it; it is not counted again."""
         self._num_seen += 1
         request = Request.restored(event.spec, self._num_seen, finish)
         self.requests.add(request)
@@ -145,7 +145,7 @@ class Lifecycle:
         return request
 
     def abort(self, event: AbortRequested) -> bool:
-        """End a request for a client; return False if it had ended or is unknown."""
+        """End a request for a client; return False if it had already ended or is unknown."""
         request = self.requests.get(event.request_id)
         if request is None or request.state is RequestState.FINISHED:
             return False
@@ -159,7 +159,7 @@ class Lifecycle:
             request.attach()
 
     def detach(self, event: Detached) -> None:
-        """Remove a reader; without readers, the orphan grace period starts."""
+        """Remove a reader; when the last one is removed, the orphan grace period starts."""
         request = self.requests.get(event.request_id)
         if request is None or request.num_attached == 0:
             return
@@ -168,7 +168,7 @@ class Lifecycle:
             self._timers.at(due, partial(self._on_orphaned, event.request_id))
 
     def stop_word(self, event: StopWordFound) -> None:
-        """End a sequence at its stop word, also if it has already reached a later end."""
+        """End a sequence at its stop word, even if it has already reached a later end."""
         request = self.requests.get(event.request_id)
         if request is None or event.sequence_index >= len(request.sequences):
             return
@@ -183,13 +183,13 @@ class Lifecycle:
             self._effects.append(SequenceEnded(sequence))
 
     def end(self, request: Request, reason: FinishReason, failure: Failure | None = None) -> None:
-        """End all sequences of a request in any state. Precondition: it has not ended."""
+        """End all sequences of a request in any state. Precondition: the request has not ended."""
         request.fail(failure)
         for sequence in request.live_sequences:
             self.end_sequence(sequence, SequenceEnd(reason, len(sequence.output)))
 
     def end_sequence(self, sequence: Sequence, end: SequenceEnd) -> None:
-        """End one sequence, and its request with the last one; its rows and blocks are free at once."""
+        """End one sequence, and its request if it was the last one; its rows and blocks are free at once."""
         request = sequence.request
         sequence.finish(end)
         if request.group is not None and sequence.row is not None:
@@ -201,7 +201,7 @@ class Lifecycle:
             self._follow_in_queue(request)
 
     def _follow_in_queue(self, request: Request) -> None:
-        """Update the queue after a sequence ended while others of its request are waiting."""
+        """Update the queue after a sequence ended while other sequences of its request are waiting."""
         waiting = request.waiting_sequences
         if not waiting:
             self._queue.remove(request)
@@ -261,6 +261,8 @@ class Lifecycle:
 
 
 def _is_overtaken(known: SequenceEnd, found: SequenceEnd) -> bool:
-    """Return whether a stop word precedes the known end of its sequence, which was reached before it was found."""
+    """Return whether a stop word precedes the known end of its sequence, which was reached before the stop word was
+    found.
+    """
     came_by_itself = known.reason in (FinishReason.STOP, FinishReason.LENGTH) and not known.stop_word
     return came_by_itself and found.num_tokens <= known.num_tokens

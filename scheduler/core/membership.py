@@ -39,7 +39,7 @@ _MAX_SILENCES = 1
 
 
 class Membership:
-    """The worker groups of this scheduler.
+    """All worker groups of this scheduler.
 
     Attributes:
         groups: By epoch.
@@ -100,7 +100,7 @@ class Membership:
             self._timers.at(group.standing.held_until_ns, _take_a_turn)
 
     def _note_stored(self, event: WorkerRegistered) -> set[int]:
-        """Record the blocks in the tiers of a worker; return all that are known to be there."""
+        """Record the blocks in a worker's tiers; return all blocks known to be there."""
         if not event.tier_store:
             return set()
         if not any(group.registration.tier_store == event.tier_store for group in self.groups.values()):
@@ -168,7 +168,7 @@ class Membership:
             self._lost.popitem(last=False)
 
     def _forgive(self, event: WorkerRegistered) -> None:
-        """Withdraw the death of a worker that reconnects: only its connection was lost."""
+        """Withdraw the recorded death of a worker that reconnects, since only its connection was lost."""
         incarnation, blamed = self._lost.pop(event.group_id, (0, []))
         if incarnation != event.incarnation:
             return
@@ -199,7 +199,9 @@ class Membership:
         self._effects.append(EpochEnded(connection, epoch))
 
     def end_at_fault(self, group: WorkerGroup, reason: str) -> None:
-        """End a group's epoch because of its own fault, and hold it off; none of its requests is blamed."""
+        """End a group's epoch because of the group's own fault, and hold the group off; none of its requests is
+        blamed.
+        """
         self._totals.num_worker_faults += 1
         group.standing.note_fault(self._clock.now_ns, reason)
         self.end_epoch(group, reason)
@@ -219,7 +221,7 @@ class Membership:
         self.end_epoch(group, reason, tell=tell, culprit=culprit)
 
     def end_epoch(self, group: WorkerGroup, reason: str, *, tell: bool = True, culprit: Request | None = None) -> None:
-        """End a group's epoch: its requests are queued again with their tokens, and its later messages are stale.
+        """End a group's epoch: its requests are queued again with their tokens, and its later messages count as stale.
 
         Args:
             group: A current group.
@@ -248,7 +250,7 @@ class Membership:
         self._queue.put_back(request)
 
     def is_suspect(self, request: Request) -> bool:
-        """Return whether workers in a row died running it. It then runs without other suspects, for certain blame."""
+        """Return whether several workers in a row died running the request. It then runs without other suspects."""
         return len(request.died_on) >= self._config.max_worker_deaths
 
     @property
@@ -257,7 +259,9 @@ class Membership:
         return any(not group.is_held_off for group in self.groups.values())
 
     def should_avoid(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether this group died running the request and another can try it, to find out which is at fault."""
+        """Return whether this group died running the request while another group could try it, to find out which is at
+        fault.
+        """
         return group.group_id in request.died_on and self._has_other(request)
 
     def _has_other(self, request: Request) -> bool:
@@ -267,7 +271,7 @@ class Membership:
         )
 
     def _blame(self, group: WorkerGroup, is_silent: bool) -> Request | None:
-        """Count the death against all requests in flight; return the one to end if it is certainly to blame."""
+        """Count the death against all requests in flight; return the request to end if it is certainly to blame."""
         running = _running(group)
         if is_silent:
             running = {request for request in running if request.note_silence() > _MAX_SILENCES}
@@ -359,7 +363,9 @@ def _running(group: WorkerGroup) -> set[Request]:
 
 
 def _problem_of_kept(event: WorkerRegistered) -> tuple[str, str] | None:
-    """Return the field and what is wrong with the blocks that a worker claims to have kept."""
+    """Return the invalid field and the problem with the blocks that a worker claims to have kept; None if there is
+    none.
+    """
     kept = set(event.kept_blocks)
     if not len(event.kept_blocks) == len(kept) == len(event.kept_hashes):
         return "kept_blocks", "kept_blocks must name each block once, with one of kept_hashes each"

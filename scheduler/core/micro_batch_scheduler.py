@@ -28,7 +28,7 @@ class MicroBatchScheduler(ABC):
 
 
 class InflightFused(MicroBatchScheduler):
-    """Context chunks and generation in one step: generation first, then as much context as the budget leaves."""
+    """Context chunks and generation in one step: generation first, then as much context as the token budget allows."""
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
         """Fill the step with generation, then context."""
@@ -41,7 +41,9 @@ class InflightFused(MicroBatchScheduler):
 
 
 def _a_whole_context_waits(group: WorkerGroup) -> bool:
-    """Return whether an unsplit context does not fit beside generation; generation then waits for this step."""
+    """Return whether a context that must not be split does not fit beside generation; generation then skips this
+    step.
+    """
     if group.config.enable_chunked_context or not group.last_generation.rows:
         return False
     room = group.max_num_tokens - len(group.generating)
@@ -52,7 +54,7 @@ class Inflight(MicroBatchScheduler):
     """Context and generation in separate, alternating steps."""
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """Fill the step with the kind that did not run last, else with the other."""
+        """Fill the step with the kind that did not run last or, if there is none, with the other kind."""
         was_context = not group.last_generation.rows
         if was_context and step.add_generation():
             return
@@ -62,10 +64,10 @@ class Inflight(MicroBatchScheduler):
 
 
 class StaticLockstep(MicroBatchScheduler):
-    """First all context, then generation in lockstep."""
+    """All context first, then generation in lockstep."""
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """Fill the step with context while there is any."""
+        """Fill the step with context as long as there is any."""
         if group.context:
             add_contexts(group, step)
         else:
@@ -73,7 +75,8 @@ class StaticLockstep(MicroBatchScheduler):
 
 
 def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
-    """Add context chunks until the budget is used up; those of each client in the order in which its sequences started.
+    """Add context chunks until the budget is used up; each client's sequences are served in the order in which they
+    started.
 
     The client with the fewest tokens is served first, and the others get as many each, so that its step stays short.
     At least a part of the budget is for the others, so that no client waits for the end of another's contexts.
@@ -100,7 +103,7 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
 
 
 def _add_chunks(waiting: list[Sequence], step: StepBuilder, limit: int, budget: int) -> int:
-    """Add chunks of at most `limit` tokens, `budget` in all; return the number of tokens added."""
+    """Add chunks of at most `limit` tokens each and `budget` in total; return the number of tokens added."""
     left = budget
     for sequence in waiting:
         if left <= 0:

@@ -1,4 +1,4 @@
-"""Placement: start a queued request on the worker group with most of its prefix and the least work.
+"""Placement: starts a queued request on the worker group that has the longest cached prefix and the least work.
 
 A prefix counts that is in the group's pool, or can be fetched from its tiers.
 """
@@ -27,7 +27,7 @@ _MAX_LOOKED_AT = 8
 
 
 class Placement:
-    """Starts queued requests when the capacity policy allows it."""
+    """Starts queued requests as the capacity policy allows."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Placement:
         self._clock = clock
 
     def start_queued(self, num_steps: int) -> None:
-        """Start queued requests as the policy selects them, else in order.
+        """Start queued requests as selected by the policy, or else in queue order.
 
         In queue order, a request may start before one that has to wait if that is fair.
 
@@ -63,7 +63,9 @@ class Placement:
                 return
 
     def _start_selected(self, num_steps: int) -> bool:
-        """Start requests that the policy selects for each group; return False if it leaves the order to the queue."""
+        """Start the requests that the policy selects for each group; return False if it leaves the order to the
+        queue.
+        """
         for group in self._membership.groups.values():
             chosen = self._scheduler.select(self._queue.ordered, group)
             if chosen is None:
@@ -76,7 +78,7 @@ class Placement:
         return True
 
     def _try_start(self, request: Request, num_steps: int) -> bool:
-        """Start a request at least in part, or end one that no group could run; return False if it has to wait."""
+        """Start at least a part of a request, or end it if no group could run it; return False if it has to wait."""
         group, num_sequences = self._choose_group(request)
         if group is None:
             return self.refuse_impossible(request)
@@ -91,7 +93,7 @@ class Placement:
             self._lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns
 
     def _start_behind(self, head: Request, num_steps: int) -> bool:
-        """Start one of the requests after a head that has to wait; return False if none may start."""
+        """Start one of the requests queued after a head that has to wait; return False if none may start."""
         groups = self._membership.groups.values()
         if not any(group.num_free_rows for group in groups):
             return False
@@ -153,7 +155,9 @@ class Placement:
         return self._scheduler.num_sequences_to_start(request, group)
 
     def _is_for_others(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether a group only takes requests that are handed over, because others can compute this context."""
+        """Return whether a group only takes requests that are handed over, since other groups can compute this
+        context.
+        """
         return group.role is Role.DECODE and any(
             other.role is not Role.DECODE and self.could_run(request, other)
             for other in self._membership.groups.values()
@@ -171,11 +175,11 @@ class Placement:
         )
 
     def has_room(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether a request of another group could start on this one now, and run to its end."""
+        """Return whether a request that runs on another group could start on this one now and run to its end."""
         return self.could_run(request, group) and group.adapters.fits(request.spec) and has_room_for(request, group)
 
     def start_on(self, request: Request, group: WorkerGroup, num_steps: int) -> bool:
-        """Start a queued request on a certain group, whatever that group's role; return False if it has to wait."""
+        """Start a queued request on a given group, regardless of the group's role; return False if it has to wait."""
         num_sequences = self._scheduler.num_sequences_to_start(request, group)
         if num_sequences < len(request.waiting_sequences):
             return False
@@ -183,7 +187,9 @@ class Placement:
         return True
 
     def _may_try(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether the request may run on the group, given past worker deaths, such that blame stays certain."""
+        """Return whether the request may run on the group, so that a further worker death can be attributed with
+        certainty.
+        """
         standing, membership = group.standing, self._membership
         if group.is_held_off or (standing.is_on_trial and group.active):
             return False
@@ -197,7 +203,7 @@ class Placement:
         return not standing.num_deaths or all(membership.is_suspect(other) for other in self._queue)
 
     def refuse_impossible(self, request: Request) -> bool:
-        """End a request that no group here could run even if it were empty; return whether it is one."""
+        """End the request if no group could run it even when empty; return whether that was the case."""
         groups = self._membership.groups.values()
         if not groups:
             return False
@@ -209,7 +215,7 @@ class Placement:
 
 
 def _holds_its_share(client_id: str, groups: Collection[WorkerGroup]) -> bool:
-    """Return whether a client that waits for capacity already holds an equal share of all rows or blocks, or more."""
+    """Return whether a client that waits for capacity already holds at least its equal share of all rows or blocks."""
     clients = {client_id, *(name for group in groups for name in group.holdings)}
     num_clients = max(2, len(clients))  # at least one other client is waiting
     held = [group.holdings.of(client_id) for group in groups]

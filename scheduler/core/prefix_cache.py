@@ -1,4 +1,4 @@
-"""Finds blocks by their contents: a hash chain over full blocks of tokens.
+"""Finds blocks by their contents, using a hash chain over full blocks of tokens.
 
 A block's hash covers its tokens and everything before them, so that equal hashes mean equal keys and values. The chain
 starts with a seed made of cache salt, adapter and embeddings: requests that differ in one of them never share.
@@ -22,7 +22,7 @@ from scheduler.core.request_spec import RequestSpec
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Consecutive blocks of one chain became findable. `token_ids` are the tokens of all these blocks in order."""
+    """Consecutive blocks of one hash chain became findable. `token_ids` are the tokens of all these blocks in order."""
 
     parent_hash: int
     block_hashes: tuple[int, ...]
@@ -46,12 +46,14 @@ KvChange = BlocksStored | BlocksRemoved | CacheCleared
 
 
 def chain_seed(spec: RequestSpec) -> int:
-    """Return the seed of a request's hash chain; 0 without salt, adapter and virtual tokens."""
+    """Return the seed of a request's hash chain; 0 without cache salt, adapter and virtual tokens."""
     return kv_hashes.chain_seed((spec.cache_salt, spec.lora_name, spec.lora_key, spec.prompt_key))
 
 
 def extend_hashes(sequence: Sequence, num_blocks: int, tokens_per_block: int) -> list[int]:
-    """Extend the sequence's chain to at least `num_blocks` and return it; the tokens up to there must be known."""
+    """Extend the sequence's hash chain to at least `num_blocks` and return it; the tokens of these blocks must be
+    known.
+    """
     hashes = sequence.block_hashes
     while len(hashes) < num_blocks:
         start = len(hashes) * tokens_per_block
@@ -65,7 +67,7 @@ Writer = Sequence | Adoption
 
 
 class PrefixCache:
-    """Index of one worker group's blocks by hash, and of the blocks that are still to be computed."""
+    """Index of one worker group's blocks by hash, and of the blocks that still have to be computed."""
 
     def __init__(self) -> None:
         self._block_of: dict[int, int] = {}
@@ -76,7 +78,7 @@ class PrefixCache:
         self._news: list[tuple[int, int]] = []
 
     def find(self, hashes: list[int]) -> list[int]:
-        """Return the blocks of the longest published prefix of the chain."""
+        """Return the blocks of the longest published prefix of the hash chain."""
         blocks: list[int] = []
         block_of = self._block_of
         for value in hashes:
@@ -96,7 +98,7 @@ class PrefixCache:
 
     @property
     def num_pending(self) -> int:
-        """Blocks that no planned step computes yet."""
+        """Number of blocks that no planned step computes yet."""
         return len(self._pending)
 
     def is_pending(self, block: int) -> bool:
@@ -104,7 +106,7 @@ class PrefixCache:
         return block in self._pending
 
     def claim(self, blocks: Iterable[int], writer: Writer) -> None:
-        """Mark `writer` as the one that fills these blocks; others wait for it."""
+        """Mark `writer` as the one that fills these blocks; other sequences wait for it."""
         for block in blocks:
             self._pending[block] = writer
 
@@ -113,13 +115,13 @@ class PrefixCache:
         return self._pending.get(block) is writer
 
     def abandon(self, blocks: Iterable[int], writer: Writer) -> None:
-        """Release the claims of `writer` on these blocks; the next one that needs them claims them."""
+        """Release the claims of `writer` on these blocks; the next sequence that needs them claims them."""
         for block in blocks:
             if self._pending.get(block) is writer:
                 self._pending[block] = None
 
     def wait_for(self, block: int, sequence: Sequence) -> Writer | None:
-        """Return the writer that a sequence which needs the block waits for; None: the block is computed.
+        """Return the writer that a sequence waits for when it needs the block; None if the block is computed.
 
         It is the sequence itself if it has claimed the block, or claims it now because nothing else has.
         """
@@ -131,7 +133,7 @@ class PrefixCache:
         return writer
 
     def settle(self, block: int) -> bool:
-        """Record that a planned step computes the block, so that nothing waits for it any longer.
+        """Record that a planned step computes the block, so that no sequence has to wait for it any longer.
 
         Returns:
             Whether the block is findable from now on.
@@ -177,7 +179,9 @@ class PrefixCache:
         return changes
 
     def take_news(self) -> list[tuple[int, int]]:
-        """Return (block, content hash) pairs not yet sent to the worker; hash 0: the contents may change."""
+        """Return the (block, content hash) pairs not yet sent to the worker; hash 0: the block's contents may
+        change.
+        """
         news, self._news = self._news, []
         return news
 

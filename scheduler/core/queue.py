@@ -1,4 +1,4 @@
-"""The queue of requests that wait for a worker group: by priority, then fair between clients, then in order of arrival.
+"""The queue of requests that wait for a worker group: ordered by priority, fair between clients, then by arrival.
 
 Clients share by start-time fair queueing: each has a virtual time that grows with what it is charged for, and the
 client that is furthest behind is served next. The charge is the KV cache that a request may hold: the blocks of all
@@ -27,7 +27,7 @@ _MAX_IDLE_CLIENTS = 64
 
 
 class _Client:
-    """One client's requests of one priority."""
+    """The waiting requests of one client with one priority."""
 
     __slots__ = ("requests", "virtual_time")
 
@@ -37,7 +37,7 @@ class _Client:
 
 
 class _FairQueue:
-    """Requests of one priority. Those removed from the middle stay in place until they reach the head."""
+    """Requests of one priority. Requests removed from the middle stay in place until they reach the head."""
 
     def __init__(self) -> None:
         self._clients: dict[str, _Client] = {}
@@ -68,7 +68,7 @@ class _FairQueue:
         return None
 
     def next_heads(self, waiting: dict[Request, int], most: int) -> list[Request]:
-        """Return the heads of the clients to serve next, in order; at most `most`."""
+        """Return the first requests of the clients to serve next, in order; at most `most`."""
         heads: list[Request] = []
         entries: list[tuple[float, int, str]] = []
         while len(heads) < most and (head := self.head(waiting)) is not None:
@@ -81,15 +81,15 @@ class _FairQueue:
         return heads
 
     def tag(self, client_id: str) -> float:
-        """Return the client's virtual time."""
+        """Return the client's virtual time, by which clients are ordered."""
         return self._clients[client_id].virtual_time
 
     def withdraw(self, request: Request) -> None:
-        """Remove a request at any position."""
+        """Remove a request from any position."""
         self._clients[request.spec.client_id].requests.remove(request)
 
     def charge(self, client_id: str, cost: float) -> None:
-        """Charge a client for a request that started, its head or one that a policy selected."""
+        """Charge a client for a request that has started: its first one, or one that a policy selected."""
         client = self._clients[client_id]
         self._now = max(self._now, client.virtual_time)
         client.virtual_time += cost  # its entry in the heap is stale now
@@ -105,7 +105,9 @@ class _FairQueue:
         return client is not None and client.virtual_time == entry[0] and bool(client.requests)
 
     def _forget_idle_clients(self) -> None:
-        """Forget idle clients without debt, then those with the least; they restart at the current virtual time."""
+        """Forget idle clients without debt, then those with the least debt; they restart at the current virtual
+        time.
+        """
         idle = sorted((client.virtual_time, name) for name, client in self._clients.items() if not client.requests)
         for place, (virtual_time, name) in enumerate(idle):
             if virtual_time > self._now and place >= len(idle) - _MAX_IDLE_CLIENTS // 2:
@@ -125,7 +127,7 @@ class _FairQueue:
 
 
 def charge(request: Request, tokens_per_block: int, num_rows: int, num_output_tokens: int | None = None) -> float:
-    """Return the KV cache, in tokens of whole blocks, that `num_rows` rows of a request hold.
+    """Return the amount of KV cache, in tokens of whole blocks, that `num_rows` rows of a request hold.
 
     They share the full blocks of its prompt. Each has `num_output_tokens`, by default the maximum.
     """
@@ -138,7 +140,7 @@ def charge(request: Request, tokens_per_block: int, num_rows: int, num_output_to
 
 
 class RequestQueue:
-    """Bounded for new requests; requests that ran before are always accepted."""
+    """A queue that is bounded for new requests; requests that ran before are always accepted."""
 
     def __init__(self, max_size: int, tokens_per_block: int = 1) -> None:
         self.max_size = max_size
@@ -177,7 +179,7 @@ class RequestQueue:
         self._fair[priority].push(request)
 
     def put_back(self, request: Request) -> None:
-        """Add a request that ran before, or the whole of one of which a part still waits.
+        """Queue a request that ran before, or queue the whole of a request of which a part still waits.
 
         It goes before all new requests of its priority.
         """
@@ -189,7 +191,7 @@ class RequestQueue:
         heapq.heappush(self._returned, (request.order, self._num_returned, request))
 
     def remove(self, request: Request) -> None:
-        """Remove a request at any position."""
+        """Remove a request from any position."""
         self.num_tokens -= self._waiting.pop(request)
         if request in self._returned_requests:
             self._returned_requests.discard(request)
@@ -208,11 +210,11 @@ class RequestQueue:
 
     @property
     def ordered(self) -> WaitingRequests:
-        """Return all waiting requests, most urgent first: by priority, those that ran before, then by arrival."""
+        """Return all waiting requests, most urgent first: by priority, then those that ran before, then by arrival."""
         return WaitingRequests(self)
 
     def take(self, request: Request, num_sequences: int) -> None:
-        """Take waiting sequences of a request to start them, and charge its client if the request is new.
+        """Take waiting sequences of a request in order to start them, and charge its client if the request is new.
 
         It leaves the queue with the last of them.
         """
@@ -249,7 +251,7 @@ class RequestQueue:
             self._fair[request.spec.priority].refund(request.spec.client_id, unused)
 
     def behind(self, head: Request, most: int) -> list[Request]:
-        """Return up to `most` requests after the head: those that ran before, and the next head of each client."""
+        """Return up to `most` requests after the head: those that ran before, and the first request of each client."""
         returned = (item for _, _, item in heapq.nsmallest(2 * most, self._returned))
         candidates = [item for item in dict.fromkeys(returned) if item in self._returned_requests]
         for priority in self._priorities:
@@ -260,7 +262,8 @@ class RequestQueue:
         return [request for request in candidates if request is not head][:most]
 
     def allowance(self, request: Request, other: Request) -> float:
-        """Return how much more the client of `other` may be charged before that of `request` would be served as well.
+        """Return how much more the client of `other` may be charged before the client of `request` would be served as
+        well.
 
         Both are new requests and heads of their clients. Negative: it has already had more.
         """
@@ -272,7 +275,7 @@ class RequestQueue:
         return queue.tag(request.spec.client_id) + cost - queue.tag(other.spec.client_id)
 
     def is_newcomer(self, request: Request) -> bool:
-        """Return whether a waiting request has not run before."""
+        """Return whether a waiting request has never run."""
         return request not in self._returned_requests
 
     def _add(self, request: Request) -> None:
@@ -289,7 +292,7 @@ class RequestQueue:
 
 
 class WaitingRequests(Sequence[Request]):
-    """The requests of a queue by urgency, sorted on first access."""
+    """A queue's requests in order of urgency, sorted on first access."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self._queue = queue

@@ -42,7 +42,7 @@ class RequestState(enum.Enum):
 
 @dataclass(slots=True)
 class SequenceEnd:
-    """How a sequence ended: with its first `num_tokens` output tokens."""
+    """The end of a sequence: it consists of its first `num_tokens` output tokens."""
 
     reason: FinishReason
     num_tokens: int
@@ -53,7 +53,7 @@ class SequenceEnd:
 
 @dataclass(slots=True)
 class ExtraOutput:
-    """Extra output of a worker: a serialized RowOutputs, for output tokens from `token_offset` on."""
+    """Extra output from a worker: a serialized RowOutputs for the output tokens from `token_offset` on."""
 
     token_offset: int
     data: bytes
@@ -113,7 +113,7 @@ class Sequence:
         self.clear_placement()
 
     def clear_placement(self) -> None:
-        """Clear its placement on a worker; the tokens stay."""
+        """Clear the sequence's placement on a worker; its tokens are kept."""
         if not self.output:
             self.outputs = []  # outputs of the prompt are reported again
         self.table: list[int] = []
@@ -129,7 +129,7 @@ class Sequence:
         self.first_ordinal = NO_RESULTS
 
     def restore(self, tokens: Iterable[int], extras: Iterable[ExtraOutput] = ()) -> None:
-        """Set the output of an earlier scheduler. Precondition: it has no placement."""
+        """Set the output produced under an earlier scheduler. Precondition: the sequence has no placement."""
         self.output = array("I", tokens)
         self.outputs = list(extras)
 
@@ -140,28 +140,28 @@ class Sequence:
         return len(self.output)
 
     def take_output(self, tokens: array[int]) -> None:
-        """Replace the output by that of a beam, which is not copied."""
+        """Replace the output by that of a beam; the array is not copied."""
         self.output = tokens
 
     def forget_extras(self) -> None:
-        """Drop extra outputs; the worker reports them again."""
+        """Drop extra outputs; the worker will report them again."""
         self.outputs = []
 
     def finish(self, end: SequenceEnd) -> None:
-        """Set its end; an earlier end replaces a later one."""
+        """Set the sequence's end; an earlier end replaces a later one."""
         self.end = end
 
     def place(self, row: int, ordinal: int) -> None:
-        """Give it a row. Results of steps before `ordinal` are ignored."""
+        """Place the sequence in a row. Results of steps before `ordinal` are ignored."""
         self.row = row
         self.first_ordinal = ordinal
 
     def mark_sent(self) -> None:
-        """Note that its row was sent to the worker."""
+        """Note that the sequence's row was sent to the worker."""
         self.is_on_worker = True
 
     def hold(self, table: list[int], num_hit_blocks: int, num_reserved: int) -> None:
-        """Set its blocks, of which others compute or computed the first `num_hit_blocks`."""
+        """Set the sequence's blocks; others compute or have computed the first `num_hit_blocks` of them."""
         self.table = table
         self.num_hit_blocks = num_hit_blocks
         self.num_reserved = num_reserved
@@ -173,15 +173,15 @@ class Sequence:
         self.num_computed = source.num_computed
 
     def drop_blocks(self) -> None:
-        """Forget its blocks; its row stays."""
+        """Clear the sequence's block table; its row stays."""
         self.table, self.num_freed = [], 0
 
     def free_before(self, index: int, num_sink_blocks: int) -> None:
-        """Note that its blocks before `index` were released, except the first `num_sink_blocks`."""
+        """Note that the sequence's blocks before `index` were released, except for the first `num_sink_blocks`."""
         self.num_freed, self.num_sink_blocks = index, num_sink_blocks
 
     def reserve(self, num_blocks: int) -> None:
-        """Set the number of blocks reserved for it."""
+        """Set the number of blocks reserved for the sequence."""
         self.num_reserved = num_blocks
 
     def limit_hits(self, num_blocks: int) -> None:
@@ -189,11 +189,11 @@ class Sequence:
         self.num_hit_blocks = num_blocks
 
     def publish_at(self, num_output: int) -> None:
-        """Set the output length at which its next full block is published."""
+        """Set the output length at which the sequence's next full block is published."""
         self.next_publish = num_output
 
     def compute_to(self, num_tokens: int) -> None:
-        """Note that its first `num_tokens` tokens are computed once the planned steps have run."""
+        """Note that the sequence's first `num_tokens` tokens will be computed once the planned steps have run."""
         self.num_computed = num_tokens
 
     def pause_at(self, checkpoint: int) -> None:
@@ -202,25 +202,27 @@ class Sequence:
 
     @staticmethod
     def compute_next(sequences: Iterable[Sequence]) -> None:
-        """Plan one more token of each sequence: `compute_to` for all of a step's generation, in one call."""
+        """Plan one more token for each sequence; does what `compute_to` does, for all of a step's generation in one
+        call.
+        """
         for sequence in sequences:
             sequence.num_computed += 1
 
     @property
     def held_blocks(self) -> list[int]:
-        """The blocks of its table that were not released."""
+        """Return the blocks in the table that have not been released."""
         if not self.num_freed:
             return self.table
         return self.table[: self.num_sink_blocks] + self.table[self.num_freed :]
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: prompt and output so far."""
+        """Number of known tokens: prompt and output so far."""
         return len(self.request.spec.prompt) + len(self.output)
 
     @property
     def num_context_tokens(self) -> int:
-        """Known tokens that are still to be computed before generation; at least 1 while in its context phase."""
+        """Number of known tokens to compute before generation; at least 1 while in the context phase."""
         return len(self.request.spec.prompt) + len(self.output) - self.num_computed
 
     def tokens_between(self, start: int, end: int) -> array[int]:
@@ -239,7 +241,9 @@ class Sequence:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Times by the scheduler's steady clock; 0: did not happen. `arrival_ns` was measured by another clock."""
+    """Times of events by the scheduler's steady clock; 0: has not happened. `arrival_ns` was measured by another
+    clock.
+    """
 
     arrival_ns: int = 0
     queued_ns: int = 0
@@ -251,7 +255,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The record of an ended request, apart from its output."""
+    """The record of an ended request, without its output."""
 
     times: RequestTimes
     failure: Failure | None = None
@@ -264,7 +268,7 @@ class Finish:
 
 
 class BeamLanes:
-    """The sequences that run a beam search, one lane for each beam.
+    """The sequences that run a beam search, one lane per beam.
 
     A beam's next token is chosen here, not by the worker, so its lane waits until all lanes have their candidates. Then
     each running beam is assigned a lane: the first child of a beam stays in its lane, further ones fork into lanes
@@ -290,16 +294,16 @@ class BeamLanes:
 
     @property
     def running(self) -> TypingSequence[Sequence]:
-        """Lanes of the running beams, by rank."""
+        """Return the lanes of the running beams, by rank."""
         return self.lanes[: len(self.search.running)]
 
     @property
     def spare(self) -> TypingSequence[Sequence]:
-        """Lanes without a beam."""
+        """Return the lanes without a beam."""
         return self.lanes[len(self.search.running) :]
 
     def restore(self, steps: TypingSequence[BeamStep]) -> None:
-        """Replay the steps of a journal. Precondition: no lane is placed.
+        """Replay beam-search steps from a journal. Precondition: no lane is placed.
 
         A finished search whose outputs were not kept repeats its last step.
         """
@@ -310,12 +314,12 @@ class BeamLanes:
         self._forget_prompt()
 
     def mark_forked(self) -> None:
-        """Note that forks and last tokens are in a step for the worker."""
+        """Note that the forks and last tokens are part of a step for the worker."""
         self.forks.clear()
         self.has_news = False
 
     def forget_placement(self) -> None:
-        """Reset the lanes after they lost their worker: candidates received so far are recomputed."""
+        """Reset the lanes after they have lost their worker: candidates received so far are recomputed."""
         self._forget_prompt()
         self.forks.clear()
         self.has_news = False
@@ -327,11 +331,11 @@ class BeamLanes:
             self._request.sequences[0].forget_extras()  # outputs of the prompt are reported again
 
     def report(self, lane: Sequence, data: bytes) -> None:
-        """Store the extra outputs of a lane's candidates: a serialized RowOutputs."""
+        """Store the extra outputs for a lane's candidates: a serialized RowOutputs."""
         self._reports.setdefault(lane, []).append(data)
 
     def take(self, lane: Sequence, candidates: TypingSequence[Candidate]) -> bool:
-        """Store a lane's candidates; return True once all lanes have theirs."""
+        """Store the candidates of a lane; return True once all lanes have theirs."""
         self._candidates[lane] = candidates
         return len(self._candidates) == len(self.search.running)
 
@@ -361,7 +365,9 @@ class BeamLanes:
             lane.take_output(beam.tokens)
 
     def ends(self, num_sequences: int) -> list[tuple[array[int], SequenceEnd]]:
-        """Return the outputs and ends of a finished search, best first; empty ones if fewer beams have ended."""
+        """Return the outputs and ends of a finished search, best first; empty ones if fewer beams have ended than
+        requested.
+        """
         found: list[tuple[array[int], SequenceEnd]] = []
         for item in self.search.ended[:num_sequences]:
             reason = FinishReason.LENGTH if item.stop_token_id is None else FinishReason.STOP
@@ -373,26 +379,26 @@ class BeamLanes:
 
 
 class Host(Protocol):
-    """A worker group, as a request on it sees it."""
+    """A worker group, as seen by a request that runs on it."""
 
     @property
     def group_id(self) -> str:
-        """Its name."""
+        """The group's name."""
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens that a block holds."""
+        """Number of tokens per block."""
 
     @property
     def context(self) -> TypingSequence[Sequence]:
-        """Sequences in their context phase."""
+        """Return the sequences in their context phase."""
 
     @property
     def inflight_request_ids(self) -> frozenset[str]:
-        """Requests that a step in flight runs."""
+        """Return the ids of requests that run in a step in flight."""
 
     def release(self, request: Request) -> None:
-        """Release rows and blocks of all its sequences."""
+        """Release the rows and blocks of all sequences of a request."""
 
     def release_sequence(self, sequence: Sequence) -> None:
         """Release a sequence's row and blocks."""
@@ -449,7 +455,7 @@ class Request:
 
     @classmethod
     def restored(cls, spec: RequestSpec, ordinal: int, finish: Finish) -> Request:
-        """Return an ended request with the record kept of it."""
+        """Return an ended request, restored from the record kept of it."""
         return cls(
             spec,
             ordinal,
@@ -465,27 +471,27 @@ class Request:
         )
 
     def note_silence(self) -> int:
-        """Count a group that fell silent while running it; return how many did since its last token."""
+        """Count a group that fell silent while running the request; return how many did since its last token."""
         self.num_silences += 1
         return self.num_silences
 
     def note_progress(self) -> None:
-        """Forget the groups that died or fell silent while running it: it has a new token."""
+        """Forget the groups that died or fell silent while running the request: it has a new token."""
         self.died_on.clear()
         self.num_silences = 0
 
     def accept(self, now_ns: int) -> None:
-        """Start its clocks."""
+        """Start the request's clocks."""
         self.times.arrival_ns = self.spec.arrival_ns or now_ns
         self.times.queued_ns = self.orphaned_ns = self.waiting_since_ns = now_ns
 
     def activate(self, group: Host) -> None:
-        """Place it on a group."""
+        """Place the request on a group."""
         self.group = group
         self.state = RequestState.ACTIVE
 
     def leave_group(self) -> None:
-        """Record that it no longer holds anything on its group."""
+        """Record that the request no longer holds anything on its group."""
         self.group = None
 
     def wait(self) -> None:
@@ -493,26 +499,26 @@ class Request:
         self.state = RequestState.QUEUED
 
     def wait_again(self, now_ns: int) -> None:
-        """Return to the queue, and start to count the time that it waits for a worker."""
+        """Return to the queue, and start to measure the time that the request waits for a worker."""
         self.wait()
         self.waiting_since_ns = now_ns
 
     def complete(self, now_ns: int) -> None:
-        """Note its end. Precondition: all its sequences have ended."""
+        """Note the request's end. Precondition: all its sequences have ended."""
         self.state = RequestState.FINISHED
         self.times.finished_ns = now_ns
         self.times.last_token_ns = max(sequence.last_token_ns for sequence in self.sequences)
 
     def fail(self, failure: Failure | None) -> None:
-        """Set why it ends in error; None: it does not."""
+        """Set why the request ends in error; None: it does not."""
         self.failure = failure
 
     def attach(self) -> None:
-        """Count a reader of its feed."""
+        """Count a reader of the request's feed."""
         self.num_attached += 1
 
     def detach(self, now_ns: int) -> bool:
-        """Count a reader less; return whether it is an orphan now."""
+        """Remove a reader from the count; return whether the request is now an orphan."""
         self.num_attached -= 1
         if self.num_attached or self.state is RequestState.FINISHED or self.spec.is_detached:
             return False
@@ -520,7 +526,7 @@ class Request:
         return True
 
     def count_recovery(self) -> None:
-        """Count the loss of its worker or scheduler."""
+        """Count the loss of the request's worker or scheduler."""
         self.num_recoveries += 1
 
     def count_preemption(self) -> None:
@@ -532,23 +538,23 @@ class Request:
         self.num_handovers += 1
 
     def keep_here(self) -> None:
-        """Note that a handover failed; no other is tried."""
+        """Note that a handover failed; no other one is attempted."""
         self.may_hand_over = False
 
     def count_step(self, ordinal: int | None = None) -> None:
-        """Count a step that it took part in; with an `ordinal` at most once for each."""
+        """Count a step in which the request took part; with an `ordinal` at most once per step."""
         if ordinal is None or self.last_ordinal != ordinal:
             self.num_steps += 1
         if ordinal is not None:
             self.last_ordinal = ordinal
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count drafts that a step verified."""
+        """Count draft tokens that a step verified."""
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
 
     def lose_worker(self, store: str, *, may_fetch: bool) -> None:
-        """Note the store of a dead worker, empty for none, and whether blocks may still be fetched from tiers."""
+        """Record the dead worker's store (empty for none), and whether blocks may still be fetched from tiers."""
         self.lost_store = store
         self.may_fetch = self.may_fetch and may_fetch
 
@@ -557,22 +563,22 @@ class Request:
         self.lost_store = ""
 
     def note_scheduled(self, now_ns: int, num_cached_tokens: int) -> None:
-        """Note that its first step was planned, and how many prompt tokens need not be computed."""
+        """Note that the request's first step was planned, and how many prompt tokens need not be computed."""
         self.times.first_scheduled_ns = now_ns
         self.num_cached_tokens = num_cached_tokens
 
     def note_first_token(self, now_ns: int) -> None:
-        """Note its first token."""
+        """Note the request's first token."""
         self.times.first_token_ns = now_ns
 
     @property
     def request_id(self) -> str:
-        """The id that it was submitted with."""
+        """The id under which the request was submitted."""
         return self.spec.request_id
 
     @property
     def has_run(self) -> bool:
-        """Whether it held blocks before, or was accepted by an earlier scheduler."""
+        """Whether the request held blocks before, or was accepted by an earlier scheduler."""
         return self.num_preemptions > 0 or self.num_recoveries > 0 or self.num_handovers > 0
 
     @property
@@ -582,7 +588,7 @@ class Request:
 
     @property
     def finish(self) -> Finish:
-        """The record to keep apart from its output. Precondition: it has ended."""
+        """The record to keep, which excludes the output. Precondition: the request has ended."""
         return Finish(
             times=self.times,
             failure=self.failure,
@@ -596,32 +602,32 @@ class Request:
 
     @property
     def live_sequences(self) -> TypingSequence[Sequence]:
-        """Sequences that have not ended."""
+        """Return the sequences that have not ended."""
         return [sequence for sequence in self.sequences if sequence.end is None]
 
     @property
     def running_sequences(self) -> TypingSequence[Sequence]:
-        """Live sequences, or for a beam search the lanes of its running beams."""
+        """Return the live sequences or, for a beam search, the lanes of its running beams."""
         return self.beams.running if self.beams is not None else self.live_sequences
 
     @property
     def num_rows(self) -> int:
-        """Most rows that it needs at one time from now on."""
+        """Maximum number of rows that the request needs at one time from now on."""
         return self.spec.beam_width if self.beams is not None else len(self.live_sequences)
 
     @property
     def waiting_sequences(self) -> TypingSequence[Sequence]:
-        """Running sequences without a row; for a beam search the lanes of its running beams."""
+        """Return the running sequences without a row; for a beam search, lanes of its running beams."""
         return [sequence for sequence in self.running_sequences if sequence.row is None]
 
     @property
     def placed_sequences(self) -> TypingSequence[Sequence]:
-        """Sequences that may hold rows and blocks."""
+        """Return the sequences that may hold rows and blocks."""
         return self.beams.lanes if self.beams is not None else self.sequences
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens over all sequences, without tokens beyond their ends."""
+        """Number of output tokens over all sequences, not counting tokens beyond their ends."""
         return sum(s.end.num_tokens if s.end else len(s.output) for s in self.sequences)
 
 

@@ -26,7 +26,7 @@ class RequestScheduler(ABC):
 
     @abstractmethod
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether a queued request may take rows and blocks of the group now, without changing any state."""
+        """Return whether a queued request may take rows and blocks of the group now. Must not change any state."""
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
         """Return how many of a request's waiting sequences may start; see CapacityScheduler.num_sequences_to_start."""
@@ -34,7 +34,7 @@ class RequestScheduler(ABC):
 
     @abstractmethod
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """Return active requests to pause before the next step, without changing any state."""
+        """Return active requests to pause before the next step. Must not change any state."""
 
     @abstractmethod
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:

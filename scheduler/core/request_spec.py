@@ -76,10 +76,10 @@ class RequestSpec:
 
     @property
     def max_num_tokens(self) -> int:
-        """Return the maximum number of tokens of one sequence whose KV is computed, all but the last output token."""
+        """Return the maximum number of tokens in one sequence whose KV is computed: all but the last output token."""
         return len(self.prompt) + self.max_tokens - 1
 
     @property
     def num_rows(self) -> int:
-        """Rows that the request takes at a worker."""
+        """Number of rows that the request takes at a worker."""
         return self.beam_width if self.beam_width > 1 else self.num_sequences

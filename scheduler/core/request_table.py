@@ -11,10 +11,12 @@ from scheduler.core.timers import Timers
 
 
 class RequestTable(Mapping[str, Request]):
-    """Requests by id. Ended ones are kept for clients that resume them, with limits on number, tokens and time."""
+    """Requests by id. Ended requests are kept for clients that resume them, with limits on their number, tokens and
+    age.
+    """
 
     def __init__(self, config: CoreConfig, timers: Timers, on_forget: Callable[[Request], None]) -> None:
-        """Call `on_forget` with each request that is no longer kept."""
+        """Create a table; `on_forget` is called with each request that is dropped."""
         self._config = config
         self._timers = timers
         self._on_forget = on_forget
@@ -34,12 +36,12 @@ class RequestTable(Mapping[str, Request]):
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._requests) - len(self._ended)
 
     @property
     def ended(self) -> list[Request]:
-        """Requests that have ended, in order of their ends."""
+        """Return the requests that have ended, in the order in which they ended."""
         return [request for request, _ in self._ended.values()]
 
     def add(self, request: Request) -> None:
@@ -70,5 +72,5 @@ class RequestTable(Mapping[str, Request]):
 
 
 def _num_tokens(request: Request) -> int:
-    """Return the tokens that keeping a request costs; constant once it has ended."""
+    """Return the number of tokens that keeping a request costs; constant once it has ended."""
     return len(request.spec.prompt) + sum(len(sequence.output) for sequence in request.sequences)

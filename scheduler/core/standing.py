@@ -1,4 +1,4 @@
-"""Fault record of a worker group, kept across epochs, to tell bad workers from bad requests.
+"""Fault record of a worker group, kept across epochs, to tell faulty workers from requests that crash workers.
 
 A *fault* is the worker's own: an invalid result, a message that cannot be processed, a missing result. It is no
 evidence against any request. A *death* (the process is gone, silent, or makes no progress) may be caused by a request,
@@ -46,12 +46,12 @@ class Standing:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether it runs one request at a time."""
+        """Whether the group is limited to one request at a time."""
         has_failed = self.num_faults > 0 or self.num_deaths > 1
         return has_failed and self.num_good_steps < NUM_STEPS_ON_TRIAL
 
     def is_held(self, now_ns: int) -> bool:
-        """Return whether it must not run anything now."""
+        """Return whether the group must not run anything now."""
         return now_ns < self.held_until_ns
 
     def note_fault(self, now_ns: int, reason: str) -> None:
@@ -60,7 +60,7 @@ class Standing:
         self._hold(now_ns, reason, self.num_faults)
 
     def note_death(self, now_ns: int, reason: str) -> None:
-        """Record a death of any cause; after the first one it may run again as soon as it has reconnected."""
+        """Record a death from any cause; after its first death a group may run again as soon as it has reconnected."""
         self.num_deaths += 1
         self._hold(now_ns, reason, self.num_deaths - 1 + self.num_faults)
 
@@ -89,7 +89,7 @@ class Standing:
 
 
 class Standings:
-    """Records of all recent groups, by group id."""
+    """The records of all recent groups, by group id."""
 
     def __init__(self) -> None:
         self._by_group: OrderedDict[str, Standing] = OrderedDict()
@@ -99,7 +99,7 @@ class Standings:
         return sum(now_ns - standing.last_seen_ns < _RECENT_NS for standing in self._by_group.values())
 
     def of(self, group_id: str) -> Standing:
-        """Return the group's record; a new one for an unknown group."""
+        """Return the group's record; a new record if the group is unknown."""
         standing = self._by_group.setdefault(group_id, Standing())
         self._by_group.move_to_end(group_id)
         if len(self._by_group) > _MAX_KNOWN:

@@ -10,7 +10,7 @@ _BUCKETS_NS = tuple(int(seconds * 1e9) for seconds in LATENCY_BUCKETS_S)
 
 
 class Histogram:
-    """A distribution of durations over LATENCY_BUCKETS_S and one bucket above."""
+    """A histogram of durations over LATENCY_BUCKETS_S, with one more bucket above."""
 
     __slots__ = ("counts", "sum_ns")
 
@@ -66,7 +66,7 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvStats:
-    """Blocks of one group, or of all together; counters start when a group joins."""
+    """Block statistics of one group, or of all groups together; counters start when a group joins."""
 
     num_blocks: int = 0
     num_free: int = 0  # available: free and cached
@@ -82,7 +82,7 @@ class KvStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """Counts of a step and its result."""
+    """Counts for a step and its result."""
 
     micro_batch_id: int = 0
     latency_ns: int = 0
@@ -99,13 +99,15 @@ class StepStats:
 
     @property
     def num_scheduled_requests(self) -> int:
-        """Rows that ran."""
+        """Number of rows that ran."""
         return self.num_context_requests + self.num_generation_requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationStats:
-    """One iteration of a worker group, from a step's plan to its result; without a group id: all groups' state."""
+    """One iteration of a worker group, from a step's plan to its result; with an empty group id, the state of all
+    groups.
+    """
 
     time_ns: int
     iteration: int

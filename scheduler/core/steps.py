@@ -95,7 +95,7 @@ class StepBuilder:
         return length
 
     def _is_ready(self, sequence: Sequence) -> bool:
-        """Skip blocks that others have computed; return False while another sequence still has to compute the next."""
+        """Skip blocks that others have computed; return False if another sequence has yet to compute the next block."""
         cache, block_size = self.group.prefix_cache, self.group.tokens_per_block
         while (index := sequence.num_computed // block_size) < sequence.num_hit_blocks:
             writer = cache.wait_for(sequence.table[index], sequence)
@@ -150,7 +150,9 @@ class StepBuilder:
             self._queue_latency_ns += self._time_ns - request.times.queued_ns
 
     def _settle_blocks(self, sequence: Sequence, first: int, end: int) -> None:
-        """Mark the blocks [first, end) as computed by this step: sequences waiting for them may run in it."""
+        """Mark the blocks [first, end) as computed by this step, so that sequences waiting for them may run in it
+        too.
+        """
         cache, group = self.group.prefix_cache, self.group
         run = first
         for index in range(first, end):
@@ -162,7 +164,7 @@ class StepBuilder:
             cache.note_stored(sequence, run, end - run, group.tokens_per_block)
 
     def add_generation(self, sequences: list[Sequence] | None = None) -> int:
-        """Add one generation step of sequences.
+        """Add one generation step for each sequence.
 
         Args:
             sequences: Some of `group.generating`; None: all, up to the token budget.
@@ -192,7 +194,7 @@ class StepBuilder:
         return len(chosen)
 
     def _without_stalled_beams(self, chosen: list[Sequence]) -> list[Sequence]:
-        """Fork diverged beams; leave out those whose forks have no blocks available."""
+        """Fork beams that have diverged; leave out beams whose forks lack available blocks."""
         stalled = {
             request
             for request in dict.fromkeys(sequence.request for sequence in chosen)
@@ -202,7 +204,7 @@ class StepBuilder:
         return [sequence for sequence in chosen if sequence.request not in stalled] if stalled else chosen
 
     def _fork_beams(self, request: Request) -> bool:
-        """Write the outcome of a beam search's last step: which rows fork, and the token appended to each.
+        """Record the outcome of a beam search's last step: which rows fork, and the token appended to each.
 
         Returns:
             False, with nothing changed, if there are not enough blocks.
@@ -231,7 +233,7 @@ class StepBuilder:
         return True
 
     def _plan_drafts(self, chosen: list[Sequence]) -> None:
-        """Let speculative sequences verify drafts, within the token and block budgets.
+        """Let speculative sequences verify draft tokens, within the token and block budgets.
 
         The worker makes the drafts and verifies them in the step's one forward pass; the result holds the accepted ones
         and one more token. So a sequence's table must cover all its drafts. Blocks allocated for rejected drafts stay
@@ -255,7 +257,7 @@ class StepBuilder:
             self.num_tokens_left -= limit
 
     def _grow_for_drafts(self, sequence: Sequence, num_tokens: int) -> int:
-        """Grow a table to hold `num_tokens`, unless others may need the blocks; return how many it can hold."""
+        """Grow a table to hold `num_tokens` unless others may need the blocks; return how many tokens it can hold."""
         group, block_size = self.group, self.group.tokens_per_block
         assert sequence.row is not None
         while len(sequence.table) * block_size < num_tokens and group.blocks.num_available > len(group.active):
@@ -265,7 +267,7 @@ class StepBuilder:
         return len(sequence.table) * block_size
 
     def _settle_checkpoint(self, sequence: Sequence) -> bool:
-        """Grow a full table; return False if all tokens of the sequence are planned, or no block is available."""
+        """Grow a full table; return False if all tokens of the sequence are planned or no block is available."""
         group = self.group
         if sequence.num_computed >= sequence.request.spec.max_num_tokens:
             group.end_generation(sequence)
@@ -280,7 +282,9 @@ class StepBuilder:
         return True
 
     def _least_advanced(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Return as many as the budget allows, those with the fewest planned output tokens, so that none starves."""
+        """Return as many sequences as the budget allows, those with the fewest planned output tokens, so that none
+        starves.
+        """
 
         def num_planned(sequence: Sequence) -> int:
             return sequence.num_computed - len(sequence.request.spec.prompt)
@@ -324,7 +328,7 @@ class StepBuilder:
         return plan
 
     def _write_generation(self) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
-        """Write which rows generate, as the difference from the previous step."""
+        """Encode which rows generate, as the difference from the previous step."""
         group, plan, last = self.group, self._plan, self.group.last_generation
         if self._is_whole_generation and last.version == group.generation_version:
             plan.repeats_generation = bool(last.rows)
@@ -346,7 +350,7 @@ class StepBuilder:
 
 @dataclass(slots=True)
 class Taken:
-    """Summary of an applied result.
+    """Summary of a result that was applied.
 
     Attributes:
         emitted: Sequences with new tokens.
@@ -386,7 +390,7 @@ class Results:
         self._try_again = try_again
 
     def problem(self, group: WorkerGroup, step: InFlightStep, event: StepDone, vocab_size: int) -> str:
-        """Return why a result does not match its step; empty if it does.
+        """Return why a result does not match its step; empty if it matches.
 
         The message itself has been checked before (scheduler/wire/worker_checks.py).
         """
@@ -416,7 +420,7 @@ class Results:
         return ""
 
     def commit(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> None:
-        """Apply the result of the group's oldest step in flight, whose shape was checked."""
+        """Apply the result of the group's oldest step in flight; its shape has been checked."""
         first_sampled = [chunk[1] for chunk in step.context if chunk[3]]
         if event.outputs:
             self._keep_outputs(step, event)
@@ -447,7 +451,7 @@ class Results:
     def _take_runs(
         self, group: WorkerGroup, step: InFlightStep, event: StepDone, failed: dict[Sequence, Failure], ends: list[End]
     ) -> Taken:
-        """Apply a result row by row, for steps whose rows may produce other than one token.
+        """Apply a result row by row, for steps in which a row may produce any number of tokens.
 
         A speculative sequence's result is a run: the accepted drafts and one more token, cut at the sequence's end. A
         beam's result is a list of candidates; once all beams of its request have theirs, the search takes a step. Both
@@ -599,7 +603,9 @@ class Results:
             sequence.outputs.append(ExtraOutput(offset, data))
 
     def _failed_rows(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> dict[Sequence, Failure]:
-        """Return failed sequences, and those that share blocks which a failed one was to compute: they start again."""
+        """Return the sequences that failed, and those that share blocks which a failed one was to compute: they
+        restart.
+        """
         if not event.failures:
             return {}
         rows = self._rows(step)
@@ -636,7 +642,7 @@ class Results:
             self._effects.append(IterationDone(self.statistics([group], event.time_ns, group.group_id)))
 
     def statistics(self, groups: list[WorkerGroup], time_ns: int, group_id: str) -> IterationStats:
-        """Return the state of some groups, with the counts of the last step."""
+        """Return the combined state of some groups, with the counts of the last step."""
         totals = self._totals
         return IterationStats(
             time_ns=time_ns,
@@ -677,7 +683,7 @@ def step_stats(step: InFlightStep, event: StepDone, num_decoded: int) -> StepSta
 
 
 def kv_stats(groups: list[WorkerGroup]) -> KvStats:
-    """Return the block counts of some groups together."""
+    """Return the combined block counts of some groups."""
     blocks = [group.blocks for group in groups]
     return KvStats(
         num_blocks=sum(b.num_blocks for b in blocks),
@@ -694,7 +700,7 @@ def kv_stats(groups: list[WorkerGroup]) -> KvStats:
 
 
 def memory_of(groups: list[WorkerGroup]) -> tuple[int, int, int]:
-    """Return the bytes that some groups use: (host, device, pinned)."""
+    """Return the memory that some groups use, in bytes: (host, device, pinned)."""
     return (
         sum(group.memory[0] for group in groups),
         sum(group.memory[1] for group in groups),
@@ -703,7 +709,7 @@ def memory_of(groups: list[WorkerGroup]) -> tuple[int, int, int]:
 
 
 def _runs_problem(step: InFlightStep, event: StepDone) -> str:
-    """Return what is wrong with runs and candidates whose total is correct; empty if nothing is."""
+    """Return the problem with runs and candidates whose total is correct; empty if there is none."""
     if len(event.num_drafts) not in (0, step.num_sampled):
         return f"{len(event.num_drafts)} numbers of drafts for {step.num_sampled} rows"
     num_candidates = start = 0
@@ -728,6 +734,6 @@ def _runs_problem(step: InFlightStep, event: StepDone) -> str:
 
 
 def _note_step(sequence: Sequence, ordinal: int) -> None:
-    """Count a step of a sequence that is not planned ahead; others' steps are counted by their tokens."""
+    """Count a step for a sequence that is not planned ahead; the steps of others are counted by their tokens."""
     if sequence.waits_for_result:
         sequence.request.count_step(ordinal)

@@ -36,7 +36,7 @@ _MAX_ADOPTED_BYTES, _MAX_ADOPTED_BLOCKS = 32 << 20, 1024
 
 @dataclass(frozen=True, slots=True)
 class StartCost:
-    """Resources of a group needed to start a request, or some of its sequences.
+    """Resources of a group that are needed to start a request, or some of its sequences.
 
     Attributes:
         num_rows: Rows.
@@ -56,12 +56,12 @@ class StartCost:
 
     @property
     def num_blocks_at_once(self) -> int:
-        """Blocks allocated by the end of its first generation step."""
+        """Number of blocks allocated by the end of the first generation step."""
         return self.num_blocks + self.num_blocks_next
 
 
 class AdapterRoom:
-    """Device memory of the LoRA adapters that a group's requests use.
+    """Tracks device memory for the LoRA adapters used by a group's requests.
 
     A worker pins an adapter while a row uses it, so only as many are in use as fit together; an adapter that is already
     in use needs no further memory.
@@ -72,11 +72,11 @@ class AdapterRoom:
         self._num_users: dict[str, int] = {}
 
     def fits(self, spec: RequestSpec) -> bool:
-        """Return whether a request with this adapter can be started now."""
+        """Return whether a request with this adapter can start now."""
         return not spec.lora_key or spec.lora_key in self._num_users or spec.lora_bytes <= self._left
 
     def fits_alone(self, spec: RequestSpec) -> bool:
-        """Return whether it could be started if nothing else ran."""
+        """Return whether a request with this adapter could start if nothing else ran."""
         return spec.lora_bytes <= self._all
 
     def take(self, spec: RequestSpec) -> None:
@@ -88,7 +88,7 @@ class AdapterRoom:
         self._num_users[spec.lora_key] = self._num_users.get(spec.lora_key, 0) + 1
 
     def give_back(self, spec: RequestSpec) -> None:
-        """Remove the adapter use of a released request."""
+        """Remove the adapter of a released request from the count."""
         if not spec.lora_key:
             return
         self._num_users[spec.lora_key] -= 1
@@ -180,7 +180,7 @@ class WorkerGroup:
 
     @property
     def is_held_off(self) -> bool:
-        """Whether it temporarily gets nothing to run."""
+        """Whether the group temporarily gets nothing to run."""
         return self.standing.is_held(self._clock.now_ns)
 
     def send(self, step: InFlightStep) -> None:
@@ -189,7 +189,7 @@ class WorkerGroup:
         self.next_step_id += 1
 
     def deliver(self, event: StepDone) -> str | None:
-        """Store a result until those of earlier steps are applied.
+        """Store a result until the results of all earlier steps are applied.
 
         Returns:
             Why it is invalid, or empty; None: a duplicate of an earlier result.
@@ -207,7 +207,7 @@ class WorkerGroup:
         return self._early_results.pop(self.in_flight[0].step_id, None) if self.in_flight else None
 
     def finish_step(self, event: StepDone) -> InFlightStep:
-        """Remove the oldest step in flight, whose result was checked."""
+        """Remove the oldest step in flight; its result has been checked."""
         self.standing.note_good_step()
         self.last_progress_ns = event.time_ns
         self._num_beats_ahead = 0
@@ -235,16 +235,16 @@ class WorkerGroup:
         return self._num_beats_ahead < 2
 
     def take_released_rows(self) -> list[int]:
-        """Return the rows that the next step frees at the worker, once."""
+        """Return the rows that the next step must release at the worker; each row is returned once."""
         rows, self._released_rows = self._released_rows, []
         return rows
 
     def has_below_pool(self, value: int) -> bool:
-        """Return whether the worker is believed to hold the block with this hash outside of its pool."""
+        """Return whether the worker is believed to hold the block with this hash outside its pool."""
         return value in self.fetched or value in self.stored
 
     def num_fetchable_tokens(self, request: Request) -> int:
-        """Return how many known tokens of a queued request are stored below the pool, after those in the pool."""
+        """Return how many known tokens of a queued request are in tiers below the pool, after those in the pool."""
         if not (self.stored or self.fetched) or not request.may_fetch or not self.tables.reuses(request):
             return 0
         sequence = request.waiting_sequences[0]
@@ -256,27 +256,27 @@ class WorkerGroup:
         return (end - first) * self.tokens_per_block
 
     def can_fetch_from(self, source: WorkerGroup) -> bool:
-        """Return whether the worker can fetch blocks of another group's pool."""
+        """Return whether the worker can fetch blocks from the pool of another group."""
         return source.registration.kv_source != ""
 
     @property
     def first_open_step(self) -> int:
-        """Return the oldest step whose result is awaited, or else the next one."""
+        """Return the number of the oldest step whose result is awaited, or else of the next step."""
         return self.in_flight[0].step_id if self.in_flight else self.next_step_id
 
     @property
     def num_free_rows(self) -> int:
-        """Rows that are not in use."""
+        """Number of rows that are not in use."""
         return len(self._free_rows)
 
     @property
     def num_context_tokens(self) -> int:
-        """Known tokens that are still to be computed."""
+        """Number of known tokens that still have to be computed."""
         block = self.tokens_per_block
         return sum(s.num_tokens - max(s.num_computed, s.num_hit_blocks * block) for s in self.context)
 
     def splits(self, num_tokens: int) -> bool:
-        """Return whether a context of this many tokens may be split over several steps.
+        """Return whether a context with this many tokens may be split over several steps.
 
         Without chunked context, only if it exceeds a step: a request that ran before and has grown since, or that came
         from a group with larger steps.
@@ -285,16 +285,18 @@ class WorkerGroup:
 
     @property
     def adopting_requests(self) -> set[Request]:
-        """Return requests that wait for blocks from a dead worker's pool or from tiers."""
+        """Return the requests that wait for blocks from a dead worker's pool or from tiers."""
         return self.adoptions.requests.union(*(step.adoption.requests for step in self.in_flight))
 
     @property
     def inflight_request_ids(self) -> frozenset[str]:
-        """Requests that a step in flight runs."""
+        """Return the ids of requests that run in a step in flight."""
         return frozenset(request.request_id for step in self.in_flight for request in step.requests())
 
     def blocks_alone(self, request: Request) -> int:
-        """Return the most blocks that the request needs on an empty group, also if it has to restart near its end."""
+        """Return the maximum number of blocks the request needs on an empty group, even if it has to restart near its
+        end.
+        """
         return self._blocks_of_rows(request, request.num_rows)
 
     def _blocks_of_rows(self, request: Request, num_rows: int) -> int:
@@ -303,11 +305,11 @@ class WorkerGroup:
         return each + (num_rows - 1) * (each - shared)
 
     def takes_prompt(self, request: Request) -> bool:
-        """Return whether the request's prompt can run here: without chunked context it must fit into one step."""
+        """Return whether the request's prompt can run here: without chunked context it must fit in one step."""
         return request.has_run or self.config.enable_chunked_context or len(request.spec.prompt) <= self.max_num_tokens
 
     def is_large_enough(self, request: Request) -> bool:
-        """Return whether the request could run here if the group were empty."""
+        """Return whether the group is large enough to run the request if it were empty."""
         spec = request.spec
         return (
             self.takes_prompt(request)
@@ -318,7 +320,7 @@ class WorkerGroup:
         )
 
     def start_cost(self, request: Request, num_sequences: int | None = None) -> StartCost:
-        """Return the cost of starting this many of the request's waiting sequences (default: all)."""
+        """Return the cost of starting this many of the request's waiting sequences (default: all of them)."""
         waiting, tables = request.waiting_sequences[:num_sequences], self.tables
         shared = (len(request.spec.prompt) - 1) // self.tokens_per_block
         has_leader = self._leader(request) is not None
@@ -342,7 +344,7 @@ class WorkerGroup:
         return StartCost(len(waiting) + num_spare, num_blocks, num_next, num_to_end, num_cached, num_tokens)
 
     def start(self, request: Request, ordinal: int, num_sequences: int | None = None) -> None:
-        """Give waiting sequences of a request rows, and blocks for their known tokens.
+        """Give waiting sequences of a request rows, and allocate blocks for their known tokens.
 
         Precondition: rows and blocks as in `start_cost` are available; the request runs on no other group.
 
@@ -376,7 +378,7 @@ class WorkerGroup:
                 self._take_row(lane, ordinal)
 
     def _leader(self, request: Request) -> Sequence | None:
-        """Return a sequence of the request that runs here and holds all of its prompt's blocks.
+        """Return a sequence of the request that runs on this group and holds all blocks of the prompt.
 
         Sequences that start while there is one share these blocks, so a request never holds more than `blocks_alone`.
         """
@@ -395,20 +397,20 @@ class WorkerGroup:
         return -(-self._blocks_of_rows(request, num_rows) // num_rows)
 
     def begin_generation(self, sequence: Sequence) -> None:
-        """Move a sequence whose context is planned to generation, unless all its tokens are planned."""
+        """Move a sequence whose context is fully planned to generation, unless all its tokens are planned."""
         self.context.remove(sequence)
         if not sequence.waits_for_result:
             self.resume_generation(sequence)
 
     def resume_generation(self, sequence: Sequence) -> None:
-        """Let a sequence generate, unless all its tokens are planned."""
+        """Resume the generation of a sequence, unless all its tokens are planned."""
         if not self.set_checkpoint(sequence):
             return
         insort(self.generating, sequence, key=_BY_ROW)
         self.generation_version += 1
 
     def rest(self, sequences: Iterable[Sequence]) -> None:
-        """Remove sequences of a step from generation until its result, if they depend on it."""
+        """Exclude sequences of a step from generation until the step's result arrives, if they depend on it."""
         resting = {sequence for sequence in sequences if sequence.waits_for_result}
         if resting:
             self.generating = [sequence for sequence in self.generating if sequence not in resting]
@@ -421,7 +423,7 @@ class WorkerGroup:
         return sequence.num_computed < limit
 
     def mark_sent(self, sequence: Sequence) -> bool:
-        """Note that a sequence's row is sent to the worker; return False if it was before."""
+        """Note that a sequence's row is sent to the worker; return False if it had been sent before."""
         if sequence.is_on_worker:
             return False
         sequence.mark_sent()
@@ -429,7 +431,7 @@ class WorkerGroup:
         return True
 
     def note_generation(self, version: int, sequences: tuple[Sequence, ...], rows: tuple[int, ...]) -> LastGeneration:
-        """Store the generation of a step, relative to which the next step is encoded."""
+        """Store which rows a step generates for; the next step is encoded relative to it."""
         self.last_generation = LastGeneration(version, sequences, rows)
         return self.last_generation
 
@@ -450,7 +452,7 @@ class WorkerGroup:
         ]
 
     def release(self, request: Request) -> None:
-        """Release rows and blocks of all its sequences; nothing of the request is left on the group."""
+        """Release the rows and blocks of all sequences of a request, so that nothing of it is left on the group."""
         for sequence in request.placed_sequences:
             if sequence.row is not None:
                 self.release_sequence(sequence)
@@ -463,7 +465,9 @@ class WorkerGroup:
             self.batch_size = 0
 
     def release_sequence(self, sequence: Sequence) -> None:
-        """Release a sequence's row and blocks. Steps in flight may still write to them: later steps run after these."""
+        """Release a sequence's row and blocks. Steps in flight may still write to the blocks, but later steps run after
+        them.
+        """
         if sequence in self.context:
             self.context.remove(sequence)
             self.tables.break_promises(sequence)
@@ -480,7 +484,7 @@ class WorkerGroup:
         sequence.clear_placement()
 
     def held_tables(self) -> Iterable[Iterable[int]]:
-        """Yield the blocks of each sequence on the group, for the full check."""
+        """Yield the blocks of each sequence on the group, for the full check of R5."""
         for request in self.active:
             for sequence in request.placed_sequences:
                 yield sequence.held_blocks

@@ -50,7 +50,7 @@ def _parsed(step: BeamStep) -> list[_Rows]:
 
 
 def _way(beam: Beam, steps: list[BeamStep], parsed: list[list[_Rows]]) -> Iterator[_Rows]:
-    """Yield the extra outputs reported for each of a beam's tokens."""
+    """Yield the extra outputs that were reported for each of a beam's tokens."""
     for place, step, rows in zip(beam.places, steps, parsed, strict=False):
         rank = step.parents[place]
         yield rows[rank] if rank < len(rows) else []

@@ -1,4 +1,6 @@
-"""Numbered items for any number of readers: each has a cursor; the last items are kept, slow readers lose old ones."""
+"""Numbered items for any number of readers, each with its own cursor; only the last items are kept, so slow readers
+lose some.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class Broadcast(Generic[ItemT]):
             event.set()
 
     async def follow(self, first: int) -> AsyncIterator[list[tuple[int, ItemT]]]:
-        """Yield lists of (number, item) from `first` on; a gap in the numbers means lost items."""
+        """Yield lists of (number, item) starting at `first`; a gap in the numbers means that items were lost."""
         changed = asyncio.Event()
         self._changed.add(changed)
         try:

@@ -75,7 +75,7 @@ class Dispatcher:
         keys: WorkerKeys | None = None,
         clock: SteadyClock | None = None,
     ) -> None:
-        """Bind the port; 0: a free one. With `keys`, only workers whose key they contain can connect.
+        """Bind the port; 0 chooses a free one. With `keys`, only workers whose keys it contains can connect.
 
         A worker may send at most `max_held_bytes` of tensors before a result. Events carry the time of `clock`.
 
@@ -147,7 +147,7 @@ class Dispatcher:
             monitor.close()
 
     def _lost_links(self) -> list[bytes]:
-        """Return and forget connections with an epoch to which nothing can be sent."""
+        """Return and forget the connections that have an epoch but can no longer be sent to."""
         lost = []
         for connection, epoch in list(self._epochs.items()):
             try:
@@ -161,7 +161,7 @@ class Dispatcher:
         return lost
 
     def _read(self) -> None:
-        """Read some messages, and call itself again if more are left."""
+        """Read some messages, and schedule another read if more are left."""
         if self._failed.done():
             return
         self._progress.touch()
@@ -188,7 +188,9 @@ class Dispatcher:
         return True
 
     def _read_if_readable(self) -> None:
-        """Read soon if there are messages: the descriptor does not report those that a send has noticed."""
+        """Schedule a read if there are messages: the file descriptor does not signal messages that arrived during a
+        send.
+        """
         if not self._is_read_due and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._is_read_due = True
             self._failed.get_loop().call_soon(self._read)
@@ -221,12 +223,12 @@ class Dispatcher:
         return event
 
     def _take_adapter_result(self, connection: bytes, result: worker_pb2.LoraResult) -> None:
-        """Forward an adapter's result; drop it if the epoch is not the sender's."""
+        """Forward an adapter's result; drop it if it is not from the sender's current epoch."""
         if self._epochs.get(connection) == result.epoch:
             self.on_adapter_result(result)
 
     def _hold_outputs(self, connection: bytes, message: worker_pb2.StepOutputs) -> None:
-        """Hold outputs of the sender's current epoch until their result arrives; drop others."""
+        """Hold outputs of the sender's current epoch until their step's result arrives; drop others."""
         if self._epochs.get(connection) != message.epoch:
             return
         held = self._outputs.get(connection)
@@ -252,14 +254,14 @@ class Dispatcher:
         self._send(plan.connection, encode_step(plan, self._limits))
 
     def send_fetch(self, effect: FetchBlocks) -> None:
-        """Ask a worker to fetch blocks from another one."""
+        """Ask a worker to fetch blocks from another worker."""
         fetch = worker_pb2.FetchBlocks(
             epoch=effect.epoch, hashes=effect.hashes, kv_store=effect.kv_store, kv_source=effect.kv_source
         )
         self._send_message(effect.connection, worker_pb2.SchedulerMessage(fetch_blocks=fetch))
 
     def send_joined(self, effect: GroupJoined) -> None:
-        """Send a worker its epoch."""
+        """Send a worker its new epoch."""
         logger.info("worker group %s joined", effect.group_id, extra={"epoch": effect.epoch})
         registered = worker_pb2.Registered(
             epoch=effect.epoch,
@@ -286,7 +288,7 @@ class Dispatcher:
         self._send_message(effect.connection, worker_pb2.SchedulerMessage(epoch_ended=ended))
 
     def send_load_adapter(self, connection: bytes, epoch: int, name: str, path: str) -> None:
-        """Ask a worker to load an adapter; `on_adapter_result` gets its answer."""
+        """Ask a worker to load an adapter; its answer is passed to `on_adapter_result`."""
         load = worker_pb2.LoadLoraAdapter(name=name, path=path, epoch=epoch)
         self._send_message(connection, worker_pb2.SchedulerMessage(load_lora=load))
 

@@ -1,4 +1,4 @@
-"""The calls by which routers store documents for clients.
+"""The calls with which routers store documents for clients.
 
 Their kinds are separate from those of the scheduler itself: no router can read or change kept requests or the ledger.
 """
@@ -23,10 +23,10 @@ _RETRY_AFTER_MS = 60_000
 
 
 class DocumentCalls:
-    """Part of the scheduler's service."""
+    """The document methods of the scheduler's gRPC service."""
 
     def __init__(self, documents: Documents, now_ns: Callable[[], int], max_owner_bytes: int) -> None:
-        """`max_owner_bytes`: what one owner may store."""
+        """`max_owner_bytes`: total size of the documents that one owner may store."""
         self._documents = documents
         self._now_ns = now_ns
         self._max_owner_bytes = max_owner_bytes
@@ -75,7 +75,7 @@ class DocumentCalls:
         request: pb.ListDocumentsRequest,
         context: ServicerContext[pb.ListDocumentsRequest, pb.ListDocumentsResponse],
     ) -> pb.ListDocumentsResponse:
-        """Return some documents of a kind; fewer than requested if they are large."""
+        """Return documents of one kind; fewer than requested if they are large."""
         documents = await self._documents.list(
             _PREFIX + request.kind,
             owner=request.owner if request.HasField("owner") else None,

@@ -104,7 +104,7 @@ class Engine:
         self.on_ended: list[Callable[[Request, bool], None]] = []
 
     def now_ns(self) -> int:
-        """Return the time for a new event."""
+        """Return the time to use for a new event."""
         return self.clock.now_ns()
 
     def handle(self, event: Event) -> list[Effect]:
@@ -127,7 +127,7 @@ class Engine:
         return effects
 
     def recover(self, requests: list[Recovered]) -> None:
-        """Restore the requests of the journal."""
+        """Restore the requests read from the journal."""
         for event in requests:
             self.handle(event)
             request = self.core.lifecycle.requests.get(event.spec.request_id)
@@ -136,7 +136,7 @@ class Engine:
         self._journal.know(list(self.core.lifecycle.requests.values()))
 
     def handle_worker_event(self, event: WorkerEvent) -> None:
-        """Handle a worker event; if the core fails on it, end that worker's epoch."""
+        """Handle an event from a worker; if the core fails on it, end the worker's epoch."""
         try:
             self.handle(event)
         except Exception:
@@ -149,7 +149,7 @@ class Engine:
             self._dispatcher.send_heartbeat_ack(event.connection, event.epoch)
 
     async def submit(self, spec: RequestSpec) -> Accepted:
-        """Submit a request; return once it is committed.
+        """Submit a request; return once it is committed to the journal.
 
         Raises:
             MidstreamError: It is rejected.
@@ -171,7 +171,7 @@ class Engine:
 
     @contextlib.contextmanager
     def watch_iterations(self) -> Iterator[Broadcast[IterationStats]]:
-        """Collect statistics of each iteration while there is a reader."""
+        """Collect statistics of each iteration as long as there is a reader."""
         self._num_watchers += 1
         self.core.report_iterations(enabled=True)
         try:
@@ -181,7 +181,7 @@ class Engine:
             self.core.report_iterations(enabled=self._num_watchers > 0)
 
     async def wait_until_idle(self) -> None:
-        """Return when every request has ended and its readers have received its end."""
+        """Return once every request has ended and its readers have received its end."""
         self._idle.clear()
         self._turn_soon()
         await self._idle.wait()
@@ -259,7 +259,9 @@ class Engine:
         self._arm()
 
     def _arm(self) -> None:
-        """Set the timer of the next turn; one that is set for an earlier time stays, and is set again then."""
+        """Set the timer for the next turn; if it is already set for an earlier time, it is left and set again when it
+        fires.
+        """
         next_ns = self.core.next_turn_ns
         if next_ns is None:
             return

@@ -21,7 +21,7 @@ MAX_TOKENS_PER_BATCH = 65_536
 
 
 class RequestLog:
-    """The committed part of a request, which may be sent.
+    """The committed part of a request's output, which may be sent.
 
     Attributes:
         num_committed: Committed output tokens of each sequence.
@@ -64,7 +64,7 @@ class Attachment:
 
 
 class FeedHub:
-    """The logs of all requests, and the feeds that read them."""
+    """The logs of all requests, and the feeds that read from them."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class FeedHub:
         self.feeds: list[DetokenizerFeed] = []
 
     def restore(self, request: Request) -> None:
-        """Add a request of the journal, all of which is committed."""
+        """Add a request from the journal; all of its output is committed."""
         log = self.logs[request.request_id] = RequestLog(request)
         log.num_committed = [len(sequence.output) for sequence in request.sequences]
         log.has_ended = [sequence.end is not None for sequence in request.sequences]
@@ -97,12 +97,12 @@ class FeedHub:
         log.is_awaited = True
 
     def is_read(self, request_id: str) -> bool:
-        """Return whether a detokenizer reads a request, or did until it was lost."""
+        """Return whether a detokenizer reads the request, or did so until the detokenizer was lost."""
         log = self.logs.get(request_id)
         return log is not None and (bool(log.readers) or log.is_awaited)
 
     def is_over(self, request_id: str) -> bool:
-        """Return whether a request's end is committed."""
+        """Return whether a request's end has been committed."""
         log = self.logs.get(request_id)
         return log is not None and log.is_over
 
@@ -165,7 +165,7 @@ class DetokenizerFeed:
 
     @property
     def num_attached(self) -> int:
-        """Requests that it reads."""
+        """Number of requests attached to this feed."""
         return len(self._attachments)
 
     def mark(self, attachment: Attachment) -> None:
@@ -175,7 +175,7 @@ class DetokenizerFeed:
         self._dirty[attachment] = None
 
     def attach(self, stream: int, request_id: str) -> None:
-        """Start to feed a request from its first token; answer with an error if it is unknown.
+        """Start to feed a request from its first token; reply with an error if the request is unknown.
 
         Raises:
             InvalidArgumentError: The stream number is in use.
@@ -194,7 +194,7 @@ class DetokenizerFeed:
         self.mark(attachment)
 
     def refuse(self, stream: int, request_id: str, error: MidstreamError) -> None:
-        """Answer an attach with an error."""
+        """Reply to an attach with an error."""
         self._refused.append((stream, request_id, error))
         self._wake()
 
@@ -213,7 +213,7 @@ class DetokenizerFeed:
         return attachment.log.request if attachment is not None else None
 
     def close(self) -> None:
-        """Detach everything."""
+        """Detach all requests."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -223,7 +223,7 @@ class DetokenizerFeed:
             attachment.log.is_awaited = True
 
     def collect(self) -> scheduler_pb2.FeedBatch | None:
-        """Return everything new, up to about MAX_TOKENS_PER_BATCH tokens, or None."""
+        """Return all new data, up to about MAX_TOKENS_PER_BATCH tokens, or None."""
         if not self._dirty and not self._refused:
             return None
         builder = FeedBatchBuilder(self._hub.scheduler_epoch, self._hub.clock)

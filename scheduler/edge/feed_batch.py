@@ -1,4 +1,4 @@
-"""Build a FeedBatch from the data after some readers' cursors."""
+"""Builds a FeedBatch from the data after the cursors of some readers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_OUTPUT_BYTES = 8 << 20
 
 
 class Log(Protocol):
-    """The committed part of a request, which may be sent."""
+    """The committed part of a request's output, which may be sent."""
 
     request: Request
     num_committed: list[int]
@@ -23,7 +23,7 @@ class Log(Protocol):
 
 
 class Reader(Protocol):
-    """A reader's cursors on a request; see scheduler.edge.feed.Attachment."""
+    """A reader's cursors into a request's output; see scheduler.edge.feed.Attachment."""
 
     stream: int
     is_opened: bool
@@ -33,11 +33,11 @@ class Reader(Protocol):
 
     @property
     def log(self) -> Log:
-        """The log of its request."""
+        """The log of the reader's request."""
 
 
 class FeedBatchBuilder:
-    """One batch under construction."""
+    """Builds one batch."""
 
     def __init__(self, scheduler_epoch: int, clock: SteadyClock) -> None:
         self._clock = clock
@@ -52,17 +52,17 @@ class FeedBatchBuilder:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the batch so far."""
+        """Number of tokens in the batch so far."""
         return len(self._tokens)
 
     def add_refused(self, stream: int, request_id: str, error: MidstreamError) -> None:
-        """Answer an attach with an error."""
+        """Add an error reply to an attach."""
         opened = self._batch.opened.add(stream=stream, request_id=request_id)
         opened.error.CopyFrom(error.to_proto())
 
     @property
     def is_full(self) -> bool:
-        """Whether no more extra outputs fit."""
+        """Whether there is no space for more extra outputs."""
         return self._num_output_bytes >= MAX_OUTPUT_BYTES
 
     def add(self, reader: Reader) -> bool:
@@ -119,7 +119,7 @@ class FeedBatchBuilder:
             self._tokens.extend(sequence.output[start:end])
 
     def _add_outputs(self, reader: Reader, index: int) -> int:
-        """Add extra outputs of a sequence; return the number of its tokens whose outputs were all sent."""
+        """Add extra outputs of a sequence; return for how many of its tokens all outputs have now been sent."""
         sequence, num_committed = reader.log.request.sequences[index], reader.log.num_committed[index]
         for extra in sequence.outputs[reader.num_outputs[index] :]:
             if extra.token_offset >= num_committed:
@@ -159,7 +159,7 @@ class FeedBatchBuilder:
             ended.error.code, ended.error.message, ended.error.field = failure.code, failure.message, failure.field
 
     def finish(self) -> scheduler_pb2.FeedBatch:
-        """Return the batch."""
+        """Return the finished batch."""
         batch = self._batch
         batch.streams.extend(self._streams)
         batch.token_offsets.extend(self._offsets)
@@ -181,7 +181,7 @@ def usage_of(request: Request) -> generation_pb2.Usage:
 
 
 def perf_metrics_of(request: Request, clock: SteadyClock) -> generation_pb2.PerfMetrics:
-    """Return the performance metrics of a request, with wall-clock times."""
+    """Return the performance metrics of a request, with times by the wall clock."""
     times, num_steps = request.times, request.num_steps
     if not request.placed_sequences[0].waits_for_result:
         num_steps += max(len(sequence.output) for sequence in request.sequences)

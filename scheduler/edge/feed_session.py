@@ -1,4 +1,6 @@
-"""A detokenizer's session on the token feed, independent of transport: commands in, batches of tokens out."""
+"""A detokenizer's session on the token feed, independent of the transport: it takes commands and returns batches of
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from scheduler.edge.kept_requests import KeptRequests
 
 
 class FeedSession:
-    """A session, from a detokenizer's hello to its disconnection.
+    """A session of one detokenizer, from its hello to its disconnection.
 
     Attributes:
         is_closed: The detokenizer has disconnected.
     """
 
     def __init__(self, engine: Engine, kept: KeptRequests, wake: Callable[[], None]) -> None:
-        """Feed requests of `engine` and `kept`; call `wake` when there is something to collect."""
+        """Feed the requests of `engine` and `kept`; `wake` is called when there is something to collect."""
         self.is_closed = False
         self._kept = kept
         self._finding: dict[int, asyncio.Task[None]] = {}
@@ -53,7 +55,7 @@ class FeedSession:
             raise InvalidArgumentError("hello may come only once, and a command must be set", field="command")
 
     def collect(self) -> scheduler_pb2.FeedBatch | None:
-        """Return a batch with everything new, or None."""
+        """Return a batch with all new data, or None."""
         return self._feed.collect() if self._feed is not None else None
 
     def close(self) -> None:
@@ -90,7 +92,7 @@ class FeedSession:
 
 
 class FeedFrames:
-    """A feed session over frames."""
+    """A feed session over a frame connection."""
 
     def __init__(self, engine: Engine, kept: KeptRequests, connection: FrameConnection) -> None:
         self._pump = Pump(connection, self._collect)

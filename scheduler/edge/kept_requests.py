@@ -1,4 +1,4 @@
-"""Ended requests that are kept for long (`keep_s`), stored as documents and restored on request.
+"""Ended requests that are kept longer (`keep_s`): stored as documents and restored on demand.
 
 While a request runs, and for finished_ttl_s after its end, it is in memory and in the journal. One with `keep_s`
 is stored as a document when its end is committed. Submit and the feed restore it from there as a finished request; all
@@ -35,7 +35,7 @@ class KeptRequests:
     """The kept requests of a scheduler."""
 
     def __init__(self, documents: Documents, engine: Engine, limits: ModelLimits, model_fingerprint: str) -> None:
-        """Keep requests that end from now on, and those of the journal that may not have been stored yet.
+        """Store requests that end from now on, and those from the journal that may not have been stored yet.
 
         Args:
             documents: Where they are stored.
@@ -54,7 +54,7 @@ class KeptRequests:
                 self._keep(request, is_recovered=True)
 
     async def find(self, request_id: str) -> Request | None:
-        """Return a known or restored request; None if there is none, or it was deleted."""
+        """Return a known or restored request; None if there is none or it was deleted."""
         known = self._engine.core.lifecycle.requests
         request = known.get(request_id)
         if request is not None and not request.spec.keep_ns:
@@ -82,7 +82,7 @@ class KeptRequests:
         self._engine.handle(AbortRequested(self._engine.now_ns(), request_id))
 
     async def close(self) -> None:
-        """Stop writing; the next scheduler writes the rest."""
+        """Stop writing; the next scheduler writes the remaining requests."""
         for task in self._writing:
             task.cancel()
         await asyncio.gather(*self._writing, return_exceptions=True)
@@ -94,7 +94,7 @@ class KeptRequests:
             task.add_done_callback(self._writing.discard)
 
     async def _write(self, request: Request, *, is_recovered: bool) -> None:
-        """Write an ended request, unless it was deleted, or written before this scheduler's start.
+        """Store an ended request, unless it was deleted or had been stored before this scheduler started.
 
         Retries until it succeeds: meanwhile the request is in the journal, but only for a limited time.
         """

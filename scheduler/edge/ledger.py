@@ -37,7 +37,7 @@ class Ledger:
     def __init__(
         self, documents: Documents, engine: Engine, ended: Iterable[Request], *, ttl_s: int, model: str
     ) -> None:
-        """Create a ledger; `run` writes it.
+        """Create a ledger; `run` writes its entries.
 
         Args:
             documents: Where pages are stored.
@@ -60,7 +60,7 @@ class Ledger:
         engine.on_ended.append(self._note)
 
     async def run(self) -> None:
-        """Write missing entries of requests from the journal, then those of requests that end, until cancelled."""
+        """Write missing entries of requests from the journal, then entries of requests as they end, until cancelled."""
         while True:
             try:
                 if not self._is_open:
@@ -74,7 +74,7 @@ class Ledger:
             await asyncio.sleep(_WAIT_S)
 
     async def close(self) -> None:
-        """Try once to write the remaining entries. Precondition: `run` was cancelled."""
+        """Make one attempt to write the remaining entries. Precondition: `run` was cancelled."""
         try:
             if self._is_open:
                 await self._flush()
@@ -82,7 +82,7 @@ class Ledger:
             logger.warning("the ledger lacks entries until this scheduler starts again: %s", error.message)
 
     async def read(self, after: str) -> pb.GetLedgerResponse:
-        """Return the entries of some pages after `after`."""
+        """Return the entries on some pages after `after`."""
         pages = await self._pages(after)
         response = pb.GetLedgerResponse(next_after=pages[-1].key.id if pages else "")
         for page in pages:
@@ -90,7 +90,7 @@ class Ledger:
         return response
 
     def _note(self, request: Request, is_amended: bool) -> None:
-        """Add the entry of a request that has ended, or whose end was amended."""
+        """Queue the entry of a request that has ended or whose end was amended."""
         entry = self._entry(request)
         key = _key(entry)
         entries = self._amended if is_amended and key not in self._waiting else self._waiting
@@ -115,7 +115,7 @@ class Ledger:
         )
 
     async def _open(self) -> None:
-        """Add entries for the ended requests of the journal that are on no page.
+        """Queue entries for ended requests from the journal that are not on any page.
 
         They are among the last max_num_finished that ended, so that many entries are read, independently of clocks.
         """
@@ -134,7 +134,7 @@ class Ledger:
         self._is_open = True
 
     async def _flush(self) -> None:
-        """Write pending entries; keep them if that fails.
+        """Write the queued entries; keep them queued if that fails.
 
         A page keeps its id until it is known to be written, so that a retry writes nothing twice.
         """
@@ -154,7 +154,7 @@ class Ledger:
                 del self._amended[amended]
 
     async def _amend(self, key: _Key, entry: pb.LedgerEntry) -> None:
-        """Replace an entry on the page that has it."""
+        """Replace an entry on the page that contains it."""
         after = f"{max(entry.finished_unix_ns - _MARGIN_NS, 0):020d}"
         while pages := await self._pages(after):
             for page in pages:

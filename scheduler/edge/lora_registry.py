@@ -1,4 +1,4 @@
-"""The registry of adapters that requests can name: stored in the journal, known to every worker.
+"""The registry of adapters that requests can name: stored in the journal and sent to every worker.
 
 `load` asks every worker to read and check the folder; when all agree on its contents, the adapter is stored in the
 journal and can be named. Workers that join later get all of them. An accepted request carries what its adapter's name
@@ -66,7 +66,7 @@ class Adapters:
         journal: Journal,
         vocab_size: int,
     ) -> None:
-        """Start with the adapters of the journal.
+        """Start with the adapters from the journal.
 
         Args:
             known: Adapters of the journal.
@@ -130,7 +130,7 @@ class Adapters:
                 self._sender.send_unload_adapter(group.connection, group.epoch, adapter.fingerprint)
 
     async def resolve(self, request: generation_pb2.GenerateRequest) -> None:
-        """Fill in the resolved adapters of the names in a request.
+        """Resolve the adapter names in a request, and fill in the adapters.
 
         Raises:
             MidstreamError: One is unknown, of the wrong kind, or cannot be loaded from the given path.
@@ -148,7 +148,7 @@ class Adapters:
             tuning.resolved.CopyFrom(self._resolved(adapter))
 
     def on_joined(self, connection: bytes, epoch: int) -> None:
-        """Send a new worker all loaded adapters, so that it reads them before they are needed."""
+        """Send all loaded adapters to a new worker, so that it reads them before they are needed."""
         for adapter in self._known.values():
             self._sender.send_load_adapter(connection, epoch, adapter.name, adapter.path)
 
@@ -207,7 +207,7 @@ class Adapters:
         return adapter
 
     async def _ask(self, group: WorkerGroup, name: str, path: str) -> worker_pb2.LoraResult | None:
-        """Return a worker's answer, or None if it disconnects before."""
+        """Return a worker's answer, or None if the worker disconnects first."""
         key = (name, group.epoch)
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         self._sender.send_load_adapter(group.connection, group.epoch, name, path)

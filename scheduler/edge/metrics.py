@@ -16,7 +16,7 @@ from scheduler.journal import Journal
 
 
 class SchedulerCollector(Collector):
-    """Reads the core. Runs in the metrics thread: it copies plain numbers and changes nothing."""
+    """Exports the core's state. Runs in the metrics thread: it only copies numbers and changes nothing."""
 
     def __init__(self, core: SchedulerCore, dispatcher: Dispatcher, journal: Journal) -> None:
         self._core = core
@@ -55,8 +55,14 @@ class SchedulerCollector(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         totals, dispatcher = self._core.totals, self._dispatcher
-        yield _counter("prefix_cache_queries", "Number of prompt tokens looked up in the prefix cache.", totals.prefix_cache_queries)
-        yield _counter("prefix_cache_hits", "Number of prompt tokens found in the prefix cache.", totals.prefix_cache_hits)
+        yield _counter(
+            "prefix_cache_queries",
+            "Number of prompt tokens looked up in the prefix cache.",
+            totals.prefix_cache_queries,
+        )
+        yield _counter(
+            "prefix_cache_hits", "Number of prompt tokens found in the prefix cache.", totals.prefix_cache_hits
+        )
         yield _counter("num_preemptions", "Number of times a request was paused.", totals.num_preemptions)
         yield _counter("num_recoveries", "Number of times a request lost its worker.", totals.num_recoveries)
         yield _counter("num_handovers", "Number of requests moved from prefill to decode groups.", totals.num_handovers)
@@ -66,33 +72,55 @@ class SchedulerCollector(Collector):
             totals.num_failed_handovers,
         )
         yield _counter("num_worker_deaths", "Number of deaths of worker groups.", totals.num_worker_deaths)
-        yield _counter("num_worker_faults", "Number of invalid results and messages from workers.", totals.num_worker_faults)
-        yield _counter("num_quarantined", "Number of requests ended because they crashed workers.", totals.num_quarantined)
+        yield _counter(
+            "num_worker_faults", "Number of invalid results and messages from workers.", totals.num_worker_faults
+        )
+        yield _counter(
+            "num_quarantined", "Number of requests ended because they crashed workers.", totals.num_quarantined
+        )
         yield _counter("prompt_tokens", "Number of context tokens computed.", totals.num_prompt_tokens)
         yield _counter("generation_tokens", "Number of tokens generated.", totals.num_generation_tokens)
         yield _counter("num_draft_tokens", "Number of draft tokens verified.", totals.num_draft_tokens)
         yield _counter("num_accepted_tokens", "Number of draft tokens accepted.", totals.num_accepted_tokens)
-        yield _counter("num_wasted_tokens", "Number of tokens computed for sequences that had ended.", totals.num_wasted_tokens)
+        yield _counter(
+            "num_wasted_tokens", "Number of tokens computed for sequences that had ended.", totals.num_wasted_tokens
+        )
         yield _counter("num_stale_messages", "Number of messages from past epochs.", totals.num_stale_messages)
-        yield _counter("num_malformed_messages", "Number of messages that could not be parsed.", dispatcher.num_malformed)
-        yield _counter("num_refused_connections", "Number of connections refused on the worker port.", dispatcher.num_refused)
-        yield _counter("num_unsent_messages", "Number of messages not sent because the worker had disconnected.", dispatcher.num_unsent)
+        yield _counter(
+            "num_malformed_messages", "Number of messages that could not be parsed.", dispatcher.num_malformed
+        )
+        yield _counter(
+            "num_refused_connections", "Number of connections refused on the worker port.", dispatcher.num_refused
+        )
+        yield _counter(
+            "num_unsent_messages",
+            "Number of messages not sent because the worker had disconnected.",
+            dispatcher.num_unsent,
+        )
         yield _counter("journal_commits", "Number of journal transactions.", self._journal.num_commits)
-        yield _counter("journal_losses", "Number of times the journal was deleted or truncated in use.", self._journal.num_lost)
-        yield _counter("journal_damaged_records", "Number of records found damaged at startup.", self._journal.num_damaged)
+        yield _counter(
+            "journal_losses", "Number of times the journal was deleted or truncated in use.", self._journal.num_lost
+        )
+        yield _counter(
+            "journal_damaged_records", "Number of records found damaged at startup.", self._journal.num_damaged
+        )
         yield _counter(
             "kv_conservation_violations",
             "Number of iterations after which free + cached + held blocks did not equal all blocks.",
             totals.num_conservation_violations,
         )
-        finished = CounterMetricFamily(PREFIX + "request_success", "Number of ended requests.", labels=("finished_reason",))
+        finished = CounterMetricFamily(
+            PREFIX + "request_success", "Number of ended requests.", labels=("finished_reason",)
+        )
         for reason, count in list(totals.num_finished_by_reason.items()):
             finished.add_metric((reason,), count)
         yield finished
 
 
 def lora_requests(core: SchedulerCore) -> Metric:
-    """Return the info metric of running and waiting adapters, in the format that gateways expect (names in labels)."""
+    """Return the info metric with the running and waiting adapters (names in labels), in the format that gateways
+    expect.
+    """
     groups = core.groups
     running = {request.spec.lora_name for group in groups for request in list(group.active)}
     waiting = {request.spec.lora_name for request in list(core.queue)}

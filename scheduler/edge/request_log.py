@@ -1,4 +1,4 @@
-"""Logs each request that ends, with its id: failures always, others depending on the log level."""
+"""Logs each ended request with its id: failures always, others depending on the log level."""
 
 from __future__ import annotations
 

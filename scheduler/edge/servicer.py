@@ -1,4 +1,4 @@
-"""The scheduler's gRPC service: what routers and detokenizers call."""
+"""The scheduler's gRPC service, which routers and detokenizers call."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         request: scheduler_pb2.SubmitRequest,
         context: ServicerContext[scheduler_pb2.SubmitRequest, scheduler_pb2.SubmitResponse],
     ) -> scheduler_pb2.SubmitResponse:
-        """Accept a request, or attach to the known one with its id."""
+        """Accept a request, or attach to the known request with the same id."""
         if not request.request.request_id:
             raise InvalidArgumentError("it is empty", field="request_id")
         if request.request.keep_s:
@@ -132,7 +132,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         request: scheduler_pb2.GetRequestRequest,
         context: ServicerContext[scheduler_pb2.GetRequestRequest, scheduler_pb2.GetRequestResponse],
     ) -> scheduler_pb2.GetRequestResponse:
-        """Return a request as accepted."""
+        """Return a request as it was accepted."""
         found = await self._kept.find(request.request_id)
         if found is None or found.request_id not in self._engine.hub.logs:
             raise NotFoundError(f"no request {request.request_id[:128]!r} is known here")
@@ -283,7 +283,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         request: stats_pb2.GetIterationStatsRequest,
         context: ServicerContext[stats_pb2.GetIterationStatsRequest, stats_pb2.IterationStats],
     ) -> AsyncIterator[stats_pb2.IterationStats]:
-        """Yield the current state; then, with `stream`, every iteration."""
+        """Yield the current state and then, with `stream`, every iteration."""
         if not request.stream:
             yield iteration_stats_proto(self._engine.core.current_stats(self._engine.now_ns()), self._engine.clock)
             return
@@ -312,7 +312,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         request: stats_pb2.SubscribeKvEventsRequest,
         context: ServicerContext[stats_pb2.SubscribeKvEventsRequest, stats_pb2.KvEventBatch],
     ) -> AsyncIterator[stats_pb2.KvEventBatch]:
-        """Yield KV events from a sequence number on, or after a snapshot; `cleared` replaces lost ones."""
+        """Yield KV events starting at a sequence number, or after a snapshot; `cleared` stands in for lost events."""
         events, tokens_per_block = self._engine.kv_events, self._engine.core.config.tokens_per_block
         expected = request.start_sequence_number or events.last_number + 1
         await context.send_initial_metadata(())

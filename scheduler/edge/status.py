@@ -19,7 +19,7 @@ _NS_PER_MS = 1_000_000
 
 
 class CellStatusReport:
-    """Builds answers to GetStatus, and tracks which routers asked recently."""
+    """Builds the answers to GetStatus, and tracks which routers have asked recently."""
 
     def __init__(
         self, core: SchedulerCore, hub: FeedHub, cell: str, clock: Callable[[], float] = time.monotonic

@@ -11,7 +11,7 @@ from scheduler.core.request import Request
 
 
 class RequestTraces:
-    """Exports spans for requests that end."""
+    """Exports the spans of ended requests."""
 
     def __init__(self, tracer: Tracer, clock: SteadyClock) -> None:
         self._tracer = tracer

@@ -45,7 +45,7 @@ class WorkerKeys:
 
     @classmethod
     def from_config(cls, config: SchedulerConfig) -> WorkerKeys | None:
-        """Return the keys that the configuration names; None: the port accepts any worker.
+        """Return the keys set in the configuration; None: the port accepts any worker.
 
         Raises:
             ConfigError: Settings conflict, or a key is invalid.

@@ -77,7 +77,7 @@ class LostError(JournalError):
 
 
 def is_entry(effect: Effect) -> bool:
-    """Return whether an effect is a journal entry."""
+    """Return whether an effect is written to the journal."""
     if isinstance(effect, Accepted):
         return not effect.is_attached
     return isinstance(effect, Emitted | BeamsAdvanced | SequenceEnded | RequestEnded | RequestForgotten)
@@ -127,11 +127,11 @@ class Journal(ABC):
 
     @abstractmethod
     def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
-        """Store entries. Return at once; call `then` on the event loop, in order, when they are durable."""
+        """Store entries and return at once; `then` is called on the event loop, in order, once they are durable."""
 
     def know(self, requests: list[Request]) -> None:  # noqa: B027 (not all journals need it)
-        """Pass the requests restored from `open`, in case they have to be written again."""
+        """Receive the requests restored from `open`, in case they have to be written again."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Return when all entries are durable, or cannot be stored."""
+        """Return once all entries are durable, or cannot be stored."""

@@ -27,7 +27,7 @@ def encode_adapter(adapter: LoadedAdapter, model_fingerprint: str) -> bytes:
 
 
 def read_adapters(stored: StoredJournal, model_fingerprint: str) -> tuple[LoadedAdapter, ...]:
-    """Return the adapters of this model without damaged records."""
+    """Return the adapters of this model; damaged records are skipped."""
     adapters = []
     for name, sealed in stored.adapters:
         data = unseal(sealed)

@@ -31,7 +31,7 @@ _LAST_CHARACTER = "\U0010ffff"
 
 @dataclass(frozen=True, slots=True, order=True)
 class DocumentKey:
-    """Identifies a document. Lists are in the order of (id, owner).
+    """The key of a document. Lists are sorted by (id, owner).
 
     Attributes:
         owner: Documents of different owners with the same kind and id are different documents. May be empty.
@@ -78,7 +78,7 @@ class Documents:
     """
 
     def __init__(self, store: DocumentStore, clock: SteadyClock) -> None:
-        """Prepare the documents; call `open` before use.
+        """Create the interface; call `open` before use.
 
         Args:
             store: Where they are stored; its methods are called by one thread.
@@ -96,7 +96,7 @@ class Documents:
     async def put(
         self, key: DocumentKey, data: bytes, *, expires_ns: int | None = None, if_version: int | None = None
     ) -> Document | None:
-        """Store a document, replacing the one with this key.
+        """Store a document, replacing any document with the same key.
 
         Args:
             key: Identifies it.
@@ -135,7 +135,7 @@ class Documents:
         limit: int = 100,
         is_descending: bool = False,
     ) -> list[Document]:
-        """Return documents in the order of their ids.
+        """Return documents in order of their ids.
 
         Args:
             kind: Their kind.
@@ -149,7 +149,7 @@ class Documents:
         return await self._call(self._store.list, query, self._clock.now_ns())
 
     async def usage(self, owner: str) -> Usage:
-        """Return the usage of an owner's documents of all kinds."""
+        """Return the total usage of an owner's documents of all kinds."""
         return await self._call(self._store.usage, owner, self._clock.now_ns())
 
     async def close(self) -> None:
@@ -174,7 +174,7 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Parameters of a list; fields as in `Documents.list`."""
+    """Parameters of a listing; fields as in `Documents.list`."""
 
     kind: str
     owner: str | None
@@ -189,7 +189,7 @@ class DocumentStore(ABC):
 
     @abstractmethod
     def open(self, scheduler_epoch: int) -> None:
-        """Reject writes of earlier epochs from now on."""
+        """From now on reject writes by schedulers of earlier epochs."""
 
     @abstractmethod
     def put(
@@ -223,11 +223,11 @@ class DocumentStore(ABC):
 
 
 class Cursor(Protocol):
-    """The part of a database cursor that is used here."""
+    """The part of the database cursor interface that is used here."""
 
     @property
     def rowcount(self) -> int:
-        """Rows that were changed."""
+        """Number of rows that were changed."""
 
     def fetchall(self) -> Sequence[Sequence[object]]:
         """Return all rows."""
@@ -239,15 +239,17 @@ _SELECT = "SELECT owner, kind, id, data, version, created_ns, expires_ns FROM mi
 
 
 class SqlDocuments(DocumentStore):
-    """The table `midstream_documents` of a SQL database; subclasses connect to it. Question marks are parameters."""
+    """The table `midstream_documents` of a SQL database; subclasses connect to it. Question marks stand for
+    parameters.
+    """
 
     @abstractmethod
     def _reading(self) -> AbstractContextManager[Execute]:
-        """Run statements that read."""
+        """Return a context in which statements that read can be run."""
 
     @abstractmethod
     def _writing(self) -> AbstractContextManager[Execute]:
-        """Run statements as one transaction, which fails for a deposed scheduler."""
+        """Return a context that runs statements as one transaction, which fails for a deposed scheduler."""
 
     def put(
         self, key: DocumentKey, data: bytes, now_ns: int, expires_ns: int | None, if_version: int | None

@@ -1,4 +1,4 @@
-"""Frames of a log: how records are stored in a segment.
+"""Frames of a log: the format in which records are stored in a segment.
 
 The format is described in protos/journal.proto. Sequence numbers show whether a record is missing.
 """
@@ -17,7 +17,7 @@ _CHECKED = struct.Struct("<IQ")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A complete record. `start` and `end`: its bytes in the segment."""
+    """A complete record. `start` and `end` delimit its bytes in the segment."""
 
     sequence: int
     payload: bytes
@@ -35,12 +35,12 @@ class Gap:
 
 
 def frame(sequence: int, payload: bytes) -> bytes:
-    """Return a record in the segment format."""
+    """Return a record framed in the segment format."""
     return _HEADER.pack(_MAGIC, len(payload), sequence, _checksum(sequence, payload)) + payload
 
 
 def frames(data: bytes, end: int) -> Iterator[Frame | Gap]:
-    """Yield the records in `data[:end]` and the gaps between and after them; trailing zeros are ignored."""
+    """Yield the records in `data[:end]`, and the gaps between and after them; trailing zeros are ignored."""
     start = 0
     while start < end:
         found = _frame_at(data, start, end)

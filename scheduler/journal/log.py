@@ -50,7 +50,7 @@ _DAMAGED = ".damaged"
 
 @dataclass(slots=True)
 class _Segment:
-    """A file of the log. `num_bytes`: its size on disk. `numbers`: requests whose latest whole rows are in it."""
+    """A segment file. `num_bytes`: its size on disk. `numbers`: requests whose latest full records are in it."""
 
     number: int
     num_bytes: int
@@ -63,7 +63,7 @@ class _Segment:
 
 
 class LogStore(Store):
-    """A log in a folder."""
+    """A journal stored as a log in a folder."""
 
     folds_commits = False
 
@@ -122,7 +122,7 @@ class LogStore(Store):
         return self._epoch
 
     def _move_in(self, predecessor: SqliteStore, least_epoch: int) -> int:
-        """Write the contents of a journal in SQLite as the log, if there is none yet; return its epoch.
+        """Convert an existing SQLite journal to a log if there is no log yet; return its epoch.
 
         The file stays, empty, and its writer is deposed. The log gets its name only once it is complete.
         """
@@ -149,7 +149,7 @@ class LogStore(Store):
         return epoch
 
     def read(self) -> StoredJournal:
-        """Return what `take_over` has read."""
+        """Return what `take_over` read."""
         stored, rows = self._stored, sorted(self._rows.items())
         stored.requests = [(number, request, output) for number, (request, output, _) in rows]
         stored.first_commits = {number: first for number, (_, _, first) in rows}
@@ -172,7 +172,7 @@ class LogStore(Store):
             raise self._failure("written", error) from None
 
     def lay_down(self, stored: StoredJournal) -> None:
-        """Write all of another journal to this empty one."""
+        """Write the whole contents of another journal to this empty one."""
         transactions = [Transaction(adapters=stored.adapters)]
         transactions += [Transaction(rewritten=[row]) for row in stored.requests]
         transactions += [Transaction(commit=sealed) for _, sealed in stored.commits]
@@ -199,7 +199,7 @@ class LogStore(Store):
             raise self._failure("written", error) from None
 
     def stale(self, live_bytes: int) -> Sequence[int]:
-        """Return some requests of the oldest segment, while the log is more than twice `live_bytes`."""
+        """Return some requests of the oldest segment if the log is larger than twice `live_bytes`."""
         if sum(segment.num_bytes for segment in self._segments) <= 2 * live_bytes + self._slack_bytes:
             return ()
         oldest = self._segments[0]
@@ -231,7 +231,7 @@ class LogStore(Store):
         self._folder.close()
 
     def _check_is_writer(self) -> None:
-        """Check the open file; occasionally, since that costs more, also the folder's names."""
+        """Check the open file; occasionally also the names in the folder, which costs more."""
         self._folder.check(self._current.name, self._offset)
         now = time.monotonic()
         if now - self._checked_at > _CHECK_INTERVAL_S:
@@ -256,7 +256,7 @@ class LogStore(Store):
         self._current.num_bytes = max(self._current.num_bytes, self._offset)
 
     def _begin_segment(self) -> None:
-        """Create a segment whose first record is durable before it gets its name."""
+        """Create a segment; its first record is durable before the segment gets its final name."""
         previous = self._segments[-1] if self._segments else None
         if previous is not None:
             # Its last record may not be synced: an empty one, or one whose writer was killed.
@@ -306,7 +306,7 @@ class LogStore(Store):
             self._homes[number] = segment
 
     def _drop_dead_segments(self) -> None:
-        """Delete the oldest unneeded segments; each deletion is durable before the next one."""
+        """Delete the oldest segments that are no longer needed; each deletion is durable before the next one."""
         while not self._segments[0].numbers and len(self._segments) > 1:
             segment = self._segments.pop(0)
             if segment.is_damaged:
@@ -363,7 +363,7 @@ class LogStore(Store):
             self._note_damage(segment, item.start)
 
     def _note_damage(self, segment: _Segment, offset: int) -> None:
-        """Record that records are missing after the last one read; their changes are unknown."""
+        """Record that records are missing after the last one read, so that their changes are unknown."""
         logger.error(
             "the journal's file %s is damaged at byte %d: going on behind it; "
             "the file is kept as *%s, check the disk that it is on",
@@ -403,7 +403,7 @@ def _read_header(name: str, data: bytes, folder: Path) -> pb.JournalSegment | No
 
 
 def _encode(transaction: Transaction) -> bytes:
-    """Return the record of a transaction, which is not compacted."""
+    """Return a transaction's record, without compaction."""
     assert transaction.compacted is None
     record = pb.JournalTransaction(commit=transaction.commit)
     record.forgotten.extend(transaction.forgotten)

@@ -171,7 +171,7 @@ class LogFolder:
         return int.from_bytes(os.pread(self._lock, _EPOCH_BYTES, 0), "little")
 
     def set_epoch(self, epoch: int) -> None:
-        """Make this epoch the only writer; call it with the lock held. Not durable across reboots."""
+        """Make this epoch the only writer; call it with the lock held. The change does not survive a reboot."""
         os.pwrite(self._lock, epoch.to_bytes(_EPOCH_BYTES, "little"), 0)
 
     def close(self) -> None:

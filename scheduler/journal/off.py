@@ -12,14 +12,14 @@ from scheduler.journal.sqlite_documents import SqliteDocuments
 
 
 class NoJournal(Journal):
-    """A journal that stores nothing, so everything is committed at once."""
+    """A journal that stores nothing and treats everything as committed at once."""
 
     def __init__(self, clock: SteadyClock) -> None:
         """Keep documents in memory; `clock` determines when they expire."""
         self.documents = Documents(SqliteDocuments(None), clock)
 
     async def open(self, on_failure: Callable[[JournalError], None]) -> JournalContents:
-        """Start empty; the epoch is the time, in milliseconds."""
+        """Start empty; the epoch is the current time in milliseconds."""
         epoch = time.time_ns() // 1_000_000
         await self.documents.open(epoch)
         return JournalContents(scheduler_epoch=epoch, requests=[])

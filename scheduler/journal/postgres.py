@@ -66,7 +66,7 @@ def set_up_session(connection: psycopg.Connection[tuple[object, ...]]) -> None:
 
 
 class PostgresStore(Store):
-    """Tables of one database."""
+    """A journal in the tables of one database."""
 
     def __init__(self, conninfo: str, holder: str, *, is_standby: bool = False) -> None:
         """Prepare the store; `take_over` connects.
@@ -109,7 +109,7 @@ class PostgresStore(Store):
         return self._epoch
 
     def _try_to_take(self, least_epoch: int, *, is_over: bool) -> tuple[object, ...] | None:
-        """Take the lease if it is free, or `is_over`; otherwise return the current one."""
+        """Take the lease if it is free or `is_over`; otherwise return its current row."""
         connection = self._connected
         with connection.transaction():
             version, epoch, holder, is_free, until = connection.execute(

@@ -39,7 +39,7 @@ class StoredRequest:
     first_commit: int = 0
 
     def output_record(self, clock: SteadyClock) -> bytes:
-        """Return its output as one commit, with its times by `clock`."""
+        """Return the request's output as one commit record, with its times converted from `clock`."""
         record = pb.JournalCommit(
             requests=[self.number] * len(self.outputs),
             sequence_indices=range(len(self.outputs)),
@@ -59,7 +59,7 @@ class StoredRequest:
         return record.SerializeToString()
 
     def event(self, time_ns: int) -> Recovered:
-        """Return the event that restores it in the core."""
+        """Return the event that restores the request in the core."""
         return replace(
             self.recovered,
             time_ns=time_ns,
@@ -230,7 +230,7 @@ def _read_deadline(record: pb.JournalRequest, clock: SteadyClock) -> int | None:
 
 
 def _apply(sealed: bytes, requests: dict[int, StoredRequest], clock: SteadyClock, *, marks: bool = False) -> bool:
-    """Apply a commit; return False if it is damaged. Parts of unknown requests are skipped."""
+    """Apply a commit record; return False if it is damaged. Parts about unknown requests are skipped."""
     data = unseal(sealed)
     if data is None:
         return False

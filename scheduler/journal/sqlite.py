@@ -33,7 +33,7 @@ _WAL_HEADER_BYTES, _WAL_FRAME_HEADER_BYTES = 32, 24
 
 
 class SqliteStore(Store):
-    """One file, and its `-wal` and `-shm` beside it.
+    """A journal in one SQLite file, with its `-wal` and `-shm` files beside it.
 
     Attributes:
         path: The file.
@@ -65,7 +65,7 @@ class SqliteStore(Store):
         return self._epoch
 
     def _look_for_truncation(self) -> None:
-        """Detect a truncated journal, since SQLite treats an empty file as new."""
+        """Log and count a truncated journal, which SQLite would treat as a new, empty database."""
         if self.path.exists() and self.path.stat().st_size == 0:
             logger.error("the journal %s was truncated: what it held is gone", self.path)
             self._num_damaged += 1
@@ -161,7 +161,7 @@ class SqliteStore(Store):
         self._num_damaged += 1
 
     def read(self) -> StoredJournal:
-        """Read all rows, or up to a corrupt page; then write what was read to a new file."""
+        """Read all rows, or those before a corrupt page; in that case write them to a new file."""
         stored = StoredJournal(num_damaged=self._num_damaged)
         damage = None
         try:

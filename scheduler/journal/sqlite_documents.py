@@ -28,10 +28,10 @@ _SUFFIXES = ("", "-wal", "-shm")
 
 
 class SqliteDocuments(SqlDocuments):
-    """One file, accessible only to its owner; or memory, without a journal."""
+    """Documents in one file, accessible only to its owner; in memory if there is no journal."""
 
     def __init__(self, path: Path | None) -> None:
-        """Prepare the store; `open` opens it. `path`: the file; None: memory."""
+        """Prepare the store; `open` opens it. `path` is the file, or None for memory."""
         self._path = path
         self._connection: sqlite3.Connection | None = None
         self._epoch = 0

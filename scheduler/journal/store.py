@@ -1,4 +1,4 @@
-"""The storage of a journal: tables of requests, commits and adapters, and its writer.
+"""Storage of a journal: tables of requests, commits and adapters, and the interface of its writer.
 
 A request has one row: the accepted request, and its output as of the last compaction. A commit has one row, with the
 output of all requests since the previous commit. Compaction writes the output of changed requests into their rows and
@@ -20,7 +20,7 @@ _CHECKSUM_BYTES = 4
 
 @dataclass(slots=True)
 class Transaction:
-    """Data to write atomically.
+    """Data that is written atomically.
 
     Attributes:
         accepted: (number, sealed JournalRequest) of new requests.
@@ -43,7 +43,7 @@ class Transaction:
 
 @dataclass(slots=True)
 class StoredJournal:
-    """All rows as they are stored.
+    """All rows as stored.
 
     Attributes:
         requests: (number, sealed JournalRequest, sealed output as of the last compaction or nothing), by number.
@@ -72,7 +72,7 @@ class Store(ABC):
 
     @abstractmethod
     def take_over(self, least_epoch: int) -> int:
-        """Become the writer, replacing any other.
+        """Become the writer of the journal, replacing any other.
 
         Args:
             least_epoch: Lower bound of the new epoch, which is also greater than the previous one.
@@ -83,11 +83,11 @@ class Store(ABC):
 
     @abstractmethod
     def read(self) -> StoredJournal:
-        """Return everything stored, as far as it is readable."""
+        """Return all stored data that is readable."""
 
     @abstractmethod
     def write(self, transaction: Transaction) -> None:
-        """Write all of it or nothing; return when it is durable.
+        """Write the transaction atomically; return once it is durable.
 
         Raises:
             DeposedError: There is another writer now.
@@ -96,10 +96,12 @@ class Store(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise what `write` would; called periodically while nothing is written."""
+        """Raise the errors that `write` would raise; called periodically while nothing is written."""
 
     def stale(self, live_bytes: int) -> Sequence[int]:
-        """Return the requests that the next transaction is to rewrite; `live_bytes`: about the size of all rows."""
+        """Return the requests that the next transaction should rewrite; `live_bytes` is the approximate size of all
+        rows.
+        """
         return ()
 
     def begin_anew(self) -> None:
@@ -117,11 +119,11 @@ class Store(ABC):
 
 
 def seal(data: bytes) -> bytes:
-    """Return `data` with its checksum in front."""
+    """Return `data` prefixed with its checksum."""
     return zlib.crc32(data).to_bytes(_CHECKSUM_BYTES, "little") + data
 
 
 def unseal(sealed: bytes) -> bytes | None:
-    """Return the sealed data; None if it is damaged."""
+    """Return the data without its checksum; None if it is damaged."""
     data = sealed[_CHECKSUM_BYTES:]
     return data if len(sealed) >= _CHECKSUM_BYTES and seal(data) == sealed else None

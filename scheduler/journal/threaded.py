@@ -49,7 +49,7 @@ class _Known:
 
 
 class ThreadedJournal(Journal):
-    """A journal in a store."""
+    """A journal whose store runs in a thread."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ThreadedJournal(Journal):
         self._queue.put(_Known(requests))
 
     async def close(self) -> None:
-        """Return when the thread has finished its queue."""
+        """Return once the thread has finished its queue."""
         await self.documents.close()
         self._queue.put(None)
         if self._thread is not None:
@@ -155,7 +155,9 @@ class ThreadedJournal(Journal):
         return JournalContents(epoch, requests, adapters), writer
 
     def _tidying(self, stored: StoredJournal, known: dict[int, StoredRequest], gone: list[int]) -> Transaction | None:
-        """Return a transaction that removes from the journal what could not be restored, or None."""
+        """Return a transaction that removes from the journal what could not be restored; None if there is nothing to
+        remove.
+        """
         if self._store.folds_commits:
             if not (gone or stored.commits):
                 return None
@@ -201,7 +203,7 @@ class ThreadedJournal(Journal):
                 return
 
     def _or_anew(self, action: Callable[[], None], writer: RowWriter) -> None:
-        """Run an action on the store; if the store is lost, write everything to a new one."""
+        """Run an action on the store; if the store was lost, write everything to a new one."""
         try:
             action()
         except LostError as error:

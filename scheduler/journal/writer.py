@@ -24,7 +24,7 @@ MIN_COMPACTION_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class Kept:
-    """The part of a request that is in the journal.
+    """How much of a request is already in the journal.
 
     Attributes:
         lengths: Output tokens of each sequence.
@@ -47,7 +47,7 @@ class Kept:
 
 @dataclass(slots=True)
 class _Runs:
-    """Columns of a JournalCommit."""
+    """Columns of a JournalCommit under construction."""
 
     requests: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
@@ -80,7 +80,7 @@ class RowWriter:
         *,
         folds_commits: bool = True,
     ) -> None:
-        """Continue after what is stored.
+        """Continue after the stored state.
 
         Args:
             kept: Contents of the journal when it was opened, by request id; compacted.
@@ -239,13 +239,13 @@ class RowWriter:
         self._requests.update((request.request_id, request) for request in requests if request.request_id in self._kept)
 
     def everything(self) -> Transaction:
-        """Return all rows as of the last transaction, for an empty journal."""
+        """Return all rows as of the last transaction, to fill an empty journal."""
         self._changed.clear()
         self._changed_bytes = self._commit_bytes = 0
         return Transaction(rewritten=self.rows(self._ids), adapters=list(self._adapters.items()))
 
     def rows(self, numbers: Iterable[int]) -> list[tuple[int, bytes, bytes]]:
-        """Return requests' rows as of the last transaction; those that were forgotten have none."""
+        """Return the rows of some requests as of the last transaction; dropped requests have none."""
         rows = []
         for number in numbers:
             if number not in self._ids:
@@ -273,7 +273,7 @@ def _num_bytes(step: BeamStep) -> int:
 
 
 def _stored(request: Request, kept: Kept) -> StoredRequest:
-    """Return the part of a request that is in the journal."""
+    """Return a request as far as it is in the journal."""
     lengths, counts = kept.lengths, kept.num_outputs
     stored = StoredRequest(
         kept.number,

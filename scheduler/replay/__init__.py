@@ -1,1 +1,1 @@
-"""Record a core, run a recording again, and simulate workers in virtual time."""
+"""Records a core, replays a recording, and simulates workers in virtual time."""

@@ -21,7 +21,7 @@ _MAX_BUCKETS = 512
 
 @dataclass(slots=True)
 class Bucket:
-    """Sums over the iterations of one stretch of time."""
+    """Sums over the iterations within one time interval."""
 
     num_iterations: int = 0
     batch_size: int = 0
@@ -44,7 +44,9 @@ class Bucket:
 
 @dataclass(slots=True)
 class Measures:
-    """Attributes: times are nanoseconds; `tokens_ns` are means between the tokens of each request."""
+    """Measurements of one run; times are in nanoseconds, and `tokens_ns` are mean times between the tokens of each
+    request.
+    """
 
     buckets: dict[int, Bucket] = field(default_factory=dict)
     bucket_ns: int = 10_000_000
@@ -114,11 +116,11 @@ class Measures:
 
     @property
     def duration_s(self) -> float:
-        """From the first iteration to the last."""
+        """Duration in seconds, from the first iteration to the last."""
         return max(self.end_ns - self.begin_ns, 1) / _NS_PER_S
 
     def rows(self) -> list[tuple[str, str]]:
-        """(name, value) for a table."""
+        """Return (name, value) pairs for a table."""
         total = Bucket()
         for bucket in self.buckets.values():
             total.add(bucket)
@@ -141,13 +143,13 @@ class Measures:
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """Return the quantile `share` of the values; 0 without values."""
+    """Return the `share`-quantile of the values; 0 if there are none."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else 0.0
 
 
 def quantile_rows(name: str, values_ns: list[int] | list[float]) -> list[tuple[str, str]]:
-    """Median, 95th and 99th percentile in milliseconds, for a table."""
+    """Return the median, 95th and 99th percentile in milliseconds, as rows of a table."""
     return [(f"{name}, ms: p{p}", f"{quantile(values_ns, p / 100) / _NS_PER_MS:.1f}") for p in (50, 95, 99)]
 
 

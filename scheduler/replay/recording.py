@@ -1,4 +1,4 @@
-"""Recordings of a core: a file of frames, written by a dedicated thread, read up to the last complete frame.
+"""Recordings of a core: a file of frames, written by a dedicated thread and read up to its last complete frame.
 
 The engine queues each event with its effects; the thread encodes all queued events and appends them in one write, so
 everything written before the process was killed is in the file. A recording with a gap could not be
@@ -36,7 +36,7 @@ class Recorder:
     """Writes a recording."""
 
     def __init__(self, path: Path, started: pb.RecordingStarted, time_ns: int) -> None:
-        """Open the file, drop a torn tail, and record the start of a core.
+        """Open the file, drop an incomplete last frame, and record the start of a core.
 
         Raises:
             ConfigError: The file cannot be written, or is something else.
@@ -65,7 +65,7 @@ class Recorder:
                 self._stop("the disk is too slow")
 
     def close(self) -> None:
-        """Return when everything is written."""
+        """Return once everything is written."""
         if self._thread.is_alive():
             self._waiting.put(None)
         self._thread.join()
@@ -91,7 +91,7 @@ class Recorder:
 
 
 def read_recording(path: Path) -> Iterator[pb.Record]:
-    """Yield the records of a file, up to its last complete one.
+    """Yield the records of a file, up to the last complete one.
 
     Raises:
         ConfigError: The file cannot be read, or is not a recording.
@@ -129,7 +129,7 @@ def _read_records(file: BinaryIO) -> Iterator[pb.Record]:
 
 
 def _whole_bytes(file: BinaryIO) -> int:
-    """Return the bytes up to the end of the last complete record."""
+    """Return the number of bytes up to the end of the last complete record."""
     end = 0
     for record in _read_records(file):
         if end == 0 and not record.HasField("started"):

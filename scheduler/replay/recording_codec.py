@@ -1,4 +1,4 @@
-"""Convert between the core's events and effects and the records of a recording."""
+"""Converts between the core's events and effects and the records of a recording."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def encode_outcome(effects: TypingSequence[Effect], record: pb.Record) -> None:
 
 
 def decode_event(record: pb.Record) -> Event:
-    """Return the event of a record that is not a start.
+    """Return the event in a record that is not a start record.
 
     Raises:
         ValueError: It holds no event that this version knows.
@@ -129,12 +129,12 @@ def decode_event(record: pb.Record) -> Event:
 
 
 def encode_config(config: CoreConfig) -> pb.RecordedCoreConfig:
-    """Convert the core's settings."""
+    """Convert the core's settings to a message."""
     return pb.RecordedCoreConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(config)})
 
 
 def decode_config(config: pb.RecordedCoreConfig) -> CoreConfig:
-    """Convert the core's settings."""
+    """Convert the core's settings from a message."""
     return CoreConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(CoreConfig)})
 
 

@@ -1,4 +1,4 @@
-"""`python -m scheduler.replay FILE`: run a recorded core again.
+"""`python -m scheduler.replay FILE`: replays a recorded core.
 
 Without changes every plan must be bit-identical to the recorded one. With changes ("what if") results would differ, so
 workers are simulated: from the recorded arrivals, outputs and aborts, with step times from a cost model fitted to the
@@ -54,7 +54,7 @@ class Replay:
 
 
 def replay(path: Path, *, keep_outside: bool = False) -> Replay:
-    """Run a recording through its core, up to the first difference.
+    """Replay a recording through its core, up to the first difference.
 
     Args:
         path: The file.
@@ -134,7 +134,7 @@ def _keep(result: Replay, event: Event, effects: list[Effect]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Settings to change; None and 0: as recorded."""
+    """Settings to change in a simulation; None and 0: as recorded."""
 
     policy: str | None = None
     batching_type: str | None = None
@@ -169,7 +169,7 @@ def simulate(recorded: Replay, changes: Changes) -> Measures:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Replay a file; return 1 on a difference, 2 if the file is not a recording."""
+    """Replay a file; return 1 if there is a difference, 2 if the file is not a recording."""
     parser = argparse.ArgumentParser(prog="midstream replay", description="Run a recorded scheduler core again.")
     parser.add_argument("file", type=Path, metavar="FILE", help="Made by `python -m scheduler --record FILE`.")
     parser.add_argument("--policy", choices=sorted(CAPACITY_SCHEDULERS), help="What if: another capacity policy.")

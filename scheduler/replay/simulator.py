@@ -1,4 +1,4 @@
-"""`python -m scheduler.replay.simulator`: how many workers a load needs, without a worker.
+"""`python -m scheduler.replay.simulator`: computes how many workers a load needs, without running a worker.
 
 Run the real core in virtual time (scheduler/replay/simulation.py), with Poisson arrivals and the lengths of the chat
 workload.
@@ -42,7 +42,7 @@ _START_NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Arriving requests: `request_rate` per second for `duration_s`."""
+    """Requests that arrive at `request_rate` per second for `duration_s`."""
 
     request_rate: float
     duration_s: float
@@ -68,7 +68,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Identical worker groups, of which the first `num_prefill_workers` (if above 0) prefill and the others decode."""
+    """Identical worker groups; the first `num_prefill_workers` (if above 0) prefill and the others decode."""
 
     num_workers: int = 1
     num_blocks: int = 8192
@@ -119,7 +119,7 @@ def events_of(fleet: Fleet, *loads: Load) -> list[Event]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run simulations; return 2 for a wrong command line."""
+    """Run simulations; return 2 if the command line is invalid."""
     arguments = _parser().parse_args(words)
     try:
         return _run(arguments)

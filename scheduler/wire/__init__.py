@@ -1,1 +1,1 @@
-"""Translate between protobuf messages and the types of the core."""
+"""Conversion between protobuf messages and the types of the core."""

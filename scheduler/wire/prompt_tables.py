@@ -1,4 +1,6 @@
-"""Sends tables of virtual tokens to workers in parts, since several in one step may exceed a message."""
+"""Sends tables of virtual tokens to workers in parts, since several of them in one step may exceed the message
+limit.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ PART_BYTES = 4 << 20
 
 
 def table_parts(plan: StepPlan) -> Iterator[bytes]:
-    """Yield serialized SchedulerMessages with the tables of the sequences that a step adds, each table once."""
+    """Yield serialized SchedulerMessages with the tables of all sequences that a step adds; each table is sent once."""
     sent = set()
     for added in plan.added:
         spec = added.sequence.request.spec

@@ -1,4 +1,4 @@
-"""Convert GenerateRequest to the core's RequestSpec. Defaults are filled in here only."""
+"""Converts GenerateRequest to the core's RequestSpec. This is the only place that fills in defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NS_PER_MS, _NS_PER_S = 1_000_000, 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Properties of the model that the codec needs."""
+    """Properties of the model that the conversion needs."""
 
     max_sequence_length: int
     end_ids: tuple[int, ...]
@@ -89,7 +89,7 @@ def stop_ids(request: pb.GenerateRequest, limits: ModelLimits) -> list[int]:
 
 
 def _num_draft_tokens(request: pb.GenerateRequest) -> int:
-    """Return the drafts per step; 0 for beams, grammars, post-processors and tensors, which go token by token."""
+    """Return the number of draft tokens per step; 0 if the request uses features that need one token at a time."""
     output = request.output
     has_tensors = output.return_generation_logits or len(output.additional_outputs) > 0
     is_stepwise = request.HasField("guided_decoding") or bool(request.logits_post_processor_name)
@@ -99,7 +99,7 @@ def _num_draft_tokens(request: pb.GenerateRequest) -> int:
 
 
 def _is_cacheable(request: pb.GenerateRequest) -> bool:
-    """Return False for requests that need logits of the prompt, which cached blocks do not hold."""
+    """Return whether cached blocks can be used: not for requests that need logits of the prompt."""
     output = request.output
     wants_prompt = output.HasField("prompt_log_probs") or output.return_context_logits
     wants_prompt = wants_prompt or any(item.gather_context for item in output.additional_outputs)
@@ -107,7 +107,7 @@ def _is_cacheable(request: pb.GenerateRequest) -> bool:
 
 
 def _prompt_key(tuning: pb.PromptTuningConfig) -> str:
-    """Return a key for the embeddings of virtual tokens, which their ids do not identify."""
+    """Return a key for the embeddings of virtual tokens, since their ids do not identify them."""
     if not tuning.HasField("table"):
         return tuning.resolved.fingerprint
     table = tuning.table

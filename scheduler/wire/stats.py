@@ -1,4 +1,4 @@
-"""Convert statistics and KV events to protobuf."""
+"""Converts statistics and KV events to protobuf."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NS_PER_MS = 1e6
 
 
 def iteration_stats_proto(stats: IterationStats, clock: SteadyClock) -> stats_pb2.IterationStats:
-    """Return one iteration, with TensorRT-LLM's names."""
+    """Return the statistics of one iteration, with TensorRT-LLM's names."""
     requests, kv, step = stats.requests, stats.kv, stats.step
     reused_and_missed = kv.reused + kv.missed
     cpu_bytes, gpu_bytes, pinned_bytes = stats.memory
@@ -126,7 +126,7 @@ def _fill_active(stats: stats_pb2.RequestStats, request: Request, num_prompt: in
 
 
 def kv_event_proto(sequence_number: int, group_id: str, change: KvChange, tokens_per_block: int) -> stats_pb2.KvEvent:
-    """Return the event of one change of a prefix cache."""
+    """Return the event for one change of a prefix cache."""
     event = stats_pb2.KvEvent(sequence_number=sequence_number, group_id=group_id)
     if isinstance(change, BlocksStored):
         event.stored.parent_hash = change.parent_hash

@@ -1,4 +1,4 @@
-"""Validate a worker's message on its own: every length and range, before anything else uses it.
+"""Validates a worker's message by itself: every length and range, before anything else uses it.
 
 Checks that need the step that was sent (number of rows, drafts) are in `Results.problem`.
 """
@@ -28,11 +28,11 @@ _ITEM_BYTES = {
 
 
 class WrongMessageError(ValueError):
-    """A message parses, but is invalid."""
+    """A message that parses but is invalid."""
 
 
 def check_worker_message(message: worker_pb2.WorkerMessage) -> None:
-    """Check all fields of a message that can be checked without the scheduler's state.
+    """Check all fields of a message that can be checked without knowing the scheduler's state.
 
     The core answers registrations and names the invalid field; only what would make it fail is checked here.
 
@@ -116,7 +116,7 @@ def _check_log_probs(field: str, rows: generation_pb2.LogProbs) -> None:
 
 
 def _is_log_prob(value: float) -> bool:
-    """Return whether a log probability is valid; minus infinity is that of an impossible token."""
+    """Return whether a log probability is valid; minus infinity is allowed, for impossible tokens."""
     return value < math.inf  # NaN is not
 
 

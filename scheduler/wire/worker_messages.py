@@ -1,4 +1,4 @@
-"""Convert between worker protocol messages and the core's events and effects."""
+"""Converts between messages of the worker protocol and the core's events and effects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | WorkerLost | WorkerFa
 def decode_worker_message(
     frame: bytes, connection: bytes, time_ns: int
 ) -> WorkerEvent | worker_pb2.LoraResult | worker_pb2.StepOutputs:
-    """Return the event of a worker's message.
+    """Return the event for a worker's message.
 
     Args:
         frame: A serialized WorkerMessage.

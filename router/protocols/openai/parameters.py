@@ -108,7 +108,8 @@ def _fill_stopping(body: Body, stopping: pb.StoppingConfig) -> None:
 
 
 def _guide(body: Body) -> pb.GuidedDecodingConfig | None:
-    """Return the guide from response_format, or from vLLM's guided_* or newer structured_outputs fields; None if unset.
+    """Return the guide from response_format, or from vLLM's guided_* or newer structured_outputs fields; None if
+    unset.
     """
     guides = [_response_format(body), *_named_guides(body, "guided_")]
     structured = body.child("structured_outputs")

@@ -121,7 +121,8 @@ class _TextOffset:
 
 
 def _entry_name(piece: bytes) -> str:
-    """Return a token's text or, if it is part of a character, its bytes in OpenAI's notation, so that names are unique.
+    """Return a token's text or, if it is part of a character, its bytes in OpenAI's notation, so that names are
+    unique.
     """
     try:
         return piece.decode()
