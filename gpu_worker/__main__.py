@@ -16,7 +16,7 @@ _CONFIG_EXIT_CODE = 2
 
 
 def main() -> int:
-    """Run a worker, or one rank of one.
+    """Run a worker, or one rank of a worker that has several.
 
     Returns:
         The exit code: 0 drained, 2 wrong configuration, 3 rejected by the scheduler, 4 another rank is gone.

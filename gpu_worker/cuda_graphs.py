@@ -220,7 +220,9 @@ class GraphDecoder:
         torch.clamp(tokens, min=0, out=self._fed[: len(tokens)])
 
     def best(self, num_rows: int) -> Tensor | None:
-        """Return the most likely tokens of the last `forward`, already fed; None if that pass did not replay a graph."""
+        """Return the most likely tokens of the last `forward`, already fed; None if that pass did not replay a
+        graph.
+        """
         return self._best[:num_rows] if self._has_best else None
 
     @torch.inference_mode()

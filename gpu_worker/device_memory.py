@@ -16,7 +16,7 @@ from gpu_worker.kv.cache import KvCache, free_memory_bytes
 
 
 class WarmUpMemory:
-    """Measure memory from the allocation of the warm-up's pools until they are dropped; a no-op on a CPU.
+    """Measures memory use from the allocation of the warm-up's pools until they are dropped; does nothing on a CPU.
 
     Attributes:
         step_bytes: Peak allocator use by steps, fragmentation included.
@@ -33,12 +33,12 @@ class WarmUpMemory:
             self._reserved = cuda.memory_reserved(device)
 
     def end_steps(self) -> None:
-        """Record the peak memory of the steps so far."""
+        """Record the peak memory use of the steps so far."""
         if self._is_cuda:
             self.step_bytes = max(self.step_bytes, cuda.max_memory_reserved(device=self._device) - self._reserved)
 
     def record(self, capture: Callable[[], None]) -> None:
-        """Record graphs after the last step, and measure their memory."""
+        """Record graphs after the last step, and measure the memory that they use."""
         self.end_steps()
         if not self._is_cuda:
             capture()
@@ -50,7 +50,7 @@ class WarmUpMemory:
         self.graph_bytes = max(0, before - free_memory_bytes(self._device))
 
     def free_bytes(self) -> int:
-        """Return the memory available to pools once the graphs and the warm-up's own pools are dropped."""
+        """Return the memory available for pools once the graphs and the warm-up's own pools have been dropped."""
         if not self._is_cuda:
             return free_memory_bytes(self._device)
         _empty_cache(self._device)

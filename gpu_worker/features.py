@@ -1,4 +1,4 @@
-"""Flags for what a sequence needs besides a token sampled from unmodified logits."""
+"""Flags for features of a sequence beyond sampling a token from unmodified logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpu_worker.batch.step import NOTHING, NewSequence, SamplingParams
 
 
 class Feature(enum.IntFlag):
-    """Processing that a row needs besides sampling; rows without a feature do not pay for it."""
+    """Processing that a row needs in addition to sampling; rows without a feature do not pay for it."""
 
     PENALTIES = 1
     BIAS = 2

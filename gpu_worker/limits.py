@@ -1,4 +1,4 @@
-"""Limits of steps, sequences and the KV pool, from settings, model and memory; computed on every rank."""
+"""Limits on steps, sequences and the KV pool, derived from settings, model and memory; computed on every rank."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def graph_decoder(config: WorkerConfig, model: LoadedModel, limits: Limits, *, d
 
 
 def local_num_blocks(config: WorkerConfig, limits: Limits, models: Sequence[LoadedModel], free_bytes: int) -> int:
-    """Return how many KV blocks of all these models fit in `free_bytes` on this rank.
+    """Return how many KV blocks of all these models together fit in `free_bytes` on this rank.
 
     Raises:
         ConfigError: No block fits.

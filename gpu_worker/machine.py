@@ -23,7 +23,9 @@ _MEASURE_S = 0.5
 
 
 def describe() -> dict[str, object]:
-    """Return versions, GPUs and the usable CPU kernels; if none is usable, `kernels` is empty and reasons are given."""
+    """Return versions, GPUs and the usable CPU kernels; if none are usable, `kernels` is empty and the reasons are
+    given.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         library = load_library()
@@ -39,7 +41,7 @@ def describe() -> dict[str, object]:
 
 
 def measure_limits() -> dict[str, float]:
-    """Return the peak memory read bandwidth in bytes/s and float32 matrix product throughput in FLOP/s."""
+    """Return this machine's peak memory read bandwidth (bytes/s) and float32 matrix product throughput (FLOP/s)."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(num_compute_threads())
     data = torch.ones(_NUM_BYTES // 4, device=device)
@@ -62,7 +64,7 @@ def _best_s(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Print one JSON object."""
+    """Print the description as one JSON object."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--limits", action="store_true", help="Also measure memory and matrix products (one second).")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Run steps on a model: rows and tensors in, tokens out. Independent of sockets and protobuf.
+"""Runs steps on a model: rows and tensors in, tokens out. Independent of sockets and protobuf.
 
 A step is launched, then finished. On a GPU the next one may be launched in between: sampled tokens stay on the device
 as inputs of the next step, rows hold placeholders, and the host reads the tokens when the step is finished. Rows with
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """A launched step.
+    """A step that was launched.
 
     Attributes:
         missing_blocks: Blocks to adopt whose contents were not found.
@@ -80,7 +80,7 @@ class Launched:
 
     @property
     def is_done(self) -> bool:
-        """Return whether the output is ready."""
+        """Return whether the step's output is ready."""
         return self.output is not None or (self.copy is not None and self.copy.is_done)
 
 
@@ -105,7 +105,7 @@ class ModelRunner:
         *,
         runs_ahead: bool | None = None,
     ) -> None:
-        """Load the model unless it is given, warm it up, and allocate the KV pool.
+        """Load the model unless one is given, warm it up, and allocate the KV pool.
 
         Args:
             config: The worker's settings.
@@ -168,7 +168,7 @@ class ModelRunner:
         self.kv.close()
 
     def clear(self) -> None:
-        """Remove all sequences; the pool's contents stay, unreferenced."""
+        """Remove all sequences; the pool's contents remain but are not referenced."""
         self._in_flight.clear()
         self._batch.clear()
 
@@ -182,7 +182,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Launch a step, waiting at most for the step before the previous one, and with features for the previous one.
+        """Launch a step. Waits at most for the step before the previous one; with extra features also for the previous
+        one.
 
         Raises:
             ExecutionError: The step contradicts earlier ones; call `clear` before the next.
@@ -212,7 +213,7 @@ class ModelRunner:
         return launched
 
     def finish(self, launched: Launched) -> StepOutput:
-        """Wait for a step and return its output. Steps must be finished in launch order."""
+        """Wait for a step and return its output. Steps must be finished in the order of their launch."""
         if launched.output is None:
             self._settle_all_but(len(self._in_flight) - 1 - self._in_flight.index(launched))
         assert launched.output is not None
@@ -221,7 +222,7 @@ class ModelRunner:
         return launched.output
 
     def _can_run_ahead(self, prepared: PreparedStep) -> bool:
-        """Return whether the next step may be launched before the host has this one's tokens."""
+        """Return whether the next step may be launched before the tokens of this one are known on the host."""
         rows = prepared.sampled_rows
         return (
             self.runs_ahead
@@ -234,7 +235,9 @@ class ModelRunner:
         )
 
     def _chosen_in_graph(self, front: GraphDecoder, rows: IntArray, others: IntArray) -> Chosen | None:
-        """Return the tokens of the last pass that graphs chose and fed; None: they did not, or these rows need more."""
+        """Return the tokens that graphs chose and fed in the last pass; None if no graph did, or if these rows need
+        more.
+        """
         tokens = front.best(len(rows))
         # A prompt with a grammar has it compiled in the meantime, although it does not sample yet.
         if tokens is None or not self._sampler.is_plain(rows) or not self._sampler.is_plain(others):
@@ -244,7 +247,8 @@ class ModelRunner:
         return None if tokens is None else Chosen(tokens, rows, tokens)
 
     def _constraints_behind(self, prepared: PreparedStep) -> Constraints:
-        """Return the masks of a step whose forward pass was launched, after waiting for the tokens they depend on.
+        """Return the grammar masks of a step whose forward pass was launched, after waiting for the tokens they depend
+        on.
 
         The device computes the pass meanwhile.
         """
@@ -255,7 +259,7 @@ class ModelRunner:
         return self._guides.answer() if self._guides.ask(rows, others.tolist()) else UNCONSTRAINED
 
     def _settle_all_but(self, count: int) -> None:
-        """Wait for all but the last `count` steps in flight, and store their tokens in the rows."""
+        """Wait for all steps in flight except the last `count`, and store their tokens in the rows."""
         while len(self._in_flight) > count:
             launched = self._in_flight.popleft()
             assert launched.chosen is not None
@@ -323,7 +327,7 @@ class ModelRunner:
     def _run_model(
         self, prepared: PreparedStep, inputs: ForwardInputs, rows: IntArray
     ) -> tuple[Sampled | None, Reports]:
-        """Run the model and sample; None if no row samples."""
+        """Run the model and sample; return None if no row samples."""
         is_guided = self._guides.ask(rows, [chunk.row for chunk in prepared.contexts])
         probe = self._reporter.probe(prepared)
         if self._greedy is not None and probe is None and not is_guided and self._sampler.is_greedy(rows):
@@ -341,7 +345,7 @@ class ModelRunner:
         self.kv.copy_blocks(sources, targets)
 
     def _with_graphs(self) -> GraphDecoder:
-        """Wrap the decoders to copy inputs to the GPU, and the main model's to replay graphs."""
+        """Wrap the decoders so that inputs are copied to the GPU and, for the main model, graphs are replayed."""
         front = graph_decoder(self._config, self.model, self._limits, draws=self.runs_ahead)
         self.model = replace(self.model, decoder=front)
         if self._draft is not None:
@@ -358,7 +362,7 @@ class ModelRunner:
             self._draft_front.capture()
 
     def _warm_up(self) -> WarmUpMemory:
-        """On a GPU run the largest steps and record graphs over a small pool; on a CPU run a small step."""
+        """On a GPU, run the largest steps and record graphs over a small pool; on a CPU, run a small step."""
         started = time.perf_counter()
         tokens_per_block = self._config.tokens_per_block
         if self._front is None:
@@ -389,7 +393,9 @@ class ModelRunner:
         )
 
     def _run_largest_steps(self) -> None:
-        """Run steps with the maximum number of tokens, and of sequences with every way of sampling."""
+        """Run steps with the maximum number of tokens, and steps with the maximum number of sequences for each way
+        of sampling.
+        """
         blocks = -(-(self._longest_prefill + 1) // self._config.tokens_per_block)
         if blocks <= self.kv.num_blocks:
             self._run_all(warm_up_steps(self._longest_prefill, blocks))
@@ -401,7 +407,7 @@ class ModelRunner:
                 self._run_with_adapter()
 
     def _run_with_adapter(self) -> None:
-        """Run full batches of sequences with an adapter, if it fits."""
+        """Run full batches of sequences that use an adapter, if it fits."""
         adapter = zero_adapter(self.model.description)
         if self.adapters.size_of(adapter) <= self.adapters.device_bytes:
             ref = self.adapters.add(adapter)
@@ -458,7 +464,7 @@ def _rows_of(contexts: list[ContextChunk]) -> IntArray:
 
 
 def _shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> KvStore | None:
-    """Return the store that holds the KV pool, for a CPU worker with shared_kv_folder set; else None."""
+    """Return the store that holds the KV pool of a CPU worker with shared_kv_folder set; else None."""
     if not config.shared_kv_folder or model.device.type != "cpu":
         return None
     if model.description.latent is not None or model.description.state_size:
@@ -468,7 +474,7 @@ def _shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel)
 
 
 def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, kv: KvCache, *, is_whole: bool) -> None:
-    """Open the tiers below the pool that the settings configure.
+    """Open the tiers below the pool that are configured in the settings.
 
     Args:
         config: The worker's settings.
@@ -503,7 +509,7 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
 def _open_transfers(
     config: WorkerConfig, folder: ModelFolder, model: LoadedModel, kv: KvCache, *, is_whole: bool
 ) -> None:
-    """Offer blocks as a prefill worker, or fetch them as a decode worker. Arguments as of `_open_tiers`.
+    """Offer blocks if this is a prefill worker, or fetch them if it is a decode worker. Arguments as in `_open_tiers`.
 
     Raises:
         ConfigError: The role is not supported here, or the address cannot be used.
@@ -530,7 +536,9 @@ def _open_transfers(
 
 
 def _block_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> str:
-    """Return a key of everything besides tokens that determines a block's bits: code version, model and settings."""
+    """Return a key of everything besides tokens that determines the bits of a block: code version, model and
+    settings.
+    """
     seen = (model.description.windows, model.description.num_sink_tokens)
     numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, seen)
     code = (midstream.__version__, config.weights, config.activations, config.kernels, config.implementation)

@@ -1,4 +1,4 @@
-"""Write a quantized copy of a model folder: `python -m gpu_worker.quantize`, run by `midstream prepare --weights`.
+"""Writes a quantized copy of a model folder: `python -m gpu_worker.quantize`, run by `midstream prepare --weights`.
 
 Matrices of linear layers are rounded to the nearest level. int4: groups of 32 columns scaled to their range, in
 compressed-tensors' `pack-quantized`; int8: per row, in `int-quantized`. Embeddings, heads, routers and vectors stay.
@@ -73,7 +73,7 @@ def quantize_folder(source: ModelFolder, target: Path, weights: str) -> int:
 
 
 def _write_weights(source: ModelFolder, folder: Path, weights: str) -> tuple[int, list[str]]:
-    """Write all tensors; return the number of quantized matrices, and the modules not quantized."""
+    """Write all tensors; return the number of quantized matrices, and the modules that were not quantized."""
     file, quantized, left_alone = open_weights(source, describe(source.config)), 0, []
     shards = _Shards(folder)
     names = file.names()
@@ -91,7 +91,7 @@ def _write_weights(source: ModelFolder, folder: Path, weights: str) -> tuple[int
 
 
 class _Shards:
-    """Safetensors files of limited size, and their index."""
+    """Writes safetensors files of limited size, and their index."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._size = folder, 0
@@ -144,13 +144,13 @@ def _quantized(name: str, weight: Tensor, weights: str) -> dict[str, Tensor]:
 
 
 def _packed(levels: Tensor) -> Tensor:
-    """[M, W] of at most 15 -> int32 [M, W / 8 rounded up], the first in the lowest bits."""
+    """Pack values of at most 15, [M, W] -> int32 [M, W / 8 rounded up], the first value in the lowest bits."""
     padded = torch.nn.functional.pad(levels, (0, -levels.shape[1] % 8)).long()
     return (torch.unflatten(padded, 1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1).int()
 
 
 def main() -> int:
-    """Quantize a model and report the loss of quality.
+    """Quantize a model, and report the loss of quality.
 
     Returns:
         The exit code: 0, or 2 with the reason on standard error.

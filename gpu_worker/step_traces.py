@@ -1,4 +1,4 @@
-"""Trace spans of the worker: one per step and traced request that takes part in it."""
+"""Trace spans of the worker: one per step and traced request in the step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from midstream.telemetry.tracing import TraceParent, Tracer
 
 
 class StepTraces:
-    """Track the rows of traced requests. Without any, a step costs one check."""
+    """Tracks the rows of traced requests. If there are none, a step costs one check."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

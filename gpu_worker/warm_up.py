@@ -1,4 +1,4 @@
-"""Steps to run before registration, so that no client waits for first-time work."""
+"""Steps to run before registration, so that no client waits for one-time work such as compilation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SAMPLINGS = (
 
 
 def warm_up_steps(num_tokens: int, num_blocks: int) -> tuple[Step, Step]:
-    """Return a prefill of one sequence of `num_tokens` tokens that holds all blocks, and a decode step of it."""
+    """Return a prefill of one sequence with `num_tokens` tokens that holds all blocks, and a decode step of it."""
     sequence = NewSequence(
         row=0,
         token_ids=np.zeros(num_tokens, dtype=np.int32),
@@ -48,7 +48,7 @@ def warm_up_steps(num_tokens: int, num_blocks: int) -> tuple[Step, Step]:
 
 
 def short_query_steps(max_sequence_length: int, num_blocks: int, tokens_per_block: int) -> tuple[Step, ...]:
-    """Return a step that computes the last two tokens of the longest sequence that the pool holds."""
+    """Return steps that compute the last two tokens of the longest sequence that the pool can hold."""
     length = min(max_sequence_length - 1, num_blocks * tokens_per_block - 1)
     if length < 2:
         return ()
@@ -66,7 +66,7 @@ def short_query_steps(max_sequence_length: int, num_blocks: int, tokens_per_bloc
 
 @dataclass(frozen=True, slots=True)
 class FullBatches:
-    """Steps with the maximum number of sequences, with the longest prompts that fit together in one step.
+    """Steps with the maximum number of sequences, and with the longest prompts that fit together in one step.
 
     Attributes:
         num_sequences: Rows of each step.
@@ -89,16 +89,16 @@ class FullBatches:
 
     @property
     def num_blocks(self) -> int:
-        """Total blocks of all sequences."""
+        """Total number of blocks of all sequences."""
         return self.num_sequences * self.blocks_each
 
     def runs(self) -> Iterator[tuple[Step, ...]]:
-        """Yield a prefill and decodes for each way of sampling, each starting from empty rows."""
+        """Yield a prefill and decode steps for each way of sampling; each series starts with empty rows."""
         for sampling in _SAMPLINGS:
             yield self.run(sampling)
 
     def run(self, sampling: SamplingParams, lora: AdapterRef | None = None) -> tuple[Step, ...]:
-        """Return a prefill and decodes of sequences with these parameters and this adapter."""
+        """Return a prefill and decode steps of sequences with these parameters and this adapter."""
         rows = np.arange(self.num_sequences, dtype=np.int32)
         prefill = Step(
             new_sequences=tuple(self._sequence(row, sampling, lora) for row in rows.tolist()),

@@ -50,10 +50,10 @@ _STALL_S = 30.0
 
 
 class Worker:
-    """Run the scheduler's steps on one model until stopped."""
+    """Runs the scheduler's steps on one model until stopped."""
 
     def __init__(self, config: WorkerConfig, folder: ModelFolder, group: RankGroup | None = None) -> None:
-        """Load the model; `group` are the ranks of a divided model, of which this is rank 0.
+        """Load the model; `group` is the group of ranks that share a divided model, in which this process is rank 0.
 
         Raises:
             ConfigError: The model folder or a setting is wrong.
@@ -197,7 +197,7 @@ def _registration(
 
 
 def _features(runner: ModelRunner) -> list[str]:
-    """Return the feature names to register, each post-processor by its name, each probe with its width and name."""
+    """Return the names of features to register: post-processors by name, probes with their width and name."""
     features = [*FEATURES]
     if runner.model.description.state_size:
         # A state cannot be taken back past drafts that were rejected.
@@ -216,7 +216,7 @@ def _features(runner: ModelRunner) -> list[str]:
 
 
 def memory_usage(device: torch.device) -> worker_pb2.MemoryUsage:
-    """Return the memory that this process uses on the host and on `device`.
+    """Return how much memory this process uses on the host and on `device`.
 
     The link's thread calls this; its current CUDA device is not the one that the compute thread chose.
     """

@@ -1,4 +1,4 @@
-"""Convert scheduler steps to model inputs: the one place that maps context and generation to prefill and decode.
+"""Converts scheduler steps to model inputs: the one place that maps context and generation to prefill and decode.
 
 A step first changes the rows (released, added, forked, block tables grown). Then each context chunk is a prefill of
 some of its row's known tokens, and each generation row a decode of its last token. Both go through the model in one
@@ -24,7 +24,7 @@ from midstream.errors import ExecutionError
 
 @dataclass(frozen=True, slots=True)
 class ContextChunk:
-    """Tokens [start, start + length) of a row, to be prefilled; with `samples` the next token is sampled."""
+    """Tokens [start, start + length) of a row to be prefilled; with `samples`, the next token is sampled."""
 
     row: int
     start: int
@@ -54,7 +54,7 @@ class PreparedStep:
 
 
 class InputBatch:
-    """Rows and the set of generation rows, which persists between steps."""
+    """The rows of all sequences and the set of generating rows, which persists between steps."""
 
     def __init__(
         self, rows: Rows, tokens_per_block: int, adapters: RowAdapters[Any], drafter: Drafter | None = None
@@ -72,7 +72,8 @@ class InputBatch:
         self._generation = EMPTY
 
     def prepare(self, step: Step) -> PreparedStep:
-        """Apply `step` to the rows and return the model's input; the caller copies copy_sources to copy_targets.
+        """Apply `step` to the rows and return the model's input; the caller copies the blocks copy_sources to
+        copy_targets.
 
         Raises:
             ExecutionError: The step contradicts earlier ones; the epoch must be abandoned.
@@ -153,7 +154,7 @@ class InputBatch:
         return contexts, np.array([chunk.row for chunk in contexts if chunk.samples], dtype=np.int32)
 
     def _verified(self, decodes: IntArray, drafts: Drafts) -> list[ContextChunk]:
-        """Return each generation row's last token and drafts as a chunk in which every position is sampled."""
+        """Return each generating row's last token and draft tokens as a chunk in which every position is sampled."""
         lengths = self.rows.lengths[decodes].tolist()
         return [
             ContextChunk(row, length - 1, 1 + len(drafts.tokens.get(row, EMPTY)), samples=True)

@@ -1,4 +1,4 @@
-"""The worker's state of each sequence, as dense arrays with one row per sequence.
+"""The worker's state of all sequences, as dense arrays with one row per sequence.
 
 The state depends only on the scheduler's messages and the tokens since, so any worker can rebuild a row.
 """
@@ -33,7 +33,9 @@ _VECTORS = (
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """Places in `Rows.tokens` to fill in once the tokens are known, unless the row holds another sequence by then."""
+    """Positions in `Rows.tokens` to fill in once the tokens are known, unless the row holds another sequence by
+    then.
+    """
 
     rows: IntArray
     places: IntArray
@@ -83,11 +85,11 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """Capacity in rows."""
+        """Maximum number of rows."""
         return len(self.lengths)
 
     def add(self, new: NewSequence) -> None:
-        """Fill a row; if the sequence cannot run here, mark the row as failed."""
+        """Place a sequence in a row; if the sequence cannot run here, mark the row as failed."""
         if new.row >= self.num_rows:
             self._grow(new.row)
         row = new.row
@@ -117,7 +119,7 @@ class Rows:
             self.post_processors[row] = (new.post_processor, new.client_id, new.request_id)
 
     def release(self, rows: IntArray) -> None:
-        """Empty rows."""
+        """Clear rows."""
         self.is_active[rows] = False
         for row in rows.tolist() if self.failed else ():
             self.failed.pop(row, None)
@@ -133,7 +135,7 @@ class Rows:
             self.num_blocks[fork.to_row] = len(fork.block_ids)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a row's tokens and parameters to another; the target's block table and active flag are unchanged."""
+        """Copy a row's tokens and parameters to another row, except for the block table and the active flag."""
         length = self.lengths[source]
         self.occupancies[target] += 1
         self.tokens[target, :length] = self.tokens[source, :length]
@@ -151,7 +153,7 @@ class Rows:
             self.failed[target] = self.failed[source]
 
     def append_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
-        """Append block_ids[i] to the table of rows[i]; a row may occur more than once."""
+        """Append block_ids[i] to the block table of rows[i]; a row may occur more than once."""
         if block_ids.min() < 0 or block_ids.max() >= self._pool_size:
             raise ExecutionError("a block id lies outside the pool")
         places = self.num_blocks[rows]
@@ -167,7 +169,7 @@ class Rows:
         np.add.at(self.num_blocks, rows, 1)
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Append one token to each of `rows`, no row twice."""
+        """Append one token to each of `rows`; no row may occur twice."""
         lengths = self.lengths[rows]
         # The scheduler ends a sequence here at the latest; until then the last place is overwritten.
         places = np.minimum(lengths, self.max_sequence_length - 1)
@@ -175,7 +177,7 @@ class Rows:
         self.lengths[rows] = np.minimum(lengths + 1, self.max_sequence_length)
 
     def append_pending(self, rows: IntArray) -> PendingTokens:
-        """Append the placeholder id -1 - i to rows[i], no row twice, for a token that is not known yet."""
+        """Append the placeholder id -1 - i to rows[i] for a token that is not known yet; no row may occur twice."""
         places = np.minimum(self.lengths[rows], self.max_sequence_length - 1)
         self.append_tokens(rows, -1 - np.arange(len(rows), dtype=np.int32))
         return PendingTokens(rows, places, self.occupancies[rows])
@@ -186,14 +188,14 @@ class Rows:
         self.tokens[pending.rows[is_same], pending.places[is_same]] = token_ids[is_same]
 
     def append_run(self, row: int, token_ids: list[int]) -> None:
-        """Append several tokens to a row, up to its capacity."""
+        """Append several tokens to a row, up to the row's capacity."""
         start = min(int(self.lengths[row]), self.max_sequence_length - 1)
         end = min(start + len(token_ids), self.max_sequence_length)
         self.tokens[row, start:end] = token_ids[: end - start]
         self.lengths[row] = end
 
     def make_shadow(self, row: int, shadow: int, length: int) -> None:
-        """Copy a row to an unused one with a longer known length: the first `length` tokens of its array."""
+        """Make the unused row `shadow` a copy of `row` whose length is `length` tokens of the row's token array."""
         if shadow >= self.num_rows:
             self._grow(shadow)
         self.copy(row, shadow)
@@ -201,7 +203,7 @@ class Rows:
         self.lengths[shadow] = length
 
     def clear(self) -> None:
-        """Empty all rows."""
+        """Clear all rows."""
         self.is_active[:] = False
         self.occupancies += 1
         self.failed.clear()

@@ -23,7 +23,7 @@ class PinnedBuffers:
     """Pinned host buffers for copies to the device, used round-robin."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        """Allocate `size` int32 numbers for each step in flight."""
+        """Allocate `size` int32 elements for each step in flight."""
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._tensors = [torch.empty(size, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(_NUM_BUFFERS)]
@@ -32,11 +32,11 @@ class PinnedBuffers:
 
     @property
     def size(self) -> int:
-        """Numbers in each buffer."""
+        """Number of int32 elements in each buffer."""
         return len(self._tensors[0])
 
     def next(self) -> Tensor:
-        """Return the buffer whose copy was started longest ago, after waiting for that copy."""
+        """Return the buffer whose copy was started longest ago, after waiting for that copy to complete."""
         self._next = (self._next + 1) % _NUM_BUFFERS
         event = self._copied[self._next]
         if event is not None:
@@ -51,7 +51,7 @@ class PinnedBuffers:
             event.record()
 
     def send_arrays(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        """Start one copy of all arrays, those of 8-byte numbers first; return them on the device."""
+        """Start one copy of all arrays, those with 8-byte elements first; return the arrays on the device."""
         words = [np.ascontiguousarray(array).reshape(-1).view(np.int32) for array in arrays]
         ends = np.cumsum([len(part) for part in words]).tolist()
         buffer = self.next()[: ends[-1]]
@@ -76,7 +76,7 @@ class Copy:
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> IntArray:
-        """Wait for the copy and return the numbers. No other call in a decode step waits for the device."""
+        """Wait for the copy and return its values. This is the only call in a decode step that waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
         numbers: IntArray = self._values.numpy().copy()
@@ -87,13 +87,13 @@ class Readback:
     """Pinned host buffers for copies from the device, used round-robin."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        """Allocate `size` int32 numbers for each step in flight; more when they are needed."""
+        """Allocate `size` int32 elements for each step in flight; more are allocated on demand."""
         self._device = device
         self._tensors = [self._empty(size) for _ in range(_NUM_BUFFERS + 1)]
         self._next = 0
 
     def start(self, values: Tensor) -> Copy:
-        """Start copying int32 `values`; read the result before the third call after this one."""
+        """Start copying the int32 `values`; read the result before the third call after this one."""
         self._next = (self._next + 1) % len(self._tensors)
         if len(values) > len(self._tensors[self._next]):
             self._tensors[self._next] = self._empty(2 * len(values))
@@ -109,7 +109,7 @@ class Readback:
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
-    """Return a CUDA event on which the host sleeps; None on a CPU, where calls are synchronous."""
+    """Return a CUDA event that the host can sleep on; None on a CPU, where calls are synchronous."""
     if device.type != "cuda":
         return None
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -62,7 +62,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputParams:
-    """Tensors that a sequence reports besides its tokens and their log probabilities.
+    """Tensors that a sequence reports in addition to its tokens and their log probabilities.
 
     Attributes:
         prompt_log_probs: As `SamplingParams.log_probs`, for the prompt's tokens except the first.
@@ -104,7 +104,7 @@ class AdapterRef:
 
 @dataclass(slots=True)
 class GuideState:
-    """The grammar a sequence follows, and how much of its output a given grammar process has seen."""
+    """The grammar that a sequence follows, and how much of its output has been sent to which grammar process."""
 
     guide: Guide
     life: int = 0
@@ -118,7 +118,7 @@ class GuideState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSequence:
-    """A sequence to place in a row: its prompt and the tokens emitted so far.
+    """A sequence to place in a row: its prompt and the tokens generated so far.
 
     Attributes:
         token_ids: [num_tokens]; the first num_prompt_tokens are the prompt.
@@ -152,7 +152,7 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Copy row `from_row` to `to_row`, with `block_ids` as the copy's block table."""
+    """Copies row `from_row` to `to_row`; the copy gets the block table `block_ids`."""
 
     from_row: int
     to_row: int
@@ -161,7 +161,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One forward step; fields mirror StepBatch in protos/worker.proto and are applied in the order given there."""
+    """One forward step; the fields mirror StepBatch in protos/worker.proto and are applied in the order given there."""
 
     epoch: int = 0
     step_id: int = 0
@@ -188,7 +188,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class RowLogProbs:
-    """Log probabilities of one row's new token and of its top tokens, likeliest first."""
+    """Log probabilities of one row's new token and of its top tokens, most likely first."""
 
     row: int
     token_log_prob: float
@@ -199,7 +199,9 @@ class RowLogProbs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogProbs:
-    """Log probabilities of consecutive prompt tokens of one row; the top ones are concatenated, `top_k` per token."""
+    """Log probabilities of consecutive prompt tokens of one row; the top entries are concatenated, `top_k` per
+    token.
+    """
 
     row: int
     top_k: int

@@ -1,4 +1,4 @@
-"""The steps that the compute loop has launched but not finished.
+"""The steps that the compute loop has launched but not yet finished.
 
 On a GPU the next step is received and launched while the current one runs, so that the device does not idle: the loop
 launches a new step as soon as one arrives, and finishes a step as soon as its result is available. On a CPU a step is
@@ -45,7 +45,7 @@ class _InFlight(Generic[LaunchedT]):
 
 
 class StepsInFlight(Generic[W, LaunchedT]):
-    """Steps in the order of their launch."""
+    """Launched steps in the order of their launch."""
 
     def __init__(self, runner: Runner[LaunchedT], inbox: queue.SimpleQueue[W]) -> None:
         self._runner, self._inbox = runner, inbox
@@ -55,7 +55,7 @@ class StepsInFlight(Generic[W, LaunchedT]):
         return len(self._steps)
 
     def next(self) -> W | None:
-        """Return the next inbox item, or None if the oldest step must be finished first."""
+        """Return the next item of the inbox, or None if the oldest step must be finished first."""
         while self._steps:
             if self._steps[0].launched.is_done or len(self._steps) == _MOST:
                 return None
@@ -66,11 +66,11 @@ class StepsInFlight(Generic[W, LaunchedT]):
         return self._inbox.get()
 
     def launch(self, step: Step, waiting_s: float) -> None:
-        """Launch a step that waited `waiting_s` seconds; exceptions of the runner propagate."""
+        """Launch a step that waited for `waiting_s` seconds; exceptions of the runner propagate."""
         self._steps.append(_InFlight(step, waiting_s, self._runner.launch(step)))
 
     def finish(self) -> tuple[Step, StepOutput, float]:
-        """Finish the oldest step; return it, its output, and how long it waited before launch."""
+        """Finish the oldest step; return the step, its output, and how long it waited before its launch."""
         oldest = self._steps.popleft()
         return oldest.step, self._runner.finish(oldest.launched), oldest.waiting_s
 

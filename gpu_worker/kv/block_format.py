@@ -1,4 +1,4 @@
-"""How a block outside of a pool is named and verified, on every tier and in every transfer."""
+"""How blocks outside of a pool are named and verified, in every tier and in every transfer."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Bytes = NDArray[np.uint8]
 
 
 def kind_digest(kind: str) -> bytes:
-    """Return the digest of everything besides tokens that determines a block's contents."""
+    """Return a digest of everything besides the tokens that determines a block's contents."""
     return hashlib.blake2b(kind.encode(), digest_size=16).digest()
 
 
 def block_header(kind: bytes, value: int, num_bytes: int) -> bytes:
-    """Return the header of a block of this kind, hash and size."""
+    """Return the header of a block with this kind, hash and size."""
     return _HEADER.pack(_FORMAT, kind, value, num_bytes)
 
 
 def checksum(header: bytes, contents: Bytes) -> bytes:
-    """Return 128 bits of BLAKE2b over a block's header and contents."""
+    """Return a 128-bit BLAKE2b checksum of a block's header and contents."""
     digest = hashlib.blake2b(header, digest_size=_CHECKSUM_BYTES)
     digest.update(contents.data)
     return digest.digest()

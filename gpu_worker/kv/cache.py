@@ -30,7 +30,7 @@ _CPU_MAX_BYTES = 4 << 30
 
 
 class KvCache:
-    """Keys and values of all layers in blocks.
+    """Keys and values of all layers, stored in blocks.
 
     Attributes:
         keys, values: Each [num_layers, num_blocks, tokens_per_block, num_kv_heads, head_dim]; a decoder may order the
@@ -86,21 +86,21 @@ class KvCache:
             self.block_hashes = self._memory.hashes
 
     def scales(self, layer: int) -> KvScales | None:
-        """Return the scales of a layer of a quantized cache that holds them apart; None for others."""
+        """Return the separate scales of a layer in a quantized cache; None if the cache has no separate scales."""
         return KvScales(self.key_scales[layer], self.value_scales[layer]) if self._has_scales else None
 
     @property
     def num_bytes(self) -> int:
-        """Memory of keys, values and scales."""
+        """Number of bytes used by keys, values and scales."""
         return sum(part.nbytes for part in (self.keys, self.values, self.key_scales, self.value_scales))
 
     def use_tiers(self, open_tiers: OpenTiers) -> None:
-        """Store full blocks in tiers and fetch blocks from them; for a pool in host memory."""
+        """Store full blocks in tiers and fetch blocks from them; only for a pool in host memory."""
         self.tiers = open_tiers(self.memory)
 
     @property
     def memory(self) -> PoolMemory:
-        """The pool's memory, which must be in host memory."""
+        """The memory of the pool, which must be in host memory."""
         keys, values, states = (
             cache.view(torch.uint8)
             .numpy()
@@ -116,7 +116,7 @@ class KvCache:
 
     @property
     def store_name(self) -> str:
-        """Name of the store from which other workers can fetch these blocks; empty: none."""
+        """Name of the store from which other workers can fetch these blocks; empty if there is none."""
         return self.store.name if self.store is not None else ""
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class KvCache:
             self._store.close()
 
     def adopt(self, hashes: NDArray[np.uint64], targets: IntArray) -> IntArray:
-        """Fill blocks with fetched data, from tiers, or from dead workers' pools; return those that were not found.
+        """Fill blocks with data fetched from tiers or from dead workers' pools; return the blocks that were not found.
 
         Args:
             hashes: [N], hashes of the blocks.
@@ -163,7 +163,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def block_bytes(description: DecoderDescription, tokens_per_block: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block in all layers, states included."""
+    """Return the size in bytes of one block in all layers, including recurrent states."""
     head_bytes = stored_head_dim(description.head_dim, dtype) * dtype.itemsize
     if dtype == torch.float8_e4m3fn:
         head_bytes += torch.float32.itemsize
@@ -174,7 +174,7 @@ def block_bytes(description: DecoderDescription, tokens_per_block: int, dtype: t
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return the memory that can still be allocated on a device, in bytes."""
+    """Return how much memory can still be allocated on a device, in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     # Imported here because GPU benchmarks run without psutil.

@@ -19,12 +19,12 @@ from protos import worker_pb2
 
 
 class KeptBlocks:
-    """Records block hashes. Used under the link's lock only."""
+    """Records block hashes. Must only be used under the link's lock."""
 
     def __init__(
         self, hashes: NDArray[np.uint64], on_full: Callable[[list[tuple[int, int]]], None] | None = None
     ) -> None:
-        """Start empty.
+        """Start without any hashes.
 
         Args:
             hashes: [num_blocks], array to mirror the hashes in, initially all 0.
@@ -35,7 +35,7 @@ class KeptBlocks:
         self._to_come: dict[int, dict[int, int]] = {}
 
     def receive(self, step: worker_pb2.StepBatch) -> None:
-        """Drop hashes of blocks that a received step may change, and remember those it will fill."""
+        """Drop the hashes of blocks that a received step may change, and remember the blocks it will fill."""
         new: dict[int, int] = {}
         for block, value in zip(step.hashed_blocks, step.block_hashes, strict=True):
             self._memory[block] = 0
@@ -47,7 +47,7 @@ class KeptBlocks:
             self._to_come[step.step_id] = new
 
     def finish(self, step_id: int, *, is_whole: bool) -> None:
-        """Record the blocks that a completed step of this epoch filled, unless part of it was not computed."""
+        """Record the blocks that a completed step of this epoch filled, unless a part of the step was not computed."""
         new = self._to_come.pop(step_id, {})
         if is_whole:
             self._hashes |= new
@@ -57,17 +57,17 @@ class KeptBlocks:
                 self._on_full([*new.items()])
 
     def end_epoch(self) -> None:
-        """Forget steps in flight, which may or may not complete."""
+        """Forget the steps in flight, which may or may not complete."""
         self._to_come.clear()
 
     def clear(self) -> None:
-        """Drop all hashes, after a step that failed half-way."""
+        """Drop all hashes, after a step that failed midway."""
         self._hashes.clear()
         self._memory[:] = 0
         self._to_come.clear()
 
     def write(self, register: worker_pb2.Register) -> None:
-        """Add all recorded hashes to a registration."""
+        """Add all recorded hashes to a registration message."""
         register.ClearField("kept_blocks")
         register.ClearField("kept_hashes")
         register.kept_blocks.extend(self._hashes)

@@ -41,7 +41,7 @@ _NUM_TRIES, _RETRY_S = 3, 0.005
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """Memory of a KV pool.
+    """The memory of a KV pool.
 
     Attributes:
         hashes: [num_blocks], content hash of each block; 0: unknown.
@@ -55,13 +55,13 @@ class PoolMemory:
     states: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
 
     def read(self, block: int, value: int) -> NDArray[np.uint8] | None:
-        """Return a copy of a block's contents; None if they are not those of this hash."""
+        """Return a copy of a block's contents; None if they do not match this hash."""
         contents = np.concatenate([part.reshape(-1) for part in self._parts(block)])
         # A hash is cleared before its block may change, so the block was unchanged while it was copied.
         return contents if int(self.hashes[block]) == value else None
 
     def write(self, block: int, contents: NDArray[np.uint8]) -> None:
-        """Fill a block with what `read` returned."""
+        """Fill a block with contents that `read` returned."""
         start = 0
         for part in self._parts(block):
             part[:] = contents[start : start + part.size].reshape(part.shape)
@@ -72,7 +72,7 @@ class PoolMemory:
 
 
 class KvStore:
-    """Pools of one kind on this host.
+    """The pools of one kind on this host.
 
     Attributes:
         name: Identical for workers that share the folder and the kind.
@@ -108,7 +108,7 @@ class KvStore:
         threading.Thread(target=self._keep_clean, name="kv-store", daemon=True).start()
 
     def make_pool(self, num_blocks: int, layer_block_bytes: int) -> PoolMemory | None:
-        """Return zeroed memory for this process's pool; None if the folder has no space for it."""
+        """Return zeroed memory for this process's pool; None if there is not enough space in the folder."""
         self._layer_block_bytes = layer_block_bytes
         size = _size(num_blocks, self._num_layers, layer_block_bytes)
         try:
@@ -145,7 +145,7 @@ class KvStore:
 
     @contextlib.contextmanager
     def _locked_folder(self) -> Iterator[None]:
-        """Hold the folder's lock, under which files are created and removed."""
+        """Hold the folder's lock, which is required to create or remove files."""
         file_number = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(file_number, fcntl.LOCK_EX)
@@ -185,11 +185,11 @@ class KvStore:
 
     @property
     def pool_name(self) -> str:
-        """The file name of this process's pool; empty: it has none here."""
+        """The file name of this process's pool; empty if it has none in this folder."""
         return "" if self._own is None else self._own.name
 
     def open_pool(self, name: str) -> PoolMemory:
-        """Return the pool of a live process, to be read only.
+        """Return the pool of a live process, to be used for reading only.
 
         Raises:
             OSError: It is gone.
@@ -204,14 +204,14 @@ class KvStore:
             os.close(file_number)
 
     def _left_pools(self) -> Iterator[PoolMemory]:
-        """Yield the pools of dead workers, latest first."""
+        """Yield the pools left by dead workers, latest first."""
         for path in self._left_files():
             with contextlib.suppress(OSError, ValueError), _unlocked(path) as file_number:
                 if file_number is not None:
                     yield self._map(file_number, int(path.name.split("-")[1]), mmap.PROT_READ)
 
     def _left_files(self) -> list[Path]:
-        """Return the files of this kind other than our own, newest first; none where the folder was removed."""
+        """Return the files of this kind other than our own, newest first; none if the folder was removed."""
         files = []
         try:
             paths = _pools(self._folder)
@@ -233,13 +233,15 @@ class KvStore:
         return PoolMemory(hashes, keys, values)
 
     def _keep_clean(self) -> None:
-        """Remove dead workers' pools on the second scan that finds them; other workers have had time to copy them."""
+        """Remove dead workers' pools on the second scan that finds them: other workers then have had time to copy
+        from them.
+        """
         while not self._stopped.wait(_KEEP_S):
             with contextlib.suppress(OSError), self._locked_folder():
                 self._seen = self._remove_left(self._seen.__contains__)
 
     def _remove_left(self, is_due: Callable[[Path], bool]) -> set[Path]:
-        """Remove the dead workers' pools, of any kind, for which `is_due` is true; return those that remain."""
+        """Remove pools of any kind left by dead workers if `is_due` is true for them; return those that remain."""
         left = {path for path in _pools(self._folder) if path != self._own and _is_left(path)}
         for path in filter(is_due, left):
             path.unlink(missing_ok=True)
@@ -248,7 +250,7 @@ class KvStore:
 
 
 def _pools(folder: Path) -> list[Path]:
-    """Return the pool files in a folder; other files there are not ours."""
+    """Return the pool files in a folder; other files there do not belong to us."""
     return [path for path in folder.iterdir() if _POOL_NAME.fullmatch(path.name)]
 
 
@@ -260,7 +262,7 @@ def _is_left(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _unlocked(path: Path) -> Iterator[int | None]:
-    """Yield the open file if no live process holds it, else None."""
+    """Yield the open file if no live process holds it, or else None."""
     file_number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         try:
@@ -282,7 +284,7 @@ def _size(num_blocks: int, num_layers: int, layer_block_bytes: int) -> int:
 
 
 def _room(folder: Path) -> int:
-    """Return the bytes in a folder that are free and not reserved by live workers' pools."""
+    """Return the free bytes in a folder that are not reserved by live workers' pools."""
     room = shutil.disk_usage(folder).free
     for path in _pools(folder):
         if not _is_left(path):

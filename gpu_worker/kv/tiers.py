@@ -49,7 +49,7 @@ _MAX_WAITING = 8192
 
 
 class TierFolder:
-    """One tier's blocks of one kind.
+    """The blocks of one kind in one tier.
 
     Attributes:
         name: Name of the tier in metrics.
@@ -57,7 +57,7 @@ class TierFolder:
     """
 
     def __init__(self, name: str, folder: Path, kind: str, block_bytes: int, max_bytes: int) -> None:
-        """Open a folder; create it if it is missing.
+        """Open the tier's folder; create it if it is missing.
 
         Args:
             name: Name of the tier.
@@ -101,19 +101,19 @@ class TierFolder:
         return len(self._index)
 
     def take_all(self) -> set[int]:
-        """Return the stored hashes known to this worker; `take_news` reports changes after this call."""
+        """Return the stored hashes known to this worker; `take_news` then reports the changes after this call."""
         with self._lock:
             self._news.clear()
             return set(self._index)
 
     def take_news(self) -> dict[int, bool]:
-        """Return the hashes that were stored (true) or removed (false) since the last call."""
+        """Return hashes that were stored (true) or removed (false) since the last call."""
         with self._lock:
             news, self._news = self._news, {}
             return news
 
     def scan(self) -> None:
-        """Read the folder in order of last use, including files of other workers."""
+        """Read the folder, including files of other workers, in order of last use."""
         found: list[tuple[int, int]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -128,7 +128,9 @@ class TierFolder:
             self._news |= dict.fromkeys(self._index.keys() - before.keys(), True)
 
     def put(self, value: int, contents: Bytes) -> bool:
-        """Store a block, evicting the least recently used; return False if that failed or the tier is paused."""
+        """Store a block, evicting the least recently used ones; return False if storing failed or the tier is
+        paused.
+        """
         if time.monotonic() < self._paused_until or not self._max_blocks:
             return False
         header = block_header(self._kind, value, len(contents))
@@ -223,14 +225,14 @@ class StoreChanges:
 
 
 class KvTiers:
-    """A pool's tiers: store its full blocks, and fetch blocks into it.
+    """The tiers of one pool: stores full blocks in them, and fetches blocks from them.
 
     Attributes:
         name: Identical for workers that share the tiers.
     """
 
     def __init__(self, tiers: Sequence[TierFolder], name: str, pool: PoolMemory) -> None:
-        """Start the storing thread.
+        """Start the thread that stores blocks.
 
         Args:
             tiers: Fastest first.
@@ -246,7 +248,9 @@ class KvTiers:
         self._thread.start()
 
     def offer(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Queue blocks for storing, each with its content hash; a block that changes before then is skipped."""
+        """Queue blocks for storing, each with its content hash; blocks that change before they are stored are
+        skipped.
+        """
         with self._wake:
             self._waiting.extend(blocks)
             self._wake.notify()
@@ -341,14 +345,14 @@ class KvTiers:
 
 
 def _remove_left(entry: os.DirEntry[str]) -> None:
-    """Remove an incomplete file that no process can still be writing."""
+    """Remove an incomplete file if no process can still be writing it."""
     with contextlib.suppress(OSError):
         if time.time() - entry.stat().st_mtime > 60:
             Path(entry.path).unlink()
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove kinds that no worker has opened for a long time; other files in the folder are not ours."""
+    """Remove kinds that no worker has opened for a long time; other files in the folder do not belong to us."""
     for kind in folder.iterdir():
         with contextlib.suppress(OSError, ValueError):
             if len(bytes.fromhex(kind.name)) == 16 and time.time() - kind.stat().st_mtime > _UNUSED_S:

@@ -51,7 +51,7 @@ _POLL_MS = 200
 
 @dataclass(frozen=True, slots=True)
 class BlockSource:
-    """Where a worker's blocks are fetched.
+    """The address from which a worker's blocks can be fetched.
 
     Attributes:
         address: ZeroMQ address.
@@ -67,7 +67,7 @@ class BlockSource:
 
     @classmethod
     def parse(cls, text: str, store: str) -> BlockSource:
-        """Convert Register.kv_source.
+        """Parse Register.kv_source.
 
         Raises:
             ValueError: It is none.
@@ -80,7 +80,7 @@ class BlockSource:
 
 
 class BlockServer:
-    """Offers the blocks of this worker's pool to other workers.
+    """Offers the blocks in this worker's pool to other workers.
 
     Attributes:
         source: Where they are fetched.
@@ -161,7 +161,7 @@ class BlockServer:
             yield reply
 
     def count(self, metrics: Metrics) -> None:
-        """Export the sent amounts as metrics."""
+        """Export metrics of the amounts sent."""
         for attribute, name, text in (
             ("num_sent", "worker_kv_sent_blocks", "KV blocks that other workers fetched."),
             ("sent_bytes", "worker_kv_sent_bytes", "Bytes of KV blocks that other workers fetched."),
@@ -170,14 +170,15 @@ class BlockServer:
 
 
 class TransferError(Exception):
-    """Blocks cannot be fetched now."""
+    """Blocks cannot be fetched at the moment."""
 
 
 class BlockTransport(Protocol):
-    """Gets blocks of another worker."""
+    """Fetches blocks from another worker."""
 
     def fetch(self, hashes: Sequence[int]) -> Iterator[tuple[int, Bytes | None, bytes]]:
-        """Yield the hash, contents and checksum of each block, in order; None: the worker does not hold it.
+        """Yield the hash, contents and checksum of each block, in order; contents are None if the worker does not have
+        it.
 
         Raises:
             TransferError: The rest cannot be fetched now.
@@ -188,7 +189,9 @@ class BlockTransport(Protocol):
 
 
 class ZmqTransport:
-    """Asks a BlockServer, and reads the blocks that it names in shared memory where its pool can be opened."""
+    """Sends requests to a BlockServer, and reads the blocks from shared memory if the server's pool can be opened
+    there.
+    """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], source: BlockSource, kind: bytes, store: KvStore | None
@@ -250,7 +253,7 @@ class ZmqTransport:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Hashes of blocks that were fetched in an epoch, and of those that were not or are no longer held."""
+    """Hashes of blocks that were fetched in an epoch, and of those that were not, or are no longer held."""
 
     epoch: int
     hashes: tuple[int, ...]
@@ -306,23 +309,23 @@ class BlockFetcher:
         self._thread.start()
 
     def begin_epoch(self, epoch: int) -> None:
-        """Drop all held and requested blocks; the scheduler does not know about them."""
+        """Drop all held and requested blocks, since the scheduler does not know about them in a new epoch."""
         with self._lock:
             self._epoch = epoch
             self._held.clear()
 
     def fetch(self, epoch: int, hashes: Sequence[int], kv_store: str, kv_source: str) -> None:
-        """Fetch blocks from the worker registered with this address; `reports` receives the outcome."""
+        """Fetch blocks from the worker registered with this store and address; `reports` returns the outcome."""
         self._jobs.put(_Job(epoch, tuple(hashes), kv_store, kv_source))
 
     def reports(self) -> Iterator[Fetched]:
-        """Yield what happened since the last call."""
+        """Yield the outcomes since the last call."""
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._reports.get_nowait()
 
     def take(self, hashes: NDArray[np.uint64], targets: NDArray[np.int32], pool: PoolMemory) -> NDArray[np.int32]:
-        """Fill blocks of the pool with those that are held, once each; return the targets that are not."""
+        """Fill blocks of the pool with held blocks, each used once; return the targets whose blocks are not held."""
         missing = []
         for value, target in zip(hashes.tolist(), targets.tolist(), strict=True):
             with self._lock:
@@ -334,7 +337,7 @@ class BlockFetcher:
         return np.array(missing, dtype=np.int32)
 
     def close(self) -> None:
-        """Stop; held blocks are dropped."""
+        """Stop fetching; held blocks are dropped."""
         self._jobs.put(None)
         self._thread.join()
         self._context.destroy(linger=0)
@@ -369,7 +372,7 @@ class BlockFetcher:
         return Fetched(job.epoch, found, tuple(gone))
 
     def _fetch_some(self, job: _Job, left: list[int], missing: list[int], dropped: set[int]) -> None:
-        """Fetch the first of the blocks that are left, and remove them from there."""
+        """Fetch the first of the blocks in `left`, and remove them from that list."""
         transport = self._transports.get(job.kv_source)
         if transport is None:
             if len(self._transports) >= _MAX_CONNECTIONS:
@@ -390,7 +393,7 @@ class BlockFetcher:
                 dropped.update(self._hold(job.epoch, value, contents))
 
     def _hold(self, epoch: int, value: int, contents: Bytes) -> list[int]:
-        """Hold a block; return the blocks dropped to make space for it."""
+        """Hold a block; return the hashes of blocks that were dropped to make space for it."""
         dropped: list[int] = []
         with self._lock:
             if epoch != self._epoch:
@@ -406,7 +409,7 @@ class BlockFetcher:
             transport.close()
 
     def count(self, metrics: Metrics) -> None:
-        """Export the fetched amounts as metrics."""
+        """Export metrics of the amounts fetched."""
         for attribute, name, text in (
             ("num_fetched", "worker_kv_fetched_blocks", "KV blocks fetched from other workers."),
             ("fetched_bytes", "worker_kv_fetched_bytes", "Bytes of KV blocks fetched from other workers."),

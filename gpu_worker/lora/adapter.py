@@ -1,4 +1,4 @@
-"""An adapter as read from its files."""
+"""An adapter in the form in which it is read from its files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_RANK = 8
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """Adds scale * (x a^T) b^T to a linear layer of x: a [R, K], b [N, R]."""
+    """Adds scale * (x a^T) b^T to the output of a linear layer with input x: a [R, K], b [N, R]."""
 
     a: Tensor
     b: Tensor
@@ -26,7 +26,7 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class PackedPairs:
-    """An adapter's pairs as they are copied to a device, made ahead of the copy.
+    """An adapter's pairs in the form in which they are copied to a device, prepared before the copy.
 
     Attributes:
         values: One dimension; a [R, K] and scaled b [R, N] of each pair, R padded.
@@ -39,7 +39,7 @@ class PackedPairs:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The contents of an adapter's folder, on the host and in the number types of its file.
+    """The contents of an adapter's folder, on the host and with the number types of the file.
 
     Attributes:
         fingerprint: Hash of the files.
@@ -56,12 +56,12 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """Largest rank; 0 for a prompt adapter."""
+        """The largest rank of any pair; 0 for a prompt adapter."""
         return max((len(pair.a) for pairs in self.layers for pair in pairs.values()), default=0)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes on the host."""
+        """Number of bytes on the host."""
         tensors = [tensor for pairs in self.layers for pair in pairs.values() for tensor in (pair.a, pair.b)]
         if self.prompt_table is not None:
             tensors.append(self.prompt_table)
@@ -70,13 +70,13 @@ class Adapter:
         return sum(tensor.nbytes for tensor in tensors)
 
     def device_bytes(self, element_bytes: int) -> int:
-        """Return the bytes of its pairs on the device, at `element_bytes` per number."""
+        """Return the number of bytes of the adapter's pairs on the device, at `element_bytes` per element."""
         pairs = [pair for layer in self.layers for pair in layer.values()]
         return sum(padded_rank(len(p.a)) * (p.a.shape[1] + p.b.shape[0]) * element_bytes for p in pairs)
 
 
 def padded_rank(rank: int) -> int:
-    """Return the rank that pairs are padded to for batching several adapters: a power of two, at least 8.
+    """Return the rank to which pairs are padded so that several adapters can be batched: a power of two, at least 8.
 
     It depends on the adapter alone, so that the order of summation does not depend on other adapters in the batch.
     """
@@ -91,7 +91,9 @@ def module_shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]
 
 
 def layer_modules(description: DecoderDescription, layer: int) -> set[str]:
-    """Return the modules that a layer has. Experts of a mixture are stacked tensors, not linear modules."""
+    """Return the modules of a layer. Experts of a mixture are not included: they are stacked tensors, not linear
+    modules.
+    """
     d, modules = description, set[str]()
     if d.recurrent[layer] is not None:
         # PEFT makes no adapters for the output of Mamba.
@@ -150,7 +152,7 @@ def _attention_shapes(d: DecoderDescription) -> dict[str, tuple[int, int]]:
 
 
 def zero_adapter(description: DecoderDescription) -> Adapter:
-    """Return an adapter of all linear layers that adds nothing."""
+    """Return an adapter for all linear layers whose contribution is zero."""
     layer = {
         module: LoraPair(torch.zeros(1, inputs), torch.zeros(outputs, 1), 1.0)
         for module, (inputs, outputs) in module_shapes(description).items()
@@ -159,7 +161,9 @@ def zero_adapter(description: DecoderDescription) -> Adapter:
 
 
 def module_paths(description: DecoderDescription) -> dict[str, tuple[str, ...]]:
-    """Return our modules for each linear layer's path in the files; several: their rows in order."""
+    """Return our module names for each linear layer's path in the files; if several, their rows are concatenated in
+    order.
+    """
     names, latent = family_of(description.architecture).names, description.latent
     if latent is not None:
         attention: dict[str, tuple[str, ...]] = {names.latent_q: ("q",), names.latent_kv_down: ("kv_a",)}
@@ -191,5 +195,5 @@ def _paths(names: tuple[str, ...], modules: tuple[str, ...]) -> dict[str, tuple[
 
 
 def module_layer_elements(description: DecoderDescription) -> int:
-    """Elements of one rank of the widest module in one layer: the unit of the module-layer cache sizes."""
+    """Number of elements per rank of the widest module in one layer: the unit of the module-layer cache sizes."""
     return max(sum(shape) for shape in module_shapes(description).values())

@@ -1,4 +1,5 @@
-"""Adapters of the PyTorch decoder: one buffer on the device, allocated before the KV pool and the CUDA graphs.
+"""Adapters of the PyTorch decoder, in one buffer on the device that is allocated before the KV pool and the CUDA
+graphs.
 
 An adapter's pairs are consecutive in the buffer, each with a rank padded by `padded_rank`, so that the order of
 summation does not depend on which other adapters are in the batch. It has a slot: a row of a table on the device with
@@ -29,7 +30,7 @@ MAX_SLOTS = 1024
 
 
 class PlacedAdapter:
-    """An adapter in the arena; its place is free again once nothing refers to this object.
+    """An adapter in the arena; its space is free again once nothing refers to this object.
 
     Attributes:
         slot: Its row of the table.
@@ -40,7 +41,7 @@ class PlacedAdapter:
 
 
 def token_slots(tokens: AdapterTokens[PlacedAdapter]) -> NDArray[np.int32]:
-    """Return the slot of each token's adapter, -1 for none."""
+    """Return the slot of each token's adapter; -1 for tokens without one."""
     slots = np.array([adapter.slot for adapter in tokens.adapters] + [-1], dtype=np.int32)
     found: NDArray[np.int32] = slots[tokens.indices.numpy()]
     return found
@@ -72,7 +73,7 @@ class AdapterArena:
         self._free_slots = list(reversed(range(num_slots)))
 
     def pack(self, adapter: Adapter) -> PackedPairs:
-        """Return an adapter's pairs in the layout of the buffer, on the host; any thread may call this."""
+        """Return an adapter's pairs in the layout of the buffer, on the host. Thread-safe."""
         is_pinned = self._device.type == "cuda"
         values = torch.zeros(adapter.device_bytes(1), dtype=self._dtype, pin_memory=is_pinned)
         table, end = torch.zeros(self._table.shape[1:], dtype=torch.int64), 0
@@ -110,7 +111,9 @@ class AdapterArena:
         return placed
 
     def add(self, slots: Tensor, layer: int, module: str, x: Tensor, y: Tensor) -> None:
-        """Add the adapters in `slots`, int32 [M], to y [M, N], the output of a module with input x [M, K]."""
+        """Add the contributions of the adapters in `slots`, int32 [M], to y [M, N], the output of a module with
+        input x [M, K].
+        """
         kind = layer * len(self._modules) + self._modules.index(module)
         kernels.add_lora(y, x, self._values, self._table[:, kind], slots, self._max_rank)
 
@@ -123,7 +126,7 @@ class AdapterArena:
         self._free_slots.append(slot)
 
     def _gap(self, size: int) -> int | None:
-        """Return the first gap with space for `size` numbers."""
+        """Return the position of the first gap with space for `size` elements; None if there is none."""
         end = 0
         for start, held, _ in self._held.values():
             if start - end >= size:
@@ -132,7 +135,7 @@ class AdapterArena:
         return end if len(self._values) - end >= size else None
 
     def _compact(self) -> None:
-        """Move all adapters to the front."""
+        """Move all adapters to the front of the buffer."""
         end = 0
         for slot, (start, size, table) in self._held.items():
             if start > end:

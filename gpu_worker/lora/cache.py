@@ -1,4 +1,4 @@
-"""Cache adapters: on the host as read, on the device in the model's format.
+"""Caches adapters: on the host in the form they were read, on the device in the model's format.
 
 The lifecycle of an adapter:
 
@@ -42,7 +42,9 @@ class _Placed(Generic[P]):
 
 
 class AdapterCache(Generic[P]):
-    """Adapters by fingerprint. `load`, `prefetch` and `unload` may be called by any thread, the rest by one."""
+    """Adapters by fingerprint. `load`, `prefetch` and `unload` are thread-safe; all other methods must run in one
+    thread.
+    """
 
     def __init__(
         self,
@@ -74,20 +76,20 @@ class AdapterCache(Generic[P]):
 
     @property
     def num_device_bytes(self) -> int:
-        """Bytes in use on the device."""
+        """Number of bytes in use on the device."""
         return sum(item.num_bytes for item in self._device.values())
 
     @property
     def num_host_bytes(self) -> int:
-        """Bytes in use on the host."""
+        """Number of bytes in use on the host."""
         return sum(item.host_bytes for item in self._host.values())
 
     def size_of(self, adapter: Adapter) -> int:
-        """Return the adapter's bytes on the device."""
+        """Return the number of bytes that the adapter takes on the device."""
         return adapter.device_bytes(self._element_bytes)
 
     def load(self, path: str) -> Future[Adapter]:
-        """Read a folder again. The future raises MidstreamError if the adapter is rejected."""
+        """Read a folder, even if it was read before. The future raises MidstreamError if the adapter is rejected."""
         return self._reader.submit(self._fetch, path)
 
     def prefetch(self, ref: AdapterRef) -> None:
@@ -97,13 +99,13 @@ class AdapterCache(Generic[P]):
                 self._read_soon(ref)
 
     def unload(self, fingerprint: str) -> None:
-        """Drop an adapter from the host now, and from the device when the compute loop next needs space."""
+        """Drop an adapter from the host now, and from the device when the compute loop next needs the space."""
         with self._lock:
             self._host.pop(fingerprint, None)
             self._unloaded.add(fingerprint)
 
     def acquire(self, ref: AdapterRef) -> P:
-        """Acquire a LoRA adapter for a row.
+        """Acquire a LoRA adapter on behalf of a row.
 
         Raises:
             InvalidArgumentError: The folder can no longer be read.
@@ -121,21 +123,21 @@ class AdapterCache(Generic[P]):
         return placed.value
 
     def add(self, adapter: Adapter) -> AdapterRef:
-        """Keep an adapter that was not read from a folder, and return a reference to it."""
+        """Add an adapter that was not read from a folder, and return a reference to it."""
         with self._lock:
             self._host[adapter.fingerprint] = adapter
         return AdapterRef(adapter.path, adapter.path, adapter.fingerprint)
 
     def hold(self, fingerprint: str) -> None:
-        """Acquire an adapter that a row already has for one more row."""
+        """Acquire an adapter that is in use by one row on behalf of another row."""
         self._device[fingerprint].num_users += 1
 
     def release(self, fingerprint: str) -> None:
-        """Release an adapter that was acquired for a row."""
+        """Release an adapter that was acquired on behalf of a row."""
         self._device[fingerprint].num_users -= 1
 
     def get(self, ref: AdapterRef) -> Adapter:
-        """Return an adapter on the host; read it if needed.
+        """Return an adapter on the host; read it first if needed.
 
         Raises:
             InvalidArgumentError: The folder can no longer be read.
@@ -156,7 +158,7 @@ class AdapterCache(Generic[P]):
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def drop_unloaded(self) -> None:
-        """Drop unloaded adapters that no row uses from the device."""
+        """Drop unloaded adapters from the device if no row uses them."""
         with self._lock:
             unloaded = self._unloaded & self._device.keys()
         for fingerprint in unloaded:

@@ -12,7 +12,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class AdapterTokens(Generic[P]):
-    """The adapters of a step's tokens.
+    """The adapters used by the tokens of a step.
 
     Attributes:
         keys: Identifiers of the adapters, in ascending order.
@@ -27,7 +27,7 @@ class AdapterTokens(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class VirtualTokens:
-    """Embeddings that replace token ids, on the CPU.
+    """Embeddings, on the CPU, that replace those of some token ids.
 
     Attributes:
         places: int64 [E]; indices into the M tokens.

@@ -1,4 +1,4 @@
-"""Handle the scheduler's messages about adapters and tables of virtual tokens."""
+"""Handles the scheduler's messages about adapters and tables of virtual tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AdapterMessages:
     """
 
     def __init__(self, cache: AdapterCache[Any], wake: Callable[[], None]) -> None:
-        """Buffer tables until the step that uses them.
+        """Create the handler; tables are buffered until the step that uses them.
 
         Args:
             cache: The worker's adapters.
@@ -41,7 +41,7 @@ class AdapterMessages:
         self._tables: dict[str, list[pb.Tensor]] = {}
 
     def clear(self) -> None:
-        """Drop all tables: the epoch is over."""
+        """Drop all tables, since the epoch is over."""
         self._tables.clear()
 
     def take(self, message: worker_pb2.SchedulerMessage, epoch: int) -> None:
@@ -54,7 +54,7 @@ class AdapterMessages:
             self.keep(message.prompt_table)
 
     def load(self, message: worker_pb2.LoadLoraAdapter) -> None:
-        """Start reading an adapter, and answer when that is done."""
+        """Start reading an adapter, and reply when this has finished."""
         result = worker_pb2.LoraResult(name=message.name, epoch=message.epoch)
         self._cache.load(message.path).add_done_callback(partial(self._answer, result))
 
@@ -63,11 +63,11 @@ class AdapterMessages:
         self._cache.unload(message.fingerprint)
 
     def keep(self, message: worker_pb2.PromptTablePart) -> None:
-        """Buffer a part of a table for the next step."""
+        """Buffer a part of a table until the next step."""
         self._tables.setdefault(message.key, []).append(message.tensor)
 
     def complete(self, step: Step) -> Step | None:
-        """Return the step with the tables of its sequences, and start reading their adapters.
+        """Return the step with its sequences' tables filled in, and start reading their adapters.
 
         Returns:
             None if a table is incomplete because a message was lost.
@@ -109,7 +109,7 @@ def _with_table(new: NewSequence, parts: list[pb.Tensor]) -> NewSequence:
 
 
 def table_of(parts: list[pb.Tensor]) -> NDArray[np.float32]:
-    """Return the table sent in parts, as float32 [num_virtual_tokens, hidden_size].
+    """Return the table that was sent in parts, as float32 [num_virtual_tokens, hidden_size].
 
     Raises:
         InvalidArgumentError: Type, shape and size in bytes are inconsistent.

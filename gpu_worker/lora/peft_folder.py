@@ -184,7 +184,7 @@ class _Lora:
         return tuple(layers)
 
     def _expected(self) -> set[str]:
-        """Return the module paths that the configuration names."""
+        """Return the paths of the modules that the configuration names."""
         targets, only = self._config.get("target_modules"), self._config.get("layers_to_transform")
         if not isinstance(targets, list):  # a regular expression: the file holds the modules it matched
             return set()
@@ -218,7 +218,7 @@ class _Lora:
         return {module: LoraPair(a, part, scale) for module, part in zip(modules, torch.split(b, sizes), strict=True)}
 
     def _setting(self, patterns: str, path: str, default: float) -> float:
-        """Return a module's value in rank_pattern or alpha_pattern, or the default."""
+        """Return a module's value in rank_pattern or alpha_pattern, or else the default."""
         for pattern, value in (self._config.get(patterns) or {}).items():
             if not pattern.replace(".", "").replace("_", "").isalnum():
                 raise UnsupportedError(f"{self._config_path}: {patterns}: {pattern!r} is not a name", field="path")

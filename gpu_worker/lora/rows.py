@@ -1,4 +1,4 @@
-"""Track which rows have an adapter or virtual tokens, and build the forward pass's inputs for them."""
+"""Tracks which rows have an adapter or virtual tokens, and builds the corresponding inputs of the forward pass."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RowAdapters(Generic[P]):
         self._tables: dict[int, Tensor] = {}
 
     def take(self, new: NewSequence) -> NewSequence:
-        """Acquire a sequence's adapter and table; on failure, return the sequence with the error set."""
+        """Acquire a sequence's adapter and table; on failure, return the sequence with its error set."""
         self._release(new.row)
         if new.error is not None or (new.lora is None and new.prompt is None and new.prompt_table is None):
             return new
@@ -68,7 +68,9 @@ class RowAdapters(Generic[P]):
             self._release(row)
 
     def adapters(self, token_rows: IntArray) -> AdapterTokens[P] | None:
-        """Return the adapters of flattened tokens, given each token's row; None, at no cost, if there are none."""
+        """Return the adapters of flattened tokens, given each token's row; None, at no cost, if no row has an
+        adapter.
+        """
         if not self._placed:
             return None
         rows = [row for row in np.unique(token_rows).tolist() if row in self._placed]
@@ -82,7 +84,7 @@ class RowAdapters(Generic[P]):
         return AdapterTokens(tuple(found), tuple(found.values()), torch.from_numpy(of_row[token_rows]))
 
     def embeddings(self, token_ids: IntArray, token_rows: IntArray) -> tuple[IntArray, VirtualTokens | None]:
-        """Return flattened token ids with 0 for virtual tokens, and the embeddings that replace them."""
+        """Return flattened token ids with virtual tokens set to 0, and the embeddings to use for these."""
         if not self._tables:
             return token_ids, None
         places = np.flatnonzero(token_ids >= self._vocab_size)

@@ -1,4 +1,4 @@
-"""Sizes of the adapter caches, from settings named as in TensorRT-LLM's PEFT cache."""
+"""Sizes of the adapter caches, computed from settings that are named as in TensorRT-LLM's PEFT cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _USUAL_RANK = 8
 
 
 def host_cache_bytes(config: WorkerConfig, description: DecoderDescription) -> int:
-    """Return the capacity for adapters on the host, in bytes.
+    """Return the capacity of the adapter cache on the host, in bytes.
 
     Raises:
         ConfigError: A size is negative.
@@ -30,7 +30,7 @@ def host_cache_bytes(config: WorkerConfig, description: DecoderDescription) -> i
 def device_cache_bytes(
     config: WorkerConfig, description: DecoderDescription, element_bytes: int, device: torch.device
 ) -> int:
-    """Return the capacity for adapters on the device in bytes; call it once the weights are there.
+    """Return the capacity of the adapter cache on the device, in bytes; call it after the weights are loaded.
 
     Raises:
         ConfigError: A size is out of range.
@@ -45,6 +45,6 @@ def device_cache_bytes(
 
 
 def usual_adapter_bytes(description: DecoderDescription, element_bytes: int) -> int:
-    """Return the bytes that an adapter of rank 8 on all modules takes on the device."""
+    """Return the number of bytes that an adapter of rank 8 for all modules takes on the device."""
     elements = sum(sum(shape) for shape in module_shapes(description).values())
     return elements * padded_rank(_USUAL_RANK) * description.num_layers * element_bytes

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """One flattened forward pass over M tokens of B sequences; all int32, on the model's device.
+    """The input of one flattened forward pass over M tokens of B sequences; all tensors int32, on the model's device.
 
     Attributes:
         token_ids, positions, slot_mapping: [M], sequence after sequence.
@@ -68,7 +68,7 @@ class ForwardInputs:
 
 
 class Probe:
-    """Intermediate results of a forward pass to keep.
+    """Specifies intermediate results of a forward pass to keep, and holds them.
 
     Attributes:
         layers: Layers whose output is kept; 0 is the embeddings, the number of layers the normed output.
@@ -82,25 +82,25 @@ class Probe:
         self.last: Tensor | None = None
 
     def keep(self, layer: int, hidden: Tensor) -> None:
-        """Keep a layer's output if it was requested."""
+        """Keep the output of a layer if it was requested."""
         if layer in self.layers:
             self.states[layer] = hidden.clone()
 
 
 class Decoder(Protocol):
-    """A model over the paged cache."""
+    """A model that runs over the paged KV cache."""
 
     def use_cache(self, kv: KvCache) -> None:
         """Use this cache from now on."""
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Write keys and values of all tokens; return float32 logits [S, vocab_size] of the sampled ones."""
+        """Write the keys and values of all tokens; return float32 logits [S, vocab_size] of the sampled tokens."""
 
     def logits(self, last: Tensor) -> Tensor:
-        """Return float32 logits [N, vocab_size] of some rows of what a probe kept as `last`."""
+        """Return float32 logits [N, vocab_size] for some rows of the hidden states that a probe kept as `last`."""
 
     def place_adapter(self, adapter: Adapter) -> object:
-        """Convert a LoRA adapter to what `ForwardInputs.adapters` takes."""
+        """Convert a LoRA adapter to the form that `ForwardInputs.adapters` takes."""
 
 
 @runtime_checkable
@@ -108,20 +108,20 @@ class GreedyDecoder(Protocol):
     """A decoder with a greedy path that is cheaper than `Decoder.forward` followed by an argmax."""
 
     def choose(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
-        """Run the step as `Decoder.forward` does, and return the likeliest tokens, int32 [S], with their logits [S].
+        """Run the step as `Decoder.forward` does; return the most likely tokens, int32 [S], and their logits [S].
 
         Ties go to the first token; the logit is NaN if any of the row is. None: the step needs `forward`.
         """
 
 
 class PartDecoder(Decoder, Protocol):
-    """A decoder that may hold only some layers of a model; the first part also has the embeddings and the head."""
+    """A decoder that may hold only some of a model's layers; the first one also has the embeddings and the head."""
 
     def embed(self, inputs: ForwardInputs) -> Tensor:
         """Return the first layer's input, [M, hidden_size]."""
 
     def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Write keys and values, and return the last layer's output for the first layer's input [M, hidden_size]."""
+        """Write keys and values, and compute the last layer's output from the first layer's input [M, hidden_size]."""
 
 
 _RecurrentLayer = DeltaNetLayer | MambaLayer | ShortConvLayer
@@ -139,7 +139,9 @@ class _Layer:
 
 
 class TorchDecoder:
-    """A decoder in `dtype` on `device`; matrices keep the values of their stored format, int8 as integers."""
+    """A decoder in `dtype` on `device`; matrices keep the values of their stored format, int8 ones also its
+    integers.
+    """
 
     def __init__(
         self,
@@ -150,7 +152,7 @@ class TorchDecoder:
         shard: Shard | None = None,
         tensor_ranks: TensorRanks = ONE_RANK,
     ) -> None:
-        """Load the weights, showing progress.
+        """Load the weights, showing the progress.
 
         Args:
             description: Description of the model.
@@ -185,11 +187,11 @@ class TorchDecoder:
         self._adapters = AdapterArena(d, 0, 1, dtype, device)
 
     def reserve_adapters(self, num_bytes: int, max_rank: int) -> None:
-        """Allocate the memory of LoRA adapters; there is none before."""
+        """Allocate the memory for LoRA adapters; before this call there is none."""
         self._adapters = AdapterArena(self._description, num_bytes, max_rank, self._dtype, self._device)
 
     def packed_adapter(self, adapter: Adapter) -> Adapter:
-        """Return an adapter ready to be copied to the device; any thread may call this."""
+        """Return an adapter that is ready to be copied to the device. Thread-safe."""
         return replace(adapter, packed=self._adapters.pack(adapter))
 
     def place_adapter(self, adapter: Adapter) -> PlacedAdapter:
@@ -201,14 +203,14 @@ class TorchDecoder:
         self._kv = kv
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Write keys and values of all tokens; return float32 logits [S, vocab_size] of the sampled ones."""
+        """Write the keys and values of all tokens; return float32 logits [S, vocab_size] of the sampled tokens."""
         hidden = self.run_layers(self.embed(inputs), inputs, probe)
         if probe is not None:
             probe.last = hidden
         return self.logits(hidden[inputs.sampled.long()])
 
     def embed(self, inputs: ForwardInputs) -> Tensor:
-        """Return the tokens' embeddings, [M, hidden_size]."""
+        """Return the embeddings of the tokens, [M, hidden_size]."""
         ids, tokens = inputs.token_ids.long(), self._shard.tokens
         if len(tokens) == self._shard.whole.vocab_size:
             hidden = functional.embedding(ids, self._embedding)
@@ -225,7 +227,7 @@ class TorchDecoder:
         return hidden
 
     def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Write keys and values, and return the last layer's output for the first layer's input [M, hidden_size]."""
+        """Write keys and values, and compute the last layer's output from the first layer's input [M, hidden_size]."""
         first = self._shard.layers.start
         positions = inputs.positions.long()
         angles = [Angles(cos[positions], sin[positions], rotary.is_interleaved) for rotary, cos, sin in self._tables]
@@ -264,7 +266,7 @@ class TorchDecoder:
         return residual
 
     def logits(self, last: Tensor) -> Tensor:
-        """Return float32 logits [N, vocab_size] of outputs of the last layer."""
+        """Return float32 logits [N, vocab_size] for outputs of the last layer."""
         d = self._shard.whole
         logits = kernels.linear(self._norm(last, self._final_norm), self._head, self._head_bias).float()
         logits = self._ranks.join(logits)[:, : d.vocab_size]
@@ -298,7 +300,7 @@ class TorchDecoder:
         return self._kv.states[self._description.cache_places[i]]
 
     def _pieces(self, inputs: ForwardInputs) -> list[Pieces]:
-        """Cut the tokens for recurrent layers; nothing where there are none."""
+        """Split the tokens into pieces for recurrent layers; return none if there are no such layers."""
         if not any(self._description.recurrent):
             return []
         assert self._kv is not None
@@ -309,7 +311,8 @@ class TorchDecoder:
     def _fed_forward(
         self, layer: _Layer, x: Tensor, mixed: Tensor | None, residual: Tensor, add_lora: AddLora | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of the feed-forward network, to be added to the residual stream, and that stream.
+        """Return the feed-forward network's output, which is to be added to the residual stream, and the residual
+        stream.
 
         Args:
             layer: A layer.
@@ -329,7 +332,7 @@ class TorchDecoder:
         return (out if mixed is None else mixed + out), residual
 
     def _part(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """Return a sublayer's contribution to the residual stream, from this rank's partial result."""
+        """Return a sublayer's contribution to the residual stream, given the partial result of this rank."""
         x = self._ranks.sum(x)
         return self._scaled(x if norm is None else self._norm(x, norm))
 

@@ -1,4 +1,4 @@
-"""Describe a decoder's architecture, as read from config.json by a family's file and executed by the decoders."""
+"""Describes a decoder's architecture: read from config.json by a family's file, and executed by the decoders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary position embedding of a layer.
+    """The rotary position embedding of a layer.
 
     Attributes:
         settings: `rope_theta`, and `rope_type` with its settings as in config.json.
@@ -82,7 +82,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:
-    """A gated delta net instead of attention: linear attention whose state is corrected towards each value.
+    """A gated delta net, used instead of attention: linear attention whose state is corrected towards each value.
 
     Attributes:
         key_heads, value_heads: Each key head serves as many value heads.
@@ -112,7 +112,7 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba:
-    """Mamba 2 instead of attention: a selective state space.
+    """Mamba 2, used instead of attention: a selective state space model.
 
     Attributes:
         num_heads, head_dim: Of its values.
@@ -152,7 +152,7 @@ class Mamba:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConv:
-    """A gated convolution over the last tokens instead of attention (LFM2).
+    """A gated convolution over the last tokens, used instead of attention (LFM2).
 
     Attributes:
         size: Channels.
@@ -179,7 +179,7 @@ LayerParts = Literal["both", "mixer", "feed_forward"]
 
 @dataclass(frozen=True, slots=True)
 class PositionScale:
-    """Queries of layers without rotary embedding grow with their position (Llama 4).
+    """Scales queries with their position, in layers without rotary embedding (Llama 4).
 
     The factor is log(floor((p + 1) / floor_scale) + 1) * scale + 1.
     """
@@ -190,7 +190,7 @@ class PositionScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderDescription:
-    """A decoder. In each layer attention and a feed-forward network are added to the residual stream.
+    """A decoder. In each layer, attention and a feed-forward network add to the residual stream.
 
     Attributes:
         architecture: `model_type` of config.json.
@@ -284,7 +284,7 @@ class DecoderDescription:
 
     @property
     def query_dim(self) -> int:
-        """Size of a query head before projection into the latent space."""
+        """Size of a query head before it is projected into the latent space."""
         return self.head_dim if self.latent is None else self.latent.nope_dim + self.latent.rope_dim
 
     @property
@@ -340,7 +340,7 @@ class DecoderDescription:
         )
 
     def of_layers(self, layers: range) -> DecoderDescription:
-        """Return a description of a model that consists of these layers only."""
+        """Return the description of a model that consists only of these layers."""
         some = slice(layers.start, layers.stop)
         return replace(
             self,

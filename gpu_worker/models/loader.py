@@ -1,4 +1,4 @@
-"""Load a model: choose device, number types and kernels, and read the weights."""
+"""Loads a model: chooses device, number types and kernels, and reads the weights."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class LoadedModel:
 
     @property
     def shard(self) -> Shard:
-        """The part of the model held here."""
+        """The part of the model that this rank holds."""
         return self.divided or whole_shard(self.description)
 
     @property
     def part(self) -> DecoderDescription:
-        """Description of that part as a separate model."""
+        """Description of that part as if it were a separate model."""
         return self.description if self.divided is None else self.divided.part
 
 
@@ -142,7 +142,7 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
 
 
 def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescription | None:
-    """Return the description for native execution, or None if the model is to run on transformers' code."""
+    """Return the description for native execution, or None if the model is to run with transformers' code."""
     if config.implementation == "transformers":
         return None
     try:
@@ -172,7 +172,7 @@ def _load_from_transformers(
 
 
 def _kv_dtype(config: WorkerConfig, device: torch.device, default: torch.dtype) -> torch.dtype:
-    """Return the type of keys and values of a model that does not run on the CPU kernels.
+    """Return the number type of keys and values for a model that does not run on the CPU kernels.
 
     Raises:
         UnsupportedError: The device does not take the type that the settings name.
@@ -215,7 +215,7 @@ def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: R
 
 
 def use_device(config: WorkerConfig, ranks: Ranks = ALONE) -> torch.device:
-    """Return the device that a rank computes on, after making it this thread's current CUDA device.
+    """Return the device that a rank computes on, after making it the current CUDA device of this thread.
 
     Call it before anything else that touches CUDA: streams, graphs, Triton's launches and pinned memory go to the
     current device, and a context on another GPU would take hundreds of megabytes there.

@@ -1,4 +1,4 @@
-"""The decoder on the CPU kernels: one call runs all layers over packed weights."""
+"""The decoder on the CPU kernels: one call runs all layers with packed weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _PackedLayer:
 
 
 class CpuDecoder:
-    """A decoder on `num_threads` threads, in float32 except for the input of quantized layers."""
+    """A decoder with `num_threads` threads that computes in float32, except for the inputs of quantized layers."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class CpuDecoder:
         activations: str = "auto",
         shard: Shard | None = None,
     ) -> None:
-        """Load and pack the weights, showing progress.
+        """Load and pack the weights, showing the progress.
 
         Args:
             description: Of the model.
@@ -123,7 +123,7 @@ class CpuDecoder:
         return PackedLora(dims_of(self._description), layers)
 
     def use_cache(self, kv: KvCache) -> None:
-        """Use this cache from now on, with each block in the kernels' layout."""
+        """Use this cache from now on; its blocks have the kernels' layout."""
         heads, dim = self._description.num_kv_heads, stored_head_dim(self._description.head_dim, kv.keys.dtype)
         layers = [
             DecoderLayer(
@@ -152,14 +152,14 @@ class CpuDecoder:
         )
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Write keys and values of all tokens; return float32 logits [S, vocab_size] of the sampled ones."""
+        """Write the keys and values of all tokens; return float32 logits [S, vocab_size] of the sampled tokens."""
         hidden = self.run_layers(self.embed(inputs), inputs, probe)
         if probe is not None:
             probe.last = hidden
         return self.logits(hidden if len(inputs.sampled) == len(hidden) else hidden[inputs.sampled])
 
     def choose(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
-        """Run a whole greedy step in one call of the kernels; return None if the step needs more."""
+        """Run a whole greedy step in one call of the kernels; return None if the step needs more than that."""
         if self._table is None or inputs.virtual is not None or not len(inputs.sampled):
             return None
         assert self._native is not None
@@ -178,7 +178,7 @@ class CpuDecoder:
         )
 
     def embed(self, inputs: ForwardInputs) -> Tensor:
-        """Return the tokens' embeddings, [M, hidden_size]."""
+        """Return the embeddings of the tokens, [M, hidden_size]."""
         hidden = self._embedding.take(inputs.token_ids).dense().contiguous()
         if self._description.embedding_scale != 1.0:
             hidden = hidden * self._description.embedding_scale
@@ -187,7 +187,7 @@ class CpuDecoder:
         return hidden
 
     def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Write keys and values, and turn the first layer's input into the last one's output, in place."""
+        """Write keys and values, and compute the last layer's output from the first layer's input, in place."""
         offset, num_layers, done = self._shard.layers.start, len(self._layers), 0
         wanted = () if probe is None else sorted(probe.layers & {*range(offset, offset + num_layers + 1)})
         for layer in wanted:
@@ -202,7 +202,7 @@ class CpuDecoder:
         return hidden
 
     def logits(self, last: Tensor) -> Tensor:
-        """Return float32 logits [N, vocab_size] of outputs of the last layer."""
+        """Return float32 logits [N, vocab_size] for outputs of the last layer."""
         assert self._native is not None
         return self._native.logits(last, self._final_norm, self._head)
 
@@ -290,7 +290,7 @@ class CpuDecoder:
 
 
 def _alike(experts: list[FeedForwardWeights]) -> list[FeedForwardWeights]:
-    """Return experts in a common format and input order, as grouped products need, else as floats."""
+    """Convert experts to a common format and input order, as grouped products require, or else to floats."""
 
     layers = [linear.weight for expert in experts for linear in (expert.gate_up, expert.down)]
     is_plain = all(weight.input_order is None and not weight.parts for weight in layers)
@@ -304,7 +304,7 @@ def _alike(experts: list[FeedForwardWeights]) -> list[FeedForwardWeights]:
 
 
 def _table(weight: Weight, width: int) -> Embedding | None:
-    """Return the embeddings in a format the kernels read; None if they do not support theirs."""
+    """Return the embeddings in a format that the kernels read; None if their format is not supported."""
     source = weight.source.contiguous()
     is_known = weight.format in ("q4", "q8") or (weight.format, source.dtype) in (
         ("f32", torch.float32),
@@ -322,7 +322,7 @@ def _by_sequence(inputs: ForwardInputs) -> list[PackedLora | None] | None:
 
 
 def what_is_missing(description: DecoderDescription) -> str | None:
-    """Return which part of a decoder the kernels do not support; None: they support all of it."""
+    """Return which component of a decoder the kernels do not support; None if they support all of them."""
     d = description
     if d.latent is not None:
         return "it has latent attention"
@@ -342,7 +342,7 @@ def what_is_missing(description: DecoderDescription) -> str | None:
 
 
 def dims_of(description: DecoderDescription) -> DecoderDims:
-    """Return the model's sizes for the kernels."""
+    """Return the sizes of the model for the kernels."""
     d = description
     rotary = next((rotary for rotary in d.rotary if rotary is not None), None)
     return DecoderDims(

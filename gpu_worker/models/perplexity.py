@@ -1,4 +1,4 @@
-"""Perplexity of a model on a text, as a worker on a CPU computes it."""
+"""Measures the perplexity of a model on a text, as computed by a worker on a CPU."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _BLOCK = 16
 
 
 def open_decoder(folder: ModelFolder, settings: dict[str, Any]) -> Decoder:
-    """Return a decoder on the CPU, with the worker's settings and a cache for one window."""
+    """Return a decoder on the CPU with the worker's settings, and with a cache for one window."""
     model = load_model(WorkerConfig(model=str(folder.path), device="cpu", **settings), folder)
     model.decoder.use_cache(KvCache(model.description, WINDOW // _BLOCK, _BLOCK, model.kv_dtype, model.device))
     return model.decoder
 
 
 def logits_of(decoder: Decoder, token_ids: Tensor) -> Tensor:
-    """Return logits [W, vocab] of all positions of one window [W]."""
+    """Return the logits [W, vocab] of all positions in a window [W]."""
     count = len(token_ids)
     positions = torch.arange(count, dtype=torch.int32)
     table = torch.arange(WINDOW // _BLOCK, dtype=torch.int32)[None]
@@ -38,12 +38,14 @@ def logits_of(decoder: Decoder, token_ids: Tensor) -> Tensor:
 
 
 def default_text() -> str:
-    """Return a text that comes with every Python: the topics of `help()`, which differ between versions."""
+    """Return a text that is part of every Python installation: the topics of `help()`, which differ between
+    versions.
+    """
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def windows(folder: ModelFolder, texts: list[str]) -> Iterator[Tensor]:
-    """Yield complete windows of the text's tokens."""
+    """Yield all complete windows of the texts' tokens."""
     tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
     for text in texts:
         ids = torch.tensor(tokenizer.encode(text).ids, dtype=torch.int32)
@@ -51,7 +53,7 @@ def windows(folder: ModelFolder, texts: list[str]) -> Iterator[Tensor]:
 
 
 def perplexity(folder: ModelFolder, pieces: list[Tensor]) -> float:
-    """Return the perplexity of windows of tokens, each from an empty context.
+    """Return the perplexity over windows of tokens; each window starts with an empty context.
 
     Raises:
         ConfigError: The folder is damaged.
@@ -65,5 +67,5 @@ def perplexity(folder: ModelFolder, pieces: list[Tensor]) -> float:
 
 
 def first_windows(folder: ModelFolder, text: Path | None, count: int) -> list[Tensor]:
-    """Return the first windows of a file, or of `default_text`."""
+    """Return the first `count` windows of a file, or of `default_text`."""
     return list(windows(folder, [text.read_text(encoding="utf-8") if text else default_text()]))[:count]

@@ -1,4 +1,4 @@
-"""Run any causal language model of transformers with attention over the paged cache.
+"""Runs any causal language model of transformers with attention over the paged cache.
 
 One pass: transformers' own code runs over the flattened tokens of a step as if they were one sequence, each with its
 own position. Its attention interface calls this module instead: the layer's keys and values are written to the pool,
@@ -47,7 +47,7 @@ _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One attention layer: its index, and the settings that it passes with every call."""
+    """One attention layer: its index, and the settings that it passes in every call."""
 
     index: int
     num_heads: int
@@ -60,7 +60,7 @@ class _Layer:
 
 
 class _Pass(Protocol):
-    """Computes attention for one pass: q [M, Hq, D], k and v [M, Hk, D] -> [M, Hq, Dv]."""
+    """Computes attention in one pass: q [M, Hq, D], k and v [M, Hk, D] -> [M, Hq, Dv]."""
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor: ...
 
@@ -72,14 +72,16 @@ _current: ContextVar[_Pass] = ContextVar("pass")
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers: query [1, Hq, M, D], key and value [1, Hk, M, D] -> [1, M, Hq, Dv]."""
+    """Attention function given to transformers: query [1, Hq, M, D], key and value [1, Hk, M, D] -> [1, M, Hq, Dv]."""
     options["attention_mask"] = attention_mask
     q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
     return _current.get()(module, q, k, v, options)[None], None
 
 
 def _mask(q_length: int, kv_length: int, mask_function: _MaskFunction, **_: Any) -> Tensor:
-    """Mask function for transformers in the first pass: a tensor of the mask's shape that carries the function."""
+    """Mask function given to transformers in the first pass: returns a tensor of the mask's shape that carries the
+    function.
+    """
     look = _current.get()
     assert isinstance(look, _FirstLook)
     return look.note_mask(torch.zeros(1, 1, q_length, kv_length), mask_function)
@@ -101,7 +103,7 @@ class _FirstLook:
         self._masks: list[tuple[Tensor, int | None]] = []
 
     def note_mask(self, mask: Tensor, mask_function: _MaskFunction) -> Tensor:
-        """Record the window that a mask implements; return the mask.
+        """Record the window that a mask implements; return the mask unchanged.
 
         Raises:
             UnsupportedError: The mask is not causal attention within a window.
@@ -147,7 +149,7 @@ class _FirstLook:
         return any(value is mask for mask, _ in self._masks)
 
     def _window(self, index: int, options: Mapping[str, Any]) -> int | None:
-        """Return the window by the layer's mask, else by its arguments or the configuration."""
+        """Return the window given by the layer's mask, or else by its arguments or the configuration."""
         for mask, window in self._masks:
             if options["attention_mask"] is mask:
                 return window
@@ -160,7 +162,7 @@ class _FirstLook:
 
 
 def _alone(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Return for each token what depends on its own query, key and value, and on nothing else."""
+    """Return a value for each token that depends only on its own query, key and value."""
     k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
     return v * (1 + torch.tanh((q * k).mean(-1, keepdim=True)))
 
@@ -197,7 +199,7 @@ class _PagedPass:
 
 
 class TransformersDecoder:
-    """A causal language model that runs on transformers' code.
+    """A causal language model that runs with transformers' code.
 
     Attributes:
         description: Description of the model; settings of native models only are empty.
@@ -277,7 +279,7 @@ class TransformersDecoder:
         return (logits[sampled] if is_whole else logits).float()
 
     def logits(self, last: Tensor) -> Tensor:
-        """Return float32 logits; a pass with a probe keeps the logits themselves."""
+        """Return float32 logits; in this class, a pass with a probe keeps the logits themselves."""
         return last.float()
 
     @torch.inference_mode()
@@ -309,7 +311,9 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def _check_tokens_and_positions(self) -> None:
-        """Raise UnsupportedError if tokens meet outside of attention, or the model's own positions are not ours."""
+        """Raise UnsupportedError if tokens interact outside of attention, or if the model's positions differ from
+        ours.
+        """
         config = self._model.config.get_text_config()
         from_zero = torch.arange(2, device=self._device)[None]
 
@@ -365,7 +369,7 @@ def _load(folder: ModelFolder, dtype: torch.dtype) -> Any:
 
 
 def _config_of(folder: ModelFolder) -> Any:
-    """Return transformers' configuration object for config.json; None if the architecture is unknown."""
+    """Return transformers' configuration object for the config.json; None if the architecture is unknown."""
     try:
         return transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, RuntimeError):
@@ -385,7 +389,7 @@ def _own_attention(config: Any) -> str:
 
 
 def _replace_linears(model: nn.Module, weights: str) -> None:
-    """Make linear layers compute like native ones: batch-invariant on a CPU, and from int8 if requested."""
+    """Make linear layers compute like the native ones: batch-invariant on a CPU, and with int8 weights if requested."""
     for module in list(model.modules()):
         child: Any
         for name, child in module.named_children():
@@ -416,7 +420,7 @@ def _describe(config: Any, folder: ModelFolder, layers: list[_Layer]) -> Decoder
 
 
 def _max_sequence_length(config: Any) -> int:
-    """Rotary embedding whose result does not depend on other tokens in the batch."""
+    """Return the maximum sequence length for which rotary embedding does not depend on other tokens in the batch."""
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and original:

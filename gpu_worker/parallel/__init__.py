@@ -1,1 +1,1 @@
-"""Run one model on several ranks: dividing the weights, and communication between ranks."""
+"""Runs one model on several ranks: division of the weights, and communication between ranks."""

@@ -1,4 +1,4 @@
-"""Encode and decode the commands that rank 0 sends to the other ranks."""
+"""Encodes and decodes the commands that rank 0 sends to the other ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def encode_forward(
 def decode_forward(
     forward: ranks_pb2.ForwardPass, adapters: Mapping[int, object]
 ) -> tuple[ForwardInputs, Probe | None]:
-    """Decode a forward pass; `adapters` are this rank's, by number."""
+    """Decode a forward pass; `adapters` are this rank's parts of adapters, by number."""
     m, b, k = forward.num_tokens, forward.num_sequences, forward.num_table_blocks
     numbers = _tensor(forward.numbers, torch.int32)
     sizes = [m, m, m, b + 1, b, b * k]
@@ -107,7 +107,7 @@ def encode_adapter_layer(number: int, pairs: Mapping[str, LoraPair], *, is_last:
 
 
 def decode_adapter_layer(layer: ranks_pb2.AdapterLayer) -> dict[str, LoraPair]:
-    """Return the pairs of one adapter layer by module."""
+    """Return the pairs of one layer of an adapter, by module."""
     return {
         pair.module: LoraPair(
             _tensor(pair.a, torch.float32).view(pair.rank, -1),

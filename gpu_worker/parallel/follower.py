@@ -1,4 +1,4 @@
-"""A rank that carries out rank 0's commands.
+"""A rank other than 0, which executes rank 0's commands.
 
 For each command the main thread receives a frame, decodes it, and runs it on its own part of the model; collective
 operations synchronize it with the other ranks. It keeps no rows and does not sample.
@@ -34,7 +34,7 @@ _STALL_S = 30.0
 
 
 class RankExecutor:
-    """One rank's part of the model, and the execution of commands on it."""
+    """One rank's part of the model; executes commands on it."""
 
     def __init__(self, config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> None:
         """Load this rank's part of the model.
@@ -59,7 +59,7 @@ class RankExecutor:
 
     @torch.inference_mode()
     def execute(self, command: ranks_pb2.RankCommand) -> None:
-        """Execute any command except stop."""
+        """Execute any command except StopRank."""
         kind = command.WhichOneof("command")
         if kind == "forward":
             for number in command.forward.dropped_adapters:
@@ -103,7 +103,7 @@ class RankExecutor:
         self._memory, self._has_chosen = None, True
 
     def _record_graphs(self) -> None:
-        """Record graphs: during the warm-up to measure their memory, later to use them."""
+        """Record graphs: during the warm-up to measure their memory, later in order to use them."""
         assert self._graphs is not None
         if self._memory is None:
             self._graphs.capture()
@@ -157,7 +157,7 @@ def follow(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
 
 
 def run_follower(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
-    """Run `follow`; on a failure after the start, end the process at once and thereby the group."""
+    """Run `follow`; on a failure after the start, end the process at once, which ends the group."""
     try:
         return follow(config, folder, group)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Send frames from rank 0 to the others: through shared memory on the same host, inline to other hosts.
+"""Sends frames from rank 0 to the other ranks: through shared memory on the same host, inline to other hosts.
 
 Each frame starts with a header on the follower's connection, which wakes the follower: the offset of the frame in
 shared memory and its length, or a marker that the frame follows on the connection itself. A follower acknowledges a
@@ -20,10 +20,10 @@ _ACK = b"\1"
 
 
 class FrameSender:
-    """Sends frames to followers. Not thread-safe."""
+    """Sends frames to all followers. Not thread-safe."""
 
     def __init__(self, connections: list[socket.socket], num_bytes: int = _SHARED_BYTES) -> None:
-        """Take connections on whose other ends a `FrameReceiver` reads; Unix sockets also use shared memory.
+        """Use connections whose other ends are read by a `FrameReceiver`; Unix sockets also use shared memory.
 
         Args:
             connections: Connections to the followers.
@@ -73,7 +73,9 @@ class FrameSender:
             self._memory.close()
 
     def _take(self, length: int) -> int:
-        """Return space for a frame once no follower needs its contents. Offsets grow without bound; space is reused."""
+        """Return space for a frame, waiting until no follower needs the old contents. Offsets only grow; space is
+        reused.
+        """
         start = self._end
         if start % self._size + length > self._size:
             start += self._size - start % self._size

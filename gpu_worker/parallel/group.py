@@ -1,4 +1,4 @@
-"""This process as one rank of its worker group: joining and leaving.
+"""This process as one rank of its worker group: joining and leaving the group.
 
 Joining order: the group's store (at MASTER_ADDR:MASTER_PORT, or torchrun's), connections to rank 0, lifelines, then
 torch.distributed. Once the lifelines are up, this rank ends when any other rank ends.
@@ -57,7 +57,7 @@ class RankGroup:
     """
 
     def __init__(self, config: WorkerConfig, folder: ModelFolder, ranks: Ranks, device: torch.device) -> None:
-        """Join the group and wait for all ranks.
+        """Join the group, and wait for all ranks.
 
         Raises:
             ConfigError: A rank has another model or other settings.
@@ -88,11 +88,11 @@ class RankGroup:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the ranks' states may have diverged."""
+        """Return whether the states of the ranks may have diverged."""
         return self.leader is not None and self.leader.has_failed
 
     def receive(self) -> bytes:
-        """Return the next command, on a follower.
+        """Return the next command. Called on a follower.
 
         Raises:
             OSError: Rank 0 has disconnected.
@@ -100,7 +100,7 @@ class RankGroup:
         return self._receiver.receive()
 
     def stop(self, exit_code: int) -> None:
-        """Stop the other ranks with this exit code and leave the group, on rank 0."""
+        """Stop the other ranks with this exit code, and leave the group. Called on rank 0."""
         assert self.leader is not None
         self.lifelines.expect_end()
         self.leader.stop(exit_code)
@@ -109,13 +109,13 @@ class RankGroup:
         self.links.close()
 
     def close(self) -> None:
-        """Leave the group, on a follower."""
+        """Leave the group. Called on a follower."""
         self.lifelines.leave()
         self._receiver.close()
         self.links.close()
 
     def fail(self, reason: str) -> None:
-        """End this process, and thereby the group."""
+        """End this process, which ends the group."""
         end_process(reason)
 
 

@@ -1,4 +1,4 @@
-"""Run a process as one rank of a group."""
+"""Runs a process as one rank of a group."""
 
 from __future__ import annotations
 

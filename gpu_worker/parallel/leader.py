@@ -1,4 +1,4 @@
-"""Rank 0's decoder: send the other ranks what to compute, then compute its own part.
+"""Rank 0's decoder: tells the other ranks what to compute, then computes its own part.
 
 Everything above the decoder (rows, sampling, grammars, drafts, beams) runs on rank 0 only and is unaware of ranks.
 """
@@ -28,7 +28,7 @@ from protos import ranks_pb2
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class GroupAdapter:
-    """The number of an adapter of which every rank holds a part."""
+    """The number of an adapter; every rank holds a part of the adapter."""
 
     number: int
     part: object
@@ -52,7 +52,7 @@ class Leader:
 
     @contextmanager
     def together(self, command: ranks_pb2.RankCommand) -> Iterator[None]:
-        """Send a command to all other ranks; the body does this rank's part of it."""
+        """Send a command to all other ranks; the body of the context executes it on this rank."""
         try:
             self.tell(command)
             yield
@@ -61,11 +61,11 @@ class Leader:
             raise
 
     def lead(self, part: Decoder, shard: Shard) -> LeadingDecoder:
-        """Return a decoder of the whole model, given this rank's part."""
+        """Return a decoder for the whole model, given the decoder of this rank's part."""
         return LeadingDecoder(part, shard, self)
 
     def least_num_blocks(self, num_blocks: int) -> int:
-        """Return the smallest KV block capacity of all ranks, given this one's."""
+        """Return the smallest KV block capacity over all ranks, given this rank's."""
         with self.together(ranks_pb2.RankCommand(choose_num_blocks=ranks_pb2.ChooseNumBlocks())):
             return self.links.least(num_blocks)
 
@@ -75,7 +75,7 @@ class Leader:
         self.tell(ranks_pb2.RankCommand(copy_blocks=copy))
 
     def record_graphs(self, record: Callable[[], None]) -> None:
-        """Record CUDA graphs on all ranks at once."""
+        """Record CUDA graphs on all ranks at the same time."""
         with self.together(ranks_pb2.RankCommand(record_graphs=ranks_pb2.RecordGraphs())):
             record()
 
@@ -85,7 +85,7 @@ class Leader:
 
 
 class LeadingDecoder:
-    """A decoder over this rank's part and the parts of the other ranks."""
+    """A decoder that combines this rank's part with the parts of the other ranks."""
 
     def __init__(self, part: Decoder, shard: Shard, leader: Leader) -> None:
         self._part, self._shard, self._leader = part, shard, leader
@@ -93,12 +93,12 @@ class LeadingDecoder:
         self._dropped: deque[int] = deque()
 
     def use_cache(self, kv: KvCache) -> None:
-        """Use this cache from now on; the others allocate one with as many blocks."""
+        """Use this cache from now on; the other ranks allocate a cache with as many blocks."""
         self._leader.tell(ranks_pb2.RankCommand(use_cache=ranks_pb2.UseCache(num_blocks=kv.num_blocks)))
         self._part.use_cache(kv)
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Write keys and values of all tokens; return float32 logits [S, vocab_size] of the sampled ones."""
+        """Write the keys and values of all tokens; return float32 logits [S, vocab_size] of the sampled tokens."""
         numbers: list[int] = []
         if inputs.adapters is not None:
             numbers = [adapter.number for adapter in inputs.adapters.adapters]
@@ -109,7 +109,7 @@ class LeadingDecoder:
             return self._part.forward(inputs, probe)
 
     def logits(self, last: Tensor) -> Tensor:
-        """Return float32 logits [N, vocab_size] of some rows of what a probe kept as `last`."""
+        """Return float32 logits [N, vocab_size] for some rows of the hidden states that a probe kept as `last`."""
         links = self._leader.links
         if links.ranks.tensor_size == 1:
             return self._part.logits(last)
@@ -119,7 +119,8 @@ class LeadingDecoder:
             return self._part.logits(rows)
 
     def place_adapter(self, adapter: Adapter) -> GroupAdapter:
-        """Give every rank its part of a LoRA adapter. The others drop theirs after rank 0 no longer uses it.
+        """Give every rank its part of a LoRA adapter. The other ranks drop their parts once rank 0 no longer uses the
+        adapter.
 
         Raises:
             InvalidArgumentError: The adapter changes no layer.

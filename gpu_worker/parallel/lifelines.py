@@ -1,4 +1,4 @@
-"""End a rank when another rank of its group is killed, stopped or disconnected.
+"""Ends a rank when another rank of its group is killed, stopped or disconnected.
 
 Each follower has a connection to rank 0 on which both sides send heartbeats from a separate thread, because the main
 threads may wait for each other. A process that dies closes its connections; a host that is lost shows by its silence.
@@ -31,7 +31,7 @@ def end_process(reason: str) -> None:
 
 
 class Lifelines:
-    """Monitors connections to other ranks in a thread."""
+    """Monitors the connections to other ranks in a thread."""
 
     def __init__(
         self,
@@ -56,13 +56,15 @@ class Lifelines:
         self._thread.start()
 
     def on_drain(self, call: Callable[[], None]) -> None:
-        """Set the callback for another rank's request to drain; call it at once if one has been received."""
+        """Set the callback for a drain request from another rank; call it at once if one has already been received."""
         self._on_drain = call
         if self._wants_drain:
             call()
 
     def watch(self, is_stuck: Callable[[], bool]) -> None:
-        """Treat this process as lost when `is_stuck` is true: another rank may be alive and yet not respond."""
+        """Treat this process as lost when `is_stuck` returns true, since another rank may be alive but not
+        responding.
+        """
         self._is_stuck = is_stuck
 
     def ask_drain(self) -> None:
@@ -76,14 +78,14 @@ class Lifelines:
         self._is_closing = True
 
     def close(self) -> None:
-        """Wait for the other ranks to close their connections, up to the time limit, then close."""
+        """Wait until the other ranks have closed their connections, up to the time limit, then close this side's."""
         self._is_closing = True
         self._thread.join(self._timeout_s)
         for connection in self._peers.values():
             connection.close()
 
     def leave(self) -> None:
-        """Close this side's connections without waiting for the others."""
+        """Close this side's connections without waiting for the other ranks."""
         self._is_closing = True
         for connection in self._peers.values():
             with contextlib.suppress(OSError):

@@ -19,7 +19,7 @@ _TIMEOUT = timedelta(minutes=10)
 
 
 class RankLinks:
-    """Communication of this rank with the others.
+    """Communication of this rank with the other ranks.
 
     Attributes:
         ranks: This rank's place in the group.
@@ -56,7 +56,9 @@ class RankLinks:
         dist.destroy_process_group()
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the stage; with two ranks, or ordered, a row's bits do not depend on other rows."""
+        """Return the sum of x over the stage; with two ranks, or if ordered, a row's bits do not depend on other
+        rows.
+        """
         if self.ranks.tensor_size == 1:
             return x
         x = x.contiguous()
@@ -71,7 +73,7 @@ class RankLinks:
         return total
 
     def join(self, x: Tensor) -> Tensor:
-        """Return all x [N, K] concatenated, [N, size * K], on the stage's first rank; [N, 0] on the others."""
+        """Concatenate all ranks' x [N, K] to [N, size * K] on the stage's first rank; return [N, 0] on the others."""
         if self.ranks.tensor_size == 1:
             return x
         is_target = self.ranks.tensor_rank == 0
@@ -82,11 +84,11 @@ class RankLinks:
         return torch.cat(parts, dim=1) if parts is not None else x.new_empty(len(x), 0)
 
     def share(self, x: Tensor) -> None:
-        """Broadcast x from the stage's first rank to the others."""
+        """Broadcast x from the stage's first rank to its other ranks."""
         dist.broadcast(x, src=self._of_stage(self.ranks.stage)[0], group=self._stage_group)
 
     def least(self, number: int) -> int:
-        """Return the minimum over all ranks, stages included."""
+        """Return the minimum over all ranks of all stages."""
         value = torch.tensor([number], device=self.device)
         dist.all_reduce(value, op=dist.ReduceOp.MIN)
         return int(value.item())
@@ -96,7 +98,7 @@ class RankLinks:
         dist.send(x.contiguous(), self._peer(stage))
 
     def receive(self, like: Tensor, stage: int) -> Tensor:
-        """Return a tensor like `like`, received from that rank."""
+        """Return a tensor like `like`, received from the corresponding rank of another stage."""
         dist.recv(like, self._peer(stage))
         return like
 

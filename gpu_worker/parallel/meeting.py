@@ -46,7 +46,7 @@ class Connections:
 
 
 def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float) -> Connections:
-    """Accept the connections of all followers, on rank 0.
+    """Accept the connections of all followers. Called on rank 0.
 
     Raises:
         ConfigError: A follower has another model or other settings.
@@ -78,7 +78,7 @@ def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float)
 
 
 def dial_leader(store: Store, ranks: Ranks, digest: bytes) -> Connections:
-    """Connect to rank 0, on a follower.
+    """Connect to rank 0. Called on a follower.
 
     Raises:
         OSError: Rank 0 cannot be reached.
@@ -137,7 +137,7 @@ def _welcome(connection: socket.socket, secret: bytes, digest: bytes, connection
 
 
 def _listen(address: str) -> socket.socket:
-    """Listen on rank 0's own address, or on all addresses if this host does not have it."""
+    """Listen on the address of rank 0, or on all addresses if it is not an address of this host."""
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server((str(target[0]), 0), family=family)

@@ -24,10 +24,10 @@ class StageLinks(Protocol):
     """Communication with the corresponding ranks of other stages."""
 
     def send(self, x: Tensor, stage: int) -> None:
-        """Send `x`, which must not change before the step ends."""
+        """Send `x`, which must not be modified before the step ends."""
 
     def receive(self, like: Tensor, stage: int) -> Tensor:
-        """Return a received tensor of the shape, type and device of `like`."""
+        """Return a received tensor with the shape, type and device of `like`."""
 
 
 class GroupLinks(StageLinks, Protocol):
@@ -71,7 +71,7 @@ class PipelineDecoder:
         self._last_stage = len(layers) - 1
 
     def place_adapter(self, adapter: Adapter) -> object:
-        """Convert a LoRA adapter's part to what `ForwardInputs.adapters` takes."""
+        """Convert a part of a LoRA adapter to the form that `ForwardInputs.adapters` takes."""
         return self._part.place_adapter(adapter)
 
     def use_cache(self, kv: KvCache) -> None:
@@ -79,7 +79,7 @@ class PipelineDecoder:
         self._part.use_cache(kv)
 
     def logits(self, last: Tensor) -> Tensor:
-        """Return float32 logits [N, vocab_size] of outputs of the last layer; on the first stage only."""
+        """Return float32 logits [N, vocab_size] for outputs of the last layer. Works on the first stage only."""
         return self._part.logits(last)
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
@@ -101,7 +101,7 @@ class PipelineDecoder:
         return torch.empty(len(inputs.sampled), 0, device=hidden.device)
 
     def _finish(self, inputs: ForwardInputs, probe: Probe | None) -> Tensor:
-        """Return the logits of the hidden states that the last stage sends back."""
+        """Return the logits for the hidden states that the last stage sends back."""
         if probe is None:
             rows = self._rows(inputs.sampled)
             return self._part.logits(self._links.receive(rows, self._last_stage) if len(rows) else rows)

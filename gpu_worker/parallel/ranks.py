@@ -1,4 +1,4 @@
-"""A process's rank in its worker group, from the variables that torchrun and a LeaderWorkerSet set."""
+"""A process's rank in its worker group, from the variables that torchrun and LeaderWorkerSet set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from midstream.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A process's place in its worker group.
+    """A process's position in its worker group.
 
     The group is a grid: the tensor ranks of a stage compute parts of each of its layers, and pipeline stages hold
     consecutive layers. Ranks of a stage are numbered consecutively, because they communicate most.
@@ -60,7 +60,8 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, config: WorkerConfig, environment: Mapping[str, str]) -> Ranks:
-        """Return the rank given by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; if unset, a single rank.
+        """Return the rank given by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; a single rank if they are
+        unset.
 
         Raises:
             ConfigError: A variable is not a number, is missing, or contradicts the settings.

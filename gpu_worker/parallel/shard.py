@@ -1,4 +1,4 @@
-"""The part of a decoder that a rank holds.
+"""The part of a decoder that one rank holds.
 
 Layers are divided among pipeline stages; within a stage each tensor rank has some KV heads with all their query heads,
 some features of each feed-forward network and each expert, and some of the vocabulary. Nothing needs to divide evenly.
@@ -44,11 +44,11 @@ class Shard:
 
     @property
     def features(self) -> range:
-        """Features of plain feed-forward networks that it holds."""
+        """The features of plain feed-forward networks that this rank holds."""
         return self.features_of(self.whole.intermediate_size)
 
     def features_of(self, size: int) -> range:
-        """Return the range it holds of `size` features of a feed-forward network."""
+        """Return which of a feed-forward network's `size` features this rank holds, as a range."""
         return _features(size, self.tensor_rank, self.tensor_size)
 
 
@@ -103,7 +103,7 @@ def _features(count: int, rank: int, size: int) -> range:
 
 
 def _mixture(mixture: Mixture | None, rank: int, size: int) -> Mixture | None:
-    """Return the mixture with this rank's features of each expert."""
+    """Return the mixture with only this rank's features of each expert."""
     if mixture is None:
         return None
     return replace(
@@ -114,12 +114,12 @@ def _mixture(mixture: Mixture | None, rank: int, size: int) -> Mixture | None:
 
 
 def stage_layers(description: DecoderDescription, num_stages: int) -> list[range]:
-    """Return the layers of each stage."""
+    """Return the range of layers of each stage."""
     return [_span(description.num_layers, stage, num_stages) for stage in range(num_stages)]
 
 
 def _heads(d: DecoderDescription, rank: int, size: int) -> tuple[range, range]:
-    """Return a rank's query and KV heads: queries with their KV head, equally many per KV head held."""
+    """Return a rank's query and KV heads: each held KV head comes with an equal number of its query heads."""
     queries = d.num_heads // d.num_kv_heads
     if size <= d.num_kv_heads:
         kv_heads = _span(d.num_kv_heads, rank, size)
@@ -134,5 +134,5 @@ def _heads(d: DecoderDescription, rank: int, size: int) -> tuple[range, range]:
 
 
 def _span(count: int, part: int, num_parts: int) -> range:
-    """Return part `part` of `count` items; parts differ in size by at most one."""
+    """Return the range of part `part` when `count` items are divided; the parts' sizes differ by at most one."""
     return range(part * count // num_parts, (part + 1) * count // num_parts)

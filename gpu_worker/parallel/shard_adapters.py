@@ -1,4 +1,4 @@
-"""Cut a rank's part out of a LoRA adapter."""
+"""Cuts a rank's part out of a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def _cut(pairs: Mapping[str, LoraPair], shard: Shard) -> dict[str, LoraPair]:
 
 
 def _span(parts: range, length: int) -> slice:
-    """Return the elements of a range of parts of `length` elements each."""
+    """Return the slice of elements for a range of parts with `length` elements each."""
     return slice(parts.start * length, parts.stop * length)

@@ -1,4 +1,4 @@
-"""Cut a rank's part out of a decoder's weights."""
+"""Cuts a rank's part out of a decoder's weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpu_worker.parallel.shard import Shard
 
 
 class ShardWeights:
-    """The interface of `DecoderWeights`, for one rank.
+    """The interface of `DecoderWeights`, restricted to one rank's part.
 
     Rows of a matrix are cut in its stored format. Columns are cut from its dequantized values, so that they equal those
     of the whole matrix: formats with a scale per row would otherwise compute different scales.
@@ -57,15 +57,15 @@ class ShardWeights:
         return self._weights.positions()
 
     def final_norm(self) -> Tensor:
-        """[hidden_size]."""
+        """The weight of the final norm, [hidden_size]."""
         return self._weights.final_norm()
 
     def rope_factors(self) -> Tensor | None:
-        """Return the model's factors."""
+        """Return the model's factors of rotary frequencies."""
         return self._weights.rope_factors()
 
     def layers(self) -> Iterator[LayerWeights]:
-        """Yield the rank's parts of its layers."""
+        """Yield the rank's parts of the layers it holds."""
         for weights in self._weights.layers(self._shard.layers):
             yield self._layer(weights) if self._is_divided else weights
 
@@ -133,5 +133,5 @@ def _rows(linear: LinearWeights, rows: Tensor) -> LinearWeights:
 
 
 def _numbers(parts: range, length: int) -> Tensor:
-    """Return the indices of the elements of a range of parts of `length` elements each."""
+    """Return the indices of the elements for a range of parts with `length` elements each."""
     return torch.arange(parts.start * length, parts.stop * length)

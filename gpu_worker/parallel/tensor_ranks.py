@@ -1,4 +1,4 @@
-"""The interface through which a decoder uses the other ranks of its layers."""
+"""The interface through which a decoder communicates with the other ranks that share its layers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class TensorRanks(Protocol):
     """The tensor ranks of one stage. All of them must make the same calls in the same order."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' x, perhaps in place. A row's bits do not depend on other rows."""
+        """Return the sum of x over all ranks, possibly computed in place. A row's bits do not depend on other rows."""
 
     def join(self, x: Tensor) -> Tensor:
-        """Return all ranks' x [N, K] concatenated, [N, size * K], on the first rank; [N, 0] on the others."""
+        """Concatenate all ranks' x [N, K] to [N, size * K] on the first rank; return [N, 0] on the others."""
 
 
 class OneRank:

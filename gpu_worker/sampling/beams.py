@@ -1,4 +1,4 @@
-"""Candidates for the next token of a beam: the most likely tokens, from which the scheduler chooses."""
+"""Candidates for a beam's next token: the most likely tokens, from which the scheduler chooses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Candidates:
 
 
 def find_candidates(logits: Tensor, state: Rows, rows: IntArray) -> list[Candidates]:
-    """Return the candidates of beams: as many as the beam width, plus one for each end token.
+    """Return the candidates of beams: as many as the beam width, plus one per end token.
 
     Log probabilities are of the logits divided by the temperature; temperature 0 counts as 1.
 

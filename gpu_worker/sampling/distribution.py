@@ -21,25 +21,25 @@ _BLOCK = 256
 
 
 def bounded(logits: Tensor, *, is_banned: Tensor) -> Tensor:
-    """Return changed logits within what sampling can compute with, and -inf where a token is banned."""
+    """Limit logits to a range that sampling can compute with, and set those of banned tokens to -inf."""
     return logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).masked_fill_(is_banned, -torch.inf)
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return the first maximum of each row; a NaN counts as the maximum."""
+    """Return the index of the first maximum in each row; NaN counts as the maximum."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=1))  # several times faster than torch's
     return logits.argmax(dim=1)
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """Return each row's most likely token, -1 if its logit is not finite: int32."""
+    """Return each row's most likely token as int32; -1 if its logit is not finite."""
     best = argmax(logits)
     return best.int().masked_fill_(~torch.isfinite(logits.gather(1, best[:, None]).squeeze(1)), -1)
 
 
 def top_threshold(probabilities: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32]) -> Tensor:
-    """Return the least probability that top_k (0: all) and then top_p keep: [num_rows, V] -> [num_rows, 1]."""
+    """Return the smallest probability that passes top_k (0: all) and then top_p: [num_rows, V] -> [num_rows, 1]."""
     num_tokens = probabilities.shape[1]
     width = min(num_tokens, _NUM_CANDIDATES)
     is_limited = (top_k > 0) & (top_k < num_tokens)
@@ -55,7 +55,9 @@ def top_threshold(probabilities: Tensor, top_k: NDArray[np.int32], top_p: NDArra
 def _threshold_within(
     probabilities: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32], width: int
 ) -> tuple[Tensor, NDArray[np.bool_]]:
-    """Return the threshold from only the `width` most likely tokens, and whether they suffice to determine it."""
+    """Return the threshold computed from only the `width` most likely tokens, and whether these suffice to determine
+    it.
+    """
     device, num_tokens = probabilities.device, probabilities.shape[1]
     is_limited = torch.from_numpy((top_k > 0) & (top_k < num_tokens)).to(device)[:, None]
     limit = torch.from_numpy(top_k).to(device).long()[:, None]
@@ -71,7 +73,7 @@ def _threshold_within(
 
 
 def _largest(values: Tensor, width: int) -> Tensor:
-    """Return the `width` largest of each row, in descending order."""
+    """Return the `width` largest values of each row, in descending order."""
     if values.device.type != "cpu":
         return torch.topk(values, width, dim=1).values
     found = values.numpy()  # numpy's partition and sort are several times faster here
@@ -81,7 +83,7 @@ def _largest(values: Tensor, width: int) -> Tensor:
 
 
 def invert(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Return the index where each row's cumulative weight exceeds number * total: int64 [num_rows].
+    """Return the index at which each row's cumulative weight exceeds number * total: int64 [num_rows].
 
     Args:
         weights: Float32 [num_rows, V], non-negative, not all zero. An index of weight zero is never returned.

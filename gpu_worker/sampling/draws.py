@@ -1,4 +1,4 @@
-"""Draw tokens on a GPU from the rows' temperature, top-k, top-p and min-p: launched, or replayed from CUDA graphs."""
+"""Draws tokens on a GPU by the rows' temperature, top-k, top-p and min-p: launched, or replayed from CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IS_BROKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """Parameters of each row, as `kernels.sample` takes them; a temperature of 0 is greedy."""
+    """Sampling parameters of each row, in the form that `kernels.sample` takes; a temperature of 0 means greedy."""
 
     seeds: NDArray[np.int64]
     temperature: NDArray[np.float32]
@@ -36,21 +36,21 @@ class DrawParams:
 
     @property
     def has_top_k(self) -> bool:
-        """Return whether any row keeps only its most likely tokens."""
+        """Return whether any row is limited to its most likely tokens."""
         return bool((self.top_k > 0).any())
 
     @property
     def has_top_p(self) -> bool:
-        """Return whether any row keeps only a share of the probability."""
+        """Return whether any row is limited to a fraction of the probability."""
         return bool((self.top_p < 1).any())
 
     def arrays(self) -> list[NDArray[Any]]:
-        """Return the parameters, those of 8-byte numbers first."""
+        """Return the parameters as arrays, those with 8-byte elements first."""
         return [getattr(self, item.name) for item in fields(self)]
 
 
 def draw(logits: Tensor, params: Sequence[Tensor], *, has_top_k: bool, has_top_p: bool) -> Tensor:
-    """Draw from logits [S, V] by parameters on the device, in the order of `DrawParams` -> int32 [S]."""
+    """Draw from logits [S, V], given the parameters on the device in the order of `DrawParams` -> int32 [S]."""
     seeds, temperature, top_k, top_p, min_p, indices, positions = params
     return kernels.sample(
         logits,
@@ -72,7 +72,7 @@ class RecordedDraws:
     """
 
     def __init__(self, device: torch.device, sizes: Sequence[int]) -> None:
-        """Record nothing yet; `sizes` are the numbers of rows, ascending."""
+        """Create the object without graphs; `sizes` are the numbers of rows to record, ascending."""
         self._sizes = sizes
         self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
         # Parameters of a graph's rows one after another, filled by one copy.
@@ -97,7 +97,7 @@ class RecordedDraws:
                 self._graphs[size, is_cut] = record(functools.partial(self._run, logits[:size], feed, is_cut=is_cut))
 
     def draw(self, params: DrawParams) -> Tensor | None:
-        """Return each row's token, IS_BROKEN where there is none, already fed; None if nothing is recorded."""
+        """Return each row's token, already fed; IS_BROKEN for rows without one. None if nothing is recorded."""
         num_rows = len(params.seeds)
         size = next((size for size in self._sizes if size >= num_rows), None)
         if size is None or not self._graphs:

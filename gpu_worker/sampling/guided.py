@@ -37,7 +37,7 @@ _TOO_MUCH = InvalidArgumentError("takes too much time or memory", field="guided_
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Grammar masks of a step's rows, and rows that failed.
+    """Grammar masks for a step's rows, and the rows that failed.
 
     Attributes:
         masks: uint8 [bytes] by row; one bit for each token, lowest first: whether it is allowed.
@@ -52,7 +52,7 @@ UNCONSTRAINED = Constraints()
 
 
 class Guides:
-    """The guided sequences in `rows`; the grammar process starts with the first one."""
+    """The sequences in `rows` that follow a grammar; the grammar process starts with the first one."""
 
     def __init__(self, rows: Rows, start: Callable[[], GrammarProcess]) -> None:
         self._rows = rows
@@ -71,7 +71,9 @@ class Guides:
             self._process = None
 
     def ask(self, sampled: IntArray, others: list[int]) -> bool:
-        """Request masks for sampling rows and compilation of other rows' guides; return False if none is guided."""
+        """Request masks for the sampled rows and compilation of other rows' guides; return False if no row has a
+        guide.
+        """
         features = self._rows.features
         rows = sampled[(features[sampled] & Feature.GUIDED) != 0].tolist()
         ahead = [row for row in others if features[row] & Feature.GUIDED and row not in rows]
@@ -88,7 +90,7 @@ class Guides:
         return True
 
     def answer(self) -> Constraints:
-        """Return the masks that `ask` requested."""
+        """Return the masks requested by `ask`."""
         masks: dict[int, NDArray[np.uint8]] = {}
         if self._is_awaited and self._process is not None:
             try:
@@ -100,7 +102,9 @@ class Guides:
         return Constraints(masks, self._errors)
 
     def _choose(self, rows: list[int], suspects: list[int]) -> list[int]:
-        """Return rows without a suspect guide, else the rows of one suspect. The others wait or are rejected."""
+        """Return rows without a suspect guide or, if there are none, the rows of one suspect. The other rows wait or
+        fail.
+        """
         for row in suspects:
             self._errors[row] = _TOO_MUCH if self._strikes(row) > 1 else _NOT_READY
         chosen = [row for row in rows if row not in self._errors]

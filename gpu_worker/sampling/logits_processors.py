@@ -1,4 +1,4 @@
-"""Modify logits as requested, before sampling.
+"""Modifies logits before sampling, as requests ask.
 
 In this order: bias, penalties, end tokens banned until min_tokens, bad words, repeated n-grams. All depend only on the
 row's tokens, so a rebuilt row continues unchanged. Rows without such parameters are skipped.
@@ -31,7 +31,7 @@ def steer(logits: Tensor, state: Rows, rows: IntArray) -> None:
 
 
 def allow(logits: Tensor, raw: Tensor, places: list[int], masks: list[NDArray[np.uint8]]) -> None:
-    """Ban all tokens outside the masks. If the processors banned every token in a mask, their changes are dropped.
+    """Ban all tokens outside the masks. If other processors banned every token in a mask, their changes are undone.
 
     Args:
         logits: [num_rows, vocab_size], changed in place at `places`.

@@ -28,7 +28,7 @@ _MAX_WIDTH = 1 << 20
 
 
 class OutputProbe(ABC):
-    """Compute a tensor for positions of a forward pass.
+    """Computes a tensor for each position of a forward pass.
 
     Attributes:
         width: Values per position.
@@ -40,7 +40,7 @@ class OutputProbe(ABC):
 
     @abstractmethod
     def compute(self, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:
-        """Return float32 [positions, width]; no row may depend on others.
+        """Return float32 [positions, width]; no row may depend on other rows.
 
         Args:
             states: Float32 [positions, hidden size] of each of `layers`.
@@ -73,7 +73,7 @@ def _load(entry_point: EntryPoint, num_layers: int) -> OutputProbe:
 
 
 def refuse_unknown_probes(step: Step, known: Collection[str]) -> Step:
-    """Fail sequences that ask for a probe that is not installed here."""
+    """Fail sequences that request a probe which is not installed here."""
     if all(name in known for new in step.new_sequences for name, _ in new.outputs.probes):
         return step
     error = InvalidArgumentError("is not installed on this worker", field=_FIELD)
@@ -85,7 +85,7 @@ def refuse_unknown_probes(step: Step, known: Collection[str]) -> Step:
 
 
 def run_probe(name: str, probe: OutputProbe, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:
-    """Return the probe's output.
+    """Return the output of a probe.
 
     Raises:
         ExecutionError: It failed, or returned the wrong type or shape.

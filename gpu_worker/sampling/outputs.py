@@ -1,4 +1,4 @@
-"""Additional outputs of rows: logits, hidden states, log probabilities of the prompt.
+"""Additional outputs of rows: logits, hidden states, and log probabilities of the prompt.
 
 Values of the prompt come from its context chunks, piece by piece; values of the output come with each token, from the
 position it was sampled at. A rebuilt sequence reports only later values, and its prompt only if it has no output yet:
@@ -28,7 +28,7 @@ _NUM_POSITIONS = 128
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """The additional outputs of a step; `errors` are of rows whose output probe failed."""
+    """The additional outputs of a step; `errors` are those of rows whose output probe failed."""
 
     prompt_log_probs: tuple[PromptLogProbs, ...] = ()
     tensors: tuple[RowTensor, ...] = ()
@@ -36,7 +36,7 @@ class Reports:
 
 
 class Reporter:
-    """Collect the additional outputs of sequences in `rows`."""
+    """Collects the additional outputs of the sequences in `rows`."""
 
     def __init__(self, rows: Rows, decoder: Decoder, probes: Mapping[str, OutputProbe] | None = None) -> None:
         self._rows = rows
@@ -44,7 +44,7 @@ class Reporter:
         self._probes = probes or {}
 
     def probe(self, step: PreparedStep) -> Probe | None:
-        """Return what the forward pass must keep; None if no row needs anything."""
+        """Return which intermediate results the forward pass must keep; None if no row needs any."""
         features = self._rows.features
         used = bool((features[step.sampled_rows] & Feature.REPORTS).any())
         if not used and not any(features[chunk.row] & Feature.REPORTS for chunk in step.contexts):
@@ -56,7 +56,7 @@ class Reporter:
         return Probe(frozenset(layers))
 
     def collect(self, step: PreparedStep, probe: Probe, logits: Tensor) -> Reports:
-        """Return the outputs of a step that ran with `probe`, before its tokens are appended.
+        """Return the additional outputs of a step that ran with `probe`, before its tokens are appended to the rows.
 
         Args:
             step: The step.

@@ -1,4 +1,4 @@
-"""Logits post-processors: user code that changes logits, chosen by name per request.
+"""Logits post-processors: user code that changes logits, which a request chooses by name.
 
 A package registers one under the entry point group `midstream.logits_post_processors`, or the setting
 `logits_post_processors` names it: a class with a constructor without arguments, derived from LogitsPostProcessor, or
@@ -33,7 +33,7 @@ ENTRY_POINT_GROUP = "midstream.logits_post_processors"
 
 
 class LogitsPostProcessor(ABC):
-    """Change the logits of one sequence."""
+    """Changes the logits of one sequence."""
 
     @abstractmethod
     def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
@@ -48,7 +48,7 @@ class LogitsPostProcessor(ABC):
 
 
 class BatchedLogitsPostProcessor(ABC):
-    """Change the logits of all its sequences in a step at once."""
+    """Changes the logits of all sequences that use it in a step, in one call."""
 
     @abstractmethod
     def process(
@@ -58,7 +58,7 @@ class BatchedLogitsPostProcessor(ABC):
         client_ids: Sequence[str],
         request_ids: Sequence[str],
     ) -> Tensor:
-        """As LogitsPostProcessor.process, with logits [num_sequences, vocab_size]. No row may depend on others.
+        """As LogitsPostProcessor.process, but with logits [num_sequences, vocab_size]. No row may depend on other rows.
 
         If it fails, it is called again for each sequence alone, to find the one that fails.
         """
@@ -68,7 +68,7 @@ PostProcessor = LogitsPostProcessor | BatchedLogitsPostProcessor
 
 
 def refuse_unknown(step: Step, known: Collection[str]) -> Step:
-    """Fail sequences whose post-processor is not installed here."""
+    """Fail sequences that name a post-processor which is not installed here."""
     if all(not new.post_processor or new.post_processor in known for new in step.new_sequences):
         return step
     error = InvalidArgumentError("is not installed on this worker", field="logits_post_processor_name")

@@ -1,4 +1,4 @@
-"""Sample each row's next token from its logits.
+"""Samples each row's next token from its logits.
 
 A batch may mix rows of every kind. All rows take part in one argmax, which is all that plain greedy rows need; the
 others are copied, their logits modified (post-processors, logits processors, grammars), and rows with a temperature
@@ -40,7 +40,7 @@ _NOTHING_LEFT = InvalidArgumentError("no token is left that the request allows",
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Sampling results.
+    """Results of sampling.
 
     Attributes:
         token_ids: int32 [num_rows].
@@ -57,7 +57,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chosen:
-    """Sampling results on a device.
+    """Results of sampling on a device.
 
     Attributes:
         token_ids: int32 [num_rows]; negative: there is none.
@@ -76,7 +76,7 @@ class Chosen:
     counts: tuple[int, ...] = ()
 
     def read(self, values: IntArray) -> Sampled:
-        """Return the results, given `values` on the host."""
+        """Return the results, given their `values` on the host."""
         token_ids = values[: len(self.rows)]
         is_broken = token_ids == IS_BROKEN
         errors: dict[int, MidstreamError] = dict.fromkeys(np.flatnonzero(is_broken).tolist(), NOT_FINITE)
@@ -120,7 +120,7 @@ def _log_probs_on_device(raw: Tensor, chosen: Tensor, places: list[int], count: 
 
 
 class Sampler:
-    """Sample for the sequences in `rows`."""
+    """Samples for the sequences in `rows`."""
 
     def __init__(self, rows: Rows, post_processors: Mapping[str, PostProcessor] | None = None) -> None:
         self._rows = rows
@@ -166,7 +166,7 @@ class Sampler:
         return not (self._rows.features[rows].any() or self._rows.temperature[rows].any())
 
     def sample_greedy(self, token_ids: IntArray, highest: NDArray[np.float32]) -> Sampled:
-        """Return the given most likely tokens of greedy rows; `highest` are their logits."""
+        """Return the given most likely tokens as the result for greedy rows; `highest` are their logits."""
         is_finite = np.isfinite(highest)
         if is_finite.all():
             return Sampled(token_ids, (), ())
@@ -175,7 +175,7 @@ class Sampler:
         return Sampled(np.where(is_broken, 0, token_ids).astype(np.int32), tuple(errors.items()), ())
 
     def is_plain(self, rows: IntArray) -> bool:
-        """Return whether `choose` needs only the rows' logits, and not their tokens."""
+        """Return whether `choose` needs only the logits of these rows, and not their tokens."""
         return not self._rows.features[rows].any()
 
     def can_choose(self, rows: IntArray) -> bool:
@@ -183,7 +183,7 @@ class Sampler:
         return not (self._rows.features[rows] & ~_ON_DEVICE).any()
 
     def choose(self, logits: Tensor, rows: IntArray, constraints: Constraints = UNCONSTRAINED) -> Chosen:
-        """Sample from float32 `logits` [len(rows), vocab_size] as `sample` does, without waiting for the device."""
+        """Sample from float32 `logits` [len(rows), vocab_size] as `sample` does, asynchronously on the device."""
         raw, best = logits, argmax(logits)
         highest = logits.gather(1, best[:, None]).squeeze(1)
         features = int(np.bitwise_or.reduce(self._rows.features[rows]))
@@ -223,7 +223,7 @@ class Sampler:
         candidates: dict[int, Candidates],
         constraints: Constraints,
     ) -> tuple[IntArray, dict[int, MidstreamError]]:
-        """Return the tokens, and errors by place."""
+        """Return the chosen tokens, and errors by row."""
         errors: dict[int, MidstreamError] = {}
         logits, chosen = raw, best.copy()
         if (self._rows.features[rows] & (STEERING | Feature.GUIDED | Feature.POST_PROCESSED)).any():
@@ -282,7 +282,7 @@ class Sampler:
         return self._rows.top_p[rows]
 
     def draw_params(self, rows: IntArray) -> DrawParams:
-        """Return what a GPU draws the rows' tokens by."""
+        """Return the parameters with which a GPU draws the rows' tokens."""
         state, wanted = self._rows, self._rows.temperature[rows]
         return DrawParams(
             seeds=state.seeds[rows].view(np.int64),
@@ -295,7 +295,7 @@ class Sampler:
         )
 
     def _draw_on_gpu(self, logits: Tensor, rows: IntArray) -> Tensor:
-        """Return the argmax of greedy rows and a sample of the others: int32, on the device."""
+        """Return the argmax of greedy rows and a sample of the other rows: int32, on the device."""
         params = self.draw_params(rows)
         if self._pinned is None or self._pinned.size < WORDS * len(rows):
             self._pinned = PinnedBuffers(logits.device, WORDS * max(len(rows), self._rows.num_rows))
@@ -303,7 +303,7 @@ class Sampler:
         return draw(logits, sent, has_top_k=params.has_top_k, has_top_p=params.has_top_p)
 
     def _log_probs(self, raw: Tensor, rows: IntArray, token_ids: IntArray) -> tuple[RowLogProbs, ...]:
-        """Return log probabilities of the model's own distribution: before bias, penalties and temperature."""
+        """Return log probabilities under the model's own distribution: before bias, penalties and temperature."""
         places = self._with(rows, Feature.LOG_PROBS)
         if not places:
             return ()

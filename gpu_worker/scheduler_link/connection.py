@@ -1,4 +1,4 @@
-"""Connect to the scheduler's ZeroMQ socket, and detect lost and rejected connections."""
+"""Connects to the scheduler's ZeroMQ socket, and detects lost and rejected connections."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Dialler:
     """Manages the connection to one scheduler."""
 
     def __init__(self, address: str, credentials: WorkerCredentials | None) -> None:
-        """`credentials` are the connection's keys; None: plain text."""
+        """`credentials` are the keys of the connection; None: plain text."""
         self._address = address
         self._credentials = credentials
         self._was_refused = False
         self._redial_at = 0.0
 
     def dial(self, dealer: zmq.Socket[bytes]) -> None:
-        """Configure and connect a DEALER; from then on ZeroMQ reconnects it."""
+        """Configure and connect a DEALER socket; from then on ZeroMQ reconnects it."""
         dealer.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         dealer.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages without a connection
         dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -43,7 +43,7 @@ class Dialler:
         dealer.connect(self._address)
 
     def was_cut(self, monitor: zmq.Socket[bytes]) -> bool:
-        """Return whether the connection was lost since the last call; `monitor` reports LINK_EVENTS."""
+        """Return whether the connection was lost since the last call; `monitor` must report LINK_EVENTS."""
         was_cut = False
         while True:
             try:
@@ -60,7 +60,7 @@ class Dialler:
         return was_cut
 
     def redial_when_due(self, dealer: zmq.Socket[bytes]) -> None:
-        """Reconnect after a rejection, which ZeroMQ treats as final: the key may be allowed by then."""
+        """Reconnect after a rejection, which ZeroMQ treats as final although the key may be allowed by then."""
         if self._redial_at and time.monotonic() >= self._redial_at:
             self._redial_at = 0.0
             with contextlib.suppress(zmq.ZMQError):

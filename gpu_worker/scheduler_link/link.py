@@ -1,4 +1,4 @@
-"""The worker's connection to the scheduler: a ZeroMQ DEALER in its own thread.
+"""The worker's connection to the scheduler: a ZeroMQ DEALER socket in its own thread.
 
 Register is sent until Registered assigns an epoch; then steps arrive in order of step_id and are put into the inbox,
 from which the compute loop takes them; its results go through the outbox to the scheduler; heartbeats report progress
@@ -48,7 +48,7 @@ _REJECTED_EXIT_CODE = 3
 
 @dataclass(frozen=True, slots=True)
 class EpochStarted:
-    """All sequences are gone; steps of a new epoch follow."""
+    """All sequences were dropped; steps of a new epoch follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class WaitingStep:
-    """A step and its arrival time (time.perf_counter)."""
+    """A step, and the time when it arrived (time.perf_counter)."""
 
     step: Step
     received_at: float
@@ -133,7 +133,7 @@ class SchedulerLink:
         self._thread.start()
 
     def send_result(self, step: Step, output: StepOutput, waiting_s: float) -> None:
-        """Send the result of `step`, or queue it for the link's thread; it is dropped if its epoch has ended."""
+        """Send the result of `step`, or queue it for the link's thread; a result of a past epoch is dropped."""
         self._outbox.append((step, output, waiting_s))
         has_extras = output.tensors or output.log_probs or output.prompt_log_probs
         if has_extras or not self._lock.acquire(blocking=False):
@@ -151,7 +151,7 @@ class SchedulerLink:
             self._wake()
 
     def abandon_epoch(self) -> None:
-        """End the epoch from this side, after a step that could not be executed.
+        """End the epoch on this side, after a step that could not be executed.
 
         The worker then registers as if its process had restarted, so that the scheduler counts a crash and can find the
         request that caused it.
@@ -161,7 +161,7 @@ class SchedulerLink:
         self._wake()
 
     def leave(self) -> None:
-        """Accept no more steps, finish the current ones, send Goodbye, then put Stopped into the inbox."""
+        """Stop accepting steps, finish the current ones, send Goodbye, then put Stopped into the inbox."""
         self._leaving = True
         self._wake()
 

@@ -1,4 +1,4 @@
-"""Convert between protobuf messages and the worker's plain types."""
+"""Converts between protobuf messages and the worker's plain types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert between row outputs and protobuf messages."""
+"""Converts between row outputs and protobuf messages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _named(additional: list[tuple[str, str, bool]], kind: str) -> tuple[tuple[in
 
 
 def row_outputs(item: RowLogProbs) -> worker_pb2.RowOutputs:
-    """Convert log probabilities of a new token."""
+    """Convert the log probabilities of a new token."""
     log_probs = generation_pb2.LogProbs(
         token_log_probs=[item.token_log_prob],
         top_k=len(item.top_token_ids),
@@ -51,7 +51,7 @@ def row_outputs(item: RowLogProbs) -> worker_pb2.RowOutputs:
 
 
 def prompt_outputs(item: PromptLogProbs) -> worker_pb2.RowOutputs:
-    """Convert log probabilities of prompt tokens."""
+    """Convert the log probabilities of prompt tokens."""
     log_probs = generation_pb2.LogProbs(
         token_log_probs=item.token_log_probs,
         top_k=item.top_k,
@@ -63,7 +63,7 @@ def prompt_outputs(item: PromptLogProbs) -> worker_pb2.RowOutputs:
 
 
 def encode_tensors(tensors: Iterable[RowTensor]) -> Iterator[list[worker_pb2.RowOutputs]]:
-    """Yield tensors in pieces, grouped by message."""
+    """Yield tensors in pieces, grouped by the message that carries them."""
     batch: list[worker_pb2.RowOutputs] = []
     num_bytes = 0
     for tensor in tensors:

@@ -28,14 +28,14 @@ from midstream.model.folder import open_model_folder
 
 @dataclass(slots=True)
 class _Row:
-    """The draft model's state of a row: computed tokens and their blocks."""
+    """The draft model's state for a row: which tokens it has computed, and the row's blocks."""
 
     blocks: list[int] = field(default_factory=list)
     tokens: IntArray = field(default_factory=lambda: EMPTY)
 
 
 def load_draft_model(config: WorkerConfig, target: DecoderDescription) -> LoadedModel:
-    """Load the draft model that the settings name.
+    """Load the draft model named in the settings.
 
     Raises:
         ConfigError: It cannot be loaded, or its vocabulary differs.
@@ -49,10 +49,10 @@ def load_draft_model(config: WorkerConfig, target: DecoderDescription) -> Loaded
 
 
 class DraftModel:
-    """Propose drafts for rows of another model with the same vocabulary."""
+    """Proposes drafts for the rows of another model with the same vocabulary."""
 
     def __init__(self, model: LoadedModel, rows: Rows, kv: KvCache, max_num_tokens: int) -> None:
-        """Use a loaded model and its pool.
+        """Use a model that is already loaded, and its pool.
 
         Args:
             model: The loaded model.
@@ -70,7 +70,9 @@ class DraftModel:
         model.decoder.use_cache(kv)
 
     def propose(self, rows: Mapping[int, int]) -> dict[int, IntArray]:
-        """Return up to rows[row] drafts per row; none for rows that must catch up first or have no free blocks."""
+        """Return up to rows[row] draft tokens per row; none for rows that must catch up first or for which no blocks
+        are free.
+        """
         lengths = {row: int(self._rows.lengths[row]) for row in rows}
         ready = self._catch_up({row: limit for row, limit in rows.items() if self._make_room(row, limit)})
         drafts: dict[int, list[int]] = {row: [] for row in ready}
@@ -89,7 +91,9 @@ class DraftModel:
         return {row: np.array(tokens, dtype=np.int32) for row, tokens in drafts.items()}
 
     def _make_room(self, row: int, limit: int) -> bool:
-        """Allocate blocks for a row's tokens and drafts; return False if none are free or it has virtual tokens."""
+        """Allocate blocks for a row's tokens and drafts; return False if none are free or the row has virtual
+        tokens.
+        """
         length = int(self._rows.lengths[row])
         tokens = self._rows.tokens[row, :length]
         if length + limit > self._model.description.max_sequence_length:
@@ -111,7 +115,7 @@ class DraftModel:
             self._free += self._known.pop(row).blocks
 
     def _catch_up(self, rows: Mapping[int, int]) -> dict[int, int]:
-        """Compute missing tokens, as many as one pass allows.
+        """Compute the tokens that the draft model lacks, as many as one pass allows.
 
         Returns:
             Rows that are complete except for the final pass, with the first position of that pass.
@@ -136,7 +140,7 @@ class DraftModel:
         return ready
 
     def _forward(self, starts: Mapping[int, int]) -> torch.Tensor:
-        """Compute rows from these positions to their current ends; return logits at the ends, by ascending row."""
+        """Compute rows from these positions to their current ends; return the logits at the ends, by ascending row."""
         rows = np.array(sorted(starts), dtype=np.int32)
         ends = self._rows.lengths[rows]
         firsts = np.array([starts[row] for row in rows.tolist()], dtype=np.int32)

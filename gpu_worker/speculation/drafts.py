@@ -1,4 +1,4 @@
-"""Propose drafts for speculative rows: by prompt lookup, or with a draft model."""
+"""Proposes drafts for speculative rows: by prompt lookup, or with a draft model."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class DraftMaker(Protocol):
     """A model that proposes drafts."""
 
     def propose(self, rows: Mapping[int, int]) -> dict[int, IntArray]:
-        """Return up to rows[row] drafts per row; rows without drafts may be missing."""
+        """Return up to rows[row] draft tokens per row; rows without drafts may be missing."""
 
 
 class Drafter:
-    """Propose drafts for the sequences in `rows`."""
+    """Proposes drafts for the sequences in `rows`."""
 
     def __init__(self, rows: Rows, model: DraftMaker | None = None) -> None:
         self._rows = rows
         self._model = model
 
     def propose(self, step: Step) -> dict[int, IntArray]:
-        """Return drafts for rows of the step. Rows with features that drafts do not support get none."""
+        """Return drafts for the rows of a step. Rows that use features without support for drafts get none."""
         drafts: dict[int, IntArray] = {}
         of_model: dict[int, int] = {}
         for row, limit in zip(step.draft_rows.tolist(), step.draft_limits.tolist(), strict=True):
@@ -59,7 +59,7 @@ class Drafter:
 
 
 def look_up(tokens: IntArray, max_ngram_size: int, limit: int, prediction: Sequence[int] = ()) -> IntArray:
-    """Return the tokens after the latest earlier occurrence of the last n tokens, for the largest n that occurs.
+    """Return the tokens that followed the latest earlier occurrence of the last n tokens, for the largest n with one.
 
     Args:
         tokens: Prompt and output so far.

@@ -1,4 +1,4 @@
-"""Verify drafts: the target model's own token at each position decides.
+"""Verifies drafts: the target model's own token at each position decides.
 
 A row with drafts is computed as one chunk: its last token and the drafts after it. At each of these positions the next
 token is sampled as if the drafts before it were known, using *shadow rows*: copies of the row, each with one draft
@@ -23,7 +23,7 @@ from midstream.errors import MidstreamError
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Draft tokens of a step.
+    """The draft tokens of a step.
 
     Attributes:
         tokens: Drafts by row; the row's token array holds them after its known tokens.
@@ -50,7 +50,7 @@ class Answer:
 
 
 def with_shadows(state: Rows, generation: IntArray, drafts: Drafts) -> IntArray:
-    """Return the rows that sample for `generation`: each followed by its shadows, which are created here."""
+    """Return the rows that sample for `generation`: each one followed by its shadow rows, which are created here."""
     sampled: list[int] = []
     shadow = int(np.flatnonzero(state.is_active)[-1]) + 1
     for row in generation.tolist():
@@ -76,7 +76,7 @@ def settle(
     errors: Sequence[tuple[int, MidstreamError]],
     log_probs: tuple[RowLogProbs, ...],
 ) -> Answer:
-    """Append results to rows: one token, or the accepted run of rows with drafts; nothing to beams.
+    """Append results to rows: one token, or the accepted tokens of rows with drafts; nothing to beams.
 
     Args:
         state: The rows.

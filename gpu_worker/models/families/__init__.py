@@ -39,7 +39,7 @@ _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.t
 
 
 def family_of(model_type: str) -> Family:
-    """Return the family of a `model_type` of config.json.
+    """Return the family for a `model_type` of config.json.
 
     Raises:
         UnsupportedError: No family has this type; the message lists the supported ones.
@@ -53,7 +53,7 @@ def family_of(model_type: str) -> Family:
 def describe(
     config: Mapping[str, Any], max_attention_window: int = 0, sink_token_length: int = 0
 ) -> DecoderDescription:
-    """Return the decoder that `config` (config.json) describes.
+    """Return the description of the decoder that `config` (config.json) defines.
 
     Args:
         config: Contents of config.json.

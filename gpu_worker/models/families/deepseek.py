@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Kimi K2: latent attention, and experts chosen within groups."""
+"""DeepSeek-V3 and Kimi K2: latent attention, and experts that are chosen within groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu_worker.models.layers.rotary import yarn_magnitude
 
 
 def chosen_in_groups(s: Settings) -> Mixture:
-    """Return the mixture that DeepSeek-V3's settings describe."""
+    """Return the mixture of experts defined by DeepSeek-V3's settings."""
     size = s.size("moe_intermediate_size")
     return Mixture(
         num_experts=s.size("n_routed_experts", "num_local_experts", "num_experts"),

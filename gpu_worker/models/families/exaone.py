@@ -1,4 +1,4 @@
-"""EXAONE 4: norms after sublayers; layers with and without windows, of which the latter have no rotary embedding."""
+"""EXAONE 4: norms after sublayers; layers with and without windows, the latter without rotary embedding."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ DELTA_NET_INPUTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Names of the tensors in weight files. Names of a layer follow `layer`, where {} is its number.
+    """Names of tensors in weight files. The names of a layer's tensors are appended to `layer`, where {} is its number.
 
     Attributes:
         positions: Table of learned position vectors.
@@ -86,7 +86,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Models with the same description.
+    """Models that share a description.
 
     Attributes:
         title: Common name.
@@ -112,12 +112,12 @@ class Settings:
         self._values["model_type"] = config.get("model_type")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a setting, or the default where it is missing or null."""
+        """Return a setting, or the default if it is missing or null."""
         value = self._values.get(name)
         return default if value is None else value
 
     def size(self, name: str, *others: str, default: int | None = None) -> int:
-        """Return a positive integer by the first of the names that is set.
+        """Return a positive integer: the setting under the first of these names that is set.
 
         Raises:
             ConfigError: It is missing or not a positive integer.
@@ -140,7 +140,7 @@ class Settings:
         return float(value)
 
     def layers(self, name: str) -> list[Any] | None:
-        """Return a list with one entry per layer; None if not set.
+        """Return a list with one entry per layer; None if the setting is missing.
 
         Raises:
             ConfigError: It has another length.
@@ -154,7 +154,7 @@ class Settings:
         return values
 
     def refuse(self, **wanted: Any) -> None:
-        """Raise if a setting is set to anything but what is supported.
+        """Raise an error if a setting has any value but the supported one.
 
         Raises:
             UnsupportedError: The message names the setting.
@@ -165,7 +165,7 @@ class Settings:
 
 
 def plain(s: Settings, **changes: Any) -> DecoderDescription:
-    """Return a Llama-like decoder, with changes.
+    """Return the description of a Llama-like decoder, with changes.
 
     Raises:
         UnsupportedError: The activation or rope type is not supported.
@@ -197,7 +197,7 @@ def plain(s: Settings, **changes: Any) -> DecoderDescription:
 
 
 def activation_of(name: object) -> Activation:
-    """Return an activation by its name in transformers.
+    """Return an activation, given its name in transformers.
 
     Raises:
         UnsupportedError: It is not supported.
@@ -215,7 +215,7 @@ def rotary_of(s: Settings, head_dim: int, *, part: float = 1.0, is_interleaved: 
 
 
 def rope_of(s: Settings, settings: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
-    """Return one set of rotary settings, completed with defaults."""
+    """Return one set of rotary settings, with defaults for missing ones."""
     rope = dict(settings)
     rope.setdefault("rope_type", rope.pop("type", "default"))
     if rope.get("rope_theta") is None:
@@ -229,7 +229,7 @@ def rope_of(s: Settings, settings: Mapping[str, Any], theta: float = 10000.0) ->
 
 
 def windows_of(s: Settings, window: object, kinds: list[Any] | None) -> tuple[int | None, ...]:
-    """Return each layer's window by its kind in `layer_types`; without kinds all layers have it.
+    """Return each layer's window according to its kind in `layer_types`; without kinds, all layers have the window.
 
     Raises:
         ConfigError: The window is not a positive number.

@@ -83,7 +83,7 @@ def _read_gemma3(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 def _every(s: Settings, pattern: int) -> list[str]:
-    """Return the layer kinds: every `pattern`-th layer attends to all tokens, the others to a window."""
+    """Return the kind of each layer: every `pattern`-th layer attends to all tokens, the others to a window."""
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(s.size("num_hidden_layers"))]
 
 

@@ -1,4 +1,4 @@
-"""Mamba 2, and hybrids that have it in most layers: Granite 4, Bamba, Nemotron-H and Falcon-H1.
+"""Mamba 2, and hybrid models that use it in most layers: Granite 4, Bamba, Nemotron-H and Falcon-H1.
 
 A layer of Nemotron-H is either Mamba 2, attention, a feed-forward network or experts. Falcon-H1 has Mamba 2 and
 attention side by side in every layer.
@@ -37,7 +37,7 @@ _OTHER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
 def _limits(s: Settings) -> tuple[float, float]:
-    """Return the limits of steps; JSON has no infinity, so files write it in other ways."""
+    """Return the limits on the time step; JSON has no infinity, so files write it in various ways."""
     low, high = s.get("time_step_limit", (0.0, math.inf))
     try:
         return float(low), float(high["__float__"] if isinstance(high, Mapping) else high)
@@ -143,7 +143,7 @@ def _mamba_of(s: Settings) -> Mamba:
 
 
 def _mixers(s: Settings, kinds: Sequence[object]) -> tuple[Mamba | None, ...]:
-    """Return what replaces attention, by the kinds of layers.
+    """Return the layers that replace attention, according to the kinds of layers.
 
     Raises:
         UnsupportedError: A layer is neither Mamba 2 nor attention.

@@ -1,4 +1,6 @@
-"""MiniMax M2: a mixture in every layer, queries and keys normalized over all heads, partial rotary embedding."""
+"""MiniMax M2: a mixture of experts in every layer, queries and keys normalized over all heads, partial rotary
+embedding.
+"""
 
 from __future__ import annotations
 

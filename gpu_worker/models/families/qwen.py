@@ -85,7 +85,7 @@ def _read_next(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 def _sparse(s: Settings, experts: Mixture) -> tuple[Mixture | None, ...]:
-    """Return the experts where a layer has them."""
+    """Return the mixture of experts for each layer that has one, and None for the others."""
     dense, step = s.get("mlp_only_layers", []), s.size("decoder_sparse_step", default=1)
     return tuple(
         experts if i not in dense and (i + 1) % step == 0 else None for i in range(s.size("num_hidden_layers"))

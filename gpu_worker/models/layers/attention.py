@@ -16,7 +16,7 @@ from kernels import KvScales, recurrence
 
 @dataclass(frozen=True, slots=True)
 class PagedTokens:
-    """The location of a step's tokens in one layer's cache.
+    """The locations of a step's tokens in one layer's cache.
 
     Attributes:
         keys, values: [num_blocks, tokens_per_block, num_kv_heads, head_dim].
@@ -39,7 +39,7 @@ class PagedTokens:
     def rotate_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, norms: tuple[Tensor | None, Tensor | None], eps: float
     ) -> Tensor:
-        """Norm and rotate q [M, Hq, D] and k [M, Hk, D]; store k and v, and return q."""
+        """Normalize and rotate q [M, Hq, D] and k [M, Hk, D]; store k and v, and return q."""
         return kernels.rotate_and_store(
             q,
             k,
@@ -78,7 +78,7 @@ class PagedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """Cosines and sines of the tokens of a step, each [M, dim / 2]."""
+    """Cosines and sines of the rotary angles of a step's tokens, each [M, dim / 2]."""
 
     cos: Tensor
     sin: Tensor
@@ -114,7 +114,7 @@ class Attention:
         ranks: TensorRanks,
         add_lora: AddLora | None,
     ) -> Tensor:
-        """x [M, hidden_size] -> [M, hidden_size]; query_scale float32 [M] multiplies the queries."""
+        """Compute x [M, hidden_size] -> [M, hidden_size]; query_scale, float32 [M], multiplies the queries."""
         d, num_tokens = self.description, x.shape[0]
         sizes = [d.num_heads * d.query_rows, d.num_kv_heads * d.head_dim, d.num_kv_heads * d.head_dim]
         q, k, v = torch.split(self.qkv(x), sizes, dim=-1)
@@ -141,7 +141,7 @@ class Attention:
     def _store(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: PagedTokens, angles: Angles | None, query_scale: Tensor | None
     ) -> Tensor:
-        """Return the queries that attend; store keys and values. All are of heads."""
+        """Return the queries to attend with; store keys and values. All inputs are split into heads."""
         d, norms = self.description, (None, None) if self.description.qk_norm == "row" else (self.q_norm, self.k_norm)
         if angles is not None and self.unit is None:
             return tokens.rotate_and_store(q, k, v, angles, norms, d.norm_eps)
@@ -158,7 +158,7 @@ class Attention:
 
 
 def _row_norm(x: Tensor, weight: Tensor, eps: float, whole_size: int, ranks: TensorRanks) -> Tensor:
-    """Normalize rows of which x [M, K] is this rank's slice; weight [K]."""
+    """Normalize rows; x [M, K] is this rank's slice of them. weight [K]."""
     if x.shape[1] == whole_size:
         return kernels.rms_norm(x, weight, eps)
     squares = ranks.sum(x.float().square().sum(dim=-1, keepdim=True))
@@ -167,7 +167,7 @@ def _row_norm(x: Tensor, weight: Tensor, eps: float, whole_size: int, ranks: Ten
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention: queries are projected into the latent space, and the output out of it.
+    """Multi-head latent attention: queries are projected into the latent space, and outputs are projected out of it.
 
     Attributes:
         q_down, q_norm: First factor of a low-rank query projection; None: `q_up` is the full projection.

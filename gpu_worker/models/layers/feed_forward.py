@@ -15,7 +15,7 @@ from kernels import Activation
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """Two products with an activation between them; without a gate, gate_up is only the first product.
+    """Two matrix products with an activation between them; without a gate, gate_up is only the first matrix.
 
     Attributes:
         gate_scale, output_scale: Factors of the gates before the activation, and of the output.
@@ -44,7 +44,7 @@ class FeedForward:
         return out if self.output_scale == 1.0 else out * self.output_scale
 
     def activate(self, inner: Tensor) -> Tensor:
-        """Return the second product's input for the first product's output."""
+        """Return the input of the second product, given the output of the first."""
         return (kernels.activate if self.is_gated else kernels.activate_plain)(inner, self.activation)
 
 

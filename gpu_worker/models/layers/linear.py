@@ -1,4 +1,4 @@
-"""The linear layer over floats, or over int8 with a scale for each output channel."""
+"""The linear layer with float weights, or with int8 weights and a scale per output channel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Linear:
 
 
 def with_lora(linear: Linear, x: Tensor, module: str, add_lora: AddLora | None) -> Tensor:
-    """Return linear(x) with what adapters add to this module: x [M, K] -> [M, N]."""
+    """Return linear(x) plus the contributions of adapters to this module: x [M, K] -> [M, N]."""
     out = linear(x)
     if add_lora is not None:
         add_lora(module, x, out)
@@ -51,7 +51,7 @@ def with_lora(linear: Linear, x: Tensor, module: str, add_lora: AddLora | None) 
 
 
 def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize floats per row: return int8 [N, K] and float32 scales [N]."""
+    """Quantize floats per row; return int8 [N, K] and float32 scales [N]."""
     values = weight.float()
     scale = values.abs().amax(dim=1) / 127
     inverse = torch.where(scale > 0, 1 / scale, 0)

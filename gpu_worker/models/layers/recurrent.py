@@ -21,7 +21,7 @@ from kernels import recurrence
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Equally long runs of tokens of different sequences, each within one block.
+    """Runs of tokens of equal length, from different sequences, each within one block.
 
     Attributes:
         tokens: int64 [n, T], positions in the step's flattened tokens.
@@ -84,7 +84,7 @@ def pieces_of(
 
 
 def _read(states: Tensor, pieces: Pieces, kernel: int, channels: int) -> tuple[Tensor, Tensor]:
-    """Return the convolution's last inputs [n, kernel - 1, channels] and the rest of the states [n, …]."""
+    """Return the convolution's last inputs [n, kernel - 1, channels], and the remaining state [n, …]."""
     found = states[pieces.sources].masked_fill(pieces.is_first[:, None], 0.0)
     inputs, rest = torch.split(found, [(kernel - 1) * channels, found.shape[1] - (kernel - 1) * channels], dim=1)
     return inputs.reshape(-1, kernel - 1, channels), rest

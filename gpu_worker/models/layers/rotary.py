@@ -1,4 +1,4 @@
-"""Tables of rotary position embeddings, for each scaling method."""
+"""Tables of rotary position embeddings, with all supported scaling methods."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def rotary_table(
 
 
 def query_scales(description: DecoderDescription) -> Tensor | None:
-    """Return the factor by which layers without rotary embedding scale queries, float32 [positions]; None: 1.
+    """Return the factors by which layers without rotary embedding scale queries, float32 [positions]; None if they do
+    not.
 
     It is looked up, because the logarithm's last bit depends on an element's place in a tensor.
     """
@@ -76,7 +77,7 @@ def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: Mapping[str, Any], head_dim: int, num_positions: int) -> tuple[Tensor, float]:
-    """Interpolate low-frequency dimensions, keep high-frequency ones, with a linear ramp between them."""
+    """Interpolate low-frequency dimensions and keep high-frequency ones, with a linear ramp between them."""
     base = float(rope["rope_theta"])
     original = float(rope.get("original_max_position_embeddings") or num_positions)
     factor = float(rope.get("factor") or num_positions / original)
@@ -99,7 +100,7 @@ def _yarn(frequencies: Tensor, rope: Mapping[str, Any], head_dim: int, num_posit
 
 
 def _longrope(frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Divide each frequency by its short-context factor; the model is never run beyond the original length."""
+    """Divide each frequency by its short-context factor; the model never runs beyond its original context length."""
     factor, magnitude = float(rope["factor"]), rope.get("attention_factor")
     if magnitude is None:
         original = float(rope["original_max_position_embeddings"])
@@ -108,5 +109,5 @@ def _longrope(frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, flo
 
 
 def yarn_magnitude(factor: float, scale: float) -> float:
-    """Return YaRN's attention factor, which scales cosines and sines."""
+    """Return YaRN's attention factor, by which cosines and sines are scaled."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

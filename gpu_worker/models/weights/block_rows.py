@@ -1,4 +1,4 @@
-"""Convert quantized matrices, given as levels and scales, to rows of blocks in the kernels' formats."""
+"""Converts quantized matrices, given as levels and scales, to rows of blocks in the kernels' formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ZERO_BITS = 9
 
 
 def blocks_per_scale(scale: Tensor, num_columns: int) -> Tensor:
-    """Repeat scales [N, groups], each for the same number of columns, for every block: [N, blocks].
+    """Expand scales [N, groups], which cover equal numbers of columns, to one scale per block: [N, blocks].
 
     Raises:
         ValueError: The group size is not a multiple of the block size.
@@ -27,7 +27,7 @@ def blocks_per_scale(scale: Tensor, num_columns: int) -> Tensor:
 
 
 def int4_weight(levels: Tensor, scale: Tensor, zero: Tensor, input_order: Tensor | None = None) -> Weight:
-    """Return scale * (levels - zero).
+    """Return the matrix scale * (levels - zero) in a four-bit format.
 
     Args:
         levels: uint8 [N, K], at most 15.
@@ -45,7 +45,7 @@ def int4_weight(levels: Tensor, scale: Tensor, zero: Tensor, input_order: Tensor
 
 
 def affine8_weight(levels: Tensor, scale: Tensor, zero: Tensor, input_order: Tensor | None = None) -> Weight:
-    """Return scale * (levels - zero): levels uint8 [N, K], scale and zero [N, groups]."""
+    """Return the matrix scale * (levels - zero): levels uint8 [N, K], scale and zero [N, groups]."""
     num_columns = levels.shape[1]
     scales, minimums = scale.float(), -(scale.float() * zero.float())
     fields = torch.stack([blocks_per_scale(values, num_columns) for values in (scales, minimums)], dim=-1)
@@ -54,13 +54,13 @@ def affine8_weight(levels: Tensor, scale: Tensor, zero: Tensor, input_order: Ten
 
 
 def int8_weight(levels: Tensor, scale: Tensor) -> Weight:
-    """Return scale * levels: levels int8 [N, K], scale [N, 1]."""
+    """Return the matrix scale * levels: levels int8 [N, K], scale [N, 1]."""
     codes = _blocks(levels.view(torch.uint8)).flatten(1)
     return Weight("int8_rows", torch.cat((codes, _bytes(scale)), dim=1), levels.shape[1])
 
 
 def fp8_weight(levels: Tensor, scale: Tensor) -> Weight:
-    """Return scale * levels: levels float8_e4m3fn [N, K], scale [N, groups]."""
+    """Return the matrix scale * levels: levels float8_e4m3fn [N, K], scale [N, groups]."""
     num_columns = levels.shape[1]
     fields = _bytes(blocks_per_scale(scale, num_columns)[..., None])
     rows = torch.cat((fields, _blocks(levels.view(torch.uint8))), dim=-1)
@@ -68,14 +68,14 @@ def fp8_weight(levels: Tensor, scale: Tensor) -> Weight:
 
 
 def mxfp4_weight(codes: Tensor, exponents: Tensor) -> Weight:
-    """Return the weights of E2M1 codes uint8 [N, K], in groups of 32 that share an exponent byte [N, K / 32] (E8M0)."""
+    """Return the matrix for E2M1 codes, uint8 [N, K]; each group of 32 shares an E8M0 exponent byte: [N, K / 32]."""
     blocks = _blocks(codes)
     rows = torch.cat((exponents[..., None], blocks[..., :16] | blocks[..., 16:] << 4), dim=-1)
     return Weight("mxfp4", rows.flatten(1), codes.shape[1])
 
 
 def _blocks(levels: Tensor) -> Tensor:
-    """Return [N, K] as [N, blocks, 32], padded with zeros."""
+    """Reshape [N, K] to [N, blocks, 32], padded with zeros."""
     return torch.unflatten(torch.nn.functional.pad(levels, (0, -levels.shape[1] % BLOCK)), 1, (-1, BLOCK))
 
 

@@ -1,4 +1,4 @@
-"""Read a decoder's weights from a model folder."""
+"""Reads a decoder's weights from a model folder."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ class DecoderWeights:
         self._head_prefix = "language_model." if is_part else ""
 
     def embedding(self) -> Weight:
-        """[vocab_size, hidden_size]."""
+        """The embedding matrix, [vocab_size, hidden_size]."""
         d = self._description
         return self._matrix(self._names.embedding, d.vocab_size, d.hidden_size)
 
     def head(self) -> Weight | None:
-        """[vocab_size, hidden_size]; None: tied to the embedding."""
+        """The matrix of the head, [vocab_size, hidden_size]; None if it is tied to the embedding."""
         d = self._description
         return None if d.ties_embeddings else self._matrix(self._names.head, d.vocab_size, d.hidden_size)
 
     def head_bias(self) -> Tensor | None:
-        """[vocab_size]; None: there is none."""
+        """The biases of the head, [vocab_size]; None if there are none."""
         name = self._names.head + ".bias"
         return self._vector(name, self._description.vocab_size) if self._has(name) else None
 
     def positions(self) -> Tensor | None:
-        """[max_sequence_length, hidden_size]: added to embeddings; None: nothing is."""
+        """Position vectors added to the embeddings, [max_sequence_length, hidden_size]; None if there are none."""
         d = self._description
         if d.position_offset is None:
             return None
@@ -76,7 +76,7 @@ class DecoderWeights:
         return self._vector_of(self._names.positions + ".weight", shape)[d.position_offset :]
 
     def final_norm(self) -> Tensor:
-        """[hidden_size], or with biases [2, hidden_size]."""
+        """The weight of the final norm, [hidden_size], or with biases [2, hidden_size]."""
         return self._norm(self._names.final_norm, self._description.hidden_size)
 
     def rope_factors(self) -> Tensor | None:
@@ -86,7 +86,7 @@ class DecoderWeights:
         return self._vector("rope_freqs.weight", self._description.head_dim // 2)
 
     def layers(self, numbers: range | None = None) -> Iterator[LayerWeights]:
-        """Yield the weights of all layers, or of those with the given indices.
+        """Yield the weights of all layers, or of the layers with the given indices.
 
         Raises:
             ConfigError: A tensor is missing or its shape contradicts the configuration; the message names it.
@@ -271,7 +271,7 @@ class DecoderWeights:
         )
 
     def _linear(self, prefix: str, names: Sequence[str], sizes: Sequence[int], num_columns: int) -> LinearWeights:
-        """Return several projections joined into one linear layer; the file has a tensor for each, or one for all."""
+        """Return several projections joined into one linear layer; the file has one tensor for each, or one for all."""
         if len(names) == 1:
             sizes = [sum(sizes)]
         parts = [(prefix + name, size) for name, size in zip(names, sizes, strict=True)]
@@ -284,7 +284,7 @@ class DecoderWeights:
         return self._kept(self._stored(name, num_rows, num_columns))
 
     def _stored(self, name: str, num_rows: int, num_columns: int) -> Weight:
-        """Return a matrix in the file's format."""
+        """Return a matrix in the format of the file."""
         if name.endswith(self._names.transposed):
             return self._float_weight(self._vector_of(name + ".weight", (num_columns, num_rows)).t().contiguous())
         weight = self._file.matrix(self._in_file(name + ".weight"))
@@ -296,7 +296,7 @@ class DecoderWeights:
         return Weight("bf16" if values.dtype == torch.bfloat16 else "f32", values, values.shape[-1])
 
     def _kept(self, weight: Weight) -> Weight:
-        """Return a matrix in its storage format."""
+        """Return a matrix in the format in which it is kept in memory."""
         target = self._target.get(self._weights)
         return weight if target is None else weight.converted(target)
 
@@ -317,7 +317,7 @@ class DecoderWeights:
         return self._file.has(self._in_file(name))
 
     def _in_file(self, name: str) -> str:
-        """Return the tensor's name in the file."""
+        """Return the name of the tensor in the file."""
         first = self._names.prefixes[0]
         if name.startswith(first):
             return self._prefix + name.removeprefix(first)

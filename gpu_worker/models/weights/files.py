@@ -1,4 +1,4 @@
-"""Weight files: named tensors from safetensors or GGUF, under Hugging Face's names."""
+"""Weight files: tensors from safetensors or GGUF files, under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)$")
 
 
 class WeightFile(Protocol):
-    """Named tensors."""
+    """A source of named tensors."""
 
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of this name."""
 
     def matrix(self, name: str) -> Weight:
-        """Return a matrix in the file's format."""
+        """Return a matrix in the format of the file."""
 
     def vector(self, name: str) -> Tensor:
         """Return a vector as float32."""
@@ -66,11 +66,11 @@ class WeightFile(Protocol):
         """Return a tensor's shape without reading its data."""
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor of floats as the file holds it; of blocks in bfloat16."""
+        """Return a tensor of floats with the type it has in the file; bfloat16 if it is stored in blocks."""
 
 
 class SafetensorsFiles:
-    """One file or several shards."""
+    """The tensors of one safetensors file or of several shards."""
 
     def __init__(self, paths: Sequence[Path], scheme: Scheme | None = None) -> None:
         """Map the files into memory.
@@ -93,11 +93,11 @@ class SafetensorsFiles:
                 self._owners[name] = file
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this name, or a quantized form of the module's weight."""
+        """Return whether there is a tensor with this name, or a quantized form of this module's weight."""
         return name in self._owners or (name.endswith(".weight") and is_packed(self._module(name)))
 
     def matrix(self, name: str) -> Weight:
-        """Return a matrix; float16 becomes f32, which represents it exactly.
+        """Return a matrix; float16 is converted to float32, which represents it exactly.
 
         Raises:
             ConfigError: It is missing or damaged.
@@ -125,7 +125,7 @@ class SafetensorsFiles:
         return tuple(self._owners[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor as the file holds it."""
+        """Return a tensor with the type it has in the file."""
         return self._raw(name)
 
     def _module(self, name: str) -> Module:
@@ -145,7 +145,7 @@ class SafetensorsFiles:
 
 
 class GgufFile:
-    """One GGUF file; block formats that the kernels support are kept, others are converted to floats."""
+    """The tensors of one GGUF file; block formats that the kernels support are kept, others are converted to floats."""
 
     def __init__(self, path: Path, permuted_heads: tuple[int, int] | None) -> None:
         """Map the file into memory.
@@ -167,7 +167,7 @@ class GgufFile:
         return _gguf_name(name) in self._tensors
 
     def matrix(self, name: str) -> Weight:
-        """Return a matrix in the file's format."""
+        """Return a matrix in the format of the file."""
         kind, columns, data = self._get(name)
         blocks = from_gguf(kind, torch.from_numpy(np.array(data)))
         if blocks is not None:
@@ -187,7 +187,7 @@ class GgufFile:
         return values if order is None else values[order]
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, Hugging Face's where there is one."""
+        """Return the names of all tensors; Hugging Face's names where these exist."""
         return [_name_of(name) for name in self._tensors]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -195,7 +195,7 @@ class GgufFile:
         return tuple(reversed(self._tensors[_gguf_name(name)].shape))
 
     def tensor(self, name: str) -> Tensor:
-        """Return a vector as float32; a matrix as bfloat16, or as float32 if stored as floats."""
+        """Return a vector as float32; a matrix as bfloat16, or as float32 if it is stored as floats."""
         if len(self.shape(name)) == 1:
             return self.vector(name)
         weight = self.matrix(name)
@@ -210,7 +210,7 @@ class GgufFile:
         return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
 
     def _get(self, name: str) -> tuple[gguf.GGMLQuantizationType, int, NDArray[np.uint8]]:
-        """Return type, number of columns, and the bytes [num_rows, bytes of a row]."""
+        """Return a tensor's type, number of columns, and bytes [num_rows, bytes per row]."""
         entry = self._tensors.get(_gguf_name(name))
         if entry is None:
             raise ConfigError(f"the weights lack the tensor {_gguf_name(name)}", field="model")
@@ -240,7 +240,7 @@ _LAYER_NAMES = {name: hugging_face for hugging_face, name in _GGUF_LAYER.items()
 
 
 def _name_of(gguf_name: str) -> str:
-    """Return Hugging Face's name of a GGUF tensor."""
+    """Return Hugging Face's name for a GGUF tensor."""
     module, _, kind = gguf_name.rpartition(".")
     layer = re.match(r"blk\.(\d+)\.(.+)$", module)
     if layer:

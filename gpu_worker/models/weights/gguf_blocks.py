@@ -1,4 +1,4 @@
-"""Convert GGUF's block types to the kernels' block formats, without loss.
+"""Converts GGUF's block types to the kernels' block formats, without loss.
 
 The types are defined by ggml (ggml-common.h, ggml-quants.c); the `gguf` package has them in numpy.
 """
@@ -17,7 +17,8 @@ _Type = gguf.GGMLQuantizationType
 
 
 def from_gguf(kind: gguf.GGMLQuantizationType, rows: Tensor) -> tuple[WeightFormat, Tensor] | None:
-    """Return format and rows of a matrix given as rows of GGUF blocks, uint8; None: there is no format for the type.
+    """Convert a matrix, given as rows of GGUF blocks (uint8); return format and rows, or None if there is no format for
+    it.
 
     Also None if a Q4_0 scale is so large that the corresponding minimum of Q4_1 overflows.
     """
@@ -40,7 +41,7 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _nibbles(values: Tensor) -> Tensor:
-    """[..., 32] of at most 15 -> [..., 16]."""
+    """Pack values of at most 15 into nibbles: [..., 32] -> [..., 16]."""
     return values[..., :16] | values[..., 16:] << 4
 
 
@@ -52,7 +53,9 @@ def _q4_0(blocks: Tensor) -> Tensor | None:
 
 
 def _five_bits(low: Tensor, high: Tensor) -> Tensor:
-    """low [..., 16] nibbles and high [..., 4] with a bit for each weight -> [..., 32]."""
+    """Unpack five-bit values from nibbles `low` [..., 16] and one high bit per weight in `high` [..., 4] -> [...,
+    32].
+    """
     bits = high[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
     return torch.cat((low & 15, low >> 4), dim=-1) | bits.flatten(-2) << 4
 
@@ -68,7 +71,7 @@ def _q5_1(blocks: Tensor) -> Tensor:
 
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack 12 bytes [..., 12] to eight scales and eight minimums of six bits each."""
+    """Unpack 12 bytes [..., 12] into eight scales and eight minimums of six bits each."""
     a, b, c = torch.split(packed, 4, dim=-1)
     scales = torch.cat((a & 63, c & 15 | a >> 6 << 4), dim=-1)
     minimums = torch.cat((b & 63, c >> 4 | b >> 6 << 4), dim=-1)
@@ -76,7 +79,7 @@ def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _k_nibbles(packed: Tensor) -> Tensor:
-    """Unpack 128 bytes to [..., 8, 32]: the low nibbles of 32 bytes are one block, the high ones the next."""
+    """Unpack 128 bytes into [..., 8, 32]: the low nibbles of 32 bytes are one block, the high nibbles the next."""
     pairs = torch.unflatten(packed, -1, (4, 1, 32))
     return torch.cat((pairs & 15, pairs >> 4), dim=-2).flatten(-3, -2)
 
@@ -117,7 +120,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def _two_scales(unit: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
-    """Return a float16 [..., 2], 16 bytes of scales and signed levels [..., 8, 32] as blocks of two scales."""
+    """Build blocks with two scales each from a float16 unit [..., 2], 16 scale bytes and signed levels [..., 8, 32]."""
     units = unit[..., None, :].expand(*unit.shape[:-1], 8, 2)
     return torch.cat((units, torch.unflatten(scales, -1, (8, 2)), _bytes(levels)), dim=-1)
 

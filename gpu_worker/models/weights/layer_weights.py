@@ -22,7 +22,7 @@ class LinearWeights:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardWeights:
-    """A feed-forward network. Rows of gate_up: gate, then up."""
+    """The weights of a feed-forward network. Rows of gate_up: gate, then up."""
 
     gate_up: LinearWeights
     down: LinearWeights
@@ -30,7 +30,7 @@ class FeedForwardWeights:
 
 @dataclass(frozen=True, slots=True)
 class MixtureWeights:
-    """A mixture of experts.
+    """The weights of a mixture of experts.
 
     Attributes:
         correction: [num_experts].
@@ -46,7 +46,7 @@ class MixtureWeights:
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """Latent attention. Rows of kv_up: each head's keys, then its values; float32 [rows, kv_rank]."""
+    """The weights of latent attention. Rows of kv_up: each head's keys, then its values; float32 [rows, kv_rank]."""
 
     q_down: LinearWeights | None
     q_norm: Tensor | None
@@ -80,7 +80,7 @@ class RecurrentWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Rows of qkv: all of q, then k, then v. A layer has the parts in its description.
+    """The weights of one decoder layer. Rows of qkv: q, then k, then v. A layer has the components in its description.
 
     Norms of the residual stream are [hidden_size], or with biases [2, hidden_size].
     """

@@ -1,4 +1,4 @@
-"""Read a checkpoint's quantization settings; reject unsupported methods by name.
+"""Reads a checkpoint's quantization settings; rejects unsupported methods by name.
 
 Without this check a float8 tensor would be read as plain weights and its scales ignored.
 """
@@ -56,14 +56,14 @@ def read_scheme(folder: ModelFolder) -> Scheme | None:
 
 
 def refuse_quantized(folder: ModelFolder) -> None:
-    """Raise UnsupportedError if the checkpoint is quantized, for models that run on transformers' code."""
+    """Raise UnsupportedError if the checkpoint is quantized; used for models that run with transformers' code."""
     scheme = read_scheme(folder)
     if scheme is not None:
         _refuse(f"{folder.architecture} does not run natively, so its {scheme.method!r} weights are not supported")
 
 
 def _settings(folder: ModelFolder) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the settings and their location."""
+    """Return the quantization settings and where they were found."""
     for place, config in (("", folder.config), ("text_config.", folder.config.get("text_config"))):
         for name in _SETTINGS:
             settings = config.get(name) if isinstance(config, dict) else None
@@ -176,7 +176,9 @@ def _refuse(found: str) -> NoReturn:
 
 
 def _tensor_types(path: Path) -> dict[str, str]:
-    """Return the type of each tensor in a safetensors file, from its header; readers do not support every type."""
+    """Return the type of each tensor in a safetensors file, read from its header, since readers do not support every
+    type.
+    """
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))

@@ -22,7 +22,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Contents of `quantization_config`.
+    """The contents of `quantization_config`.
 
     Attributes:
         method: `quant_method`.
@@ -48,17 +48,17 @@ class Module:
         return self._get(f"{self.name}.{name}")
 
     def first(self, *names: str) -> Tensor | None:
-        """Return the first of these tensors that it has."""
+        """Return the first of these tensors that the module has."""
         return next((self.get(name) for name in names if self.has(name)), None)
 
 
 def is_packed(module: Module) -> bool:
-    """Return whether the module's matrix is stored under another name than weight."""
+    """Return whether the module's matrix is stored under a name other than `weight`."""
     return any(module.has(name) for name in ("qweight", "weight_packed"))
 
 
 def read_matrix(module: Module, scheme: Scheme | None) -> Weight:
-    """Return the matrix of a module that has no plain weight of floats.
+    """Return the matrix of a module that has no unquantized `weight`.
 
     Raises:
         UnsupportedError: Its storage format is not supported; the message names it.
@@ -81,7 +81,7 @@ def read_matrix(module: Module, scheme: Scheme | None) -> Weight:
 
 
 def _unpacked(words: Tensor, num_bits: int) -> Tensor:
-    """int32 [M, W] -> uint8 [M, W * 32 / num_bits], the lowest bits first."""
+    """Unpack int32 [M, W] -> uint8 [M, W * 32 / num_bits], lowest bits first."""
     shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
     return (words[..., None] >> shifts & (1 << num_bits) - 1).to(torch.uint8).flatten(1)
 
@@ -165,7 +165,7 @@ def _scaled(module: Module, scheme: Scheme) -> Weight:
 
 
 def _by_row(scale: Tensor, num_rows: int, num_columns: int, scheme: Scheme) -> Tensor:
-    """Return a scale of a tensor, of rows, of groups of columns or of blocks as [N, groups]."""
+    """Expand per-tensor, per-row, per-group or per-block scales to [N, groups]."""
     if scale.numel() == 1:
         return scale.view(1, 1).expand(num_rows, 1)
     scale = scale.view(scale.shape[0], -1)

@@ -40,7 +40,7 @@ _MAX_RUNS = 8
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A matrix [num_rows, num_columns]; rows are output channels.
+    """A matrix [num_rows, num_columns]; its rows are output channels.
 
     Attributes:
         format: f32; bf16; int8 with a scale per row; one of BLOCK_FORMATS; mixed: its parts have several.
@@ -58,7 +58,7 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(num_rows, num_columns)."""
+        """The shape (num_rows, num_columns)."""
         return sum(part.shape[0] for part in self.parts) or self.source.shape[0], self.num_columns
 
     def dense(self) -> Tensor:
@@ -105,7 +105,9 @@ class Weight:
         return Weight(target, self.dense(), self.num_columns)
 
     def as_blocks(self) -> list[tuple[BlockWeight, Tensor | None]]:
-        """Return its parts in the GPU kernels' layout, with their input_order; empty if a part has no blocks."""
+        """Return the matrix's parts in the GPU kernels' layout, each with its input_order; empty if a part is not in
+        blocks.
+        """
         made = [
             (block_weight(part.source, BLOCK_FORMATS[part.format], part.num_columns), part.input_order)
             for part in self.parts or (self,)
@@ -115,7 +117,7 @@ class Weight:
         return blocks if len(blocks) == (len(self.parts) or 1) else []
 
     def gate_and_up(self) -> tuple[Weight, Weight]:
-        """Return its upper and lower half in one format and input order; f32 if these differ."""
+        """Return the upper and the lower half in a common format and input order; f32 if these differ."""
         whole = Weight("f32", self.dense(), self.num_columns) if self.parts else self
         first, second = whole.source.chunk(2)
         order = whole.input_order
@@ -125,7 +127,7 @@ class Weight:
 
 
 def stack(weights: Sequence[Weight]) -> Weight:
-    """Stack matrices by rows; mixed if formats differ and some are block formats, else f32."""
+    """Stack matrices by rows; the format is mixed if formats differ and some are block formats, else f32."""
     parts = [part for weight in weights for part in weight.parts or (weight,)]
     first = parts[0]
     if all(_is_alike(part, first) for part in parts):
