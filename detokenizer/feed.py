@@ -1,4 +1,4 @@
-"""The token feed: one stream to each scheduler, which carries the tokens of all requests.
+"""The token feed: one stream to each scheduler that carries the tokens of all requests.
 
 1. A router attaches a request; the pool sends `attach` on the feed of every scheduler (cell). The one that has the
    request replies with `opened`, the others with an error.
@@ -64,7 +64,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
             self._send(pb.FeedCommand(detach=pb.FeedDetach(stream=stream.feed_number)))
 
     def close(self) -> None:
-        """Fail the attached streams: the scheduler was removed, and routers attach elsewhere."""
+        """Fail the attached streams, because the scheduler was removed; routers then attach elsewhere."""
         self.is_open = False
         self._give_up(list(self._streams))
 
@@ -73,7 +73,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
         return stream.feed_number in self._streams
 
     def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
-        """Tell the scheduler where a sequence ends; after a reconnect the stop word is found and sent again."""
+        """Tell the scheduler where a sequence ends; if the feed reconnects, the stop word is found and sent again."""
         stop = pb.FeedStop(
             stream=stream.feed_number, sequence_index=sequence_index, num_tokens=num_tokens, stop_word=stop_word
         )
@@ -134,7 +134,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
 
     @contextlib.contextmanager
     def _for_one(self, number: int) -> Iterator[OutputStream | None]:
-        """Yield the stream with feed number `number`; an error in the body fails only that stream."""
+        """Yield the stream with this number on the feed; an error in the context's body fails only that stream."""
         stream = self._streams.get(number)
         try:
             yield stream
@@ -185,7 +185,7 @@ class FeedPool:
         on_detach: Callable[[OutputStream], None] = lambda _: None,
         transport: str = "grpc",
     ) -> None:
-        """`on_detach` is called with each stream that its router detached; `transport` is the setting's value."""
+        """`on_detach` is called with each stream that its router detached; `transport` is the value of that setting."""
         self.transport = transport
         self.max_message_bytes = max_message_bytes
         self.tls = tls
@@ -200,30 +200,30 @@ class FeedPool:
         self._waiting: dict[int, OutputStream] = {}  # attached, not claimed yet
 
     async def run(self) -> None:
-        """Keep feeds open until cancelled."""
+        """Keep the feeds open until cancelled."""
         async with self._running:  # one that ends with an error ends all
             await self._discovery.run()
             await asyncio.Event().wait()
 
     def server_name(self, target: str) -> str:
-        """Name that a scheduler's certificate must carry; empty: its address."""
+        """Return the name that a scheduler's certificate must contain; empty: its address."""
         return self._discovery.name_of(target)
 
     def attach(self, stream: OutputStream) -> None:
-        """Subscribe to a request at all schedulers."""
+        """Subscribe to a request's tokens at all schedulers."""
         self._waiting[stream.feed_number] = stream
         for feed in self.feeds.values():
             feed.attach(stream)
 
     def detach(self, stream: OutputStream) -> None:
-        """Unsubscribe from it."""
+        """Unsubscribe from a request's tokens."""
         self._on_detach(stream)
         self._waiting.pop(stream.feed_number, None)
         for feed in self.feeds.values():
             feed.detach(stream)
 
     def claim(self, stream: OutputStream, owner: SchedulerFeed) -> None:
-        """Detach the request from all schedulers but `owner`, which has it."""
+        """Detach the request from all schedulers except `owner`, which has it."""
         if self._waiting.pop(stream.feed_number, None) is not None:
             for feed in self.feeds.values():
                 if feed is not owner:

@@ -23,7 +23,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:
-    """How a sequence ended; `num_tokens` is the length of its output without the prompt.
+    """The end of a sequence; `num_tokens` is the length of its output, without the prompt.
 
     The cumulative log probability is set by the scheduler for beams; otherwise it is the sum over the tokens.
     """
@@ -36,7 +36,7 @@ class SequenceEnd:
 
 
 def sequence_end_from_proto(end: pb.FeedSequenceEnd) -> SequenceEnd:
-    """Return how a sequence ended; an end without a reason is an error."""
+    """Return the end of a sequence; raise an error if it has no finish reason."""
     return SequenceEnd(
         end.sequence_index,
         finish_reason_from_proto(end.finish_reason) or FinishReason.ERROR,
@@ -47,7 +47,7 @@ def sequence_end_from_proto(end: pb.FeedSequenceEnd) -> SequenceEnd:
 
 
 def opened_from_proto(opened: pb.FeedOpened, end_ids: tuple[int, ...]) -> Opened:
-    """Return a request's text options; `end_ids` are the model's, used when it names none."""
+    """Return a request's text options; `end_ids` are the model's end tokens, used if the request names none."""
     stopping, output = opened.stopping, opened.output
     ends = (stopping.end_id,) if stopping.HasField("end_id") else end_ids
     rules = TextRules(

@@ -1,4 +1,4 @@
-"""Incremental decoding: constant cost per token, and never a broken character.
+"""Incremental decoding, at a constant cost per token and without splitting a character.
 
 A token represents bytes; the text is their concatenation decoded as UTF-8. A decoder therefore keeps only the bytes of
 an unfinished character, and the concatenated chunks equal what the tokenizer decodes from all tokens.
@@ -22,13 +22,13 @@ _REPLACEMENT = "\ufffd"
 
 
 class TextDecoder(Protocol):
-    """State of one sequence."""
+    """Decoder state of one sequence."""
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Return the text that these tokens make final."""
+        """Return the text that becomes final with these tokens."""
 
     def finish(self) -> str:
-        """Return the remaining text, with U+FFFD for incomplete bytes; the decoder must not be used after it."""
+        """Return the remaining text, with U+FFFD for incomplete bytes; do not use the decoder afterwards."""
 
 
 class DecoderFactory(Protocol):
@@ -39,7 +39,7 @@ class DecoderFactory(Protocol):
 
 
 def decoder_factory(tokenizer: Tokenizer) -> DecoderFactory:
-    """Return the decoders for a tokenizer: our own tables for known decoders, else the library's."""
+    """Return a decoder factory for a tokenizer: our own tables for known decoders, or else the library's decoder."""
     steps: list[dict[str, Any]] = tokenizer.decoder.get("decoders", [tokenizer.decoder])
     kinds = [str(step.get("type")) for step in steps]
     if kinds == ["ByteLevel"]:
@@ -100,7 +100,7 @@ class ByteFallbackFactory:
 
 
 class _ByteFallbackDecoder:
-    """Decode a run of byte tokens as a whole, as the tokenizer does: none of it is final before the run ends."""
+    """Decodes a run of byte tokens as a whole, as the tokenizer does: none of its text is final before the run ends."""
 
     __slots__ = ("_pieces", "_run", "_strip")
 
@@ -139,7 +139,7 @@ class _ByteFallbackDecoder:
 
 
 class LibraryFactory:
-    """Any other decoder, or none, through the library's incremental decoding."""
+    """Any other decoder, or no decoder at all, through the library's incremental decoding."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -150,7 +150,7 @@ class LibraryFactory:
 
 
 class _LibraryDecoder:
-    """Keeps the last emitted tokens, which decide how the next ones are joined, and the pending ones."""
+    """Keeps the last emitted tokens, which determine how the next ones are joined, and the pending tokens."""
 
     __slots__ = ("_before", "_skip", "_step", "_tokenizer", "_waiting")
 
@@ -179,7 +179,7 @@ class _LibraryDecoder:
         return text or ""
 
     def _flush(self) -> str:
-        """Return the text of the pending tokens, regardless of what follows."""
+        """Return the text of the pending tokens, regardless of which tokens follow."""
         before = self._text(self._before)
         text = self._text(self._before + self._waiting)
         text = text[len(before) :] if text.startswith(before) else self._text(self._waiting)

@@ -13,7 +13,7 @@ from midstream.extras import CONTEXT, Extras, LogProbs, Tensor, TensorCursor
 
 
 class OutputCursor:
-    """Outputs received so far.
+    """Tracks which outputs of a sequence have been received.
 
     Attributes:
         cumulative_log_prob: Over the output tokens whose log probabilities were received; None before the first.
@@ -27,11 +27,11 @@ class OutputCursor:
         self._num_repeated_rows = 0
 
     def reopen(self) -> None:
-        """Expect everything to be sent again."""
+        """Expect all outputs to be sent again."""
         self._num_repeated_rows = self._num_prompt_rows
 
     def new(self, extras: Extras, token_offset: int, from_token: int, end: int | None) -> Extras | None:
-        """Return the part of `extras` that is new and to be delivered; None if empty.
+        """Return the part of `extras` that is new and should be delivered; None if there is none.
 
         Args:
             extras: Extras of the tokens from `token_offset` on, all of which were received.
@@ -68,7 +68,7 @@ class OutputCursor:
 
 
 def _before(tensors: Iterable[Tensor], end: int) -> Iterator[Tensor]:
-    """Yield the tensors without the rows of output tokens from `end` on."""
+    """Yield the tensors, without the rows for output tokens from `end` on."""
     for tensor in tensors:
         kept = tensor if tensor.name.startswith(CONTEXT) else tensor.before(end)
         if kept is not None:

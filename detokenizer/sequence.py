@@ -1,4 +1,4 @@
-"""Text of one sequence as a pure function of its tokens: E(k) is the text that is final after k tokens.
+"""The text of one sequence as a pure function of its tokens: E(k) is the text that is final after k tokens.
 
 Held back are unfinished characters, possible beginnings of stop words, and the text of a last token that may turn out
 to be the end or stop token. The chunk for tokens [a, b) carries E(b) - E(a), however the tokens arrived.
@@ -37,12 +37,12 @@ class TextRules:
 
     @staticmethod
     def words(words: Sequence[str]) -> StopWords | None:
-        """The automaton for the stop words; None without any."""
+        """Return the automaton for the stop words; None if there are none."""
         return stop_words(tuple(words)) if words else None
 
 
 class SequenceText:
-    """State of one sequence.
+    """Text state of one sequence.
 
     Attributes:
         num_tokens: Tokens processed so far.
@@ -67,11 +67,11 @@ class SequenceText:
 
     @property
     def stop_word(self) -> str | None:
-        """The stop word that was found."""
+        """The stop word that was found, or None."""
         return self._scanner.match if self._scanner else None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Process the next tokens and return the text that they make final.
+        """Process the next tokens, and return the text that becomes final.
 
         When a stop word is found among them, `stop_at` is set and tokens from there on do not count.
 
@@ -92,7 +92,7 @@ class SequenceText:
         return self._shown(self._scan(token_ids, last - len(token_ids), self._decoder, self._scanner))
 
     def finish(self, *, ends_with_stop_token: bool) -> str:
-        """Return the rest of the text of an ended sequence; a pending token may still complete a stop word."""
+        """Return the remaining text of an ended sequence; a pending token may still complete a stop word."""
         if self._decoder is None or self.stop_at is not None:
             return ""
         text = ""
@@ -109,7 +109,7 @@ class SequenceText:
         return self._shown(text + self._decoder.finish())
 
     def _scan(self, token_ids: Sequence[int], before: int, decoder: TextDecoder, scanner: StopWordScanner) -> str:
-        """Scan token by token, to find the one that completes a match; `before` tokens were processed earlier."""
+        """Scan token by token to find the token that completes a match; `before` tokens were processed earlier."""
         parts: list[str] = []
         for count, token_id in enumerate(token_ids, before + 1):
             parts.append(scanner.scan(decoder.decode((token_id,)), can_stop=count >= self._rules.min_tokens))

@@ -1,4 +1,6 @@
-"""The detokenizer's service: one stream per router, over gRPC or frames, with the text of all its requests."""
+"""The detokenizer's service: one stream per router, over gRPC or frames, with the text of all of the router's
+requests.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
     def __init__(
         self, pool: FeedPool, decoders: DecoderFactory, max_pending_bytes: int, frames: FrameServer | None = None
     ) -> None:
-        """`frames` accepts frame connections; None: routers use gRPC."""
+        """`frames` accepts frame connections; None: routers connect over gRPC."""
         self._frames = frames
         self._pool = pool
         self._decoders = decoders
@@ -66,7 +68,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
         return sum(len(connection.streams) for connection in self._connections)
 
     async def drain(self) -> None:
-        """Reject new streams, and return when the open ones have ended."""
+        """Reject new streams, and return once all open streams have ended."""
         self._is_draining = True
         self.check_drained()
         await self._drained.wait()
@@ -85,7 +87,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
             self.check_drained()
 
     async def OpenStream(self, request: OpenFramesRequest, context: object) -> FramesOffer:  # noqa: N802
-        """Offer a connection over frames instead of Stream; empty if frames are disabled."""
+        """Offer a frame connection instead of Stream; the offer is empty if frames are disabled."""
         if self._frames is None:
             return FramesOffer()
         return self._frames.offer(lambda connection: _FramesHandler(self, connection))
@@ -146,6 +148,6 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
                 self.check_drained()
 
     def check_drained(self) -> None:
-        """Set the drained event once no stream is open."""
+        """Set the drained event if no stream is open."""
         if self._is_draining and not self.num_attached:
             self._drained.set()

@@ -1,4 +1,4 @@
-"""Find stop words in text that arrives in pieces.
+"""Finds stop words in text that arrives in pieces.
 
 The match that ends first wins; of those that end at the same place, the longest. This depends only on the text, not on
 how it is split into tokens or chunks. An Aho-Corasick automaton has a constant cost per character, and its state
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A prefix of one or more stop words.
+    """A node of the automaton: a prefix of one or more stop words.
 
     Attributes:
         held: Length of its longest suffix that may still become a stop word.
@@ -33,7 +33,7 @@ class StopWords:
     """The automaton for a set of words. Immutable, shared by scanners."""
 
     def __init__(self, words: tuple[str, ...]) -> None:
-        """Build it; no word may be empty."""
+        """Build the automaton; no word may be empty."""
         self.nodes = _build(words)
         self.first_characters = frozenset(word[0] for word in words)
 
@@ -45,7 +45,7 @@ def stop_words(words: tuple[str, ...]) -> StopWords:
 
 
 class StopWordScanner:
-    """Scans one sequence's text.
+    """Scans the text of one sequence.
 
     Attributes:
         match: The stop word that was found; None before that.
@@ -54,7 +54,7 @@ class StopWordScanner:
     __slots__ = ("_held", "_keep_match", "_node", "_words", "match")
 
     def __init__(self, words: StopWords, *, keep_match: bool) -> None:
-        """With `keep_match`, the text includes the match; otherwise it ends before it."""
+        """With `keep_match`, the returned text includes the matched word; otherwise it ends before it."""
         self._words = words
         self._keep_match = keep_match
         self._node = 0
@@ -62,7 +62,7 @@ class StopWordScanner:
         self.match: str | None = None
 
     def scan(self, text: str, *, can_stop: bool = True) -> str:
-        """Scan the next piece and return the text that is final now.
+        """Scan the next piece of text, and return the text that is final now.
 
         Args:
             text: The piece.
@@ -90,7 +90,7 @@ class StopWordScanner:
         return text[:certain]
 
     def finish(self) -> str:
-        """Return the text held back; the sequence has ended."""
+        """Return the text that was held back; call this when the sequence has ended."""
         held, self._held = self._held, ""
         return held
 

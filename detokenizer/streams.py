@@ -1,4 +1,4 @@
-"""One request's output for one router, from an offset on.
+"""The output of one request for one router, starting at an offset.
 
 A stream reads its request's tokens from the first one, because the decoder's state depends on all of them, and delivers
 those from the router's offset on. Ready output is held in one chunk per sequence, which grows while the router is
@@ -29,7 +29,7 @@ MAX_TENSOR_BYTES = 8 << 20
 
 
 class Upstream(Protocol):
-    """The feed that a stream's tokens come from."""
+    """The feed that delivers a stream's tokens."""
 
     def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
         """Tell the scheduler where a sequence ends."""
@@ -37,7 +37,7 @@ class Upstream(Protocol):
 
 @dataclass(slots=True)
 class _Sequence:
-    """One sequence; offsets in its output count the prompt where the output begins with it."""
+    """One sequence; offsets into its output include the prompt if the output starts with it."""
 
     text: SequenceText
     from_token: int
@@ -74,7 +74,9 @@ class OutputStream:
         decoders: DecoderFactory,
         max_pending_bytes: int,
     ) -> None:
-        """Deliver each sequence from its entry in `from_token_by_sequence` on; those without one from `from_token`."""
+        """Deliver each sequence from its entry in `from_token_by_sequence` on; sequences without an entry from
+        `from_token`.
+        """
         self.number = number
         self.request_id = request_id
         self.feed_number = feed_number
@@ -108,7 +110,7 @@ class OutputStream:
         return self._opened is not None
 
     def open(self, opened: Opened) -> None:
-        """Handle the feed's `opened`; after a reconnect all output is sent again."""
+        """Handle the feed's `opened` message; after a reconnect all output is sent again."""
         if self._opened is not None:
             for sequence in self._sequences:
                 sequence.outputs.reopen()
@@ -129,7 +131,7 @@ class OutputStream:
         self._flush()
 
     def push(self, upstream: Upstream, sequence_index: int, token_offset: int, token_ids: Sequence[int]) -> None:
-        """Add a sequence's tokens; those already received are dropped."""
+        """Add tokens of a sequence; tokens already received are dropped."""
         if self._opened is None or sequence_index >= len(self._sequences):
             return
         sequence = self._sequences[sequence_index]
@@ -181,7 +183,7 @@ class OutputStream:
             self.add_outputs(sequence_index, token_offset, extras)
 
     def end_sequence(self, end: SequenceEnd) -> None:
-        """End a sequence and release its last text."""
+        """End a sequence, and release its remaining text."""
         if self._opened is None or end.sequence_index >= len(self._sequences):
             return
         sequence = self._sequences[end.sequence_index]
@@ -207,7 +209,7 @@ class OutputStream:
         self._flush()
 
     def end(self, usage: Usage | None, perf_metrics: PerfMetrics | None, error: MidstreamError | None) -> None:
-        """End the request: the last sequence's final chunk is the request's."""
+        """End the request; the last sequence's final chunk also ends the request."""
         if self._opened is None or self._has_ended:
             return
         for index, sequence in enumerate(self._sequences):
@@ -235,7 +237,7 @@ class OutputStream:
             self._connection.mark_ready(self)
 
     def take(self) -> list[Chunk]:
-        """Return all ready output, and set `is_done` with the final chunk."""
+        """Return all output that is ready; set `is_done` when the final chunk is among it."""
         if self._opened is None:
             return []
         chunks = []
@@ -256,12 +258,14 @@ class OutputStream:
         return chunks
 
     def _end_offset(self, sequence: _Sequence) -> int:
-        """Return the length of the sequence's output so far, or the router's offset if that is larger."""
+        """Return the length of the sequence's output so far, or the router's offset if that is higher."""
         count = sequence.text.num_tokens if sequence.text.stop_at is None else sequence.text.stop_at
         return max(self._num_prompt + count, sequence.from_token)
 
     def _is_ready(self, sequence: _Sequence) -> bool:
-        """Return whether output may be sent; the last final chunk waits for the end, as it carries the usage."""
+        """Return whether output may be sent; the last sequence's final chunk waits for the request's end, to include
+        the usage.
+        """
         if sequence.has_ended:
             return self._has_ended or not all(other.has_ended for other in self._sequences)
         return self._opened is not None and self._opened.is_streaming
@@ -269,7 +273,7 @@ class OutputStream:
     def _add(
         self, index: int, sequence: _Sequence, offset: int, token_ids: Sequence[int], text: str, hidden_text: str
     ) -> None:
-        """Add output from `offset` on to the pending chunk, without the part before the router's offset.
+        """Add output from `offset` on to the pending chunk, except for the part before the router's offset.
 
         `hidden_text` is the part of `text` that belongs to tokens before it.
         """
@@ -301,7 +305,9 @@ class OutputStream:
 
 
 class RouterConnection:
-    """One router's streams; they mark themselves ready, and `collect` returns all ready output in one batch."""
+    """The streams of one router; streams mark themselves as ready, and `collect` returns all ready output in one
+    batch.
+    """
 
     def __init__(self, wake: Callable[[], None], detach: Callable[[OutputStream], None]) -> None:
         """`wake` is called when there is output to collect, `detach` with each stream that has ended."""
@@ -311,12 +317,14 @@ class RouterConnection:
         self._ready: dict[int, OutputStream] = {}
 
     def mark_ready(self, stream: OutputStream) -> None:
-        """Mark a stream ready."""
+        """Mark a stream as having output."""
         self._ready[stream.number] = stream
         self._wake()
 
     def collect(self) -> pb.StreamBatch | None:
-        """Return the ready output, one chunk per sequence, and drop finished streams; None if nothing is ready."""
+        """Return the output that is ready, one chunk per sequence, and drop finished streams; None if no output is
+        ready.
+        """
         if not self._ready:
             return None
         ready, self._ready = self._ready, {}

@@ -15,7 +15,7 @@ QUERY_TILES_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """Which keys each query sees, and the softcap of its scores."""
+    """Which keys each query attends to, and the soft cap of its scores."""
 
     window: int | None
     chunk: int | None
@@ -38,7 +38,7 @@ def paged_attention(
     chunk: int | None = None,
     num_sink_tokens: int = 0,
 ) -> Tensor:
-    """Attend from each query to the keys of its own sequence at or before its position -> [M, Hq, Dv].
+    """Let each query attend to the keys of its own sequence at or before its position -> [M, Hq, Dv].
 
     q [M, Hq, D] holds the sequences' queries one after another: sequence i has rows query_starts[i]:query_starts[i + 1]
     (query_starts [B + 1]), the last of its context_lens[i] positions. Its position p lies in block
@@ -66,7 +66,9 @@ def paged_attention(
 
 
 def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
-    """Return one sequence's keys or values as float32 tiles [num_tiles, Hk, KEY_TILE, D], zero after its end."""
+    """Return one sequence's keys or values as float32 tiles [num_tiles, Hk, KEY_TILE, D], zero beyond the sequence's
+    end.
+    """
     block_size = cache.shape[1]
     blocks = block_table[: -(-length // block_size)].long()
     rows = cache[blocks].flatten(0, 1)[:length].float()

@@ -1,4 +1,4 @@
-"""Quantized weights as the GPU kernels read them: codes, and scales of groups of columns."""
+"""Quantized weights as the GPU kernels read them: codes, and one scale per group of columns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_GROUP = 128
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A matrix [N, K]: level * scale + minimum.
+    """A matrix [N, K] with elements level * scale + minimum.
 
     Attributes:
         kind: One of KINDS.
@@ -48,7 +48,7 @@ class BlockWeight:
     num_columns: int
 
     def dense(self) -> Tensor:
-        """Return the float32 weights [N, K]."""
+        """Return the dequantized weights, float32 [N, K]."""
         codes = self.codes
         if self.kind in KINDS[:2]:
             blocks = torch.unflatten(codes, 1, (-1, 16))
@@ -66,13 +66,13 @@ class BlockWeight:
         return weights[:, : self.num_columns]
 
     def to(self, device: torch.device) -> BlockWeight:
-        """Return it on a device."""
+        """Return a copy on another device."""
         minimum = None if self.minimum is None else self.minimum.to(device)
         return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), minimum=minimum)
 
 
 def block_weight(rows: Tensor, weight_format: WeightFormat, num_columns: int) -> BlockWeight | None:
-    """Return rows of blocks as codes and scales; None for formats that are not made of blocks."""
+    """Return rows of blocks as codes and scales; None for formats that are not block formats."""
     if weight_format not in _KINDS:
         return None
     size, num_bytes = fields_bytes(weight_format)
@@ -92,7 +92,7 @@ def _has_pairs(values: Tensor) -> bool:
 
 
 def _smallest(values: Tensor) -> Tensor:
-    """Return the same numbers in the smallest type that holds them."""
+    """Return the same values in the smallest number type that holds them."""
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(values.to(dtype).float(), values):
             return values.to(dtype)

@@ -1,4 +1,4 @@
-"""Build the CPU kernels: `python -m kernels.build` compiles csrc/ once for each instruction set."""
+"""Builds the CPU kernels: `python -m kernels.build` compiles csrc/ once per instruction set."""
 
 import argparse
 import fcntl
@@ -45,11 +45,11 @@ BUILD_OF = {"amx": "avx512"}
 
 
 class BuildError(Exception):
-    """There is no compiler, or it failed, as stated in the message."""
+    """There is no compiler, or compilation failed; the message says which."""
 
 
 def processor_flags() -> frozenset[str]:
-    """Return the processor's features as /proc/cpuinfo names them; empty where there is no such file."""
+    """Return the processor's features as named in /proc/cpuinfo; empty if there is no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -58,7 +58,7 @@ def processor_flags() -> frozenset[str]:
 
 
 def builds_for(flags: frozenset[str]) -> list[str]:
-    """Return the builds that a processor with these flags runs: the best one, and the one for AVX2 should that fail."""
+    """Return the builds that a processor with these flags can run: the best one, and the AVX2 build as a fallback."""
     runnable = [BUILD_OF.get(isa, isa) for isa, needs in ISA_NEEDS.items() if flags >= needs]
     return list(dict.fromkeys([*runnable[:1], "avx2"]))
 
@@ -76,7 +76,7 @@ def library_path(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
 
 
 def build(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
-    """Compile the library unless it is there, and return its path; raises BuildError."""
+    """Compile the library unless it exists, and return its path; raises BuildError."""
     target = library_path(isa, extra_flags)
     if target.exists():
         return target
@@ -116,7 +116,7 @@ def _build_dir() -> Path:
 
 
 def main() -> int:
-    """Build, drop what older sources left, and report; 1 if nothing could be built."""
+    """Build, remove libraries of older sources, and report; return 1 if nothing could be built."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--here", action="store_true", help="Only what this processor runs. [every instruction set]")
     wanted = builds_for(processor_flags()) if parser.parse_args().here else list(ISA_FLAGS)

@@ -1,4 +1,4 @@
-"""Choose the implementation of each operation.
+"""Chooses the implementation of each operation.
 
 Tensors on a CPU take the PyTorch references. On CUDA an operation uses flash-attn if it is installed and supports the
 case (attention only), otherwise our Triton kernels, otherwise the PyTorch reference. A batch-invariant process uses
@@ -62,7 +62,7 @@ _segment_keys = 0
 
 
 def set_batch_invariant(is_on: bool, max_sequence_length: int = 0) -> None:
-    """Set whether outputs on CUDA must not depend on the rest of the batch, in this process. Off by default.
+    """Set, for this process, whether outputs on CUDA must not depend on the rest of the batch. Off by default.
 
     Processes whose output must be bit-identical need the same max_sequence_length, in tokens.
 
@@ -150,7 +150,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def apply_rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Turn pairs of the leading R numbers of each head: q [M, Hq, D], k [M, Hk, D], cos and sin [M, R/2].
+    """Rotate pairs of the first R elements of each head: q [M, Hq, D], k [M, Hk, D], cos and sin [M, R/2].
 
     The pairs are (i, i + R/2), or with is_interleaved (2i, 2i + 1). R is at most D.
     """
@@ -170,7 +170,9 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def can_group(weight: Tensor) -> bool:
-    """Return whether `grouped_linear` takes many matrices like this one in one launch, so that stacking them pays."""
+    """Return whether `grouped_linear` processes many matrices like this one in one launch, so that stacking them
+    pays off.
+    """
     return _takes_triton(weight)
 
 
@@ -232,7 +234,7 @@ def rotate_and_store(
     is_interleaved: bool = False,
     scales: KvScales | None = None,
 ) -> Tensor:
-    """Norm the heads of q and k by q_norm and k_norm [D], if given, and turn them; return q, and store k and v.
+    """Normalize the heads of q and k by q_norm and k_norm [D], if given, and rotate them; return q, and store k and v.
 
     Arguments as of `rms_norm`, `apply_rotary` and `store_kv`.
     """
@@ -271,7 +273,7 @@ def paged_attention(
     num_sink_tokens: int = 0,
     max_queries: int | None = None,
 ) -> Tensor:
-    """Attend from each query to the keys of its own sequence at or before its position -> [M, Hq, Dv].
+    """Let each query attend to the keys of its own sequence at or before its position -> [M, Hq, Dv].
 
     q [M, Hq, D] holds the sequences' queries one after another: sequence i has rows query_starts[i]:query_starts[i + 1]
     (query_starts [B + 1]), at least one, the last of its context_lens[i] positions. Its position p lies in block
@@ -336,7 +338,7 @@ def paged_attention(
 
 
 def can_sample(logits: Tensor) -> bool:
-    """Return whether `sample` takes these logits."""
+    """Return whether `sample` supports these logits."""
     return _takes_triton(logits)
 
 

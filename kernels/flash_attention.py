@@ -1,4 +1,4 @@
-"""Paged attention with the flash-attn packages, if an installed version supports the case."""
+"""Paged attention with the flash-attn packages, where an installed version supports the case."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FlashAttention:
     block_multiple: int
 
     def can_run(self, q: Tensor, k_cache: Tensor) -> bool:
-        """Return whether this version takes these shapes and types."""
+        """Return whether this version supports these shapes and types."""
         return (
             q.dtype in _DTYPES
             and k_cache.dtype == q.dtype
@@ -55,7 +55,7 @@ class FlashAttention:
         softcap: float = 0.0,
         max_queries: int | None = None,
     ) -> Tensor:
-        """Attend as `kernels.attention.paged_attention` does."""
+        """Compute the same as `kernels.attention.paged_attention`."""
         # Bounds, so that nothing is read back from the device.
         most_queries = q.shape[0] - context_lens.shape[0] + 1 if max_queries is None else max_queries
         left = -1 if window is None else window - 1
@@ -120,7 +120,7 @@ _VERSIONS = {
 
 @functools.cache
 def load_flash_attention(capability: tuple[int, int]) -> FlashAttention | None:
-    """Return the installed version that suits a device of this compute capability best, or None."""
+    """Return the installed version best suited to a device with this compute capability, or None."""
     order = (4, 2) if capability[0] >= 10 else (3, 4, 2) if capability[0] == 9 else (2,)
     for version in order:
         module_name, function_name, block_multiple = _VERSIONS[version]

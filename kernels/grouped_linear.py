@@ -1,4 +1,4 @@
-"""Linear layers where each row has its own choice of many matrices, in plain PyTorch."""
+"""Linear layers in which each row chooses one of many matrices, in plain PyTorch."""
 
 import torch
 from torch import Tensor

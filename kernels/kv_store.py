@@ -1,4 +1,4 @@
-"""Write keys and values into the paged cache, in plain PyTorch."""
+"""Writes keys and values into the paged cache, in plain PyTorch."""
 
 from torch import Tensor
 

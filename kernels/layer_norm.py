@@ -5,7 +5,9 @@ from torch import Tensor
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Subtract the mean of each row of x [..., H], scale it to unit variance, then by weight [H]; in float32."""
+    """Subtract the mean of each row of x [..., H], scale it to unit variance, and multiply by weight [H]; in
+    float32.
+    """
     wide = x.float()
     centered = wide - wide.mean(dim=-1, keepdim=True)
     inverse = torch.rsqrt(centered.square().mean(dim=-1, keepdim=True) + eps)

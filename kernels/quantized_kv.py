@@ -1,4 +1,4 @@
-"""A paged cache in int8 or float8, in plain PyTorch: each head of each token has its own scale."""
+"""A paged cache in int8 or float8, in plain PyTorch, with one scale per head and token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @dataclass(frozen=True, slots=True)
 class KvScales:
-    """Scales of a quantized cache: keys and values float32 [num_blocks, block_size, Hk]."""
+    """Scales of a quantized cache: for keys and for values, float32 [num_blocks, block_size, Hk]."""
 
     keys: Tensor
     values: Tensor
@@ -24,7 +24,9 @@ class KvScales:
 def store_quantized_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, scales: KvScales
 ) -> None:
-    """Write row i of k and v [M, Hk, D], divided by its scales, to slot slot_mapping[i] of the caches and `scales`."""
+    """Quantize row i of k and v [M, Hk, D] per head, and write it to slot slot_mapping[i] of the caches and
+    `scales`.
+    """
     slots = slot_mapping.long()
     for source, cache, scale in ((k, k_cache, scales.keys), (v, v_cache, scales.values)):
         wide = source.float()
@@ -51,7 +53,7 @@ def quantized_paged_attention(
     chunk: int | None = None,
     num_sink_tokens: int = 0,
 ) -> Tensor:
-    """Run paged_attention over a quantized cache by dequantizing all of it: correct but slow."""
+    """Run paged_attention over a quantized cache by dequantizing the whole cache: correct but slow."""
     keys = k_cache.float() * scales.keys[..., None]
     values = v_cache.float() * scales.values[..., None]
     tables = (block_tables, query_starts, context_lens)

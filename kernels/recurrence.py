@@ -13,7 +13,9 @@ from torch.nn import functional
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return x in float64 on a CPU, where vector and scalar float32 functions differ in the last bit; else float32."""
+    """Convert x to float64 on a CPU, where vector and scalar float32 functions differ in the last bit; else to
+    float32.
+    """
     return x.double() if x.device.type == "cpu" else x.float()
 
 
@@ -34,7 +36,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def fold(x: Tensor, dim: int) -> Tensor:
-    """Return the sum over a dimension, adding one half to the other until one element is left."""
+    """Return the sum over a dimension, by repeatedly adding one half to the other until one element is left."""
     while (size := x.shape[dim]) > 1:
         half = size // 2
         folded = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
@@ -43,12 +45,12 @@ def fold(x: Tensor, dim: int) -> Tensor:
 
 
 def unit_rows(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Divide the rows of x [..., D] by their lengths, with eps added to the squares."""
+    """Divide each row of x [..., D] by its length; eps is added to the sum of squares."""
     return x * torch.rsqrt(fold(x * x, -1) + eps)[..., None]
 
 
 def causal_conv(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the convolution of each channel over the tokens, and the inputs that the next tokens need.
+    """Convolve each channel over the tokens; return the outputs, and the inputs that the next tokens need.
 
     x [n, T, C], before [n, K - 1, C]: the inputs of the last tokens before, weight [C, K], bias [C] -> [n, T, C] and
     [n, K - 1, C].
@@ -66,7 +68,7 @@ def causal_conv(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None) 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Token by token, decay the state, correct its value for k towards v by beta, and read it with q.
+    """For each token, decay the state, correct its value for k towards v by beta, and read it with q.
 
     q and k [n, T, H, Dk], v [n, T, H, Dv], decay and beta [n, T, H], state [n, H, Dk, Dv] -> [n, T, H, Dv] and the
     state after the last token.
@@ -84,7 +86,7 @@ def gated_delta_rule(
 def selective_scan(
     x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Fade the state, add step * x under b, and read it with c, token by token.
+    """For each token, decay the state, add step * x along b, and read it with c.
 
     x [n, T, H, P], step and decay [n, T, H], b and c [n, T, G, N] for groups of H / G heads, state [n, H, P, N] ->
     [n, T, H, P] and the state after the last token.

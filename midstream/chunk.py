@@ -39,7 +39,7 @@ def finish_reason_from_proto(number: int) -> FinishReason | None:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; completion tokens over all sequences."""
+    """Token counts of one request; completion tokens are summed over all sequences."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -48,7 +48,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PerfMetrics:
-    """Times of a request's events, nanoseconds since the Unix epoch (0: did not happen), and counters."""
+    """Times of a request's events, in nanoseconds since the Unix epoch (0: did not happen), and counters."""
 
     arrival_unix_ns: int = 0
     first_scheduled_unix_ns: int = 0
@@ -66,7 +66,7 @@ _PERF_FIELDS = tuple(PerfMetrics.__dataclass_fields__)
 
 @dataclass(slots=True)
 class Chunk:
-    """Consecutive tokens of one sequence and the text that they complete.
+    """Consecutive tokens of one sequence, and the text that they complete.
 
     Attributes:
         sequence_index: Index of the sequence in the request.
@@ -100,7 +100,7 @@ class Chunk:
 
     @property
     def next_offset(self) -> int:
-        """The offset to resume this sequence at."""
+        """The token offset from which to resume this sequence."""
         return self.token_offset + len(self.token_ids)
 
     def adds_to(self, num_tokens: int) -> bool:
@@ -115,7 +115,7 @@ class Chunk:
         return 256 + 4 * len(self.token_ids) + 2 * len(self.text) + (self.extras.num_bytes if self.extras else 0)
 
     def append(self, later: Chunk) -> None:
-        """Append the following chunk; one that begins at or before this one (all tokens so far) replaces it.
+        """Append the next chunk; a chunk that starts at or before this one (and has all tokens so far) replaces it.
 
         Precondition: Same sequence, and later.token_offset <= self.next_offset.
         """
@@ -135,7 +135,9 @@ class Chunk:
             self.perf_metrics, self.error = later.perf_metrics, later.error
 
     def cut(self, max_tensor_bytes: int) -> tuple[Chunk, Chunk | None]:
-        """Split so that the first chunk has at most `max_tensor_bytes` of tensors; the second one is final."""
+        """Split the chunk so that the first part has at most `max_tensor_bytes` of tensors; only the second part is
+        final.
+        """
         if self.extras is None or len(self.extras.tensors) < 2:
             return self, None
         extras, rest = self.extras.cut(max_tensor_bytes)
@@ -145,7 +147,7 @@ class Chunk:
         return first, replace(self, token_offset=self.next_offset, token_ids=(), text="", extras=rest)
 
     def pieces(self, max_tensor_bytes: int) -> Iterator[Chunk]:
-        """Return the chunk as messages with a limited size of tensors each."""
+        """Split the chunk into messages with a limited size of tensors each."""
         rest: Chunk | None = self
         while rest is not None:
             piece, rest = rest.cut(max_tensor_bytes)
@@ -215,7 +217,9 @@ class Chunk:
 
 
 class SequenceEnds:
-    """The sequences of a stream whose end was already sent. Ends are repeated after an attach or resume past them."""
+    """Tracks the sequences of a stream whose end was already sent. Ends are repeated after an attach or resume past
+    them.
+    """
 
     __slots__ = ("_shown",)
 

@@ -1,4 +1,4 @@
-"""Monotonic time inside a process. Wall time is used only on the wire and on disk, and converted there."""
+"""Monotonic time within a process. Wall-clock time is used only on the wire and on disk, and converted there."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class SteadyClock:
         return self._monotonic_ns() + self._offset_ns
 
     def to_unix_ns(self, time_ns: int) -> int:
-        """Convert a time to Unix time by the current wall clock; 0 ("did not happen") stays 0."""
+        """Convert a time to Unix time using the current wall clock; 0 ("did not happen") stays 0."""
         return time_ns + self._jump_ns() if time_ns else 0
 
     def from_unix_ns(self, unix_ns: int) -> int:
-        """Convert Unix time by the current wall clock to this clock's time; 0 stays 0."""
+        """Convert Unix time to this clock's time using the current wall clock; 0 stays 0."""
         return unix_ns - self._jump_ns() if unix_ns else 0
 
     def to_monotonic_ns(self, time_ns: int) -> int:
-        """Return a time by the monotonic clock, which all processes of the same `boot_id` share."""
+        """Convert a time to that of the monotonic clock, which all processes with the same `boot_id` share."""
         return time_ns - self._offset_ns
 
     def from_monotonic_ns(self, monotonic_ns: int) -> int:
-        """Return the inverse of `to_monotonic_ns`."""
+        """Convert a time of the monotonic clock to this clock's time: the inverse of `to_monotonic_ns`."""
         return monotonic_ns + self._offset_ns
 
     def _jump_ns(self) -> int:

@@ -48,17 +48,17 @@ class MidstreamError(Exception):
 
 
 class InvalidArgumentError(MidstreamError):
-    """A field of a request is out of its range or contradicts another."""
+    """A field of a request is out of range or contradicts another field."""
 
     code = StatusCode.INVALID_ARGUMENT
 
 
 class ConfigError(InvalidArgumentError):
-    """A flag, an environment variable or a model folder is wrong; the service does not start."""
+    """A flag, an environment variable or a model folder is invalid; the service does not start."""
 
 
 class NotFoundError(MidstreamError):
-    """No such model, adapter or request."""
+    """There is no such model, adapter or request."""
 
     code = StatusCode.NOT_FOUND
 
@@ -102,13 +102,13 @@ class AbortedError(MidstreamError):
 
 
 class UnsupportedError(MidstreamError):
-    """A known feature that this model or worker lacks."""
+    """A known feature that this model or worker does not support."""
 
     code = StatusCode.UNIMPLEMENTED
 
 
 class UnauthenticatedError(MidstreamError):
-    """No credentials, or wrong ones."""
+    """Credentials are missing or wrong."""
 
     code = StatusCode.UNAUTHENTICATED
 

@@ -15,7 +15,7 @@ from protos import scheduler_pb2
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Log probabilities of consecutive tokens: row i is for token i and has the `top_k` likeliest entries."""
+    """Log probabilities of consecutive tokens: row i belongs to token i and has the `top_k` most likely entries."""
 
     token_log_probs: tuple[float, ...]
     top_k: int
@@ -82,7 +82,7 @@ CONTEXT = "context_"
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A piece of a dense row-major little-endian tensor: some of its rows.
+    """A part of a dense, row-major, little-endian tensor: some of its rows.
 
     Attributes:
         dtype: A name such as `float32`.
@@ -106,7 +106,7 @@ class Tensor:
         return Tensor(message.name, dtype, shape, message.data, message.data_offset, message.is_last)
 
     def before(self, num_rows: int) -> Tensor | None:
-        """Return the part of the piece within the tensor's first `num_rows` rows; None if there is none."""
+        """Return the part of this piece within the first `num_rows` rows of the tensor; None if there is none."""
         row_bytes = len(self.data) // self.shape[0]
         count = num_rows - self.data_offset // row_bytes
         if count >= self.shape[0]:
@@ -147,7 +147,9 @@ class Extras:
         return sum(len(tensor.data) for tensor in self.tensors)
 
     def cut(self, max_tensor_bytes: int) -> tuple[Extras, Extras | None]:
-        """Split into extras with at most `max_tensor_bytes` of tensors, but at least one piece, and the rest."""
+        """Split into extras with at most `max_tensor_bytes` of tensors (but at least one piece) and the remaining
+        extras.
+        """
         num_bytes = 0
         for count, tensor in enumerate(self.tensors):
             num_bytes += len(tensor.data)
@@ -177,7 +179,7 @@ def extras_from_proto(message: pb.GenerateResponse | scheduler_pb2.FeedOutputs) 
 
 
 class TensorCursor:
-    """A reader's progress in each tensor of one sequence."""
+    """Tracks a reader's progress in each tensor of one sequence."""
 
     def __init__(self) -> None:
         self._ends: dict[str, int] = {}
@@ -215,7 +217,7 @@ _VALUE_BYTES = 4
 
 
 def tensor_bytes(request: pb.GenerateRequest, num_prompt_tokens: int, vocab_size: int, hidden_size: int) -> int:
-    """Return the maximum total size of all tensors that a request asks for, with max_tokens in each sequence."""
+    """Return the maximum total size of all tensors that a request asks for, assuming max_tokens in each sequence."""
     output = request.output
     num_output_tokens = request.max_tokens * max(request.sampling.num_return_sequences, request.sampling.beam_width, 1)
     num_values = output.return_context_logits * num_prompt_tokens * vocab_size

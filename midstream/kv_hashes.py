@@ -1,4 +1,4 @@
-"""Names of KV blocks: a hash chain over full blocks of tokens, the same in the scheduler and in routers.
+"""Identifiers of KV blocks: a hash chain over full blocks of tokens, the same in the scheduler and in routers.
 
 A block's hash covers its tokens and everything before them. The chain starts with a seed made of what must be equal for
 requests to share blocks.
@@ -21,6 +21,6 @@ def chain_seed(parts: Iterable[str]) -> int:
 
 
 def chain_hash(parent: int, tokens: array[int]) -> int:
-    """Return the hash of a full block given its parent's; 64 bits of BLAKE2b, so collisions cannot be forced."""
+    """Return a full block's hash, given its parent's hash: 64 bits of BLAKE2b, so that collisions cannot be forced."""
     data = parent.to_bytes(8, "little") + tokens.tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""Determine how many compute threads this process can run without contention."""
+"""Determines how many compute threads this process can run without contention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ROOT = Path("/")
 
 
 def num_compute_threads(root: Path = _ROOT, cpus: Collection[int] | None = None) -> int:
-    """Return the number of cores that affinity and the cgroup's quota leave to this process, at least 1.
+    """Return the number of cores that CPU affinity and the cgroup's quota allow this process, at least 1.
 
     Threads of one core share its arithmetic units, so a core counts once. Slow cores of a hybrid processor count too,
     since the kernels distribute work dynamically.
@@ -25,7 +25,7 @@ def num_compute_threads(root: Path = _ROOT, cpus: Collection[int] | None = None)
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """Return the logical processors of the core that has this one."""
+    """Return the logical processors that share a core with this one."""
     folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     for name in ("core_cpus_list", "thread_siblings_list"):
         if text := _read(folder / name):
@@ -34,7 +34,7 @@ def _siblings(root: Path, cpu: int) -> str:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Return the processors that this process's cgroup and its ancestors allow."""
+    """Yield the numbers of processors that this process's cgroup and its ancestors allow."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):

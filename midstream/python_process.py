@@ -1,4 +1,4 @@
-"""Start Python processes without the working folder on their path.
+"""Starts Python processes without the working directory on their import path.
 
 `python -m` imports from the working folder first, so that a user's `scheduler.py`, `protos/` or `logging.py` would be
 executed instead of ours or the standard library's.
@@ -30,7 +30,7 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 
 def python_environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `base` with a PYTHONPATH that puts our packages first and excludes the working folder.
+    """Return `base` with a PYTHONPATH that puts our packages first and excludes the working directory.
 
     Absolute entries of PYTHONPATH stay, for plugins. Relative and empty ones mean the working folder and are removed.
     PYTHONSAFEPATH keeps their child processes from adding it again.

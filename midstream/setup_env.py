@@ -1,4 +1,4 @@
-"""Create the virtual environment in which Midstream runs from a checkout. Needs only the standard library.
+"""Creates the virtual environment in which Midstream runs from a checkout. Needs only the standard library.
 
 python3 -m midstream.setup_env --venv .venv
 
@@ -37,7 +37,7 @@ class SetupError(Exception):
 
 
 class Steps:
-    """Runs commands one after the other and shows the current one, its duration and activity."""
+    """Runs commands one after the other, showing the current one, its duration and its activity."""
 
     def __init__(self, count: int, log: Path) -> None:
         self._count = count
@@ -113,7 +113,7 @@ def _environment() -> dict[str, str]:
 
 
 def has_environment(venv: Path) -> bool:
-    """Return whether `venv` holds an interpreter that runs and has pip."""
+    """Return whether `venv` contains a working interpreter with pip."""
     python = venv / "bin" / "python"
     if not python.exists():
         return False

@@ -195,7 +195,7 @@ class Rows:
         self.lengths[row] = end
 
     def make_shadow(self, row: int, shadow: int, length: int) -> None:
-        """Make the unused row `shadow` a copy of `row` whose length is `length` tokens of the row's token array."""
+        """Copy a row to an unused row; in the copy, the first `length` tokens of the token array are known."""
         if shadow >= self.num_rows:
             self._grow(shadow)
         self.copy(row, shadow)

@@ -24,17 +24,17 @@ MXFP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def fields_bytes(weight_format: WeightFormat) -> tuple[int, int]:
-    """Return the bytes of a block's fields, and of the whole block."""
+    """Return the size in bytes of each field of a block, and of the whole block."""
     return _FIELD_BYTES[weight_format], block_bytes(weight_format)
 
 
 def block_bytes(weight_format: WeightFormat) -> int:
-    """Return the bytes of a block of 32 weights."""
+    """Return the size in bytes of a block of 32 weights."""
     return _FIELD_BYTES[weight_format] + (BLOCK // 2 if weight_format in _NIBBLES else BLOCK)
 
 
 def levels_of_blocks(rows: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return levels q, scales s and minimums m of rows uint8 [N, blocks * bytes]: the weights are q * s + m.
+    """Return levels q, scales s and minimums m for rows uint8 [N, blocks * bytes]: the weights are q * s + m.
 
     q is float32 [N, blocks, 32 / G, G] and s and m are [N, blocks, 32 / G, 1]; m None: it is zero.
     """
@@ -75,7 +75,7 @@ _VIEWS = ((torch.float16, 2), (torch.float32, 4))
 
 
 def dequantize_blocks(rows: Tensor, weight_format: WeightFormat, num_columns: int) -> Tensor:
-    """Return the float32 weights [N, num_columns] of rows of blocks, or of INT8's rows with a scale at their end."""
+    """Dequantize rows of blocks, or INT8 rows with a scale at their end, to float32 [N, num_columns]."""
     if weight_format == WeightFormat.INT8:
         return rows[:, :num_columns].contiguous().view(torch.int8) * rows[:, -4:].contiguous().view(torch.float32)
     levels, scale, minimum = levels_of_blocks(rows, weight_format)
@@ -84,7 +84,7 @@ def dequantize_blocks(rows: Tensor, weight_format: WeightFormat, num_columns: in
 
 
 def round_to_int16(weight: Tensor) -> Tensor:
-    """Return the values of `weight` [N, K] after conversion to INT16.
+    """Return the values that `weight` [N, K] has after conversion to INT16.
 
     The scale of 32 weights lets their levels sum to 65,504 at most, so that products with 16 bits fit 32. Most bfloat16
     weights are kept as they are: all but those far below the mean magnitude of their block.
@@ -101,7 +101,7 @@ def round_to_int16(weight: Tensor) -> Tensor:
 def random_blocks(
     weight_format: WeightFormat, num_rows: int, num_columns: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Return rows of blocks with any levels, and with scales that leave the weights at about 1."""
+    """Return rows of blocks with random levels, and with scales such that the weights are of magnitude 1."""
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)

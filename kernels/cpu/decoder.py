@@ -33,13 +33,15 @@ _CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2, torch.int
 
 
 def stored_head_dim(head_dim: int, cache_dtype: torch.dtype) -> int:
-    """Return the numbers stored per head and token in a cache of this type: integers include a float32 scale."""
+    """Return the number of elements stored per head and token in a cache of this type; integer types include a
+    float32 scale.
+    """
     return head_dim + (0 if cache_dtype.is_floating_point else 4 // cache_dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class PackedExpert:
-    """The two products of a feed-forward network, as in DecoderLayer."""
+    """The two matrices of a feed-forward network, as in DecoderLayer."""
 
     gate_up: PackedLinear
     down: PackedLinear
@@ -47,7 +49,7 @@ class PackedExpert:
 
 @dataclass(frozen=True)
 class PackedMixture:
-    """A mixture of experts in place of gate_up and down.
+    """A mixture of experts, used instead of gate_up and down.
 
     router [num_experts, hidden]; correction float32 [num_experts] is added to the scores only for the choice;
     shared_gate [1, hidden] scales the shared expert by a sigmoid. The rest is as in the description of a model.
@@ -69,7 +71,7 @@ class PackedMixture:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Weights and cache of one layer.
+    """The weights and the cache of one layer.
 
     qkv [(Hq + 2 Hk) D, hidden], o [hidden, Hq D], gate_up (gated) [2 ffn, hidden], down [hidden, ffn], or a mixture in
     place of the two; norms float32 [hidden], q_norm and k_norm [D] or of all heads, sinks [Hq]; caches in float32 or
@@ -99,10 +101,10 @@ class DecoderLayer:
 
 
 class Embedding:
-    """A table of tokens' embeddings as the kernels read it."""
+    """A table of token embeddings in a format that the kernels read."""
 
     def __init__(self, table: Tensor, weight_format: WeightFormat, width: int) -> None:
-        """Refer to table [num_rows, width]: float32, bfloat16, or the uint8 rows of Q4_1 or Q8_0 blocks.
+        """Refer to a table [num_rows, width] of float32, bfloat16, or uint8 rows of Q4_1 or Q8_0 blocks.
 
         Raises ValueError where format and table do not fit each other.
         """
@@ -118,7 +120,7 @@ class Embedding:
 
 
 def supports(dims: DecoderDims) -> str | None:
-    """Return why the kernels cannot run such a decoder, or None when they can."""
+    """Return why the kernels cannot run such a decoder, or None if they can."""
     if dims.head_dim % 8 or not 0 < dims.head_dim <= MAX_HEAD_DIM:
         return f"head size {dims.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     if dims.num_heads % dims.num_kv_heads:
@@ -127,7 +129,7 @@ def supports(dims: DecoderDims) -> str | None:
 
 
 class NativeDecoder:
-    """The layers of a decoder, run by the CPU kernels. One caller at a time."""
+    """The layers of a decoder, run by the CPU kernels. Must not be called concurrently."""
 
     def __init__(
         self,
@@ -138,7 +140,7 @@ class NativeDecoder:
         sin: Tensor,
         query_scales: Tensor | None = None,
     ) -> None:
-        """Take cos and sin of the rotary angles, float32 [num_positions, rotary_dim / 2], or several tables of them.
+        """Take cosines and sines of the rotary angles, float32 [num_positions, rotary_dim / 2], or several such tables.
 
         query_scales float32 [num_positions] multiply the queries of layers without rotary embedding. Raises ValueError
         for wrong sizes.
@@ -178,7 +180,7 @@ class NativeDecoder:
         last_layer: int | None = None,
         adapters: Sequence[PackedLora | None] | None = None,
     ) -> None:
-        """Run layers first_layer..last_layer - 1 on hidden [M, hidden_size] float32, in place.
+        """Run layers first_layer..last_layer - 1 on hidden [M, hidden_size], float32, in place.
 
         int32: positions and slot_mapping (block * block_size + offset) [M]; query_starts [B + 1], the first row of each
         sequence and M; context_lens [B], its keys with this step's; block_tables [B, max_blocks]. adapters are the
@@ -207,7 +209,7 @@ class NativeDecoder:
         head: PackedLinear,
         adapters: Sequence[PackedLora | None] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run a whole step, from embeddings to the greedy choice, in one call.
+        """Run a whole step in one call, from the embeddings to the greedy choice of tokens.
 
         token_ids [M] and sampled [S], indices of tokens, are int32; the others are those of forward_layers and logits.
         Return the most likely next token of each sampled one, int32 [S], the first on a tie, and its logit, NaN if any
@@ -247,7 +249,7 @@ class NativeDecoder:
         block_tables: Tensor,
         adapters: Sequence[PackedLora | None] | None,
     ) -> tuple[BatchStruct, object]:
-        """Return the kernels' view of a batch, and objects that must outlive it."""
+        """Return the batch as the kernels' structure, and the objects that must outlive it."""
         num_sequences = context_lens.shape[0]
         _check("positions", positions, torch.int32, (num_tokens,))
         _check("slot_mapping", slot_mapping, torch.int32, (num_tokens,))
@@ -269,7 +271,7 @@ class NativeDecoder:
         return batch, pointers
 
     def logits(self, hidden: Tensor, norm: Tensor, head: PackedLinear) -> Tensor:
-        """Return logits of hidden [M, hidden_size] by norm [hidden_size] and head: float32 [M, vocabulary]."""
+        """Return the logits for hidden [M, hidden_size], with norm [hidden_size] and head: float32 [M, vocabulary]."""
         _check("hidden", hidden, torch.float32, (hidden.shape[0], self.dims.hidden_size))
         _check("norm", norm, torch.float32, (self.dims.hidden_size,))
         out = torch.empty(hidden.shape[0], head.num_outputs)
@@ -364,7 +366,7 @@ def _check_mixture(dims: DecoderDims, mixture: PackedMixture, index: int) -> Non
 
 
 def _mixture_struct(mixture: PackedMixture | None) -> tuple[MixtureStruct, object] | None:
-    """Return the kernels' view of a mixture, and objects that must outlive it."""
+    """Return the mixture as the kernels' structure, and the objects that must outlive it."""
     if mixture is None:
         return None
     kind = LinearStruct * len(mixture.experts)

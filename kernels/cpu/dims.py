@@ -1,4 +1,4 @@
-"""Sizes that the compiled decoder and its adapters share."""
+"""Sizes shared by the compiled decoder and its adapters."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from kernels.activation import Activation
 
 @dataclass(frozen=True)
 class DecoderDims:
-    """Sizes and variants of a decoder.
+    """Sizes and architecture variants of a decoder.
 
     scale multiplies the attention scores; softcap bends them, 0 for none. The leading rotary_dim numbers of each head
     are rotated (0 for all of them), in pairs side by side where is_interleaved. Norms are RMS norms, unless
@@ -38,5 +38,5 @@ class DecoderDims:
 
     @property
     def num_angles(self) -> int:
-        """Pairs of numbers of a head that are rotated."""
+        """Number of pairs of elements per head that are rotated."""
         return (self.rotary_dim or self.head_dim) // 2

@@ -23,7 +23,7 @@ _free = torch.empty(0, dtype=torch.uint8)  # of the newest chunk
 
 
 def empty_bytes(num_bytes: int) -> Tensor:
-    """Return uninitialized memory of this size, uint8. A chunk is freed with the last tensor in it."""
+    """Return uninitialized uint8 memory of this size. Its chunk is freed with the last tensor in the chunk."""
     global _free
     if num_bytes < _LEAST_BYTES:
         return torch.empty(num_bytes, dtype=torch.uint8)

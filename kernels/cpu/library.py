@@ -92,10 +92,10 @@ class BatchStruct(ctypes.Structure):
 
 
 class Library:
-    """One build of the kernels, used for an instruction set of kernels.build."""
+    """A build of the kernels that was loaded; `isa` is one of the instruction sets in kernels.build."""
 
     def __init__(self, path: Path, isa: str) -> None:
-        """Load it; raises OSError when it cannot be loaded."""
+        """Load the library; raises OSError if that fails."""
         self.isa = isa
         self._dll = ctypes.CDLL(str(path))
         bind = self._bind

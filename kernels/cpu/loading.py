@@ -15,7 +15,7 @@ from kernels.cpu.library import Library
 
 
 def load_library() -> Library | None:
-    """Return the best build of the kernels for this processor, or None after a warning with the reason.
+    """Return the best build of the kernels for this processor; None, after logging the reason, if there is none.
 
     A missing build is compiled first (some seconds). The variable MIDSTREAM_CPU_ISA names an instruction set (amx,
     avx512, avxvnni, avx2) or `reference` for none.
@@ -46,7 +46,7 @@ def _load(wanted: str) -> Library | None:
 
 
 def _try(isa: str) -> tuple[Library | None, str | None]:
-    """Return the build for this instruction set, or why it cannot be used."""
+    """Return the build for this instruction set, or the reason why it cannot be used."""
     # Imported here because the check also runs as a separate program, which must not find itself imported.
     from kernels.cpu.self_check import find_difference
 
@@ -61,7 +61,7 @@ def _try(isa: str) -> tuple[Library | None, str | None]:
 
 
 def find_crash(path: Path, isa: str) -> str | None:
-    """Return how the check of a library failed in a separate process, or None if it passed, now or before."""
+    """Return how the check of a library failed in a separate process; None if it passed, now or earlier."""
     digest = hashlib.sha256(" ".join(sorted(processor_flags())).encode()).hexdigest()[:16]
     passed = path.with_suffix(f".{isa}.{digest}.passed")
     if passed.exists():

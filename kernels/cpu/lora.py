@@ -1,4 +1,4 @@
-"""Low-rank adapters in the layout that the CPU kernels read."""
+"""Low-rank adapters in a layout that the CPU kernels read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from kernels.cpu.library import LoraLayerStruct, LoraPairStruct
 
 
 class PackedLora:
-    """One adapter of all layers."""
+    """One adapter for all layers."""
 
     def __init__(self, dims: DecoderDims, layers: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> None:
-        """Take each layer's pairs (a [R, K], b [N, R] with the adapter's scale in it) of q, k, v, o, gate, up, down.
+        """Pack each layer's pairs (a [R, K]; b [N, R], multiplied by the adapter's scale) for q, k, v, o, gate, up and
+        down.
 
         Raises ValueError for wrong shapes.
         """
@@ -36,7 +37,7 @@ class PackedLora:
 
 
 def lora_shapes(dims: DecoderDims) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of each linear layer that an adapter may change."""
+    """Return (inputs, outputs) of each linear layer that an adapter may modify."""
     q_size, kv_size = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
     return {
         "q": (dims.hidden_size, q_size),
@@ -52,7 +53,7 @@ def lora_shapes(dims: DecoderDims) -> dict[str, tuple[int, int]]:
 def adapter_pointers(
     adapters: Sequence[PackedLora | None] | None, num_sequences: int, dims: DecoderDims, num_layers: int
 ) -> ctypes.Array[ctypes.c_void_p] | None:
-    """Return what MidstreamBatch.adapters points to; raises ValueError where adapters do not fit the decoder."""
+    """Return the array for MidstreamBatch.adapters; raises ValueError if an adapter does not fit the decoder."""
     if adapters is None:
         return None
     if len(adapters) != num_sequences:

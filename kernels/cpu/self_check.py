@@ -1,4 +1,4 @@
-"""Check that a build of the kernels matches the reference on this machine, before it is used.
+"""Checks that a build of the kernels matches the reference on this machine, before it is used.
 
 `python -m kernels.cpu.self_check LIBRARY ISA` checks in a separate process, so that an unsupported instruction kills
 only that process; it exits with 1 and prints what differs.
@@ -31,7 +31,7 @@ BLOCK_SIZE, CONTEXT_LENS, QUERY_LENS, WINDOW = 4, [37, 5], [35, 1], 30
 
 
 def find_difference(library: Library) -> str | None:
-    """Return where the library's results differ from the reference's, or None when they agree."""
+    """Return where the library's results differ from the reference, or None if they match."""
     generator = torch.Generator().manual_seed(0)
     try:
         threads = ThreadPool(library, 2)
@@ -61,7 +61,7 @@ def _is_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool
 
 
 def _weights(weight_format: WeightFormat, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return weights in PackedLinear's format, and their float values."""
+    """Return random weights in PackedLinear's format, and their values as floats."""
     if not weight_format.has_blocks:
         weight = torch.randn(NUM_OUTPUTS, NUM_INPUTS, generator=generator)
         if weight_format == WeightFormat.BF16:

@@ -8,10 +8,10 @@ from kernels.cpu.library import Library
 
 
 class ThreadPool:
-    """A team of threads. One caller at a time; it works as the first of them."""
+    """A team of threads. Must not be called concurrently; the caller works as the first thread."""
 
     def __init__(self, library: Library, num_threads: int, cpus: Sequence[int] | None = None) -> None:
-        """Start num_threads - 1 threads, pinned to these processors where given (one for each).
+        """Start num_threads - 1 threads, pinned to these processors (one each) if they are given.
 
         Raises RuntimeError where the library is to use AMX and the system does not allow it.
         """

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; 1 when an answer differs or a kill was not made."""
+    """Run the command; return 1 if an answer differs or a kill was not made."""
     console = Console(highlight=False)
     num_workers = arguments.workers or (2 if arguments.kill else 1)
     topology = Topology(arguments.model, arguments.routers, arguments.detokenizers, num_workers)
@@ -84,7 +84,7 @@ async def _demo(
     begin: float,
     present: Callable[[Supervisor, asyncio.Event], Coroutine[None, None, int]],
 ) -> int:
-    """Start the service, run `present` on it and stop it; return its exit status, 1 when it was interrupted.
+    """Start the service, run `present` on it, and stop it; return the exit status, 1 if interrupted.
 
     `present` gets the supervisor and an event that is set whenever its state changes.
     """

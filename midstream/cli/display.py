@@ -26,7 +26,9 @@ PHASE_STYLES = {
 
 
 class LiveDisplay(ABC):
-    """A picture that a terminal shows inside the context; elsewhere, and after the context, changes are lines."""
+    """A view that a terminal shows inside the context; elsewhere, and after the context, changes are printed as
+    lines.
+    """
 
     def __init__(self, console: Console, *, is_transient: bool, frames_per_second: int) -> None:
         """Create the display. It renders at once, so subclasses set their own attributes first."""

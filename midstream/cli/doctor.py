@@ -40,7 +40,7 @@ _PACKAGES = {
 
 
 class Verdict(StrEnum):
-    """Result of a check: with `slow` a service runs but below its speed; with `fault` it does not run."""
+    """Result of a check. `slow`: a service runs, but below its normal speed; `fault`: a service does not run."""
 
     GOOD = "good"
     SLOW = "slow"
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; 1 when a service would not run here."""
+    """Run the command; return 1 if a service would not run on this machine."""
     console = Console(highlight=False)
     with console.status("Checking this machine (this may compile the kernels)"):
         findings = list(examine(arguments.model, RunDir(arguments.run_dir)))

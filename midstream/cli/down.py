@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; it is no error if nothing is running."""
+    """Run the command; it succeeds if nothing is running."""
     run_dir, console = RunDir(arguments.run_dir), Console(highlight=False)
     state = run_dir.read_state()
     if state is None or not run_dir.is_supervised():

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: the text goes to standard output, its speed to a terminal's standard error."""
+    """Run the command: the text is printed to standard output; the speed to standard error if that is a terminal."""
     pace = asyncio.run(_generate(arguments))
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:

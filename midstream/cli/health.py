@@ -34,7 +34,7 @@ async def is_alive(address: str) -> bool:
 
 
 async def _get(address: str, path: str) -> bytes | str:
-    """Return the response, or the reason that there is none."""
+    """Return the response, or the reason why there is none."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(_TIMEOUT_S):

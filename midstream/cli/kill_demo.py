@@ -42,7 +42,7 @@ Generate = Callable[[str, float], AsyncIterator[Chunk]]
 
 @dataclass(slots=True)
 class Answer:
-    """One stream's answer to one prompt.
+    """The answer of one stream to one prompt.
 
     Attributes:
         number: Index of the prompt.
@@ -63,7 +63,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Kill:
-    """One killed part; times are of the monotonic clock, in seconds.
+    """One kill of a part; times are of the monotonic clock, in seconds.
 
     Attributes:
         longest_gap_s: Longest time without output on any stream open at the time.
@@ -96,7 +96,7 @@ class KillDemo:
         changed: Callable[[str], None],
         settle_s: float = _SETTLE_S,
     ) -> None:
-        """Start nothing yet.
+        """Create the demo; nothing is started yet.
 
         Args:
             generate: Answers a prompt at a temperature; survives the loss of a router.
@@ -141,11 +141,11 @@ class KillDemo:
 
     @property
     def num_answers(self) -> int:
-        """Finished answers, without the references."""
+        """Number of finished answers, not counting the reference answers."""
         return self.num_identical + len(self.differences)
 
     def longest_gaps(self) -> dict[str, float]:
-        """Longest gap of any stream in seconds, by the kind of the part that was killed."""
+        """Longest gap of any stream, in seconds, by the kind of part that was killed."""
         gaps: dict[str, float] = {}
         for kill in self.kills:
             gaps[kill.kind] = max(gaps.get(kill.kind, 0.0), kill.longest_gap_s)

@@ -1,4 +1,4 @@
-"""Query the compute resources of this machine from gpu_worker.machine in a subprocess."""
+"""Queries the compute resources of this machine by running gpu_worker.machine in a subprocess."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record a terminal view as an animated SVG, which plays as an image, without scripts."""
+"""Records a terminal view as an animated SVG file that plays as an image, without scripts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SvgRecording:
     WIDTH, HEIGHT = 118, 33
 
     def __init__(self, interval_s: float = 0.8) -> None:
-        """Keep at most one frame in `interval_s` seconds."""
+        """Record at most one frame per `interval_s` seconds."""
         self._interval_s = interval_s
         self._frames: list[tuple[float, str]] = []
 
@@ -38,7 +38,7 @@ class SvgRecording:
         return not self._frames or time.monotonic() - self._frames[-1][0] >= self._interval_s
 
     def add(self, view: RenderableType) -> None:
-        """Record what `view` shows now."""
+        """Record the current contents of `view`."""
         console = Console(
             width=self.WIDTH,
             height=self.HEIGHT,
@@ -74,7 +74,7 @@ class SvgRecording:
 
 
 def _keyframes(number: int, begin: float, end: float, total_s: float) -> str:
-    """CSS that shows frame `number` from `begin` to `end`, in percent of `total_s` seconds."""
+    """Return CSS that shows frame `number` from `begin` to `end`, in percent of `total_s` seconds."""
     frames = [f"{begin:.3f}% {{visibility:visible}}"]
     if begin > 0:
         frames.insert(0, "0% {visibility:hidden}")

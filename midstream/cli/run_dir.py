@@ -139,7 +139,7 @@ class RunDir:
         temporary.replace(self._state_file)
 
     def read_state(self) -> RunState | None:
-        """Return the state last written, even if that run has ended; None if there is none."""
+        """Return the state as last written, even if that run has ended; None if there is none."""
         try:
             text = self._state_file.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -151,7 +151,7 @@ class RunDir:
 
 
 def orphans(state: RunState | None) -> list[ProcessState]:
-    """Return the parts that are still running; without a supervisor they are not restarted."""
+    """Return the parts that are still running without a supervisor, which therefore are not restarted."""
     return [process for process in state.processes if is_alive(process)] if state is not None else []
 
 
@@ -180,7 +180,7 @@ def not_running(path: Path) -> str:
 
 
 def started_ticks(pid: int) -> int:
-    """Return the start time of process `pid` in clock ticks since boot; 0 if it does not exist (or is a zombie)."""
+    """Return the start time of process `pid` in clock ticks since boot; 0 if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -189,5 +189,7 @@ def started_ticks(pid: int) -> int:
 
 
 def is_alive(process: ProcessState) -> bool:
-    """Return whether the process named in the state is still running (not another one with its pid)."""
+    """Return whether the process recorded in the state is still running (and is not another process with the same
+    pid).
+    """
     return process.pid > 0 and started_ticks(process.pid) == process.started_ticks != 0

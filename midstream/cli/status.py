@@ -38,7 +38,9 @@ UNSUPERVISED = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """Current state of one process. `health` is `serving` or the problem; `epoch` is set for parts that have one."""
+    """Current state of one process. `health` is `serving` or a description of the problem; `epoch` is set for some
+    parts.
+    """
 
     process: ProcessState
     health: str

@@ -47,7 +47,7 @@ Observer = Callable[[RunState], None]
 
 
 class Supervisor:
-    """One run of a set of processes.
+    """One run of a set of processes, from start to stop.
 
     Attributes:
         state: What runs, as last written to the run directory.
@@ -75,7 +75,7 @@ class Supervisor:
         self.state = RunState(model, ProcessPhase.STARTING, os.getpid(), time.time(), ())
 
     async def run(self, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
-        """Run everything until `stop` is set; then, or if the start fails, stop everything.
+        """Run all processes until `stop` is set; then, or if the start fails, stop all of them.
 
         Args:
             stop: Set it to end the run; clear it and set it again to kill processes that have not stopped.
@@ -110,7 +110,7 @@ class Supervisor:
             self._run_dir.release()
 
     def hurry(self) -> None:
-        """Give open streams only HURRIED_STOP_S once the run is stopped; call it before `stop` is set."""
+        """Limit the time for open streams to HURRIED_STOP_S once the run is stopped; call this before `stop` is set."""
         self._max_stop_s = HURRIED_STOP_S
 
     def kill(self) -> None:
@@ -134,7 +134,7 @@ class Supervisor:
                 await asyncio.wait_for(stop.wait(), _PROBE_INTERVAL_S)
 
     async def _stop_all(self) -> None:
-        """Stop routers first, so that streams can finish; a scheduler without workers has nothing to wait for.
+        """Stop routers first, so that streams can finish; a scheduler without workers has no requests to wait for.
 
         Before the service is ready there are no streams; requests in the journal continue at the next start.
         """
@@ -162,7 +162,7 @@ class Supervisor:
         self._observer(self.state)
 
     def _write_state(self) -> None:
-        """Write the state; if that fails (a full disk), continue and retry until it is written."""
+        """Write the state; if that fails (for example because the disk is full), continue and retry later."""
         if self._rewrite is not None:
             self._rewrite.cancel()
             self._rewrite = None
@@ -202,7 +202,7 @@ class _Process:
         self._update(phase=ProcessPhase.STOPPED, pid=0, detail="")
 
     async def stop(self, timeout_s: float) -> None:
-        """Terminate the process; after `timeout_s` end its streams, and kill it if that does not help."""
+        """Terminate the process; after `timeout_s` end its open streams, and kill it if it still runs."""
         if not self.state.pid:
             return
         self._update(phase=ProcessPhase.STOPPING, detail="finishing its streams")

@@ -46,7 +46,8 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Number of each part, and their model; each worker has tensor_parallel * pipeline_parallel processes.
+    """The number of processes of each part, and their model; a worker has tensor_parallel * pipeline_parallel
+    processes.
 
     Attributes:
         host: Address that routers listen on. All other parts listen on the loopback address.
@@ -100,7 +101,7 @@ def plan_processes(
     is_free: Callable[[int], bool] | None = None,
     journal_path: str = "",
 ) -> list[ProcessSpec]:
-    """Return the processes of `topology`. Ports that it does not set are the defaults if free, otherwise any free ones.
+    """Return the processes of `topology`. Unset ports are the defaults if these are free, otherwise any free ports.
 
     Args:
         topology: What to run.
@@ -147,14 +148,14 @@ def plan_processes(
 
 
 def check_ports(topology: Topology) -> None:
-    """Raise ConfigError if a port given in the topology is in use; reserve none."""
+    """Raise ConfigError if a port given in the topology is in use; no port is reserved."""
     for flag, port in (("--port", topology.port), ("--http-port", topology.http_port)):
         if port and not is_free_port(port, topology.host):
             raise _port_in_use(flag, port, topology.host)
 
 
 def reachable(host: str) -> str:
-    """Return the address by which this machine reaches a port on `host`, in brackets if it is of IPv6."""
+    """Return the address at which this machine reaches a port on `host`, in brackets if it is an IPv6 address."""
     host = {"0.0.0.0": HOST, "": HOST, "::": "::1"}.get(host, host)  # noqa: S104
     return f"[{host}]" if ":" in host else host
 
@@ -199,7 +200,9 @@ def _plan_worker(topology: Topology, index: int, scheduler: str, cores: int, por
 
 
 def _shared_memory() -> str:
-    """Return the shared KV folder for workers on this machine; empty: none, or set by the environment."""
+    """Return the shared KV folder for workers on this machine; empty if there is none or it is set in the
+    environment.
+    """
     if "MIDSTREAM_SHARED_KV_FOLDER" in os.environ:
         return ""
     folder = Path(f"/dev/shm/midstream-{os.geteuid()}")  # noqa: S108 (others' folders are not taken)
@@ -211,7 +214,7 @@ def _shared_memory() -> str:
 
 
 class _Ports:
-    """Allocates free ports, each once."""
+    """Allocates free ports, each only once."""
 
     def __init__(self, is_free: Callable[[int], bool]) -> None:
         self._is_free = is_free
@@ -240,7 +243,7 @@ class _Addresses:
         return port
 
     def add_public(self, flag: str, port: int | None) -> int:
-        """Return a port for clients: exactly `port` if it is above 0."""
+        """Return a port for clients; exactly `port` if that is above 0."""
         protocol, default = {"--port": ("grpc", RouterConfig.port), "--http-port": ("http", RouterConfig.http_port)}[
             flag
         ]

@@ -128,7 +128,7 @@ def _topology(arguments: argparse.Namespace) -> Topology:
 
 
 def prepare_model(model: str, console: Console) -> str:
-    """Open the model before the services do, so that a download or the first preparation is visible.
+    """Open the model before the services do, so that the progress of a download or of the first preparation is visible.
 
     Returns:
         What services open: the folder, where the model comes from the Hub.
@@ -144,7 +144,7 @@ def prepare_model(model: str, console: Console) -> str:
 
 
 def how_to_talk(state: RunState, run_dir: Path) -> str:
-    """Return the service's addresses and the next commands to try."""
+    """Return a text with the service's addresses and commands to try next."""
     routers = state.of_kind("router")
     grpc = ", ".join(router.addresses["grpc"] for router in routers)
     http = ", ".join(f"http://{router.addresses['http']}" for router in routers)
@@ -232,7 +232,7 @@ def _run_detached(name: str, topology: Topology, run_dir: RunDir, console: Conso
 
 
 def why_not_started(log: Path, status: int | None) -> str:
-    """Return why the supervisor ended, from its log, which a full disk may have cut."""
+    """Return why the supervisor ended, according to its log, which may be incomplete if the disk is full."""
     text = log.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
     if text:
         return f"the service did not start; {log} ends with\n{text}"

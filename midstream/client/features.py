@@ -84,7 +84,7 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Retention of the blocks of prompt tokens [start, end).
+    """Retention of the blocks with prompt tokens [start, end).
 
     Attributes:
         start: First token.

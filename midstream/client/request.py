@@ -19,7 +19,7 @@ Message = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling and stop parameters. None: the service's default, given in protos/generation.proto.
+    """Sampling and stop parameters. None means the service's default, which is given in protos/generation.proto.
 
     Attributes:
         max_tokens: Tokens per sequence.
@@ -123,7 +123,7 @@ def set_fields(message: pb_message.Message, **values: object) -> None:
 
 @contextlib.contextmanager
 def naming(field: str) -> Iterator[None]:
-    """Convert the exception for a value of the wrong type or size to InvalidArgumentError."""
+    """Convert the exception for a value of the wrong type or size into InvalidArgumentError."""
     try:
         yield
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
@@ -131,7 +131,7 @@ def naming(field: str) -> Iterator[None]:
 
 
 def words_of(words: str | Sequence[str]) -> Sequence[str]:
-    """Return one or several words as a list."""
+    """Return one word or several words as a list."""
     return [words] if isinstance(words, str) else words
 
 
@@ -174,7 +174,7 @@ def set_input(
     messages: Sequence[Message] | None,
     tools: Sequence[Mapping[str, object]] | None,
 ) -> None:
-    """Set the input that is given.
+    """Set the request's input to the argument that is given.
 
     Raises:
         InvalidArgumentError: None or several are given, or a value has the wrong type.

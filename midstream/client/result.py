@@ -31,7 +31,7 @@ class SequenceResult:
 
 @dataclass(slots=True)
 class Result:
-    """All sequences of a request; the properties are the first one's."""
+    """All sequences of a request; the properties are those of the first sequence."""
 
     request_id: str
     sequences: list[SequenceResult] = field(default_factory=lambda: [SequenceResult()])
@@ -54,7 +54,7 @@ class Result:
         return self.sequences[0].finish_reason
 
     def add(self, chunk: Chunk) -> None:
-        """Append the next chunk; one with all output so far replaces the previous output."""
+        """Append the next chunk; a chunk with all output so far replaces the previous output."""
         while len(self.sequences) <= chunk.sequence_index:
             self.sequences.append(SequenceResult())
         sequence = self.sequences[chunk.sequence_index]

@@ -192,7 +192,7 @@ class AsyncStream:
             self._watching = None
 
     async def _recover(self, error: grpc.aio.AioRpcError) -> None:
-        """Return when the stream should be opened again; else raise."""
+        """Return the time at which to open the stream again; raise the error if it cannot be resumed."""
         if self._final is not None:
             # The router was lost between the final chunk and the status; the chunk has the same information.
             _raise_for(self._final)
@@ -201,7 +201,9 @@ class AsyncStream:
         await self._leave(error.code(), error_from_rpc(error))
 
     async def _leave(self, code: grpc.StatusCode, error: MidstreamError) -> None:
-        """Return when the stream should be opened again at the next router; else raise `error`."""
+        """Return the time at which to open the stream again at the next router; raise `error` if it cannot be
+        resumed.
+        """
         self._stop_watching()
         if code not in BROKEN:
             raise error from None

@@ -1,4 +1,4 @@
-"""An executor in Python, shaped like TensorRT-LLM's `GenerationExecutor`, whose engine is the service.
+"""A Python executor with the interface of TensorRT-LLM's `GenerationExecutor`; its engine is the service.
 
 with GenerationExecutor.create(model="smollm2") as executor:
     for output in executor.generate_async("Once upon a time", SamplingParams(max_tokens=32), streaming=True):

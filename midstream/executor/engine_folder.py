@@ -1,4 +1,4 @@
-"""Combine weights and tokenizer from two folders into one model folder."""
+"""Combines weights and tokenizer from two folders into one model folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def with_tokenizer(engine_dir: str, tokenizer_dir: str | None, target: Path) -> 
 
 
 def one_tokenizer(tokenizer_dir: str | None, postprocess_tokenizer_dir: str | None) -> str | None:
-    """Return the folder of the tokenizer that routers and detokenizers share.
+    """Return the tokenizer folder that routers and detokenizers share.
 
     Raises:
         InvalidArgumentError: The two folders have different tokenizers.

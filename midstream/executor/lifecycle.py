@@ -1,4 +1,4 @@
-"""The life-cycle state and the statistics of a request."""
+"""The life-cycle states and the statistics of a request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STATES: dict[int, RequestState] = {
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """The scheduler's view of a request.
+    """A request's state and statistics as known to the scheduler.
 
     Attributes:
         id: The executor's id.

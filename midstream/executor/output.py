@@ -99,7 +99,9 @@ class CompletionOutput:
 
 
 def logprobs_by_token(rows: LogProbs, token_ids: list[int] | tuple[int, ...] | object) -> list[dict[int, Logprob]]:
-    """Return one mapping per row: the log probability of the token, if known, and of the top alternatives."""
+    """Return one mapping per row, from tokens to log probabilities: the chosen token's, if known, and the top
+    alternatives'.
+    """
     ids = list(token_ids) if isinstance(token_ids, list | tuple) else []
     result = []
     for row, log_prob in enumerate(rows.token_log_probs):
@@ -114,7 +116,7 @@ def logprobs_by_token(rows: LogProbs, token_ids: list[int] | tuple[int, ...] | o
 
 
 def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack the beams' tensors to [beams, longest, ...]; shorter ones are padded with zeros."""
+    """Stack the tensors of all beams to [beams, longest, ...]; shorter ones are padded with zeros."""
     first = tensors[0]
     longest = max(tensor.shape[0] for tensor in tensors)
     row_bytes = max((len(tensor.data) // tensor.shape[0] for tensor in tensors if tensor.shape[0]), default=0)

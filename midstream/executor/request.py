@@ -51,7 +51,7 @@ class TokenRangeRetentionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheRetentionConfig:
-    """Which cached blocks to keep longer: `max_tokens` from the prompt's start, or ranges of it."""
+    """Cached blocks to keep longer: the first `max_tokens` of the prompt, or ranges of it."""
 
     max_tokens: int | None = None
     token_range_retention_configs: Sequence[TokenRangeRetentionConfig] = ()
@@ -94,7 +94,7 @@ class NGramDecodingConfig:
 
 @dataclass(frozen=True, slots=True)
 class DraftTargetDecodingConfig:
-    """Drafts from the workers' draft model, 1..16 tokens per step."""
+    """Drafts proposed by the workers' draft model, 1 to 16 tokens per step."""
 
     max_draft_len: int = 4
 
@@ -210,13 +210,13 @@ class GenerationRequest:
 
     @property
     def is_beam_search(self) -> bool:
-        """Return whether all beams are returned together at the end."""
+        """Return whether all beams are returned together at the end of the request."""
         params = self.sampling_params
         return (params.beam_width or (params.n if params.use_beam_search else None) or 1) > 1
 
     @property
     def known_token_ids(self) -> list[int]:
-        """The prompt's tokens; empty where it is text or embeddings."""
+        """The tokens of the prompt; empty if it is text or embeddings."""
         prompt = self.prompt_token_ids
         return [] if prompt is None or isinstance(prompt, str) else [*prompt, *(self.query_token_ids or ())]
 
@@ -259,5 +259,5 @@ class GenerationRequest:
 
 
 def _absolute(path: str) -> str:
-    """Make the path absolute: workers have another working directory."""
+    """Make the path absolute, since workers may have another working directory."""
     return str(Path(path).absolute()) if path else ""

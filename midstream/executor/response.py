@@ -1,4 +1,4 @@
-"""Responses of `await_responses`: pieces of output with their request's id."""
+"""Responses returned by `await_responses`: pieces of output with the id of their request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from midstream.extras import CONTEXT, Tensor, join_tensors
 
 @dataclass(frozen=True, slots=True)
 class ResponseResult:
-    """Output since the previous response: of one sequence, or of all beams of a beam search.
+    """Output since the previous response: of one sequence, or of all beams in a beam search.
 
     Lists have one entry per beam; a sampled sequence is one beam.
 

@@ -11,7 +11,7 @@ from midstream.extras import Tensor
 
 
 class RequestLengths:
-    """Current lengths of a request's sequences."""
+    """Current lengths of a request's sequences, in tokens."""
 
     def __init__(self, request: GenerationRequest) -> None:
         params = request.sampling_params
@@ -23,7 +23,7 @@ class RequestLengths:
         self._num_tokens: dict[int, int] = {}
 
     def note(self, result: ResponseResult) -> int:
-        """Update the lengths from a response; return the length of its longest beam, prompt included."""
+        """Update the lengths from a response; return the length of its longest beam, including the prompt."""
         num_tokens = max(len(ids) for ids in result.output_token_ids)
         if not self.repeats:
             num_tokens += self._num_tokens.get(result.sequence_index, 0)

@@ -28,7 +28,9 @@ from midstream.extras import CONTEXT, Tensor
 
 
 class ResultQueue:
-    """The outputs of a GenerationResult as a queue; an output taken here is not returned by an iteration again."""
+    """The outputs of a GenerationResult as a queue; an output taken from the queue is not returned by iteration
+    again.
+    """
 
     def __init__(self, result: GenerationResult) -> None:
         self._result = result
@@ -269,7 +271,7 @@ class GenerationResult:
         return output
 
     def _prompt_ids(self) -> list[int]:
-        """Return the prompt tokens whose log probabilities come next; unknown if the prompt was text."""
+        """Return the prompt tokens whose log probabilities come next; empty if the prompt was text."""
         return self.request.known_token_ids[1 + len(self.prompt_logprobs) :]
 
     def _wake(self) -> None:

@@ -52,17 +52,17 @@ class IterationStats:
 
     @property
     def num_active_requests(self) -> int:
-        """Requests that hold blocks or wait for them."""
+        """Number of requests that hold blocks or wait for them."""
         return self._count("numActiveRequests")
 
     @property
     def num_queued_requests(self) -> int:
-        """Requests that wait to be scheduled."""
+        """Number of requests that wait to be scheduled."""
         return self._count("numQueuedRequests")
 
     @property
     def num_completed_requests(self) -> int:
-        """Requests that ended since the scheduler started."""
+        """Number of requests that have ended since the scheduler started."""
         return self._count("numCompletedRequests")
 
     @property
@@ -72,7 +72,7 @@ class IterationStats:
 
     @property
     def current_batch_size(self) -> int:
-        """Requests in the iteration's step."""
+        """Number of requests in the iteration's step."""
         for name in ("inflightBatchingStats", "staticBatchingStats"):
             batch = self.fields.get(name)
             if isinstance(batch, Mapping):
@@ -80,7 +80,7 @@ class IterationStats:
         return 0
 
     def labelled(self) -> dict[str, object]:
-        """Return the statistics under the labels of the batch manager's documentation."""
+        """Return the statistics under the labels used in the batch manager's documentation."""
         labelled: dict[str, object] = {}
         for part, labels in _LABELS.items():
             fields = self.fields.get(part) if part else self.fields
@@ -90,7 +90,7 @@ class IterationStats:
         return labelled
 
     def to_json(self) -> str:
-        """Return TensorRT-LLM's JSON."""
+        """Return the statistics in TensorRT-LLM's JSON format."""
         return json.dumps(self.fields)
 
     def _count(self, name: str) -> int:
@@ -135,7 +135,7 @@ def _combined(name: str, values: Sequence[object]) -> object:
 
 
 def _average(cells: Sequence[Mapping[str, object]]) -> float:
-    """Return tokens per scheduled request over all cells."""
+    """Return the average number of tokens per scheduled request over all cells."""
     requests = [_float(cell.get("numScheduledRequests", 0)) for cell in cells]
     tokens = sum(
         count * _float(cell.get("avgNumDecodedTokensPerIter", 0)) for count, cell in zip(requests, cells, strict=True)

@@ -1,4 +1,4 @@
-"""Guided decoding grammars, compiled and matched in a separate process.
+"""Grammars for guided decoding, compiled and matched in a separate process.
 
 A guide (JSON schema, regular expression, grammar) is untrusted input, compiled by a native library; the separate
 process isolates services from both. `process` is the services' side, `child` the program that they start, with limits

@@ -40,7 +40,7 @@ class _Compilation:
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence: its guide, end tokens, tokens that its matcher has not consumed, and whether it has ended."""
+    """A sequence: its guide, its end tokens, the tokens that its matcher has not consumed, and whether it has ended."""
 
     guide: Guide
     end_ids: list[int]
@@ -50,7 +50,7 @@ class _Row:
 
 
 class GrammarServer:
-    """Rows and compiled guides.
+    """The rows of sequences, and compiled guides.
 
     Attributes:
         num_compiled: Number of cached guides.
@@ -77,7 +77,9 @@ class GrammarServer:
         return ""
 
     def masks(self, items: list[dict[str, Any]]) -> tuple[list[str], bytes]:
-        """Return READY, WAITING, OVERRUN or an error message for each item, and the masks of ready items in order."""
+        """Return READY, WAITING, OVERRUN or an error message for each item, and the masks of the READY items in
+        order.
+        """
         deadline = time.monotonic() + _GRACE_S
         for item in items:
             self._note(item)
@@ -112,7 +114,7 @@ class GrammarServer:
         return found
 
     def _advance(self, row: _Row, deadline: float) -> str:
-        """Advance the row's matcher over its new tokens."""
+        """Advance the row's matcher over its new tokens; return the row's status."""
         if row.matcher is None:
             compilation = self._compilation(row.guide)
             try:

@@ -1,4 +1,4 @@
-"""Compile a guide to a matcher of allowed next tokens. Runs only in the grammar process."""
+"""Compiles a guide into a matcher of allowed next tokens. Runs only in the grammar process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_tokenizer(file: Path, vocab_size: int, end_ids: list[int]) -> llguidanc
 
 
 def compile_guide(guide: Guide, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
-    """Return a matcher before the first token.
+    """Return a matcher in its initial state.
 
     Raises:
         GuideError: The guide is invalid or exceeds the library's limits.

@@ -1,4 +1,4 @@
-"""Start the grammar process, call it with a time limit, and kill it when it exceeds the limit."""
+"""Starts the grammar process, calls it with a time limit, and kills it if it exceeds the limit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GrammarProcess:
         other.close()
 
     def is_ready(self, wait_s: float = 0.0) -> bool:
-        """Return whether it has loaded its tokenizer.
+        """Return whether the process has loaded its tokenizer.
 
         Raises:
             OSError: It has died.

@@ -1,1 +1,1 @@
-"""Model folders, tokenizers, and how a GGUF file becomes a folder."""
+"""Model folders, tokenizers, and the conversion of GGUF files into folders."""

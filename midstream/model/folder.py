@@ -1,4 +1,4 @@
-"""Model folders: their contents as used by the services, and their creation.
+"""Model folders: the contents that the services use, and how they are created.
 
 A folder holds config.json, tokenizer.json, tokenizer_config.json, generation_config.json, chat_template.jinja if there
 is one, the weights (safetensors or model.gguf) and midstream.json, a manifest whose fingerprint names configuration and

@@ -1,4 +1,4 @@
-"""The bytes that entries of a tokenizer's vocabulary represent."""
+"""The bytes that the entries of a tokenizer's vocabulary represent."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character of GPT-2: printable bytes are themselves, the others characters from 256 on."""
+    """Return GPT-2's mapping from characters to bytes: printable bytes map to themselves, others to characters from
+    256 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def byte_level_bytes(token: str, alphabet: dict[str, int]) -> bytes:
-    """Return the bytes of an entry in that alphabet; an entry with other characters is text."""
+    """Return the bytes of an entry written in that alphabet; an entry with any other character is plain text."""
     try:
         return bytes([alphabet[character] for character in token])
     except KeyError:
@@ -23,6 +25,6 @@ def byte_level_bytes(token: str, alphabet: dict[str, int]) -> bytes:
 
 
 def fallback_byte(token: str) -> int | None:
-    """Return the byte of an entry such as <0x0A>; None for others."""
+    """Return the byte of an entry such as <0x0A>; None for other entries."""
     match = _BYTE_TOKEN.fullmatch(token)
     return int(match[1], 16) if match else None

@@ -71,11 +71,11 @@ class Tokenizer:
         return functools.partial(stream.step, self._tokenizer)
 
     def token(self, token_id: int) -> str | None:
-        """Return the vocabulary's entry for an id, in the tokenizer's byte alphabet; None if there is none."""
+        """Return the vocabulary entry for an id, in the tokenizer's byte alphabet; None if there is none."""
         return self._tokenizer.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that an id adds to a text: for a part of a character, those of the part."""
+        """Return the bytes that an id adds to a text; if it is part of a character, the bytes of that part."""
         token = self.token(token_id) or ""
         kinds = self._decoder_kinds
         if "ByteLevel" in kinds and token not in self.added_tokens:
@@ -99,5 +99,5 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Characters of the longest entry: n characters of text are at least n / longest_token tokens."""
+        """Number of characters in the longest entry: n characters of text are at least n / longest_token tokens."""
         return max(len(token) for token in self._tokenizer.get_vocab(with_added_tokens=True))

@@ -1,4 +1,4 @@
-"""Client side of a stream shared by many requests: it sends commands and receives batches.
+"""Client side of a stream that many requests share: it sends commands and receives batches.
 
 It is reopened whenever it breaks; subclasses then send their state again or fail it. It uses frames if both sides
 support them, else a gRPC stream.
@@ -56,7 +56,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
         *,
         transport: str = "grpc",
     ) -> None:
-        """Open nothing yet.
+        """Create the stream without opening it.
 
         Args:
             kind: Kind of the service, for the log.
@@ -88,7 +88,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
 
     @abstractmethod
     def _ask_for_frames(self, channel: grpc.aio.Channel) -> Awaitable[frames_pb2.FramesOffer]:
-        """Request a frames connection instead of the gRPC stream."""
+        """Request a frame connection, to be used instead of the gRPC stream."""
 
     @abstractmethod
     def _take(self, batch: BatchT) -> None:
@@ -99,11 +99,11 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
         """Handle that the stream broke or could not be opened."""
 
     def _hello(self) -> CommandT | None:
-        """Return the first command."""
+        """Return the first command to send, if any."""
         return None
 
     def _greet(self) -> None:
-        """Send the initial state on a newly opened stream."""
+        """Send the initial state over a newly opened stream."""
 
     def _send(self, command: CommandT) -> None:
         if self._connection is not None:
@@ -144,7 +144,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
             await self._run_grpc(channel)
 
     async def _connect(self, channel: grpc.aio.Channel) -> frames.FrameConnection | None:
-        """Open a frames connection; return None if the other side does not support frames."""
+        """Open a frame connection; return None if the other side does not support frames."""
         try:
             offer = await self._ask_for_frames(channel)
         except grpc.aio.AioRpcError as error:
@@ -196,7 +196,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
         self._take(cast("BatchT", self.batch_class.FromString(body)))
 
     def resume(self) -> None:
-        """Do nothing: commands are few and never wait."""
+        """Do nothing: commands are few, so they are sent without waiting for the connection to be writable."""
 
     def lose(self, error: Exception | None) -> None:
         """Handle the loss of the frames connection."""
@@ -228,7 +228,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
             call.cancel()
 
     async def _ask(self, channel: grpc.aio.Channel) -> None:
-        """Raise TimeoutError when the other side stops answering: it may hang while the connection stays open."""
+        """Raise TimeoutError when the other side stops answering, since it may hang while the connection stays open."""
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
             await asyncio.sleep(_ASK_S)
@@ -247,6 +247,8 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
 
 
 def _is_cancelled() -> bool:
-    """Return whether this task was cancelled, even if an error came first: a task group raises only the errors."""
+    """Return whether this task was cancelled, even if an error came first, since a task group then raises only the
+    error.
+    """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""Resolve settings such as `a:1,b:2` or `dns:///name:port` to addresses, and follow changes."""
+"""Resolves settings such as `a:1,b:2` or `dns:///name:port` to addresses, and follows changes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Discovery:
         return self._names.get(address, "")
 
     async def run(self) -> None:
-        """Re-resolve names until cancelled; return at once if there are none."""
+        """Re-resolve names until cancelled; return at once if there are no names."""
         while True:
             addresses = await self._resolve()
             if addresses != self.addresses:

@@ -1,4 +1,4 @@
-"""Errors over gRPC: the only place where exceptions are mapped to statuses and back."""
+"""Errors over gRPC: the only place where exceptions are mapped to statuses, and statuses to exceptions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def trailing_metadata(error: MidstreamError) -> tuple[tuple[str, str], ...]:
 
 
 class ErrorMapper(grpc.aio.ServerInterceptor):
-    """Maps exceptions of all methods to statuses.
+    """Maps the exceptions of all methods to statuses.
 
     With `receive`, unary requests are read by it. gRPC itself reads them before anything is known of the caller.
     """
@@ -137,7 +137,7 @@ _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def _printable(field: str) -> str:
-    """Sanitize text for metadata: some field names are chosen by clients."""
+    """Sanitize text for metadata, since some field names are chosen by clients."""
     return "".join(character if " " <= character <= "~" else "?" for character in field[:_MAX_FIELD_CHARACTERS])
 
 

@@ -65,7 +65,7 @@ class FrameHandler(Protocol):
         """Handle that the connection is writable again."""
 
     def lose(self, error: Exception | None) -> None:
-        """Handle the end of the connection, after an error or close. Called once."""
+        """Handle the end of the connection, whether by an error or by closing. Called once."""
 
 
 class FrameConnection(asyncio.Protocol):
@@ -85,7 +85,7 @@ class FrameConnection(asyncio.Protocol):
         keepalive_s: float = KEEPALIVE_S,
         timeout_s: float = KEEPALIVE_TIMEOUT_S,
     ) -> None:
-        """Create an unconnected end.
+        """Create one end of a connection that is not connected yet.
 
         Args:
             max_message_bytes: Largest message accepted.
@@ -131,7 +131,7 @@ class FrameConnection(asyncio.Protocol):
             self.fail(error)
 
     def eof_received(self) -> None:
-        """Close the connection: half-open connections are not used."""
+        """Close the whole connection when the peer closes its side: half-open connections are not used."""
 
     def pause_writing(self) -> None:
         """As asyncio.Protocol."""
@@ -153,44 +153,44 @@ class FrameConnection(asyncio.Protocol):
             self.handler.lose(self._error or error)
 
     def say_hello(self, token: bytes) -> None:
-        """Send the first frame of the side that connects."""
+        """Send the first frame, on the side that connects."""
         self._write(Kind.HELLO, token)
 
     def open(self, *, welcome: bool) -> None:
-        """Accept messages from now on; `welcome` tells the other side."""
+        """Accept messages from now on; `welcome` also notifies the other side."""
         self.is_open = True
         if welcome:
             self._write(Kind.WELCOME)
         self._timer = self._loop.call_later(self._keepalive_s, self._look)
 
     def send(self, message: Message) -> None:
-        """Write a message now."""
+        """Write a message immediately."""
         if self.is_open:
             self._write(Kind.MESSAGE, message.SerializeToString())
 
     def post(self, message: Message) -> None:
-        """Write a message at the end of this event loop iteration, together with others."""
+        """Write a message at the end of this event-loop iteration, together with other messages."""
         if not self._posted:
             self._loop.call_soon(self._flush)
         body = message.SerializeToString()
         self._posted += (_HEAD.pack(len(body) + 1, Kind.MESSAGE), body)
 
     def fail(self, error: Exception) -> None:
-        """Close the connection immediately after an error; unsent data is dropped."""
+        """Close the connection immediately because of an error; unsent data is dropped."""
         self._error = self._error or error
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
-        """Close the connection once all data is written."""
+        """Close the connection once all data has been written."""
         self._flush()
         self.is_open = False
         if self._transport is not None:
             self._transport.close()
 
     def peer_uid(self) -> int | None:
-        """Return the user id of the peer of a Unix socket; None for other sockets."""
+        """Return the user id of the process at the other end of a Unix socket; None for other sockets."""
         sock = self._transport.get_extra_info("socket") if self._transport is not None else None
         if sock is None or sock.family != socket.AF_UNIX:
             return None
@@ -258,7 +258,7 @@ class FrameConnection(asyncio.Protocol):
 
 
 class Pump:
-    """Writes a batch of everything new at the end of each event loop iteration, while the connection is writable."""
+    """Writes all new data as one batch at the end of each event-loop iteration, while the connection is writable."""
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ class Pump:
         self._loop = asyncio.get_running_loop()
 
     def wake(self) -> None:
-        """Note that there is something new."""
+        """Note that there is new data."""
         if not self._is_due:
             self._is_due = True
             self._loop.call_soon(self.run)
@@ -299,7 +299,7 @@ class Pump:
 
 
 class _Unknown:
-    """Handles a connection that has not sent its hello."""
+    """Handles a connection that has not sent its hello yet."""
 
     def __init__(self, forget: Callable[[], object]) -> None:
         self._forget = forget
@@ -318,7 +318,7 @@ Accept = Callable[[FrameConnection], FrameHandler]
 
 
 class FrameServer:
-    """Accepts connections that were offered by gRPC.
+    """Accepts frame connections that were offered over gRPC.
 
     Attributes:
         port: TCP port, once started.
@@ -340,7 +340,7 @@ class FrameServer:
 
     @classmethod
     def from_config(cls, config: SchedulerConfig | DetokenizerConfig, tls: Tls | None) -> FrameServer | None:
-        """Create the listener that a configuration specifies; None if it uses gRPC only."""
+        """Create the listener set in the configuration; None if it uses gRPC only."""
         if config.internal_transport == "grpc":
             return None
         return cls(config.host, config.frames_port, max_message_bytes=config.max_message_bytes, tls=tls)
@@ -378,7 +378,7 @@ class FrameServer:
         return pb.FramesOffer(port=self.port, unix_name=self._unix_name, token=token)
 
     async def close(self) -> None:
-        """Stop listening, and close all connections once their data is written."""
+        """Stop listening, and close all connections once their data has been written."""
         for server in self._servers:
             server.close()
         for connection in (*self.connections, *self._unknown):
@@ -505,7 +505,7 @@ async def connect(
 
 
 class _Waiting:
-    """Handles a connection that has not been welcomed."""
+    """Handles a connection that has not been welcomed yet."""
 
     def __init__(self, welcomed: asyncio.Future[None]) -> None:
         self._welcomed = welcomed

@@ -16,7 +16,7 @@ _WATCH_INTERVAL_S = 0.25
 
 
 class LoopProgress:
-    """Heartbeat of one loop, which calls `touch` when it makes progress and `idle` before it waits for work."""
+    """Heartbeat of one loop: the loop calls `touch` when it makes progress, and `idle` before it waits for work."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self.name = name
@@ -28,18 +28,18 @@ class LoopProgress:
         self._since = time.monotonic()
 
     def idle(self) -> None:
-        """Report that the loop waits for work."""
+        """Report that the loop is waiting for work."""
         self._since = None
 
     @property
     def is_stalled(self) -> bool:
-        """Return whether the loop has made no progress with its work within its time limit."""
+        """Return whether the loop has work but has made no progress within its time limit."""
         since = self._since
         return since is not None and time.monotonic() - since > self._timeout_s
 
 
 class Progress:
-    """Health of a process: it serves while no loop is stalled and no reason not to serve is set.
+    """Health of a process: it is serving unless a loop is stalled or a reason not to serve is set.
 
     Safe to read from any thread.
     """
@@ -49,7 +49,7 @@ class Progress:
         self._reasons: set[str] = set()
 
     def loop(self, name: str, timeout_s: float = 5.0) -> LoopProgress:
-        """Watch another loop, idle at first."""
+        """Watch another loop, which is idle at first."""
         loop = LoopProgress(name, timeout_s)
         self._loops.append(loop)
         return loop
@@ -62,11 +62,11 @@ class Progress:
             self._reasons.discard(reason)
 
     def problems(self) -> list[str]:
-        """Stalled loops and reasons not to serve; empty while the process serves."""
+        """Return stalled loops and reasons not to serve; empty while the process is serving."""
         return sorted(self._reasons) + self.stalled()
 
     def stalled(self) -> list[str]:
-        """Stalled loops; empty while the process is alive, whether it serves or not."""
+        """Return stalled loops; empty while the process is alive, whether it is serving or not."""
         return [loop.name for loop in self._loops if loop.is_stalled]
 
 
@@ -76,7 +76,7 @@ def add_health(server: grpc.aio.Server, progress: Progress, service: str) -> Non
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
-    """Add a listening port, with TLS where there are credentials; 0 takes a free one.
+    """Add a listening port, with TLS if there are credentials; 0 chooses a free port.
 
     Returns:
         The port.
@@ -99,7 +99,7 @@ def _status(progress: Progress) -> int:
 
 
 class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """grpc.health.v1, computed at each call."""
+    """grpc.health.v1; the status is computed at each call."""
 
     def __init__(self, progress: Progress, names: Sequence[str]) -> None:
         self._progress = progress
@@ -137,7 +137,7 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 self._looking.cancel()
 
     async def _look(self) -> None:
-        """Poll once for all watchers, so that an additional watcher costs nothing while nothing changes."""
+        """Poll once for all watchers, so that another watcher costs nothing while nothing changes."""
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             status = _status(self._progress)

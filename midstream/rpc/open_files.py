@@ -1,4 +1,4 @@
-"""The limit of open files and connections of this process."""
+"""The limit on open files, and so on connections, of this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ENOUGH = 65_536
 
 
 def raise_open_files_limit() -> int:
-    """Raise the soft limit of open files, often 1,024, to the hard limit; return the new limit."""
+    """Raise the soft limit on open files, often 1,024, to the hard limit; return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(_ENOUGH, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

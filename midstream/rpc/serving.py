@@ -168,7 +168,7 @@ class Server:
             self._failed.set()
 
     def depend_on(self, task: asyncio.Task[None]) -> None:
-        """Fail if `task`, which should run until the process drains, ends before."""
+        """Fail if `task` ends before the process drains."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and not self.draining.is_set():
@@ -209,7 +209,7 @@ class Server:
 
 
 def _collect_now_and_then() -> None:
-    """Collect garbage for all servers that stop, half of the time at most: a large heap takes long."""
+    """Collect garbage for all servers that stop, for at most half of the time, because a large heap takes long."""
     global _next_collection
     began = time.monotonic()
     if began >= _next_collection:
@@ -248,7 +248,7 @@ def open_channel(
 
 
 def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
-    """Options of every client channel, synchronous ones too."""
+    """Return the options of every client channel, including synchronous ones."""
     return [
         *_KEEPALIVE,
         ("grpc.max_receive_message_length", max_message_bytes),

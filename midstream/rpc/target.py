@@ -37,7 +37,7 @@ def check_target(target: str) -> str:
 
 
 def plain_problem(details: str) -> str:
-    """Return gRPC's message about a failed connection, reworded to say what to do."""
+    """Return gRPC's message about a failed connection, reworded so that it says what to do."""
     found = _CONNECTION.search(details)
     if found is not None:
         address, problem = found.groups()

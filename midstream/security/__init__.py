@@ -1,1 +1,1 @@
-"""TLS, CURVE keys, credentials of channels, private folders."""
+"""TLS, CURVE keys, credentials of channels, and private folders."""

@@ -32,14 +32,14 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCredentials:
-    """A worker's credentials: its own pair and the scheduler's public key."""
+    """A worker's credentials: its own key pair and the scheduler's public key."""
 
     own: KeyPair
     server_key: bytes
 
     @classmethod
     def from_config(cls, config: WorkerConfig) -> WorkerCredentials | None:
-        """Return the credentials from the configuration; None: plain text.
+        """Return the credentials set in the configuration; None: plain text.
 
         Raises:
             ConfigError: It contradicts itself, or a key cannot be used.
@@ -84,7 +84,7 @@ def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def read_key_pair(path: str, field: str) -> KeyPair:
-    """Return the pair in a file.
+    """Return the key pair in a file.
 
     Raises:
         ConfigError: The file is missing or empty, or holds no pair; names `field`.
@@ -120,7 +120,7 @@ def read_public_keys(folder: str, field: str) -> frozenset[bytes]:
 
 
 def sign_folder(folder: str, field: str) -> tuple[tuple[str, int, int, int], ...]:
-    """Return a value that changes whenever the keys in a folder do.
+    """Return a value that changes whenever the keys in a folder change.
 
     Raises:
         ConfigError: The folder cannot be read.

@@ -1,4 +1,4 @@
-"""Which Host headers an HTTP port answers.
+"""Checks which Host headers an HTTP port accepts.
 
 A malicious page can make its host name resolve to a loopback address (DNS rebinding), so that a browser sends its
 requests to a local port. Such requests carry that name.
@@ -32,7 +32,7 @@ class AllowedHosts:
         self._allows_all = "*" in listed or (not listed and not is_loopback(bound))
 
     def include(self, header: str) -> bool:
-        """Return whether to accept a Host header; an empty one is not from a browser."""
+        """Return whether to accept a Host header; an empty one is accepted, since browsers always send one."""
         if self._allows_all or not header:
             return True
         host = header.rpartition(":")[0] if not header.endswith("]") and ":" in header else header

@@ -19,7 +19,7 @@ from midstream.rpc.errors import Admit
 
 
 class PeerNames:
-    """Names that a peer's certificate may carry."""
+    """Names that a peer's certificate may contain."""
 
     def __init__(self, names: str, field: str) -> None:
         """Parse a comma-separated list of kinds (`router`), DNS names and URIs.
@@ -41,7 +41,7 @@ class PeerNames:
 
 @dataclass(frozen=True, slots=True)
 class PeerCertificate:
-    """The names of a verified certificate; all empty where there is none."""
+    """The names in a verified certificate; all empty if there is no certificate."""
 
     common_names: tuple[str, ...] = ()
     dns_names: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class PeerCertificate:
 
     @classmethod
     def of_call(cls, context: grpc.aio.ServicerContext[Any, Any]) -> PeerCertificate:
-        """Return that of a gRPC call's peer."""
+        """Return the certificate names of a gRPC call's peer."""
         properties: Mapping[str, Iterable[bytes]] = context.auth_context()
         keys = ("x509_common_name", "peer_dns", "peer_uri")
         return cls(*(tuple(value.decode(errors="replace") for value in properties.get(key, ())) for key in keys))
@@ -64,7 +64,7 @@ class PeerCertificate:
 
     @property
     def is_of_a_part(self) -> bool:
-        """Whether it names a kind of part, and so is no client's."""
+        """Whether the certificate names a kind of part, so that it is not a client's."""
         return _PARTS.include(self.dns_names, self.uris)
 
 

@@ -22,7 +22,7 @@ _Signature = tuple[tuple[int, int, int], ...]
 
 
 class Tls:
-    """Certificate, key and authorities of this process.
+    """The certificate, key and certificate authorities of this process.
 
     Attributes:
         require_client_cert: Whether the server accepts only clients with a certificate signed by the CAs.
@@ -54,7 +54,7 @@ class Tls:
 
     @classmethod
     def from_config(cls, config: GrpcServiceConfig) -> Tls | None:
-        """Return the TLS files of a service's configuration; None: plain text.
+        """Return the TLS files set in a service's configuration; None: plain text.
 
         Raises:
             ConfigError: It contradicts itself, or a file is not usable.
@@ -154,7 +154,7 @@ class Tls:
         return contents
 
     def _load(self, context: ssl.SSLContext) -> None:
-        """Load the files into a context, which validates them and that they match."""
+        """Load the files into a context; this validates them and checks that certificate and key match."""
         try:
             if "ca" in self._paths:
                 context.load_verify_locations(self._paths["ca"])

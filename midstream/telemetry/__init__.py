@@ -53,7 +53,7 @@ _PLAIN_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctim
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, service, logger, message, request_id, and the `extra` fields."""
+    """Writes one JSON object per line: time, level, service, logger, message, request_id, and the `extra` fields."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def configure_logging(service: str, *, level: str = "info", style: str = "json")
 
 
 class Metrics:
-    """Prometheus metrics of the process, named `midstream:NAME`; those that gateways expect have vLLM's name too."""
+    """Prometheus metrics of the process, named `midstream:NAME`; those that gateways expect also have vLLM's name."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -125,11 +125,11 @@ class Metrics:
         return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
 
     def render(self) -> bytes:
-        """Return the text that `/metrics` answers."""
+        """Return the text to serve at `/metrics`."""
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Return all metric families, each aliased one twice."""
+        """Return all metric families; those with an alias are returned under both names."""
         for family in self.registry.collect():
             yield family
             if family.name in ALIASED:
@@ -157,7 +157,7 @@ class _BoundedHTTPServer(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an exception of a handler; the library would print it between the lines of the log."""
+        """Log an exception of a handler; the library would print it in between log lines."""
         error = sys.exception()
         # A client need not wait for its response.
         level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR

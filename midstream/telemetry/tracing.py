@@ -42,7 +42,7 @@ Attributes = Mapping[str, str | int | float | bool]
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """The identity of a span, from which children are derived.
+    """The identity of a span, from which child spans are derived.
 
     Attributes:
         trace_id: 128 bits, not 0.
@@ -65,7 +65,7 @@ class TraceParent:
 
     @classmethod
     def sampled(cls, text: str) -> TraceParent | None:
-        """Return this context if sampled, else None."""
+        """Return the parsed context if it is sampled, else None."""
         parent = cls.parse(text) if text else None
         return parent if parent is not None and parent.is_sampled else None
 
@@ -74,11 +74,11 @@ class TraceParent:
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
 
     def new_child(self) -> TraceParent:
-        """Return a span of the same trace."""
+        """Return the identity of a new span in the same trace."""
         return TraceParent(self.trace_id, _random_id(64), self.is_sampled)
 
     def scheduler_span(self) -> TraceParent:
-        """Return the scheduler's span for the request whose router span this is."""
+        """Return the identity of the scheduler's span for the request; this one is the router's span."""
         digest = hashlib.blake2b(str(self).encode(), digest_size=8, person=b"scheduler").digest()
         return TraceParent(self.trace_id, int.from_bytes(digest, "big") or 1, self.is_sampled)
 
@@ -89,7 +89,7 @@ def new_trace(*, is_sampled: bool) -> TraceParent:
 
 
 class Tracer:
-    """Sends a process's spans to a collector from a background thread. A lost collector affects nothing else."""
+    """Sends a process's spans to a collector from a background thread. Losing the collector affects nothing else."""
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
         """Prepare the connection; `endpoint` is an OTLP/gRPC collector's, such as http://collector:4317.
@@ -121,7 +121,7 @@ class Tracer:
 
     @classmethod
     def from_config(cls, config: ServiceConfig, service: str) -> Tracer | None:
-        """Return a tracer as configured; None: no tracing.
+        """Return the configured tracer; None: no tracing.
 
         Raises:
             ConfigError: OpenTelemetry is not installed, or the address is not one.
@@ -145,7 +145,7 @@ class Tracer:
         events: Sequence[tuple[str, int]] = (),
         is_server: bool = False,
     ) -> None:
-        """Record a span, to be sent later. Thread-safe.
+        """Record a span, which is sent later. Thread-safe.
 
         Args:
             name: Name of the span.
@@ -179,7 +179,7 @@ class Tracer:
         return self._context(span.trace_id, span.span_id, is_remote, self._flags)
 
     def close(self) -> None:
-        """Send remaining spans, for a few seconds at most."""
+        """Send the remaining spans, for a few seconds at most."""
         # The processor itself waits half a minute for an unreachable collector.
         closing = threading.Thread(target=self._processor.shutdown, name="tracer-close", daemon=True)
         closing.start()

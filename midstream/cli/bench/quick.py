@@ -53,7 +53,7 @@ async def _measure(arguments: argparse.Namespace) -> tuple[Summary, Summary]:
 
 
 def table_of(machine: Machine, model: ModelFolder | None, one: Summary, many: Summary) -> Table:
-    """Return limits and measurements; limits of the model only where it is known."""
+    """Return a table of limits and measurements; limits that depend on the model are included only if it is known."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "measured", "limit", ""):
         table.add_column(column, justify="left" if column == "" else "right")

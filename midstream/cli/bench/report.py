@@ -1,4 +1,4 @@
-"""Figures of a run: throughput, time to first token, inter-token time; as a table, JSON and a plot."""
+"""Figures of a run: throughput, time to first token, and inter-token time, as a table, JSON or plot."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Summary:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value at `share` (0..1) by nearest rank; 0 of nothing."""
+    """Return the `share`-quantile (0..1) of the values by the nearest-rank method; 0 if there are none."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -61,7 +61,7 @@ def summarize(result: RunResult) -> Summary:
 
 
 def inter_token_gaps_ms(times: RequestTimes) -> list[float]:
-    """Return the gap before each token after the first chunk; a chunk of n tokens counts as n equal gaps."""
+    """Return the time before each token after the first chunk; a chunk of n tokens counts as n equal gaps."""
     gaps: list[float] = []
     for (before, _), (now, count) in zip(times.arrivals, times.arrivals[1:], strict=False):
         gaps.extend([(now - before) * 1e3 / count] * count)
@@ -92,7 +92,7 @@ def write_json(summaries: Sequence[Summary], path: Path) -> None:
 
 
 def plot(results: Sequence[RunResult], path: Path) -> None:
-    """Draw received tokens over time for each run, as PNG or SVG by the path's ending.
+    """Plot the number of received tokens over time for each run, as PNG or SVG according to the file extension.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (extra `plots`).

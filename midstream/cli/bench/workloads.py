@@ -1,4 +1,4 @@
-"""Request mixes to measure with: prompts as token ids drawn uniformly, greedy, end of sequence ignored."""
+"""Workloads for benchmarks: prompts of uniformly random token ids, greedy, ignoring end-of-sequence tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests and how many of them run at once.
+    """A set of requests, and how many of them run concurrently.
 
     Attributes:
         name: As in the tables.
@@ -46,12 +46,12 @@ def _tokens(generator: random.Random, count: int) -> tuple[int, ...]:
 
 
 def single(generator: random.Random) -> Workload:
-    """Return one request, 128 in, 128 out."""
+    """Return one request with 128 prompt tokens and 128 output tokens."""
     return Workload("single", (BenchRequest(_tokens(generator, 128), 128),), 1)
 
 
 def mixed(generator: random.Random) -> Workload:
-    """64 at once, prompts of 32 to 256, 128 out."""
+    """Return 64 concurrent requests with 32 to 256 prompt tokens and 128 output tokens."""
     requests = tuple(BenchRequest(_tokens(generator, generator.randint(32, 256)), 128) for _ in range(64))
     return Workload("mixed", requests, 64)
 
@@ -63,12 +63,12 @@ def prefix(generator: random.Random) -> Workload:
 
 
 def prefill(generator: random.Random) -> Workload:
-    """16 prompts of 1,024, one token out."""
+    """Return 16 requests with 1,024 prompt tokens and one output token."""
     return Workload("prefill", tuple(BenchRequest(_tokens(generator, 1024), 1) for _ in range(16)), 16, True)
 
 
 def chat(generator: random.Random) -> Workload:
-    """96 requests, 64 at once, log-normal lengths."""
+    """Return 96 requests with log-normal lengths, 64 of them concurrent."""
     return Workload("chat", tuple(chat_request(generator) for _ in range(96)), 64)
 
 
@@ -81,7 +81,7 @@ def chat_request(generator: random.Random) -> BenchRequest:
 def uniform(
     generator: random.Random, count: int, num_prompt_tokens: int, max_tokens: int, concurrency: int
 ) -> Workload:
-    """`count` requests of one size."""
+    """Return `count` requests of the same size."""
     requests = tuple(BenchRequest(_tokens(generator, num_prompt_tokens), max_tokens) for _ in range(count))
     return Workload(f"uniform-{num_prompt_tokens}-{max_tokens}", requests, concurrency)
 

@@ -1,4 +1,4 @@
-"""Text charts, readable without colour too, as in a pipe."""
+"""Text charts that are readable without colour too, for example in a pipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARED, HELD, CACHED, FREE = ("▓", "magenta"), ("█", "cyan"), ("▒", "dark_
 
 
 def columns(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Return a bar for each of the last `width` values, the highest one full; `height` lines, the upper one first."""
+    """Return a bar chart of the last `width` values, scaled to the highest, as `height` lines from top to bottom."""
     shown = list(values)[-width:]
     top = max(shown, default=0.0) or 1.0
     eighths = [0 if value <= 0 else max(1, round(value / top * height * 8)) for value in shown]
@@ -26,7 +26,7 @@ def columns(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def share_bar(parts: Sequence[tuple[int, str]], width: int) -> Text:
-    """Return a stacked bar of the numbers with their styles; every non-zero number gets at least one character."""
+    """Return a stacked bar of numbers with their styles; every non-zero number gets at least one character."""
     total = sum(number for number, _ in parts)
     if not total:
         return Text("─" * width, style="bright_black")
@@ -39,7 +39,7 @@ def share_bar(parts: Sequence[tuple[int, str]], width: int) -> Text:
 
 
 def block_map(blocks: status_pb2.BlockMap, width: int, max_rows: int) -> Text:
-    """Return a character per run of blocks: shared if any is shared, else held, cached or free in that order."""
+    """Return one character per run of blocks: shared if any block is shared, else held, else cached, else free."""
     num_cells = len(blocks.held)
     run = max(1, -(-num_cells // (width * max_rows)))
     text = Text(no_wrap=True)

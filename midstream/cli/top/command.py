@@ -80,7 +80,7 @@ async def follow(client: AsyncClient, board: Board) -> None:
 
 
 class _Screen:
-    """State that the keys change."""
+    """State that is changed by key presses."""
 
     def __init__(self) -> None:
         self.quit = asyncio.Event()
@@ -109,7 +109,7 @@ class _Screen:
 
 @contextlib.contextmanager
 def _keys(press: Callable[[str], None]) -> Iterator[None]:
-    """Call `press` with each key, where the terminal's keys can be read."""
+    """Call `press` with each key that is pressed, if the terminal's keys can be read."""
     try:
         import termios
         import tty

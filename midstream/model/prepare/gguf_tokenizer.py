@@ -73,7 +73,9 @@ def _byte_level(metadata: Mapping[str, object], tokens: Sequence[str]) -> Json:
 
 
 def _sentence_piece(metadata: Mapping[str, object], tokens: Sequence[str]) -> Json:
-    """Return merges for a SentencePiece BPE vocabulary, which has scores instead: a merge ranks as its result."""
+    """Return merges for a SentencePiece BPE vocabulary, which has scores instead: a merge is ranked by its result's
+    score.
+    """
     ids = {token: i for i, token in enumerate(tokens)}
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, (list, tuple)) or len(scores) != len(tokens):
@@ -131,7 +133,7 @@ def _added_tokens(metadata: Mapping[str, object], tokens: Sequence[str]) -> list
 
 
 def _post_processor(metadata: Mapping[str, object], tokens: Sequence[str], kind: str) -> Json | None:
-    """Add the begin token if the file asks for it."""
+    """Return the post-processor that adds the BOS token if the file asks for it, else None."""
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     if bos is None or not metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"):
         return None
