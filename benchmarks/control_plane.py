@@ -135,7 +135,7 @@ async def measure(
 
 
 async def wait_until_whole(client: AsyncClient) -> None:
-    """Return once the service is ready."""
+    """Return once the service is completely ready."""
     give_up_at = time.monotonic() + START_TIMEOUT_S
     while not await _is_whole(client):
         if time.monotonic() > give_up_at:
@@ -152,7 +152,7 @@ async def _is_whole(client: AsyncClient) -> bool:
 
 
 def start_profile(name: str, parts: dict[str, psutil.Process]) -> subprocess.Popen[bytes] | None:
-    """Sample the first part of that name for some seconds."""
+    """Profile the first process with that name for some seconds."""
     if not name:
         return None
     process = next(process for part, process in parts.items() if part.startswith(name))
@@ -162,7 +162,7 @@ def start_profile(name: str, parts: dict[str, psutil.Process]) -> subprocess.Pop
 
 
 def report(result: RunResult, spent: dict[str, float], console: Console) -> None:
-    """Print throughput and each process's share."""
+    """Print the throughput and each process's share of CPU time."""
     num_tokens = sum(request.num_tokens for request in result.requests)
     num_chunks = sum(len(request.arrivals) for request in result.requests)
     table = Table("part", "CPU s", "of a core", "µs per token")

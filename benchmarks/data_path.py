@@ -62,7 +62,7 @@ class Load:
     door: str = "grpc"
 
     def write_bodies(self, path: Path, dice: random.Random) -> None:
-        """Write the requests as the load generator reads them."""
+        """Write the requests in the format that the load generator reads."""
         with path.open("wb") as file:
             for _ in range(self.num_requests):
                 prompt = [dice.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(self.num_prompt_tokens)]
@@ -165,7 +165,7 @@ class Checkout:
             yield send
 
     def engine(self, row: Row, folder: Path) -> float:
-        """Return tokens per second of the worker in process."""
+        """Return the tokens per second of the worker alone, in process."""
         load, dice = row.load, random.Random(1)
         size = {"concurrency": load.concurrency, "counts_input": False}
         prompts = [
@@ -189,7 +189,7 @@ class Checkout:
 
 
 def figures_of(found: Figures, before: Times, after: Times) -> Figures:
-    """Return the results of one run: rates, gaps, and microseconds of CPU time per token by part."""
+    """Return the results of one run: rates, gaps, and microseconds of CPU time per token for each part."""
     spent: Figures = {}
     for key, seconds in after.items():
         part = key.partition(" ")[0]
@@ -256,7 +256,7 @@ RATES = frozenset({"tokens_per_s", "requests_per_s", "engine_ratio", "tokens_per
 
 
 def report(name: str, checkouts: Sequence[Checkout], results: list[list[Figures]]) -> Table:
-    """Print best and median of each checkout, and the ratio to the last one."""
+    """Print the best and the median result of each checkout, and the ratio to the last one."""
     table = Table("figure", *(f"{it.name} {kind}" for it in checkouts for kind in ("best", "median")), title=name)
     if len(checkouts) > 1:
         table.add_column("ratio (range)")

@@ -20,7 +20,7 @@ NUM_ROWS = (1, 2, 4, 8, 16, 64, 256)
 
 
 def rate(linear: PackedLinear, threads: ThreadPool, num_rows: int, seconds: float) -> float:
-    """Return GFLOP/s of the fastest run."""
+    """Return the GFLOP/s of the fastest run."""
     x = torch.randn(num_rows, linear.num_inputs)
     shortest, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -31,7 +31,7 @@ def rate(linear: PackedLinear, threads: ThreadPool, num_rows: int, seconds: floa
 
 
 def compare(library: Library, arguments: argparse.Namespace) -> Table:
-    """Return the rate of each block format relative to Q4_1's, measured in turn: best and median."""
+    """Return the rate of each block format relative to Q4_1, measured in turn: best and median."""
     threads, shape = ThreadPool(library, 1), (arguments.num_outputs, arguments.num_inputs)
     input_format = InputFormat[arguments.compare.upper()]
     formats = [item for item in WeightFormat if item.has_blocks]

@@ -63,7 +63,7 @@ class Contender:
         self._runner.run_step(Step(generation_rows=rows))
 
     def time(self, num_steps: int) -> float:
-        """Return the processor time of a step in milliseconds."""
+        """Return the CPU time of a step in milliseconds."""
         started = time.thread_time()
         for _ in range(num_steps):
             self._runner.run_step(Step(repeat_generation=True))
@@ -81,7 +81,7 @@ def make(folder: Path, config: transformers.PretrainedConfig) -> Contender:
 
 
 def weights_read(arguments: argparse.Namespace, num_rows: int) -> float:
-    """Return the layers' weights that a step of the mixture reads, relative to the dense model's.
+    """Return the amount of layer weights that a step of the mixture reads, relative to the dense model.
 
     Rows choose experts independently of each other.
     """

@@ -26,7 +26,7 @@ _OPERATIONS = {"vpdpwssd": 32, "vpmaddwd": 32}
 
 
 def inner_loop(isa: str) -> list[str]:
-    """Return the instructions of the loop with the most products."""
+    """Return the instructions of the loop with the most multiply-adds."""
     source = str(SOURCES / "dot_panel.cpp")
     flags = [flag for flag in FLAGS if flag != "-shared"]
     command = ["g++", *flags, *ISA_FLAGS[isa], "-S", source, "-o", "-"]
@@ -45,7 +45,7 @@ def _count_products(block: str) -> int:
 
 
 def cycles(loop: list[str], processor: str) -> float | None:
-    """Return the cycles of an iteration; None if llvm-mca has no model of the processor."""
+    """Return the cycles per iteration; None if llvm-mca has no model of the processor."""
     rounds = 100
     command = ["llvm-mca", f"-mcpu={processor}", f"-iterations={rounds}"]
     result = subprocess.run(command, input="\n".join(loop), capture_output=True, text=True, check=False)
@@ -56,7 +56,7 @@ def cycles(loop: list[str], processor: str) -> float | None:
 
 
 def main() -> None:
-    """Print one row for each build and processor."""
+    """Print one row per build and processor."""
     if shutil.which("llvm-mca") is None:
         raise SystemExit("llvm-mca is not installed: apt-get install llvm")
     table = Table(title="int16 products, a full tile of rows")

@@ -26,7 +26,7 @@ What `make bench-peers` found when it last ran; it writes all between the two ma
 
 
 def figures_table(labels: Mapping[str, str], measurements: Sequence[Measurement]) -> list[list[str]]:
-    """Return best and median throughput by peer and workload, below the head."""
+    """Return a table of the best and median throughput by peer and workload, with a header row."""
     rows = [["tokens/s, best / median (prefill: prompt tokens)", *ALL_WORKLOADS]]
     for peer, label in labels.items():
         cells = [_best_and_median(measurements, peer, workload) for workload in ALL_WORKLOADS]
@@ -41,7 +41,7 @@ def _best_and_median(measurements: Sequence[Measurement], peer: str, workload: s
 
 
 def latencies_table(labels: Mapping[str, str], measurements: Sequence[Measurement]) -> list[list[str]]:
-    """Return latencies of streaming peers in milliseconds, as medians of p50 / p99."""
+    """Return a table of latencies of streaming peers in milliseconds, as medians of p50 / p99."""
     rows = [["ms, p50 / p99", "workload", "time to first token", "between tokens"]]
     for peer, label in labels.items():
         for workload in ALL_WORKLOADS:
@@ -54,7 +54,7 @@ def latencies_table(labels: Mapping[str, str], measurements: Sequence[Measuremen
 
 
 def ratios_table(labels: Mapping[str, str], ratios: Sequence[Ratio]) -> list[list[str]]:
-    """Return ratios ours / peer with their spread over the rounds; the first row is the header."""
+    """Return a table of the ratios ours / peer with their spread over the rounds; the first row is the header."""
     rows = [
         [
             "workload",
@@ -159,7 +159,7 @@ def between_markers(text: str, content: str) -> str:
 
 
 def plot(path: Path, labels: Mapping[str, str], measurements: Sequence[Measurement]) -> None:
-    """Draw a panel per workload with a bar per peer; a line spans lowest to highest.
+    """Draw one panel per workload with one bar per peer; a line spans the lowest to the highest round.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (extra `plots`).

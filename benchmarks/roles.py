@@ -1,4 +1,4 @@
-"""Two workers with both roles against the same two with roles apart: `python -m benchmarks.roles`.
+"""Compare two workers with combined roles and two workers with separate roles: `python -m benchmarks.roles`.
 
 Both services run at once and are sent the same requests by turns, in rounds: the workload `chat` with 64 requests at
 once, or with random arrivals where --request-rate says so. Prints each round, and the medians over rounds of the ratios
@@ -24,7 +24,7 @@ from midstream.cli.bench.workloads import Workload, chat_request
 
 
 def run(service: KilledService, seed: int, arguments: argparse.Namespace) -> Summary:
-    """Send one round to a service."""
+    """Run one round of the workload on a service."""
     generator = random.Random(seed)
     requests = tuple(chat_request(generator) for _ in range(arguments.requests))
     workload = Workload("chat", requests, arguments.at_once)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.sizing`: compute how many of each part a load needs, as a Markdown table.
+"""`python -m benchmarks.sizing`: computes how many processes of each part a load needs, as a Markdown table.
 
 Workers, KV blocks and latencies come from the simulator: the real scheduler core, Poisson arrivals, and the lengths of
 the chat workload. For the other parts it uses their CPU time per token, as measured by `python -m
@@ -49,7 +49,7 @@ class TokenCosts:
 
 
 def latencies(measures: Measures) -> tuple[float, float]:
-    """Return 95th percentiles of the time to the first token and between tokens, in seconds."""
+    """Return the 95th percentiles of the time to first token and of the inter-token time, in seconds."""
     return quantile(measures.first_token_ns, 0.95) / 1e9, quantile(measures.tokens_ns, 0.95) / 1e9
 
 
@@ -62,7 +62,7 @@ def simulate(num_workers: int, load: Load, num_blocks: int, cost: CostModel) -> 
 
 
 def row(rate: float, duration_s: float, num_blocks: int, cost: CostModel, goal: Goal, costs: TokenCosts) -> str:
-    """Return the smallest number of workers that meets the goal, and the other parts."""
+    """Return a table row: the smallest number of workers that meets the goal, and the numbers of the other parts."""
     load = Load(rate, duration_s)
     num_workers = 1
     while not goal.is_met(measures := simulate(num_workers, load, num_blocks, cost)) and num_workers < _MAX_WORKERS:

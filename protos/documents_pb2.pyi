@@ -70,7 +70,7 @@ class PutDocumentRequest(google.protobuf.message.Message):
     expires_unix_ns: builtins.int
     """Unix nanoseconds; 0: never."""
     if_version: builtins.int
-    """Set: store it only if this is the current version; 0: only if there is none."""
+    """If set, store the document only if this is its current version; 0: only if it does not exist."""
     @property
     def key(self) -> global___DocumentKey: ...
     def __init__(
@@ -93,7 +93,7 @@ class PutDocumentResponse(google.protobuf.message.Message):
 
     VERSION_FIELD_NUMBER: builtins.int
     version: builtins.int
-    """0: nothing was stored, since the version differs."""
+    """0: nothing was stored, because the current version differs from if_version."""
     def __init__(
         self,
         *,
@@ -182,14 +182,14 @@ class ListDocumentsRequest(google.protobuf.message.Message):
     IS_DESCENDING_FIELD_NUMBER: builtins.int
     kind: builtins.str
     owner: builtins.str
-    """Not set: of all owners."""
+    """Unset: documents of all owners."""
     prefix: builtins.str
-    """Of their ids."""
+    """Prefix that the ids must have."""
     limit: builtins.int
     is_descending: builtins.bool
     @property
     def after(self) -> global___DocumentKey:
-        """Those behind this one, which need not exist."""
+        """Only documents after this id, which need not exist."""
 
     def __init__(
         self,

@@ -7,10 +7,10 @@ socket if it is on the same host, else over TCP (with TLS if the gRPC port has i
 
 A frame is its length (4 bytes, big endian, of all that follows), its kind (1 byte), and a body. Both sides send any
 kind of frame at any time after HELLO and WELCOME, and close the connection on anything else:
-  1 HELLO    body: the token. The first frame, of the side that connects.
-  2 WELCOME  no body. The answer, and the first frame of the other side.
+  1 HELLO    body: the token. The first frame sent by the side that connects.
+  2 WELCOME  no body. The reply to HELLO, and the first frame sent by the other side.
   3 MESSAGE  body: a protobuf message, of the type that the method's stream would carry in that direction.
-  4 PING     no body. Answered by PONG; a side that receives nothing for a while sends one, then disconnects.
+  4 PING     no body. Answered by PONG; a side that receives nothing for a while sends a PING, then disconnects.
   5 PONG     no body.
 """
 
@@ -39,7 +39,7 @@ class FramesOffer(google.protobuf.message.Message):
     UNIX_NAME_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
     port: builtins.int
-    """TCP port, at the host of the gRPC port; 0, and no unix_name: use the gRPC stream."""
+    """TCP port on the host of the gRPC port. If it is 0 and there is no unix_name, use the gRPC stream."""
     unix_name: builtins.str
     """Name of a Unix socket in Linux's abstract namespace; empty: there is none."""
     token: builtins.bytes

@@ -52,7 +52,7 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """End id, stop token or stop word."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """max_tokens or the model's context is used up."""
+    """max_tokens or the model's context length is reached."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
     """Aborted by a client, or because no client was attached."""
     FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 4
@@ -64,7 +64,7 @@ FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """End id, stop token or stop word."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""max_tokens or the model's context is used up."""
+"""max_tokens or the model's context length is reached."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 """Aborted by a client, or because no client was attached."""
 FINISH_REASON_DEADLINE: FinishReason.ValueType  # 4
@@ -106,15 +106,16 @@ class GenerateRequest(google.protobuf.message.Message):
     KEEP_S_FIELD_NUMBER: builtins.int
     ATTACHMENT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """Chosen by the client, or made by the router when empty. At most 128 characters. Unique among running and recently
-    finished requests: the same id with the same contents attaches to the first, with other contents ALREADY_EXISTS.
+    """Chosen by the client, or by the router if empty. At most 128 characters. Unique among running and recently finished
+    requests: submitting an id again attaches to the request if the contents are the same, else fails with
+    ALREADY_EXISTS.
     """
     model: builtins.str
-    """Name of the served model; empty means the one that is served."""
+    """Name of the served model; may be empty."""
     prompt: builtins.str
     """Text, tokenized unchanged, with the tokenizer's own special-token rules."""
     max_tokens: builtins.int
-    """Tokens to generate per sequence, >= 1. Default: the rest of the model's context, at most 16,384."""
+    """Maximum number of tokens to generate per sequence, >= 1. Default: the rest of the model's context, at most 16,384."""
     streaming: builtins.bool
     """False: one response at the end of each sequence. Default true."""
     logits_post_processor_name: builtins.str
@@ -122,13 +123,13 @@ class GenerateRequest(google.protobuf.message.Message):
     client_id: builtins.str
     """The client, for fairness and post-processors."""
     priority: builtins.int
-    """Higher runs sooner. -100..100, default 0."""
+    """Requests with higher priority run sooner. -100..100, default 0."""
     cache_salt: builtins.str
     """Requests share cached prefixes only with requests that carry the same salt."""
     detached: builtins.bool
     """A detached request continues when no client is attached to it."""
     arrival_time_unix_ns: builtins.int
-    """When the request first arrived anywhere, nanoseconds since the Unix epoch. Set by the router when zero."""
+    """When the request first arrived at the service, nanoseconds since the Unix epoch. Set by the router when zero."""
     timeout_ms: builtins.int
     """Time left to finish, in milliseconds from arrival at the scheduler. The router sets it from the gRPC deadline,
     unless the client gave a smaller value. Unset: no deadline.
@@ -334,11 +335,11 @@ class SamplingConfig(google.protobuf.message.Message):
     NUM_RETURN_SEQUENCES_FIELD_NUMBER: builtins.int
     EMBEDDING_BIAS_FIELD_NUMBER: builtins.int
     beam_width: builtins.int
-    """1: sampling; more: beam search. 1 to the router's max_beam_width (16), default 1."""
+    """1: sampling; higher: beam search. 1 to the router's max_beam_width (16), default 1."""
     top_k: builtins.int
-    """Keep the k likeliest tokens. 0 keeps all. Default 0."""
+    """Sample only from the k most likely tokens. 0 means all. Default 0."""
     top_p: builtins.float
-    """Keep the likeliest tokens up to this probability. (0, 1], default 1."""
+    """Sample only from the most likely tokens with this total probability. (0, 1], default 1."""
     top_p_decay: builtins.float
     """top_p is multiplied by the decay after each token, down to the minimum; a reset id restores it. Decay and minimum
     (0, 1], default 1 and 1e-6.
@@ -346,13 +347,13 @@ class SamplingConfig(google.protobuf.message.Message):
     top_p_min: builtins.float
     top_p_reset_id: builtins.int
     min_p: builtins.float
-    """Keep tokens at least this share as likely as the likeliest. [0, 1], default 0."""
+    """Sample only from tokens with at least this fraction of the most likely token's probability. [0, 1], default 0."""
     temperature: builtins.float
-    """0 is greedy. [0, 100], default 1."""
+    """0 means greedy sampling. [0, 100], default 1."""
     min_tokens: builtins.int
     """The end id and stop tokens cannot be chosen before this many tokens. Default 0."""
     seed: builtins.int
-    """Default: drawn by the router. Randomness is keyed by (seed, sequence, position)."""
+    """Default: a random seed, chosen by the router. Random numbers depend only on (seed, sequence, position)."""
     beam_search_diversity_rate: builtins.float
     """Beam search: i times this is added to the scores of candidates of the beam of rank i (from 0). Default 0."""
     repetition_penalty: builtins.float
@@ -467,21 +468,21 @@ class StoppingConfig(google.protobuf.message.Message):
     """Keep the stop word or stop token in the output."""
     @property
     def stop_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Text that ends the sequence; it is not part of the output. At most 64 of at most 256 characters."""
+        """Stop words: text that ends the sequence and is not part of the output. At most 64, of at most 256 characters each."""
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens that end the sequence. At most 64."""
+        """Stop tokens: tokens that end the sequence. At most 64."""
 
     @property
     def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Text that may not be generated, at most 64 of at most 256 characters. The router adds its tokens, with and without a
-        space before it, to bad_word_token_ids.
+        """Text that may not be generated. At most 64 entries, of at most 256 characters each. The router adds its tokens,
+        with and without a space before it, to bad_word_token_ids.
         """
 
     @property
     def bad_word_token_ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenIds]:
-        """Token sequences that may not be completed, even if they begin in the prompt. At most 64 of 1 to 256."""
+        """Token sequences that may not be completed, even if they begin in the prompt. At most 64, of 1 to 256 tokens each."""
 
     def __init__(
         self,
@@ -521,23 +522,25 @@ class OutputConfig(google.protobuf.message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     DETOKENIZE_FIELD_NUMBER: builtins.int
     log_probs: builtins.int
-    """Log probabilities of each output token and of this many likeliest tokens. 0: only the token's own. At most 20."""
+    """Return the log probability of each output token and of this many most likely tokens. 0: only the output token's.
+    At most 20.
+    """
     prompt_log_probs: builtins.int
-    """The same for prompt tokens from the second on. At most 20."""
+    """The same for prompt tokens, starting with the second. At most 20."""
     return_context_logits: builtins.bool
     """Tensors (see Tensor): the model's own logits at each prompt token [prompt tokens, vocab_size], and at each output
     token, unmodified [output tokens, vocab_size]. Several sequences share the prompt, and the first one reports it.
     """
     return_generation_logits: builtins.bool
     exclude_input_from_output: builtins.bool
-    """False: the output begins with the prompt. Default true."""
+    """If false, the output begins with the prompt. Default true."""
     return_perf_metrics: builtins.bool
     return_all_generated_tokens: builtins.bool
     """Each chunk carries all tokens and text so far instead of the new ones. Log probabilities are still only those of
-    the new ones.
+    the new tokens.
     """
     skip_special_tokens: builtins.bool
-    """Special tokens are left out of text. Default true."""
+    """Omit special tokens from the text. Default true."""
     detokenize: builtins.bool
     """Return text. Default true."""
     @property
@@ -585,7 +588,7 @@ class AdditionalOutput(google.protobuf.message.Message):
     PROBE_WIDTH_FIELD_NUMBER: builtins.int
     name: builtins.str
     gather_context: builtins.bool
-    """Also for the prompt, as the tensor `context_NAME`."""
+    """Also return the output for the prompt, as the tensor `context_NAME`."""
     probe_width: builtins.int
     """Values per token of an output probe. Filled by the router; clients leave it unset."""
     def __init__(
@@ -622,7 +625,7 @@ global___GuidedDecodingConfig = GuidedDecodingConfig
 
 @typing.final
 class LoraConfig(google.protobuf.message.Message):
-    """A low-rank adapter for this request. Requests in a batch may have different ones or none."""
+    """A low-rank adapter for this request. Requests in a batch may have different adapters or none."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -630,7 +633,7 @@ class LoraConfig(google.protobuf.message.Message):
     PATH_FIELD_NUMBER: builtins.int
     RESOLVED_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """The name it was loaded under. Required."""
+    """The name under which the adapter was loaded. Required."""
     path: builtins.str
     """Absolute path of a PEFT folder that every worker can read: loaded as `name` unless already loaded."""
     @property
@@ -699,7 +702,7 @@ class ResolvedAdapter(google.protobuf.message.Message):
     fingerprint: builtins.str
     """Hash of the folder's files."""
     num_bytes: builtins.int
-    """Bytes on a worker's device while in use."""
+    """Number of bytes it takes on a worker's device while in use."""
     num_virtual_tokens: builtins.int
     """Virtual tokens of a prompt adapter; their ids start at first_virtual_token."""
     first_virtual_token: builtins.int
@@ -732,9 +735,9 @@ class KvRetentionConfig(google.protobuf.message.Message):
         DURATION_MS_FIELD_NUMBER: builtins.int
         start: builtins.int
         end: builtins.int
-        """Unset: to the end of the prompt."""
+        """Unset: the range extends to the end of the prompt."""
         priority: builtins.int
-        """0..100, default priority is 35. Lower goes first."""
+        """0..100; the default priority is 35. Blocks with lower priority are evicted first."""
         duration_ms: builtins.int
         """Unset: until the block is evicted."""
         def __init__(
@@ -756,7 +759,7 @@ class KvRetentionConfig(google.protobuf.message.Message):
     DECODE_PRIORITY_FIELD_NUMBER: builtins.int
     DECODE_DURATION_MS_FIELD_NUMBER: builtins.int
     decode_priority: builtins.int
-    """Priority of blocks of generated tokens, and its duration."""
+    """Priority of blocks with generated tokens, and how long it applies."""
     decode_duration_ms: builtins.int
     @property
     def token_ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KvRetentionConfig.TokenRange]: ...
@@ -801,7 +804,7 @@ class SpeculativeConfig(google.protobuf.message.Message):
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: builtins.int
     method: global___SpeculativeConfig.Method.ValueType
     num_draft_tokens: builtins.int
-    """Draft tokens per step, 1..16. Drafts do not change the output."""
+    """Number of draft tokens per step, 1..16. Drafts do not change the output."""
     max_ngram_size: builtins.int
     """Prompt lookup: longest n-gram to match. Default 3."""
     @property
@@ -825,8 +828,8 @@ global___SpeculativeConfig = SpeculativeConfig
 @typing.final
 class Tensor(google.protobuf.message.Message):
     """A dense tensor in row-major order, little endian, or a piece of one: some of its rows. In responses pieces are at
-    most about a megabyte and arrive in order; after the loss of a part of the service they may start again: discard
-    earlier pieces.
+    most about a megabyte and arrive in order; after the loss of a part of the service they may start again
+    from the beginning: then discard earlier pieces.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -927,7 +930,7 @@ class Usage(google.protobuf.message.Message):
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     completion_tokens: builtins.int
-    """Over all sequences."""
+    """Summed over all sequences."""
     cached_tokens: builtins.int
     """Prompt tokens found in the prefix cache."""
     def __init__(
@@ -965,7 +968,7 @@ class PerfMetrics(google.protobuf.message.Message):
     num_draft_tokens: builtins.int
     num_accepted_tokens: builtins.int
     num_steps: builtins.int
-    """Steps the request took part in."""
+    """Number of steps that the request took part in."""
     def __init__(
         self,
         *,
@@ -995,7 +998,7 @@ class ErrorInfo(google.protobuf.message.Message):
     code: builtins.int
     message: builtins.str
     field: builtins.str
-    """The request field at fault, when there is one."""
+    """The invalid field of the request, if any."""
     def __init__(
         self,
         *,
@@ -1046,7 +1049,7 @@ class GenerateResponse(google.protobuf.message.Message):
     """The stop word or the stop token that matched."""
     matched_stop_token_id: builtins.int
     cumulative_log_prob: builtins.float
-    """Of the whole sequence, on its final chunk, if log probabilities are requested."""
+    """Cumulative log probability of the whole sequence; set on its final chunk if log probabilities are requested."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property

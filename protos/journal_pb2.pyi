@@ -30,7 +30,7 @@ class JournalRequest(google.protobuf.message.Message):
     deadline_unix_ns: builtins.int
     accepted_unix_ns: builtins.int
     model_fingerprint: builtins.str
-    """Of the model that it runs on: another model cannot continue from its tokens."""
+    """Fingerprint of the model: another model cannot continue from the request's tokens."""
     deadline_monotonic_ns: builtins.int
     """The deadline by the monotonic clock of this boot of this machine, where it is independent of the wall clock."""
     boot_id: builtins.str
@@ -197,7 +197,7 @@ global___JournalOutput = JournalOutput
 
 @typing.final
 class JournalSequenceEnd(google.protobuf.message.Message):
-    """A later one of the same sequence replaces it."""
+    """A later end of the same sequence replaces an earlier one."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -255,7 +255,7 @@ class JournalAdapter(google.protobuf.message.Message):
     rank: builtins.int
     num_virtual_tokens: builtins.int
     model_fingerprint: builtins.str
-    """Of the model that it fits."""
+    """Fingerprint of the model for which it was loaded."""
     def __init__(
         self,
         *,
@@ -334,9 +334,9 @@ class JournalSegment(google.protobuf.message.Message):
     frames; the first holds a JournalSegment, each other one a JournalTransaction or nothing: an empty frame only proves
     that everything before it was synced.
 
-    A frame is, in little-endian order: the four bytes "MSJL"; the payload's length (uint32); the frame's sequence number (uint64), one more
-    than that of the frame before it, also across segments; the CRC-32 of length, sequence number and payload (uint32); the payload.
-    After its last frame a segment contains only zeros.
+    A frame is, in little-endian order: the four bytes "MSJL"; the payload's length (uint32); the frame's sequence number
+    (uint64), one higher than the previous frame's, also across segments; the CRC-32 of length, sequence number and
+    payload (uint32); the payload. After its last frame a segment contains only zeros.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -350,16 +350,16 @@ class JournalSegment(google.protobuf.message.Message):
     version: builtins.int
     """Version of the segment format; 1."""
     number: builtins.int
-    """Position in the log; also the file's name. Segments are deleted from the oldest on, once no later frame builds on them."""
+    """Position in the log; also the file's name. The oldest segments are deleted once no later frame depends on them."""
     scheduler_epoch: builtins.int
-    """Of the scheduler that wrote it."""
+    """Epoch of the scheduler that wrote the segment."""
     previous_bytes: builtins.int
     """Length of the previous segment. Anything after that was never committed."""
     num_bytes: builtins.int
     """Initial size of the file: a shorter file was truncated."""
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalAdapterRow]:
-        """All adapters, as of its beginning."""
+        """All adapters, as of the beginning of the segment."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class LedgerEntry(google.protobuf.message.Message):
     cached_tokens: builtins.int
     completion_tokens: builtins.int
     finish_reason: protos.generation_pb2.FinishReason.ValueType
-    """Of the first sequence."""
+    """Finish reason of the first sequence."""
     def __init__(
         self,
         *,

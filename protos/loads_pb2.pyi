@@ -84,7 +84,7 @@ class ModelInfo(google.protobuf.message.Message):
     """For example `llama`, as in the model folder's config."""
     vocab_size: builtins.int
     max_sequence_length: builtins.int
-    """Prompt and output together."""
+    """Maximum length in tokens, prompt and output together."""
     pad_id: builtins.int
     fingerprint: builtins.str
     """Identifies configuration and weights; workers must match it."""
@@ -144,7 +144,7 @@ class ServerInfo(google.protobuf.message.Message):
     ROUTER_ID_FIELD_NUMBER: builtins.int
     version: builtins.str
     scheduler_epoch: builtins.int
-    """Of the scheduler's current incarnation."""
+    """Epoch of the scheduler's current incarnation."""
     started_unix_ns: builtins.int
     tokens_per_block: builtins.int
     capacity_policy: builtins.str
@@ -194,7 +194,7 @@ class WorkerGroupInfo(google.protobuf.message.Message):
     device: builtins.str
     dtype: builtins.str
     num_active_sequences: builtins.int
-    """Sequences on it now, and requests placed on it since it joined."""
+    """Number of sequences on it now, and of requests placed on it since it joined."""
     num_placed_requests: builtins.int
     num_steps: builtins.int
     def __init__(
@@ -224,7 +224,7 @@ class DetokenizerInfo(google.protobuf.message.Message):
     detokenizer_id: builtins.str
     num_attached: builtins.int
     num_attached_total: builtins.int
-    """Streams attached since it connected."""
+    """Number of streams attached since it connected."""
     def __init__(
         self,
         *,
@@ -282,7 +282,7 @@ class CellLoad(google.protobuf.message.Message):
     num_blocks: builtins.int
     num_free_blocks: builtins.int
     num_queued_tokens: builtins.int
-    """Prompt tokens waiting for their context phase."""
+    """Number of prompt tokens waiting for their context phase."""
     def __init__(
         self,
         *,
@@ -342,7 +342,7 @@ global___LoadLoraResponse = LoadLoraResponse
 
 @typing.final
 class UnloadLoraRequest(google.protobuf.message.Message):
-    """New requests can no longer use it; accepted ones continue."""
+    """New requests can no longer use the adapter; accepted ones continue."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -408,11 +408,11 @@ class LoraInfo(google.protobuf.message.Message):
     rank: builtins.int
     """Largest rank of its matrices; 0 for a prompt adapter."""
     num_virtual_tokens: builtins.int
-    """Of a prompt adapter."""
+    """Number of virtual tokens of a prompt adapter."""
     fingerprint: builtins.str
     """Hash of the folder's files."""
     num_bytes: builtins.int
-    """Bytes on a worker's device while in use."""
+    """Number of bytes it takes on a worker's device while in use."""
     def __init__(
         self,
         *,

@@ -39,7 +39,7 @@ class Record(google.protobuf.message.Message):
     time_ns: builtins.int
     """Unix nanoseconds."""
     abort_requested: builtins.str
-    """The next three: a request id."""
+    """The next three fields are request ids."""
     attached: builtins.str
     detached: builtins.str
     turn: builtins.bool
@@ -348,7 +348,7 @@ class RecordedRecovery(google.protobuf.message.Message):
     def request(self) -> global___RecordedRequest: ...
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecordedTokens]:
-        """By sequence."""
+        """One entry per sequence."""
 
     @property
     def ends(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecordedSequenceEnd]: ...

@@ -232,7 +232,7 @@ global___FeedStop = FeedStop
 
 @typing.final
 class FeedBatch(google.protobuf.message.Message):
-    """Everything new on this feed since the last batch. Order within a batch: opened, tokens, ended."""
+    """All new data on this feed since the last batch. Order within a batch: opened, tokens, ended."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -308,7 +308,7 @@ class FeedOpened(google.protobuf.message.Message):
     stream: builtins.int
     request_id: builtins.str
     num_prompt_tokens: builtins.int
-    """Unset: ended or unknown; `error` says why, and no more messages follow."""
+    """Unset: the request has ended or is unknown; `error` says why, and no more messages follow."""
     num_sequences: builtins.int
     min_tokens: builtins.int
     streaming: builtins.bool

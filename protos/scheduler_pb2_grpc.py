@@ -151,7 +151,8 @@ class SchedulerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Submit(self, request, context):
-        """Submits a request. Idempotent on request_id: the same contents attach to the first, others are ALREADY_EXISTS.
+        """Submits a request. Idempotent on request_id: a request with the same id and contents attaches to the first one;
+        with other contents it fails with ALREADY_EXISTS.
         RESOURCE_EXHAUSTED when the queue is full, with the trailing metadata `retry-after-ms`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -186,7 +187,7 @@ class SchedulerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PutDocument(self, request, context):
-        """What routers store for clients. RESOURCE_EXHAUSTED when an owner has too much.
+        """Documents that routers store for clients. RESOURCE_EXHAUSTED if an owner exceeds its storage limit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

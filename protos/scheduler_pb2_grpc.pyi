@@ -29,7 +29,8 @@ class SchedulerStub:
         protos.scheduler_pb2.SubmitRequest,
         protos.scheduler_pb2.SubmitResponse,
     ]
-    """Submits a request. Idempotent on request_id: the same contents attach to the first, others are ALREADY_EXISTS.
+    """Submits a request. Idempotent on request_id: a request with the same id and contents attaches to the first one;
+    with other contents it fails with ALREADY_EXISTS.
     RESOURCE_EXHAUSTED when the queue is full, with the trailing metadata `retry-after-ms`.
     """
 
@@ -60,7 +61,7 @@ class SchedulerStub:
         protos.documents_pb2.PutDocumentRequest,
         protos.documents_pb2.PutDocumentResponse,
     ]
-    """What routers store for clients. RESOURCE_EXHAUSTED when an owner has too much."""
+    """Documents that routers store for clients. RESOURCE_EXHAUSTED if an owner exceeds its storage limit."""
 
     GetDocument: grpc.UnaryUnaryMultiCallable[
         protos.documents_pb2.GetDocumentRequest,
@@ -144,7 +145,8 @@ class SchedulerAsyncStub:
         protos.scheduler_pb2.SubmitRequest,
         protos.scheduler_pb2.SubmitResponse,
     ]
-    """Submits a request. Idempotent on request_id: the same contents attach to the first, others are ALREADY_EXISTS.
+    """Submits a request. Idempotent on request_id: a request with the same id and contents attaches to the first one;
+    with other contents it fails with ALREADY_EXISTS.
     RESOURCE_EXHAUSTED when the queue is full, with the trailing metadata `retry-after-ms`.
     """
 
@@ -175,7 +177,7 @@ class SchedulerAsyncStub:
         protos.documents_pb2.PutDocumentRequest,
         protos.documents_pb2.PutDocumentResponse,
     ]
-    """What routers store for clients. RESOURCE_EXHAUSTED when an owner has too much."""
+    """Documents that routers store for clients. RESOURCE_EXHAUSTED if an owner exceeds its storage limit."""
 
     GetDocument: grpc.aio.UnaryUnaryMultiCallable[
         protos.documents_pb2.GetDocumentRequest,
@@ -261,7 +263,8 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.scheduler_pb2.SubmitRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.scheduler_pb2.SubmitResponse, collections.abc.Awaitable[protos.scheduler_pb2.SubmitResponse]]:
-        """Submits a request. Idempotent on request_id: the same contents attach to the first, others are ALREADY_EXISTS.
+        """Submits a request. Idempotent on request_id: a request with the same id and contents attaches to the first one;
+        with other contents it fails with ALREADY_EXISTS.
         RESOURCE_EXHAUSTED when the queue is full, with the trailing metadata `retry-after-ms`.
         """
 
@@ -302,7 +305,7 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.documents_pb2.PutDocumentRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.documents_pb2.PutDocumentResponse, collections.abc.Awaitable[protos.documents_pb2.PutDocumentResponse]]:
-        """What routers store for clients. RESOURCE_EXHAUSTED when an owner has too much."""
+        """Documents that routers store for clients. RESOURCE_EXHAUSTED if an owner exceeds its storage limit."""
 
     @abc.abstractmethod
     def GetDocument(

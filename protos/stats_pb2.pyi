@@ -97,9 +97,9 @@ class IterationStats(google.protobuf.message.Message):
     pinned_mem_usage: builtins.int
     group_id: builtins.str
     num_stale_messages: builtins.int
-    """Messages dropped because their epoch was stale."""
+    """Number of messages dropped because their epoch was stale."""
     num_conservation_violations: builtins.int
-    """Iterations after which free + cached + held blocks did not equal all blocks. Any value but 0 is a bug."""
+    """Number of iterations after which free + cached + held blocks did not equal all blocks. Any value but 0 is a bug."""
     num_preemptions: builtins.int
     @property
     def kv_cache_stats(self) -> global___KvCacheStats: ...
@@ -109,7 +109,7 @@ class IterationStats(google.protobuf.message.Message):
     def static_batching_stats(self) -> global___StaticBatchingStats: ...
     @property
     def num_finished_by_reason(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """By finish reason, since the scheduler started."""
+        """Number of ended requests by finish reason, since the scheduler started."""
 
     @property
     def speculative_stats(self) -> global___SpeculativeStats: ...
@@ -144,7 +144,7 @@ global___IterationStats = IterationStats
 
 @typing.final
 class KvCacheStats(google.protobuf.message.Message):
-    """Of the worker group in `group_id`, or of all groups together when that is empty."""
+    """Block statistics of the worker group `group_id`, or of all groups together if that is empty."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -369,17 +369,17 @@ class RequestStats(google.protobuf.message.Message):
     num_generated_tokens: builtins.int
     """Over all sequences."""
     avg_num_decoded_tokens_per_iter: builtins.float
-    """Generated tokens per completed step."""
+    """Average number of generated tokens per completed step."""
     scheduled: builtins.bool
-    """It is in a step in flight."""
+    """Whether the request is in a step in flight."""
     paused: builtins.bool
-    """It ran before and is waiting to run again."""
+    """Whether the request ran before and is waiting to run again."""
     alloc_total_blocks_per_request: builtins.int
-    """KV blocks that it holds; newly allocated ones; ones reused from the cache."""
+    """Numbers of KV blocks: held now, newly allocated, and reused from the cache."""
     alloc_new_blocks_per_request: builtins.int
     reused_blocks_per_request: builtins.int
     missed_blocks_per_request: builtins.int
-    """Full blocks of its prompt that were not in the cache."""
+    """Number of full blocks of its prompt that were not in the cache."""
     kv_cache_hit_rate_per_request: builtins.float
     """reused / (reused + missed)."""
     num_preemptions: builtins.int
@@ -421,7 +421,7 @@ class SubscribeKvEventsRequest(google.protobuf.message.Message):
     start_sequence_number: builtins.int
     """Events from this number on, if still available. 0: from now on."""
     include_snapshot: builtins.bool
-    """Begin with a snapshot of all that is stored, and go on with the events after it; start_sequence_number is not used."""
+    """Begin with a snapshot of the caches, and continue with the events after it; start_sequence_number is ignored."""
     def __init__(
         self,
         *,
@@ -439,8 +439,8 @@ class KvEventBatch(google.protobuf.message.Message):
     EVENTS_FIELD_NUMBER: builtins.int
     IS_SNAPSHOT_FIELD_NUMBER: builtins.int
     is_snapshot: builtins.bool
-    """The events tell all that is stored as of their sequence number, and nothing else is: `cleared` for all groups, then
-    `stored` for each, with hashes alone. The next event has the next number.
+    """A snapshot: the events describe the complete contents of the caches as of their sequence number, with `cleared` for
+    all groups, then `stored` for each, containing only hashes. The next event has the next number.
     """
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KvEvent]: ...

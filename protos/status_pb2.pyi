@@ -107,11 +107,11 @@ class PartStatus(google.protobuf.message.Message):
         STATE_UNSPECIFIED: PartStatus._State.ValueType  # 0
         SERVING: PartStatus._State.ValueType  # 1
         DEGRADED: PartStatus._State.ValueType  # 2
-        """It responds, but something is wrong; see `detail`."""
+        """The part responds, but has a problem; see `detail`."""
         DRAINING: PartStatus._State.ValueType  # 3
-        """It finishes its work and accepts nothing new."""
+        """The part finishes its work and accepts nothing new."""
         LOST: PartStatus._State.ValueType  # 4
-        """It has left."""
+        """The part has disconnected."""
         UNKNOWN: PartStatus._State.ValueType  # 5
         """Unknown, because its scheduler does not answer."""
 
@@ -119,11 +119,11 @@ class PartStatus(google.protobuf.message.Message):
     STATE_UNSPECIFIED: PartStatus.State.ValueType  # 0
     SERVING: PartStatus.State.ValueType  # 1
     DEGRADED: PartStatus.State.ValueType  # 2
-    """It responds, but something is wrong; see `detail`."""
+    """The part responds, but has a problem; see `detail`."""
     DRAINING: PartStatus.State.ValueType  # 3
-    """It finishes its work and accepts nothing new."""
+    """The part finishes its work and accepts nothing new."""
     LOST: PartStatus.State.ValueType  # 4
-    """It has left."""
+    """The part has disconnected."""
     UNKNOWN: PartStatus.State.ValueType  # 5
     """Unknown, because its scheduler does not answer."""
 
@@ -214,20 +214,22 @@ class GroupStatus(google.protobuf.message.Message):
     dtype: builtins.str
     world_size: builtins.int
     num_sequences: builtins.int
-    """Sequences on it, and their maximum."""
+    """Number of sequences on the group, and the maximum."""
     max_num_sequences: builtins.int
     num_steps_in_flight: builtins.int
     num_steps: builtins.int
-    """Since it joined."""
+    """Number of steps since the group joined."""
     steps_per_s: builtins.float
-    """Over the last second; filled by the router."""
+    """Steps per second over the last second; set by the router."""
     silent_ms: builtins.int
     """Time since its last message; and, while a step is in flight, since a step last ended."""
     stalled_ms: builtins.int
     num_blocks: builtins.int
     tokens_per_block: builtins.int
     num_held_blocks: builtins.int
-    """Held by sequences; of these, shared by several (counted with the map); cached: held by none and reusable."""
+    """Number of blocks held by sequences; of these, those shared by several sequences (counted with the map); and blocks
+    that are cached: held by none and reusable.
+    """
     num_shared_blocks: builtins.int
     num_cached_blocks: builtins.int
     num_faults: builtins.int
@@ -346,11 +348,13 @@ class CountsSinceStart(google.protobuf.message.Message):
     num_prompt_tokens: builtins.int
     num_generated_tokens: builtins.int
     prefix_cache_queries: builtins.int
-    """Prompt tokens looked up in the prefix cache, and found."""
+    """Number of prompt tokens looked up in the prefix cache, and number found."""
     prefix_cache_hits: builtins.int
     num_worker_faults: builtins.int
     num_handovers: builtins.int
-    """Requests moved from a prefill worker to a decode worker; and those that stayed because blocks could not be fetched."""
+    """Number of requests moved from a prefill worker to a decode worker, and number that stayed because blocks could not
+    be fetched.
+    """
     num_failed_handovers: builtins.int
     @property
     def num_finished_by_reason(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]: ...
@@ -397,7 +401,7 @@ class StatusSample(google.protobuf.message.Message):
     num_running: builtins.int
     num_waiting: builtins.int
     kv_usage: builtins.float
-    """Fraction of blocks held, 0 to 1."""
+    """Fraction of blocks that are held, 0 to 1."""
     time_to_first_token_p50_ms: builtins.float
     """Milliseconds; unset if nothing was measured. Interpolated between the histogram bounds in /metrics."""
     time_to_first_token_p95_ms: builtins.float
@@ -518,7 +522,7 @@ class CellStatus(google.protobuf.message.Message):
     def detokenizers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[protos.loads_pb2.DetokenizerInfo]: ...
     @property
     def routers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RouterStatus]:
-        """Those seen in the last seconds."""
+        """Routers seen in the last seconds."""
 
     @property
     def counts(self) -> global___CountsSinceStart: ...

@@ -59,7 +59,9 @@ class _Running:
 
 
 def drive(runner: ModelRunner, requests: list[Request], max_batch: int, max_tokens: int) -> list[list[int]]:
-    """Run all requests; return their tokens. Blocks are not shared: each row owns enough for the longest sequence."""
+    """Run all requests; return their tokens. Blocks are not shared: each row has enough of its own for the longest
+    sequence.
+    """
     blocks_each = -(-max(len(r.prompt) + r.num_tokens for r in requests) // TOKENS_PER_BLOCK)
     waiting = deque(enumerate(requests))
     running: dict[int, _Running] = {}
@@ -151,7 +153,7 @@ def compare(report: Report) -> None:
         return
     theirs = _transformers_speed(report, requests)
     report.note("transformers' continuous batching, the same workload", f"{theirs:.0f} output tok/s")
-    report.times("worker against transformers' continuous batching", ours / theirs, LEAST_TIMES)
+    report.times("output token rate relative to transformers' continuous batching", ours / theirs, LEAST_TIMES)
 
 
 def _transformers_model() -> Any:
@@ -167,12 +169,12 @@ def _transformers_model() -> Any:
 
 
 def measure_generate(report: Report) -> None:
-    """Compare transformers' plain `generate`, greedy, with the worker's decode steps."""
+    """Measure decode steps of the worker relative to transformers' plain `generate`, greedy."""
     _measure_generate(report, "transformers' generate", {})
 
 
 def measure_compiled_generate(report: Report) -> None:
-    """The same with a static cache, for which `generate` compiles and records the decode step as a graph."""
+    """The same with a static cache, for which `generate` compiles the decode step and records it as a graph."""
     _measure_generate(report, "transformers' generate, compiled", {"cache_implementation": "static"})
 
 
@@ -197,7 +199,7 @@ def _measure_generate(report: Report, name: str, settings: dict[str, Any]) -> No
 
 
 def _transformers_speed(report: Report, requests: list[Request]) -> float:
-    """Return output tokens per second; requests are added with their own limits and collected as they finish."""
+    """Return the output tokens per second; requests are added with their own limits and collected as they finish."""
     from transformers import GenerationConfig
 
     model = _transformers_model()

@@ -119,7 +119,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _cache(batch: PagedBatch, heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return keys and values; NaN where there is no sequence."""
+    """Return keys and values; NaN where no sequence has tokens."""
     caches = torch.full((2, batch.num_blocks, 16, *heads[1:]), torch.nan, dtype=dtype)
     for i, length in enumerate(batch.context_lens.tolist()):
         positions = torch.arange(length)
@@ -214,7 +214,7 @@ def _check_matrix_kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> N
 
 
 def _check_quantized_attention(report: Report, sizes: Sizes, kv: torch.dtype, limit: float) -> None:
-    """The error includes that of quantizing."""
+    """Check attention over a quantized cache; the error includes the quantization error."""
     device, heads = sizes.device, sizes.heads[0]
     dtype = sizes.dtypes[0]
     lengths = [c for c, _ in sizes.lengths]

@@ -50,7 +50,7 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The resources that a compiled kernel needs; `key` names its source, types and constants."""
+    """The resources that a compiled kernel needs; `key` identifies its source, types and constants."""
 
     case: str
     kernel: str
@@ -65,7 +65,7 @@ class Compiled:
 
 
 class NoDevice:
-    """Stand in for the CUDA driver for compilation."""
+    """Stands in for the CUDA driver during compilation."""
 
     def __init__(self, capability: int = 90) -> None:
         self.capability = capability
@@ -84,7 +84,7 @@ class NoDevice:
 
 
 def compile_cases(names: set[str], capability: int = 90, keys: set[str] | None = None) -> Iterator[Compiled]:
-    """Compile the cases of these names for a compute capability, times ten; all, if there are no names.
+    """Compile the cases with these names (all if there are none) for a compute capability, given times ten.
 
     With `keys`, of these cases' kernels those alone.
     """
@@ -130,7 +130,7 @@ def _key(function: JITFunction, args: tuple[object, ...], kwargs: dict[str, obje
 
 
 def _sources(function: JITFunction, seen: set[JITFunction]) -> set[str]:
-    """Return the sources of a kernel and of what it calls, and the constants that they use."""
+    """Return the sources of a kernel and of the functions it calls, and the constants that they use."""
     seen.add(function)
     sources = {function.src}
     for name in function.fn.__code__.co_names:
@@ -149,7 +149,7 @@ def read_table() -> list[dict[str, Any]]:
 
 
 def missing(capability: int) -> dict[str, set[str]]:
-    """Return the kernels' keys that compiled.jsonl lacks for this capability, each once, by case."""
+    """Return, by case, the kernel keys that compiled.jsonl lacks for this capability, each only once."""
     seen = {line["key"] for line in read_table() if line["capability"] == capability}
     found = {}
     for case, keys in keys_of_cases().items():
@@ -160,7 +160,9 @@ def missing(capability: int) -> dict[str, set[str]]:
 
 
 def write_table(num_processes: int) -> None:
-    """Compile what compiled.jsonl lacks, in this many processes, and write it; drop the lines of no case."""
+    """Compile what compiled.jsonl lacks in `num_processes` processes and write it; drop lines that belong to no
+    case.
+    """
     used = set(itertools.chain.from_iterable(keys_of_cases().values()))
     kept = [line for line in read_table() if line["key"] in used]
     context = multiprocessing.get_context("spawn")
@@ -176,7 +178,7 @@ def write_table(num_processes: int) -> None:
 
 
 def _save(kept: list[dict[str, Any]]) -> None:
-    """Write these lines in place of those of the installed version of Triton."""
+    """Replace the lines of the installed version of Triton by these lines."""
     lines = [] if not TABLE.exists() else [json.loads(line) for line in TABLE.read_text("utf-8").splitlines()]
     lines = [line for line in lines if line["triton"] != triton.__version__]
     lines += {(line["capability"], line["case"], line["key"]): line for line in kept}.values()
@@ -301,7 +303,7 @@ CANNOT_COMPILE = {
 
 
 def _attention_cases() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Return attention of a decode step, of prompts, and of short queries over a long context."""
+    """Yield attention of a decode step, of prompts, and of short queries over a long context."""
     shapes: dict[str, dict[str, Any]] = {
         f"{heads[0]}/{heads[1]} heads of {heads[2]}, {name}": {"heads": heads, "dtype": dtype}
         for heads in ((32, 8, 128), *_ODD_HEADS)

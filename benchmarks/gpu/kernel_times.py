@@ -24,7 +24,7 @@ NUM_COPIES = 4
 
 
 def measure_attention(report: Report) -> None:
-    """Measure decode as a share of the bandwidth, prefill as a share of the matrix-product rate."""
+    """Measure decode as a fraction of the memory bandwidth, prefill as a fraction of the matrix-product rate."""
     for batch_size, context in ((1, 1024), (1, 32768), (64, 1024), (64, 4096)):
         _measure_decode_attention(report, batch_size, context)
     _measure_uneven_attention(report)
@@ -41,7 +41,7 @@ def measure_attention(report: Report) -> None:
 def _attention_case(
     batch_size: int, num_queries: int, context: int
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Return queries, key and value cache, and tables of a step."""
+    """Return the queries, key and value caches, and block tables of a step."""
     inputs = step_inputs(batch_size, num_queries, context, 1)
     num_blocks = inputs.block_tables.numel()
     keys, values = (
@@ -75,7 +75,7 @@ def _measure_decode_attention(report: Report, batch_size: int, context: int) -> 
 
 
 def _measure_uneven_attention(report: Report) -> None:
-    """One long sequence beside many short ones."""
+    """Measure decode attention for one long sequence among many short ones."""
     longest, others, context = 100_000, 63, 1024
     q, keys, values, (tables, starts, lens) = _attention_case(1, 1, longest + others * context)
     blocks, each = tables[0], context // TOKENS_PER_BLOCK
@@ -94,7 +94,7 @@ def _measure_uneven_attention(report: Report) -> None:
 
 
 def measure_linear(report: Report) -> None:
-    """Measure each matrix of a layer as a share of the bandwidth."""
+    """Measure each matrix of a layer as a fraction of the memory bandwidth."""
     for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD)):
         for num_rows in (1, ROWS):
             _measure_linear_shape(report, outer, inner, num_rows)
@@ -119,7 +119,7 @@ def _measure_linear_shape(report: Report, outer: int, inner: int, num_rows: int)
 
 
 def measure_others(report: Report) -> None:
-    """Measure the small kernels in a decode step of 64 rows."""
+    """Measure the small kernels of a decode step with 64 rows."""
     x = torch.randn(ROWS, HIDDEN, device=CUDA, dtype=torch.bfloat16)
     gate_up = torch.randn(ROWS, 2 * FEED_FORWARD, device=CUDA, dtype=torch.bfloat16)
     weight = torch.ones(HIDDEN, device=CUDA, dtype=torch.bfloat16)

@@ -128,12 +128,14 @@ def weight_bytes(d: DecoderDescription, bytes_each: int) -> int:
 
 
 def kv_bytes(d: DecoderDescription, num_tokens: int, bytes_each: int) -> int:
-    """Return the size of the keys and values of this many tokens, in all layers."""
+    """Return the size in bytes of the keys and values of this many tokens, in all layers."""
     return 2 * d.num_layers * d.num_kv_heads * d.head_dim * num_tokens * bytes_each
 
 
 def prefill_operations(d: DecoderDescription, batch_size: int, length: int) -> float:
-    """Return the floating-point operations of whole prompts: matrices, causal attention, and one row of logits each."""
+    """Return the number of floating-point operations for whole prompts: matrices, causal attention, and one row of
+    logits each.
+    """
     heads = (2 * d.num_heads + 2 * d.num_kv_heads) * d.head_dim
     matrices = d.num_layers * (heads * d.hidden_size + 3 * d.intermediate_size * d.hidden_size)
     attention = 4 * d.num_layers * d.num_heads * d.head_dim * length * (length + 1) / 2
@@ -141,7 +143,9 @@ def prefill_operations(d: DecoderDescription, batch_size: int, length: int) -> f
 
 
 def step_inputs(batch_size: int, num_queries: int, context: int, vocab_size: int) -> ForwardInputs:
-    """Return a step on the CPU: each sequence queries the last num_queries of its context and samples one token."""
+    """Return a step on the CPU: each sequence queries the last num_queries tokens of its context and samples one
+    token.
+    """
     num_blocks = -(-context // TOKENS_PER_BLOCK)
     order = torch.randperm(batch_size * num_blocks, dtype=torch.int32)
     tables = order.view(batch_size, num_blocks)
@@ -169,7 +173,9 @@ def random_runner(
     kv_dtype: torch.dtype | None = None,
     **settings: Any,
 ) -> ModelRunner:
-    """Return the worker's runner around an existing decoder of `dtype`; by default bfloat16 on a GPU; so is KV."""
+    """Return the worker's runner with an existing decoder of `dtype` (default: bfloat16 on a GPU), which is also the
+    KV type.
+    """
     from gpu_worker.model_runner import ModelRunner
     from gpu_worker.models.loader import LoadedModel
     from midstream.config import WorkerConfig

@@ -44,7 +44,7 @@ class Report:
         self._add(Row(name, measured))
 
     def share(self, name: str, value: float, least: float | None, detail: str = "") -> None:
-        """Add a share that should reach a limit, if any; NaN: unknown."""
+        """Add a fraction that should reach a limit, if any; NaN: unknown."""
         measured = f"{value:.1%}{detail}" if value == value else f"?{detail}"
         if least is None or value != value:
             self._add(Row(name, measured))
@@ -52,7 +52,7 @@ class Report:
             self._add(Row(name, measured, f"≥ {least:.0%}", value >= least))
 
     def surplus(self, name: str, value: float, most: float | None, detail: str = "") -> None:
-        """Add a share that should stay under a limit, if any."""
+        """Add an overhead that should stay below a limit, if any."""
         if most is None:
             self._add(Row(name, f"{value:+.1%}{detail}"))
         else:

@@ -75,7 +75,7 @@ class Sizes:
 
 
 def sizes() -> Sizes:
-    """Return those of an 8B model on a GPU, tiny ones elsewhere."""
+    """Return the sizes for an 8B model on a GPU, tiny sizes elsewhere."""
     if torch.cuda.is_available():
         cuda = torch.device("cuda:0")
         prefills = ((1, 1024), (8, 1024), (1, 8192))
@@ -128,7 +128,9 @@ class Bench:
         self.runner.run_step(Step(generation_rows=rows))
 
     def step_seconds(self, steps: Iterator[Step]) -> float:
-        """Run steps as the worker does, each launched before the previous one is finished; return their median time."""
+        """Run steps as the worker does, launching each before the previous one is finished; return their median
+        time.
+        """
         runner, walls = self.runner, []
         launched = runner.launch(next(steps))
         for step in steps:
@@ -152,7 +154,7 @@ def _limit_s(report: Report, size: Sizes, batch_size: int, context: int) -> floa
 
 
 def measure_decode(report: Report) -> None:
-    """Measure greedy decode for each batch size against the time to read weights and KV."""
+    """Measure greedy decode for each batch size relative to the time to read weights and KV once."""
     size = sizes()
     bench = Bench(size, max(size.batches), size.context + 2 * size.num_steps)
     for batch_size in size.batches:
@@ -160,13 +162,13 @@ def measure_decode(report: Report) -> None:
         took = bench.decode_seconds()
         report.figures[f"decode {batch_size}"] = took
         detail = f" ({took * 1e3:.2f} ms, {batch_size / took:.0f} tok/s)"
-        name = f"greedy decode, batch {batch_size}, context {size.context}, of the memory limit"
+        name = f"fraction of the memory limit: greedy decode, batch {batch_size}, context {size.context}"
         limit_s = _limit_s(report, size, batch_size, size.context + size.num_steps)
         report.share(name, limit_s / took, LEAST_DECODE.get(batch_size), detail)
 
 
 def measure_sampled(report: Report) -> None:
-    """Measure what each kind of sampling adds to a greedy step."""
+    """Measure the overhead of each kind of sampling relative to a greedy step."""
     size = sizes()
     batches = (min(size.batches), max(size.batches))
     bench = Bench(size, max(batches), size.context + 2 * size.num_steps)
@@ -177,11 +179,13 @@ def measure_sampled(report: Report) -> None:
             bench.start(batch_size, size.context, sampling)
             took = bench.decode_seconds()
             most = MOST_SAMPLED if name.startswith(("temperature", "top")) else None
-            report.surplus(f"{name}, batch {batch_size}, over greedy", took / greedy_s - 1, most, _ms(took))
+            report.surplus(
+                f"overhead relative to greedy: {name}, batch {batch_size}", took / greedy_s - 1, most, _ms(took)
+            )
 
 
 def measure_mixed(report: Report) -> None:
-    """Measure decode with a short prompt in every step against decode steps alone."""
+    """Measure decode with a short prompt in every step relative to decode steps alone."""
     size = sizes()
     num_rows = sorted(size.batches)[-2]
     prompt = min(_PROMPT, size.context)
@@ -204,7 +208,7 @@ def measure_mixed(report: Report) -> None:
 
     took = bench.step_seconds(steps())
     report.share(
-        f"decode of {num_rows} beside a prompt of {prompt} tokens, of the token rate without",
+        f"token rate relative to decode alone: {num_rows} decodes with a prompt of {prompt} tokens",
         (num_rows + prompt) / took / (num_rows / alone),
         LEAST_MIXED,
         _ms(took),
@@ -212,7 +216,7 @@ def measure_mixed(report: Report) -> None:
 
 
 def measure_prefill(report: Report) -> None:
-    """Measure whole prompts in one step against the matrix-product rate."""
+    """Measure whole prompts in one step relative to the matrix-product rate."""
     size = sizes()
     decoder = random_decoder(size.config, size.device, size.dtype)
     for batch_size, length in size.prefills:
@@ -221,11 +225,13 @@ def measure_prefill(report: Report) -> None:
         took = _seconds(size, graphs, inputs)
         done = prefill_operations(size.description, batch_size, length)
         share = done / report.figures.get("matmul", float("nan")) / took
-        report.share(f"prefill, {batch_size} × {length}, of the matrix-product rate", share, LEAST_PREFILL, _ms(took))
+        report.share(
+            f"fraction of the matrix-product rate: prefill, {batch_size} × {length}", share, LEAST_PREFILL, _ms(took)
+        )
 
 
 def measure_long_context(report: Report) -> None:
-    """Measure a short query, and verified drafts, over a long cached context against the memory limit."""
+    """Measure a short query, and verified drafts, over a long cached context relative to the memory limit."""
     size = sizes()
     decoder = random_decoder(size.config, size.device, size.dtype)
     for num_queries in (1, 5, size.query):
@@ -234,12 +240,12 @@ def measure_long_context(report: Report) -> None:
         inputs = step_inputs(1, num_queries, size.long_context, size.description.vocab_size)
         took = _seconds(size, graphs, inputs)
         limit_s = _limit_s(report, size, 1, size.long_context)
-        name = f"{num_queries} queries over {size.long_context} tokens, of the memory limit"
+        name = f"fraction of the memory limit: {num_queries} queries over {size.long_context} tokens"
         report.share(name, limit_s / took, None, _ms(took))
 
 
 def measure_gap(report: Report) -> None:
-    """Measure the time between decode steps beyond the device's own time."""
+    """Measure the time between decode steps that exceeds the device's own time."""
     size = sizes()
     batch_size = sorted(size.batches)[-2]
     bench = Bench(size, batch_size, size.context + 2 * size.num_steps)
@@ -250,12 +256,15 @@ def measure_gap(report: Report) -> None:
     device_s = _run_seconds(size, lambda: bench.runner.model.decoder.forward(inputs).argmax(dim=1))
     detail = f" ({wall_s * 1e3:.2f} ms a step, {device_s * 1e3:.2f} ms on the device)"
     report.surplus(
-        f"decode, batch {batch_size}, between steps, of a step", max(0.0, 1 - device_s / wall_s), MOST_GAP, detail
+        f"idle time between steps as a fraction of a step: decode, batch {batch_size}",
+        max(0.0, 1 - device_s / wall_s),
+        MOST_GAP,
+        detail,
     )
 
 
 def measure_lora(report: Report) -> None:
-    """Measure a decode step with 8 adapters of rank 16 against one without."""
+    """Measure the overhead of a decode step with 8 adapters of rank 16 relative to one without."""
     size = sizes()
     batch_size = sorted(size.batches)[-2]
     decoder = random_decoder(size.config, size.device, size.dtype)
@@ -269,7 +278,12 @@ def measure_lora(report: Report) -> None:
     indices = torch.arange(batch_size, dtype=torch.int32) % 8
     tokens = AdapterTokens(tuple(map(str, range(8))), adapters, indices)
     took = _seconds(size, graphs, dataclasses.replace(inputs, adapters=tokens))
-    report.surplus(f"LoRA, 8 adapters of rank 16, batch {batch_size}, over none", took / plain_s - 1, None, _ms(took))
+    report.surplus(
+        f"overhead relative to no adapter: 8 LoRA adapters of rank 16, batch {batch_size}",
+        took / plain_s - 1,
+        None,
+        _ms(took),
+    )
 
 
 def _adapter(d: DecoderDescription) -> Adapter:
@@ -279,7 +293,7 @@ def _adapter(d: DecoderDescription) -> Adapter:
 
 
 def measure_drafts(report: Report) -> None:
-    """Measure steps that verify four drafts per row against plain decode steps."""
+    """Measure the overhead of steps that verify four drafts per row relative to plain decode steps."""
     size = sizes()
     batch_size = sorted(size.batches)[1]
     bench = Bench(size, batch_size, size.context + 8 * size.num_steps)
@@ -290,7 +304,12 @@ def measure_drafts(report: Report) -> None:
     took = bench.step_seconds(
         Step(generation_rows=rows, draft_rows=rows, draft_limits=np.full_like(rows, 4)) for _ in range(size.num_steps)
     )
-    report.surplus(f"verifying up to 4 drafts, batch {batch_size}, over decode", took / plain_s - 1, None, _ms(took))
+    report.surplus(
+        f"overhead relative to plain decode: verifying up to 4 drafts, batch {batch_size}",
+        took / plain_s - 1,
+        None,
+        _ms(took),
+    )
 
 
 def _graphs(
@@ -302,7 +321,7 @@ def _graphs(
     is_recorded: bool,
     takes_adapters: bool = False,
 ) -> GraphDecoder:
-    """Return the decoder over a pool for exactly this batch."""
+    """Return the decoder with a pool of exactly the size of this batch."""
     num_blocks = -(-context // TOKENS_PER_BLOCK)
     graphs = GraphDecoder(
         decoder,

@@ -1,4 +1,4 @@
-"""Timing on a GPU, and the two limits to which numbers are compared."""
+"""Timing on a GPU, and the two limits to which measurements are compared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def seconds(run: Callable[[], object], repeats: int = 20) -> float:
 
 
 def graph_seconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """As `seconds`, for a recorded graph: for kernels shorter than their launch."""
+    """As `seconds`, but for a recorded graph; for kernels that are shorter than their launch."""
     for _ in range(_WARM_UPS):
         run()
     graph = torch.cuda.CUDAGraph()

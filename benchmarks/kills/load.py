@@ -17,7 +17,7 @@ DEADLINE_S = 200.0
 
 @dataclass(frozen=True)
 class Question:
-    """A request; they are alternately greedy and seeded."""
+    """A request; questions alternate between greedy and seeded sampling."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -108,7 +108,7 @@ def is_identical(result: Result, expected: Result) -> bool:
 
 
 def longest_gap(arrivals: list[float], start: float, end: float) -> float | None:
-    """Return a stream's longest time without tokens between two times; None if it did not run."""
+    """Return the longest time without tokens in a stream between two times; None if it did not run then."""
     longest = None
     for before, after in itertools.pairwise(arrivals):
         if before and after and after > start and before < end:

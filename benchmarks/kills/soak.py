@@ -121,7 +121,7 @@ async def _keep_asking(
 async def _leave(
     client: AsyncClient, question: Question, right: Result, stay_s: float | None, timeout_s: float | None
 ) -> str:
-    """Run a request that may be cut short by its client or deadline; return its outcome."""
+    """Run a request that its client or its deadline may cut short; return its outcome."""
     stream = client.generate(token_ids=question.token_ids, sampling=question.sampling, timeout_s=timeout_s)
     result, fate = Result(stream.request_id), "identical"
     try:

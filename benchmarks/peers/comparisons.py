@@ -33,7 +33,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The result of a comparison; higher is better for us.
+    """The result of a comparison; above 1 means that we are better.
 
     Attributes:
         peer: The best of the peers.
@@ -97,7 +97,7 @@ def ratio_of(comparison: Comparison, measurements: Sequence[Measurement]) -> Rat
 def _ratios(
     measurements: Sequence[Measurement], comparison: Comparison, peer: str, value: Callable[[Figures], float | None]
 ) -> list[float]:
-    """Return our figure over the peer's in each round that has both."""
+    """Return our figure divided by the peer's, for each round that has both."""
     ours = by_round(measurements, comparison.ours, comparison.workload, value)
     theirs = by_round(measurements, peer, comparison.workload, value)
     return [ours[number] / theirs[number] for number in ours if number in theirs]
@@ -116,10 +116,10 @@ def _tokens_per_s(figures: Figures) -> float:
 
 
 def _gap_rate(figures: Figures) -> float | None:
-    """Return 1 over the 99th percentile of the gap, so that higher is better."""
+    """Return the inverse of the 99th percentile of the gap, so that higher is better."""
     return 1.0 / figures.inter_token_ms[1] if figures.inter_token_ms else None
 
 
 def _processor_rate(figures: Figures) -> float | None:
-    """Return the rate per CPU second; all runs of a round have the same number of tokens."""
+    """Return the token rate per CPU second; all runs of a round have the same number of tokens."""
     return 1.0 / figures.processor_s if figures.processor_s else None

@@ -95,7 +95,7 @@ class LlamaCpp:
 
 
 def _bench(programs: Path, model: Path, *arguments: str) -> float:
-    """Return tokens per second of llama-bench's only test, which includes its own warm-up."""
+    """Return the tokens per second of llama-bench's only test, which does its own warm-up."""
     command = [str(programs / "llama-bench"), "-m", str(model), "-t", str(NUM_THREADS), "-r", "1", "-o", "json"]
     output = subprocess.run([*command, *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout
     (test,) = json.loads(output)

@@ -12,7 +12,7 @@ from .rounds import Measurement
 
 
 def read_results(path: Path) -> list[Measurement]:
-    """Read measurements; none if there is no file."""
+    """Read measurements; return none if there is no file."""
     if not path.exists():
         return []
     return [

@@ -14,11 +14,11 @@ The families of models that are served, and how; `midstream models` shows the sa
 transformers: our own code in `tests/gpu_worker/test_families.py`, transformers' code in
 `tests/gpu_worker/test_transformers_model.py`.
 
-On a CPU, families in "CPU kernels" run by the C++ kernels and the others in PyTorch operations, more slowly. On a GPU
-all of our own code runs by Triton kernels, but for recurrent layers, whose state is kept with the KV blocks
-([decision](decisions/recurrent-state.md)). Experts take no LoRA adapters. Other causal language models run by
-transformers' code where it hands its attention out; [gpu.md](gpu.md) says what is refused, [features.md](features.md)
-what requests may use.
+On a CPU, families marked "CPU kernels" use the C++ kernels; the others use PyTorch operations, which are slower. On a
+GPU, all our own model code runs on Triton kernels, except recurrent layers, whose state is kept with the KV blocks
+([decision](decisions/recurrent-state.md)). Experts do not support LoRA adapters. Other causal language models run with
+transformers' code if it uses transformers' attention interface; [gpu.md](gpu.md) says which models are rejected,
+[features.md](features.md) which features requests may use.
 
 """
 

@@ -33,7 +33,7 @@ LATENCY_S = 0.6
 
 
 class Raising(service_pb2_grpc.MidstreamServicer):
-    """Unary and streaming calls that raise as told; a stream that waits for `release`."""
+    """Unary and streaming calls that raise the given error, if any; a stream that waits for `release`."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error

@@ -146,9 +146,9 @@ def poisonous_request(dice: random.Random) -> Scenario:
     def judge(stage: Stage) -> None:
         stage.happened["6"] += 1
         if not isinstance(bad.error, ExecutionError):
-            stage.problems.append(f"the poison ended with {bad.error!r}")
+            stage.problems.append(f"the poison request ended with {bad.error!r}")
         if not 1 <= stage.checker.num_deaths <= 8:
-            stage.problems.append(f"{stage.checker.num_deaths} workers died of it")
+            stage.problems.append(f"{stage.checker.num_deaths} workers died while running it")
 
     return Scenario(jobs=[*work, bad], inject=inject, judge=judge)
 

@@ -208,7 +208,7 @@ def request(dice: random.Random, number: int, **fields: object) -> pb.GenerateRe
 
 
 def long_request(dice: random.Random, number: int, prompt: int, max_tokens: int) -> pb.GenerateRequest:
-    """Return a request of given lengths that does not end by itself."""
+    """Return a request with the given lengths that ignores EOS, so it generates `max_tokens` tokens."""
     result = pb.GenerateRequest(request_id=f"r{number}", max_tokens=max_tokens)
     result.token_ids.values.extend(dice.randrange(FIRST_PLAIN_ID, VOCAB_SIZE) for _ in range(prompt))
     result.sampling.seed = dice.getrandbits(32)
@@ -217,7 +217,7 @@ def long_request(dice: random.Random, number: int, prompt: int, max_tokens: int)
 
 
 def poison(result: pb.GenerateRequest) -> pb.GenerateRequest:
-    """Return a request that kills workers."""
+    """Make a request crash the workers that run it."""
     result.token_ids.values.append(POISON_ID)
     return result
 
