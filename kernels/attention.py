@@ -41,7 +41,7 @@ def paged_attention(
     """Let each query attend to the keys of its own sequence at or before its position -> [M, Hq, Dv].
 
     q [M, Hq, D] holds the sequences' queries one after another: sequence i has rows query_starts[i]:query_starts[i + 1]
-    (query_starts [B + 1]), the last of its context_lens[i] positions. Its position p lies in block
+    (query_starts [B + 1]), the last of its context_lens[i] positions. Its position p is in block
     block_tables[i, p // block_size] of the caches [num_blocks, block_size, Hk, D]. With a window, a query sees only
     that many keys, itself included. A softcap c bends scores s to c * tanh(s / c); 0: it does not. sinks [Hq] are one
     more score for each query head, which takes weight but has no value. With a chunk, no query sees keys before the

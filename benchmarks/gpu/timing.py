@@ -26,7 +26,7 @@ def seconds(run: Callable[[], object], repeats: int = 20) -> float:
 
 
 def graph_seconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """As `seconds`, but for a recorded graph; for kernels that are shorter than their launch."""
+    """As `seconds`, with `run` recorded as a graph; needed for kernels that take less time than their launch."""
     for _ in range(_WARM_UPS):
         run()
     graph = torch.cuda.CUDAGraph()

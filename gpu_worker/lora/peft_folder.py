@@ -60,7 +60,7 @@ def read_adapter(
         max_rank: Largest rank allowed.
         max_bytes: Largest weight file allowed, in bytes.
         root: Folder that must contain `path`; empty: no restriction.
-        root: Folder that it must lie in; empty: it may lie anywhere.
+        root: Folder that must contain it; empty: it may be anywhere.
         takes_lora: Whether the model supports LoRA adapters and not only prompt adapters.
 
     Raises:

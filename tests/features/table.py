@@ -21,8 +21,8 @@ model (`tests/features/test_families.py`), every door on a real service, whose a
 - ✗ is refused with `UNIMPLEMENTED`, or another status where it is given, naming the field.
 - – does not apply: the door's protocol has no field for it, or the feature does not touch the model.
 
-Families marked (t) run by transformers' code, the others by our own. [requests.md](requests.md) describes the features,
-[adapters.md](adapters.md) the doors.
+Families marked (t) run with transformers' code, the others with our own. [requests.md](requests.md) describes the
+features, [adapters.md](adapters.md) the doors.
 
 """
 _SIGNS = {WORKS: "✓", NOT_APPLICABLE: "–", "refused": "✗", "refused UNIMPLEMENTED": "✗"}

@@ -225,7 +225,7 @@ class DecoderWeights:
     ) -> Iterator[tuple[Weight, Tensor | None]]:
         """Yield the matrix and the bias of each expert.
 
-        They lie in one tensor [experts, columns, rows] or [experts, rows, columns], or in MXFP4 as gpt-oss stores it:
+        One tensor has all: [experts, columns, rows] or [experts, rows, columns], or in MXFP4 as gpt-oss stores it:
         codes [experts, rows, groups, 16], two in a byte, and exponents [experts, rows, groups].
         """
         biases: list[Tensor | None] = [None] * num_experts

@@ -2,7 +2,7 @@
 
 1. `ModelInfer` and `ModelStreamInfer` read the tensors (tensors.py), and make a native request of each row
    (ensemble.py).
-2. The rows run by the native path, at once. `ModelInfer` answers when all have ended.
+2. The rows run concurrently as native requests. `ModelInfer` answers when all have ended.
 3. `ModelStreamInfer` is decoupled: its requests run concurrently, and every chunk is a response; the last response of a
    request has the parameter `triton_final_response`. When the client disconnects, all are aborted.
 """
