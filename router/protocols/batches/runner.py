@@ -49,7 +49,7 @@ _RETRIED = frozenset({408, 429, 499, 503})
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 # How long running lines may take to finish when a batch is cancelled.
 _CANCEL_GRACE_S = 10.0
-# A line may time out this much before its batch's end: the two are not read from the clock at once.
+# A line may time out this much before its batch expires, since the clock is read separately for each.
 _CLOCK_S = 0.5
 _PIECES = {"cancelled": "the batch was cancelled", "expired": "the batch's completion window has ended"}
 

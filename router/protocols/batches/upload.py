@@ -94,7 +94,7 @@ class Form:
         """Yield the file's contents as they arrive; all other attributes are complete once this has ended.
 
         Raises:
-            InvalidArgumentError: The body is no form with one file.
+            InvalidArgumentError: The body is not a form with one file.
         """
         write: Any = self._parser.write
         async for data in stream:
