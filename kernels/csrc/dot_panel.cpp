@@ -394,22 +394,22 @@ template <class Bytes, class Halves, int R> void sum_split(const uint8_t* panel,
     std::fill_n(sums, R * kPanel, 0.0f);
   }
   for (int b = 0; b < rows.num_blocks; ++b) {
-    const uint32_t* high = opaque(rows.words + b * kSplitWords * kSplitRows);
-    const uint32_t *low = high + kBlock / 4 * kSplitRows, *totals = low + kBlock / 4 * kSplitRows;
+    const uint32_t* high = opaque(rows.words + b * kSplitWords * R);
+    const uint32_t *low = high + kBlock / 4 * R, *totals = low + kBlock / 4 * R;
     RowBlock x{high, opaque(rows.scales + b * kRowTile), opaque(rows.sums + b * kRowTile)};
 #pragma GCC unroll 2
     for (int i = 0; i < kPanelVectors / V; ++i) {
       I highs[R][V], dots[R][V];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        uint32_t start = 0u - 256 * Bytes::kAdded * totals[r] - Bytes::kSignedAdded * totals[kSplitRows + r];
+        uint32_t start = 0u - 256 * Bytes::kAdded * totals[r] - Bytes::kSignedAdded * totals[R + r];
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) highs[r][v] = set1_int(0), dots[r][v] = set1_int(start);
       }
       for_each_group<V, true>(block_of<Bytes>(panel, b), i * V, 0, kWords, [&](int group, const I (&w)[V]) __attribute__((always_inline)) {
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-          I high_bytes = set1_int(high[group * kSplitRows + r]), low_bytes = set1_int(low[group * kSplitRows + r]);
+          I high_bytes = set1_int(high[group * R + r]), low_bytes = set1_int(low[group * R + r]);
 #pragma GCC unroll 4
           for (int v = 0; v < V; ++v) {
             highs[r][v] = dot_bytes(highs[r][v], w[v], high_bytes);
@@ -550,7 +550,7 @@ void sum_dots(const uint8_t* panel, int m, const QuantizedRows& rows, float* sum
 void sum_dots(Format format, const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, void* tile) {
   auto run = [&]<class Bytes, class Halves>() {
     if constexpr (kHasByteDots && requires(I bytes) { Bytes::to_signed(bytes); })
-      if (rows.is_split) return sum_split<Bytes, Halves>(m, panel, rows, sums);
+      if (rows.num_split) return sum_split<Bytes, Halves>(m, panel, rows, sums);
     (rows.input == Input::kHalves ? sum_dots<Halves> : sum_dots<Bytes>)(panel, m, rows, sums, tile);
   };
   switch (format) {

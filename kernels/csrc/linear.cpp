@@ -157,7 +157,7 @@ void run_part(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quanti
   Input input = static_cast<Input>(weight.input);
   bool is_quantized = has_dots(format, input), is_gated = output == Output::kSiluMul;
   QuantizedRows rows = quantized.rows(m, weight.k, format, is_quantized ? input : Input::kFloats);
-  rows.is_split = m <= most_split_rows(format, input);
+  rows.num_split = m <= most_split_rows(format, input) ? m : 0;
   bool is_prepared = is_quantized || rows.has_tiles;
   if (is_prepared) pool.for_each(m, pool.grain(m), [&](int r) { rows.quantize(r, x + r * ldx, has_nibbles(format)); });
   if (rows.has_tiles) configure_tiles(std::min(m, kTileRows), num_weight_tiles(format));
@@ -224,7 +224,7 @@ void grouped_linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& 
   int most_split = rows.has_tiles ? 0 : most_split_rows(format, input);
   auto rows_of = [&](const RowGroup& group, int first) {
     QuantizedRows some = rows.from(first);
-    some.is_split = group.count <= most_split;
+    some.num_split = group.count <= most_split ? group.count : 0;
     return some;
   };
   if (is_prepared)

@@ -138,10 +138,10 @@ void QuantizedRows::quantize(int index, const float* row, bool has_nibbles) cons
     if (has_tiles) {
       int64_t tile_words = num_parts(input) * kTileRows * kBlock / 2;
       store_tile_row(q, input, has_nibbles, words + (first + b) * tile_words + place * kBlock / 2);
-    } else if (is_split) {
-      uint32_t block[kSplitWords], *out = words + b * kSplitWords * kSplitRows + place;
+    } else if (num_split) {
+      uint32_t block[kSplitWords], *out = words + b * kSplitWords * num_split + place;
       store_split(q, has_nibbles, block);
-      for (int i = 0; i < kSplitWords; ++i) out[i * kSplitRows] = block[i];
+      for (int i = 0; i < kSplitWords; ++i) out[i * num_split] = block[i];
     } else {
       uint32_t block[kBlock / 2];
       has_halves ? store_halves(q, has_nibbles, block) : store_bytes(q, has_nibbles, block);

@@ -27,7 +27,7 @@ constexpr int kRowTile = kLanes == 16 ? 6 : 4;
 //
 // A few rows of halves may be split into bytes instead, x = 256 high + low, which takes half as many instructions to unpack weights
 // for: eight words of high bytes (signed) and eight of low ones (unsigned), as bytes lie, then the sums of both, [num_blocks, kSplitWords,
-// kSplitRows]. The sums of products are the same.
+// num_split]. The sums of products are the same.
 //
 // For products of tiles, numbers are sums of one to three bfloat16s, in order or for four bits k beside k + 16: a byte itself, what a
 // half is without its low byte and the low byte, and the three parts of a float that is not rounded.
@@ -38,13 +38,13 @@ struct QuantizedRows {
   int num_blocks;
   Input input;
   bool has_tiles;
-  bool is_split = false;
+  int num_split = 0;
 
   // Those from a row on that is the first of a tile.
   QuantizedRows from(int row) const {
     int64_t blocks = static_cast<int64_t>(row) * num_blocks;
     int words_of_row = has_tiles ? num_parts(input) * kBlock / 2 : words_of_block(input);
-    return {words + blocks * words_of_row, scales + blocks, sums + blocks, num_blocks, input, has_tiles, is_split};
+    return {words + blocks * words_of_row, scales + blocks, sums + blocks, num_blocks, input, has_tiles, num_split};
   }
 
   // Sets one row from num_blocks * kBlock numbers.
