@@ -1,6 +1,6 @@
 """Compare two workers with combined roles and two workers with separate roles: `python -m benchmarks.roles`.
 
-Both services run at once and are sent the same requests by turns, in rounds: the workload `chat` with 64 requests at
+Both services run at once and receive the same requests alternately, in rounds: the workload `chat` with 64 requests at
 once, or with random arrivals where --request-rate says so. Prints each round, and the medians over rounds of the ratios
 of throughput and of the times between tokens.
 """

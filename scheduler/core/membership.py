@@ -33,8 +33,7 @@ _REGISTRATION_BITS = 20
 # Each block costs about 50 bytes of bookkeeping, so bound the number that a worker can claim.
 _MAX_NUM_BLOCKS = 1 << 22
 _MAX_LOST = 256
-# A worker that is silent most likely stands still, with its machine or its network: a request is blamed from the second
-# one on.
+# Heartbeats usually stop because the worker's machine or network stalls, so a request is not blamed the first time.
 _MAX_SILENCES = 1
 
 

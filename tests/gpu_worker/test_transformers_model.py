@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -198,6 +200,19 @@ def test_the_states_of_a_model_that_predicts_several_are_those_it_goes_on_with(t
         states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     assert is_close(found["context_hidden_states.1"], states[1][model.config.altup_active_idx, 0])
     assert is_close(found["context_hidden_states.4"], states[4][0])
+
+
+def test_virtual_tokens_leave_the_inputs_of_each_layer_to_the_sequences_beside_them(tmp_path: Path) -> None:
+    name, settings = FAMILIES["gemma3n"]
+    model: Any = make_tiny_model(tmp_path, name, **settings)
+    driver = Driver(make_runner(tmp_path, implementation="transformers"))
+    tokens, vocab_size = prompt(20), model.config.vocab_size
+    table = np.ones((2, model.config.hidden_size), np.float32)
+    soft = replace(driver.sequence(0, [vocab_size, vocab_size + 1, 5]), prompt_table=table)
+    beside = driver.sequence(1, tokens, outputs=OutputParams(context_logits=True))
+    (found,) = driver.step([soft, beside], [(0, 0, 3), (1, 0, 20)]).tensors
+    with torch.no_grad():
+        assert is_close(torch.from_numpy(found.values), model(torch.tensor([tokens])).logits[0])
 
 
 def test_reports_equal_transformers(gemma2: tuple[torch.nn.Module, Path]) -> None:

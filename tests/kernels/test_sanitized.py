@@ -9,8 +9,8 @@ from kernels.build import build
 
 # Of "undefined" those that are cheap to compile.
 FLAGS = (
-    "-fsanitize=address,bounds,shift,signed-integer-overflow",
-    "-fno-sanitize-recover=bounds,shift,signed-integer-overflow",
+    "-fsanitize=address,alignment,bounds,shift,signed-integer-overflow",
+    "-fno-sanitize-recover=alignment,bounds,shift,signed-integer-overflow",
     "-g1",
     "-O0",
 )
