@@ -9,8 +9,9 @@ needs to launch them, are copied over and run eagerly. No call here waits for th
 buffer whose last copy is still running.
 
 A step may be started before the host knows the tokens of the step before. These stay on the device (`feed`), and
-negative token ids refer to them. A graph ends with the likeliest tokens, and feeds them to the next step; where rows
-have a temperature, a second graph draws tokens from its logits, and feeds those instead.
+negative token ids refer to them; with several ranks, rank 0 broadcasts them to those that embed tokens, as the first
+operation of a step that needs them, or of a graph. A graph ends with the likeliest tokens, and feeds them to the next
+step; where rows have a temperature, a second graph draws tokens from its logits, and feeds those instead.
 
 Block tables stay on the device as well. A step brings the entries that have changed since the last one, at most one for
 each sequence of its shape; where more have changed, they are sent whole.
@@ -150,6 +151,7 @@ class GraphDecoder:
         make_recorder: MakeRecorder | None = None,
         takes_adapters: bool = False,
         draws: bool = False,
+        share: Callable[[Tensor], None] | None = None,
     ) -> None:
         """Wrap a decoder; record no graphs yet.
 
@@ -162,8 +164,11 @@ class GraphDecoder:
             make_recorder: Factory of graph recorders; None: all steps run eagerly.
             takes_adapters: Whether to record graphs with LoRA adapters as well.
             draws: Whether to record graphs that draw tokens as well.
+            share: Broadcasts a tensor from rank 0, which samples, to the other ranks that embed tokens; None: there are
+                none.
         """
         self._decoder, self._device, self._make_recorder = decoder, device, make_recorder
+        self._share = share
         self._max_batch_size = max_batch_size
         self._with_adapters = (False, True) if takes_adapters else (False,)
         # Ascending, so that the first one that a step fits in is the smallest; those of decode steps come first.
@@ -293,7 +298,9 @@ class GraphDecoder:
             self.feed(self._best[:num_rows])
 
     def _known(self, token_ids: Tensor) -> Tensor:
-        """Return token ids with placeholders replaced by the tokens passed to `feed`."""
+        """Return token ids with placeholders replaced by the tokens passed to `feed` on the rank that samples."""
+        if self._share is not None:
+            self._share(self._fed)
         return torch.where(token_ids < 0, self._fed[(-1 - token_ids).clamp(min=0).long()], token_ids)
 
     def _static_inputs(self, shape: Shape, *, has_adapters: bool) -> tuple[ForwardInputs, tuple[Tensor, Tensor]]:

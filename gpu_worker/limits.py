@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from gpu_worker.cuda_graphs import GraphDecoder, recorder_for
 from gpu_worker.kv.cache import block_bytes, choose_num_blocks
@@ -45,9 +47,37 @@ class Limits:
         return cls(length, config.max_num_tokens or default)
 
 
-def graph_decoder(config: WorkerConfig, model: LoadedModel, limits: Limits, *, draws: bool = False) -> GraphDecoder:
-    """Wrap the model's decoder to copy inputs to the GPU and, where allowed, replay CUDA graphs; with `draws` also of
-    drawing tokens.
+def runs_ahead(config: WorkerConfig, model: LoadedModel) -> bool:
+    """Return whether a step may be launched before the one before is finished.
+
+    Raises:
+        ConfigError: It is requested for a decoder that needs each step's inputs on the host.
+    """
+    if model.device.type == "cuda":
+        return config.run_ahead != "off"
+    if config.run_ahead == "on" and not model.can_record:
+        raise ConfigError(
+            "on needs a GPU, or --kernels torch and a model that could be recorded as graphs", field="run_ahead"
+        )
+    return config.run_ahead == "on"
+
+
+def graph_decoder(
+    config: WorkerConfig,
+    model: LoadedModel,
+    limits: Limits,
+    *,
+    draws: bool = False,
+    share: Callable[[Tensor], None] | None = None,
+) -> GraphDecoder:
+    """Wrap the model's decoder to copy inputs to the GPU and, where allowed, replay CUDA graphs.
+
+    Args:
+        config: The worker's settings.
+        model: The model.
+        limits: Its limits.
+        draws: Whether to record graphs that draw tokens as well.
+        share: Broadcasts a step's tokens from rank 0 to the ranks that embed them; None: there are no others.
     """
     is_recorded = config.cuda_graphs and model.can_record
     return GraphDecoder(
@@ -59,6 +89,7 @@ def graph_decoder(config: WorkerConfig, model: LoadedModel, limits: Limits, *, d
         make_recorder=recorder_for(model.device) if is_recorded else None,
         takes_adapters=model.takes_lora and model.adapter_bytes > 0,
         draws=draws,
+        share=share,
     )
 
 

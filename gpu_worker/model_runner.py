@@ -35,6 +35,7 @@ from gpu_worker.kv.cache import KvCache, block_bytes
 from gpu_worker.kv.shared_store import KvStore
 from gpu_worker.kv.tiers import KvTiers, TierFolder
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
+from gpu_worker.limits import runs_ahead as may_run_ahead
 from gpu_worker.lora.adapter import zero_adapter
 from gpu_worker.lora.cache import adapter_cache
 from gpu_worker.lora.rows import RowAdapters
@@ -112,7 +113,7 @@ class ModelRunner:
             folder: The model.
             model: The loaded model, if there is one.
             leader: Leader of the ranks that hold its other parts; None: this rank holds all of it.
-            runs_ahead: Whether a step may be launched before the one before is finished; None: on a GPU.
+            runs_ahead: Whether a step may be launched before the one before is finished; None: as in the settings.
 
         Raises:
             ConfigError: The folder or a setting is wrong.
@@ -139,8 +140,7 @@ class ModelRunner:
             lambda adapter: self.model.decoder.place_adapter(adapter),  # noqa: PLW0108 (the decoder is set later)
         )
         is_gpu = self.model.device.type == "cuda"
-        # Not with several ranks: the others learn a step's tokens from this one.
-        self.runs_ahead = leader is None and (is_gpu if runs_ahead is None else runs_ahead)
+        self.runs_ahead = may_run_ahead(config, self.model) if runs_ahead is None else runs_ahead
         self._in_flight: deque[Launched] = deque()
         self._last_end = 0.0
         self._draft_front: GraphDecoder | None = None
@@ -200,7 +200,7 @@ class ModelRunner:
             self._copy_blocks(step.copy_sources, step.copy_targets)
         if self._front is not None and prepared.inputs is not None and self._can_run_ahead(prepared):
             rows = prepared.sampled_rows
-            logits = self._front.forward(prepared.inputs)
+            logits = self.model.decoder.forward(prepared.inputs)
             chosen = self._chosen_in_graph(self._front, rows, _rows_of(prepared.contexts))
             if chosen is None:
                 chosen = self._sampler.choose(logits, rows, self._constraints_behind(prepared))
@@ -346,7 +346,8 @@ class ModelRunner:
 
     def _with_graphs(self) -> GraphDecoder:
         """Wrap the decoders so that inputs are copied to the GPU and, for the main model, graphs are replayed."""
-        front = graph_decoder(self._config, self.model, self._limits, draws=self.runs_ahead)
+        share = None if self._leader is None else self._leader.links.share_tokens
+        front = graph_decoder(self._config, self.model, self._limits, draws=self.runs_ahead, share=share)
         self.model = replace(self.model, decoder=front)
         if self._draft is not None:
             self._draft_front = graph_decoder(self._config, self._draft, self._limits)

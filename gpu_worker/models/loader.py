@@ -48,7 +48,7 @@ class LoadedModel:
     Attributes:
         dtype: Compute type.
         kv_dtype: Type of cached keys and values.
-        can_record: Whether its steps can be recorded as CUDA graphs.
+        can_record: Whether its steps can be recorded as CUDA graphs, or on a CPU run as if they were.
         takes_lora: Whether its linear layers support LoRA adapters.
         divided: The part held here; None: the whole model.
         adapter_bytes: Memory for LoRA adapters on the device.
@@ -133,7 +133,7 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     logger.info("loaded %s on %s with %s in %.1f s", folder.name, device, kind, time.perf_counter() - started)
     # Attention over latent vectors or with sink tokens, and recurrences, are PyTorch's own operations, which read sizes
     # back from the device.
-    can_record = not (description.latent or description.num_sink_tokens or description.state_size)
+    can_record = library is None and not (description.latent or description.num_sink_tokens or description.state_size)
     whole: Decoder = decoder if links is None else as_stage(decoder, description, links, dtype)
     divided = None if links is None else shard
     return LoadedModel(

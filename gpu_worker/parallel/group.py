@@ -41,6 +41,7 @@ _SHARED_SETTINGS = (
     "max_num_tokens",
     "max_sequence_length",
     "cuda_graphs",
+    "run_ahead",
     "batch_invariant",
     "rank_timeout_s",
 )

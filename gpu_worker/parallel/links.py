@@ -5,6 +5,7 @@ All ranks of a stage must make the same calls in the same order; so must both en
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -82,6 +83,13 @@ class RankLinks:
         parts = [torch.empty_like(x) for _ in range(self.ranks.tensor_size)] if is_target else None
         dist.gather(x.contiguous(), parts, dst=self._of_stage(self.ranks.stage)[0], group=self._stage_group)
         return torch.cat(parts, dim=1) if parts is not None else x.new_empty(len(x), 0)
+
+    @property
+    def share_tokens(self) -> Callable[[Tensor], None] | None:
+        """Return the operation by which the ranks that embed tokens get them from rank 0; None if it has no effect on
+        this rank.
+        """
+        return self.share if self.ranks.stage == 0 and self.ranks.tensor_size > 1 else None
 
     def share(self, x: Tensor) -> None:
         """Broadcast x from the stage's first rank to its other ranks."""

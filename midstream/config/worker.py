@@ -100,6 +100,11 @@ class WorkerConfig(ServiceConfig):
         "", "Folder that must contain all adapters, after resolving links; empty: the routers' setting."
     )
     cuda_graphs: bool = setting(True, "On a GPU, decode with CUDA graphs.")
+    run_ahead: str = setting(
+        "auto",
+        "Launch a step before the tokens of the one before are known; auto: on a GPU. All ranks need the same.",
+        choices=("auto", "on", "off"),
+    )
     batch_invariant: bool = setting(False, "On a GPU, make outputs independent of the rest of the batch; slower.")
     num_threads: int = setting(0, "Compute threads on a CPU; 0: one per core allowed by affinity and cgroup.")
     tensor_parallel: int = setting(0, "Tensor parallel ranks; 0: WORLD_SIZE divided by the pipeline stages.")

@@ -77,7 +77,7 @@ class FakeGroup:
 
     def __init__(self, communicator: Communicator) -> None:
         self.ranks = Ranks(rank=1, world_size=2, tensor_size=2)
-        self.links = self.lifelines = SimpleNamespace(ranks=self.ranks)
+        self.links = self.lifelines = SimpleNamespace(ranks=self.ranks, share_tokens=None)
         self.close = communicator.destroy
         self._commands: Iterator[ranks_pb2.RankCommand] = iter(
             (
@@ -106,7 +106,7 @@ def test_a_follower_lets_go_of_its_graphs(communicator: Communicator, monkeypatc
         kv_dtype=torch.float32,
     )
     monkeypatch.setattr(follower, "load_model", lambda *_: model)
-    monkeypatch.setattr(follower, "graph_decoder", lambda *_: graphs)
+    monkeypatch.setattr(follower, "graph_decoder", lambda *_, share: graphs)
     monkeypatch.setattr(follower, "KvCache", lambda d, n, size, dtype, device: KvCache(d, n, size, dtype, CPU))
     monkeypatch.setattr(follower, "WarmUpMemory", lambda *_: SimpleNamespace(record=lambda capture: capture()))
     monkeypatch.setattr("signal.signal", lambda *_: None)

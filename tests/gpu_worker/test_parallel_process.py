@@ -14,7 +14,8 @@ from tests.gpu_worker.tiny_models import Driver
 from tests.ports import free_port
 
 LIMIT_S = 100
-FLAGS = ("--kernels", "torch", "--num-threads", "1")
+# Few tokens, so that the steps run at the start are small.
+FLAGS = ("--kernels", "torch", "--num-threads", "1", "--run-ahead", "on", "--max-num-tokens", "32")
 
 
 def test_sigterm_to_any_rank_drains_the_group(tiny_folder: Path, tiny_runner: ModelRunner) -> None:

@@ -15,10 +15,13 @@ from torch import Tensor
 
 from gpu_worker.batch.step import Fork, OutputParams, SamplingParams, StepOutput
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.models.decoder import ForwardInputs, Probe
+from midstream.errors import ConfigError
 from protos import generation_pb2 as pb
 from tests.gpu_worker.adapters import ALL_MODULES, make_lora, ref_of
 from tests.gpu_worker.rank_pool import RankPool
 from tests.gpu_worker.test_models import Recorder, prompt
+from tests.gpu_worker.test_running_ahead import plan, run_ahead, run_in_turn
 from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner, make_tiny_model
 from tests.gpu_worker.whole import Whole, outputs
 
@@ -107,6 +110,43 @@ def test_three_ranks_give_the_same_bits_whatever_the_batch(
         driver.step([driver.sequence(1, tokens), driver.sequence(2, prompt(33))], [(2, 0, 33), (1, 0, 17)], [0])
         driver.step([], [(1, 17, 23)], [0, 2])
     assert torch.equal(recorder.logits[2][0], recorder.logits[0][0])
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2)], ids=["tensor", "pipeline", "both"])
+def test_a_group_runs_ahead_with_the_same_tokens(pool: RankPool, tiny_folder: Path, grid: tuple[int, int]) -> None:
+    """Sequences start, are prefilled in chunks, decode, pause, fork and end; the others learn tokens on the device."""
+    steps = plan(np.random.default_rng(1).integers(0, 6, 16).tolist(), kinds=4)
+    with pool.runner(tiny_folder, *grid, kernels="torch", run_ahead="on") as runner:
+        in_turn = run_in_turn(runner, steps)
+        with pytest.MonkeyPatch.context() as patch:
+            passes = note_passes(runner, patch)
+            ahead = run_ahead(runner, steps)
+    # Placeholders for tokens that the host does not know yet reached most passes.
+    assert sum(min(tokens) < 0 for tokens in passes) > len(passes) / 2
+    for one, other in zip(in_turn, ahead, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.log_probs == other.log_probs
+        assert one.errors == other.errors
+    alone = run_in_turn(make_runner(tiny_folder, kernels="torch"), steps)
+    assert [output.token_ids.tolist() for output in ahead] == [output.token_ids.tolist() for output in alone]
+
+
+def note_passes(runner: ModelRunner, patch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return a list to which the token ids of each forward pass are added."""
+    passes: list[list[int]] = []
+    forward = runner.model.decoder.forward
+
+    def note(inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+        passes.append(inputs.token_ids.tolist())
+        return forward(inputs, probe)
+
+    patch.setattr(runner.model.decoder, "forward", note)
+    return passes
+
+
+def test_running_ahead_is_refused_where_it_cannot_work(tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        make_runner(tiny_folder, kernels="native", run_ahead="on")
 
 
 @pytest.fixture(scope="module")
