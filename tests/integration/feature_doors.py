@@ -161,9 +161,7 @@ class Asking:
 
     async def _ask_executor(self, feature: str) -> Answer:
         params, fields = _executor_arguments(feature, self._tokenizer)
-        sampling = api.SamplingParams(
-            **{"temperature": 0.0, "max_tokens": num_tokens(feature)} | params
-        )
+        sampling = api.SamplingParams(**{"temperature": 0.0, "max_tokens": num_tokens(feature)} | params)
         prompt = None if feature == "prompt_embeddings" else PROMPT
         result = self._executor.generate_async(prompt, sampling, **fields)
         await result.aresult(timeout=60)
