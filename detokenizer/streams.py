@@ -195,16 +195,16 @@ class OutputStream:
             return
         include_stop = self._opened.rules.include_stop
         rest = text.finish(ends_with_stop_token=isinstance(end.matched_stop, int) and not include_stop)
-        reason, matched = end.reason, end.matched_stop
+        reason, matched, log_prob = end.reason, end.matched_stop, end.cumulative_log_prob
         if text.stop_at is not None:
             # The stop word holds even if the scheduler learned of it too late.
-            reason, matched = FinishReason.STOP, text.stop_word
+            reason, matched, log_prob = FinishReason.STOP, text.stop_word, None
             sequence.num_dropped = max(end.num_tokens - text.stop_at, 0)
         self._add(end.sequence_index, sequence, self._end_offset(sequence), (), rest, "")
         chunk = sequence.pending or Chunk(end.sequence_index, self._end_offset(sequence))
         chunk.is_sequence_final = True
         chunk.finish_reason, chunk.matched_stop = reason, matched
-        chunk.cumulative_log_prob = end.cumulative_log_prob or sequence.outputs.cumulative_log_prob
+        chunk.cumulative_log_prob = sequence.outputs.cumulative_log_prob if log_prob is None else log_prob
         sequence.pending, sequence.has_ended = chunk, True
         self._flush()
 

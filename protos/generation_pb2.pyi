@@ -373,8 +373,8 @@ class SamplingConfig(google.protobuf.message.Message):
     no_repeat_ngram_size: builtins.int
     """No n-gram of this size occurs twice in prompt and output. 0 is off. Default 0."""
     num_return_sequences: builtins.int
-    """Independent sequences, 1..128, default 1. With beam search, the number of beams to return at the end, best first;
-    default all of them.
+    """Independent sequences, 1..128, default 1. With beam search, the number of beams to return, best first; default all
+    of them. Of the best one, tokens are streamed once they are certain; the others come at the end.
     """
     @property
     def embedding_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:

@@ -6,6 +6,10 @@ Ties between candidates are broken by the rank of their beam and then by token i
 
 Scores, and when the search is over, are as in transformers' and TensorRT-LLM's: those of the
 `width` best candidates that end are added to the ended beams, with their score; the best `width` ended beams are kept.
+
+What all beams that may still be the best one have in common is decided: it is the beginning of the best output, however
+the search goes on. Log probabilities are at most 0, so a running beam scores no better later than its cumulative log
+probability does at the most favourable length.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ STOP_WHEN_FULL = 1  # early_stopping: as soon as `width` beams have ended
 STOP_BY_PRESENT_LENGTH = 0  # when the best running beam scores no better, at its length, than the worst ended one
 
 _MAX_EXPONENT = 600.0
+# Relative rounding error of scores, generously.
+_ROUNDING = 1e-9
 
 # A candidate for the next token, and its log probability.
 Candidate = tuple[int, float]
@@ -85,6 +91,8 @@ class BeamSearch:
         running: Running beams, best first; initially a single beam without tokens.
         ended: The best ended beams, best first.
         is_over: The search has finished.
+        decided: A beam that begins with the decided tokens.
+        num_decided: Number of decided tokens.
     """
 
     def __init__(self, spec: RequestSpec) -> None:
@@ -92,6 +100,7 @@ class BeamSearch:
         self.running = [Beam(array("I"), array("f"))]
         self.ended: list[EndedBeam] = []
         self.is_over = False
+        self.decided, self.num_decided = self.running[0], 0
         self.spec = spec
 
     @property
@@ -157,7 +166,28 @@ class BeamSearch:
         del self.ended[self.spec.beam_width :]
         self.steps.append(step)
         self.is_over = self._is_over()
+        self._decide()
         return parents
+
+    def _decide(self) -> None:
+        """Update which tokens of the best output are decided."""
+        beams = [item.beam for item in self.ended[:1]]
+        if not self.is_over:
+            beams += [beam for beam in self.running if self._can_be_best(beam)]
+        if beams:
+            # What the first and the last one in lexical order have in common, all have.
+            first, last = min(beam.tokens for beam in beams), max(beam.tokens for beam in beams)
+            pairs = enumerate(zip(first, last, strict=False))
+            num_common = next((i for i, (one, other) in pairs if one != other), min(len(first), len(last)))
+            self.decided, self.num_decided = beams[0], max(self.num_decided, num_common)
+
+    def _can_be_best(self, beam: Beam) -> bool:
+        """Return whether a running beam may still end with a better score than the best ended one."""
+        if not self.ended:
+            return True
+        length = self.spec.max_tokens if self.spec.length_penalty > 0 else len(self.steps) + 1
+        best = self.ended[0].score
+        return self._score(beam.cumulative, length) > best - _ROUNDING * abs(best)
 
     @property
     def _is_last_step(self) -> bool:

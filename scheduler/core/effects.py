@@ -41,11 +41,13 @@ class BeamsAdvanced:
 
     Attributes:
         num_outputs: Extra outputs of its first sequence to be committed: those of the prompt.
+        num_reported: Tokens of its first sequence whose extra outputs are known: those emitted before.
     """
 
     request: Request
     num_steps: int
     num_outputs: int
+    num_reported: int
 
 
 @dataclass(frozen=True, slots=True)

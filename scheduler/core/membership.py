@@ -273,7 +273,7 @@ class Membership:
         """Count the death against all requests in flight; return the request to end if it is certainly to blame."""
         running = _running(group)
         if is_silent:
-            running = {request for request in running if request.note_silence() > _MAX_SILENCES}
+            running = {request for request in running if request.note_silence(group.group_id) > _MAX_SILENCES}
         for request in running:
             request.died_on.append(group.group_id)
         suspects = [request for request in running if self.is_suspect(request)]
@@ -290,7 +290,8 @@ class Membership:
         that group also died of other lone suspects: then the group is to blame.
         """
         if len(set(suspect.died_on)) > 1:
-            for group_id in set(suspect.died_on):
+            # The first group that fell silent is not among those that died of it, but it is not at fault either.
+            for group_id in {*suspect.died_on, *suspect.silent_on}:
                 self._standings.of(group_id).forgive_death()
             return True
         if len(group.standing.lone_victims) > 1 or self._has_other(suspect):

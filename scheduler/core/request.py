@@ -143,6 +143,15 @@ class Sequence:
         """Replace the output by that of a beam; the array is not copied."""
         self.output = tokens
 
+    def extend_to(self, tokens: array[int], num_tokens: int, now_ns: int) -> bool:
+        """Extend the output to the first `num_tokens` of `tokens`; return whether that added any."""
+        num_known = len(self.output)
+        if num_tokens <= num_known:
+            return False
+        self.last_token_ns = now_ns
+        self.output.extend(tokens[num_known:num_tokens])
+        return True
+
     def forget_extras(self) -> None:
         """Drop extra outputs; the worker will report them again."""
         self.outputs = []
@@ -365,8 +374,10 @@ class BeamLanes:
             lane.take_output(beam.tokens)
 
     def ends(self, num_sequences: int) -> list[tuple[array[int], SequenceEnd]]:
-        """Return the outputs and ends of a finished search, best first; empty ones if fewer beams have ended than
-        requested.
+        """Return the outputs and ends of a finished search, best first.
+
+        If fewer beams have ended than requested, the remaining outputs are empty. If none has ended, the first output
+        is what was decided, since that has been shown.
         """
         found: list[tuple[array[int], SequenceEnd]] = []
         for item in self.search.ended[:num_sequences]:
@@ -374,6 +385,10 @@ class BeamLanes:
             end = SequenceEnd(reason, len(item.beam.tokens), stop_token_id=item.stop_token_id)
             end.cumulative_log_prob = item.beam.cumulative
             found.append((item.beam.tokens, end))
+        if not found:
+            num_decided = self.search.num_decided
+            end = SequenceEnd(FinishReason.STOP, num_decided)
+            found.append((self.search.decided.tokens[:num_decided], end))
         missing = num_sequences - len(found)
         return found + [(array("I"), SequenceEnd(FinishReason.STOP, 0)) for _ in range(missing)]
 
@@ -416,7 +431,7 @@ class Request:
         may_fetch: Its blocks may be fetched from tiers; False after a worker died while fetching them.
         may_hand_over: It may move from a prefill group to a decode group; False after that failed.
         died_on: Groups that died consecutively while running it, without a new token in between.
-        num_silences: Groups that fell silent consecutively while running it, without a new token in between.
+        silent_on: Groups that fell silent consecutively while running it, without a new token in between.
         num_attached: Detokenizers attached to its feed.
         last_ordinal: The last step whose result was counted in num_steps.
         failure: Set when it ended in error.
@@ -437,7 +452,7 @@ class Request:
     may_fetch: bool = True
     may_hand_over: bool = True
     died_on: list[str] = field(default_factory=list)
-    num_silences: int = 0
+    silent_on: list[str] = field(default_factory=list)
     num_steps: int = 0
     last_ordinal: int = -1
     num_draft_tokens: int = 0
@@ -470,15 +485,15 @@ class Request:
             num_accepted_tokens=finish.num_accepted_tokens,
         )
 
-    def note_silence(self) -> int:
-        """Count a group that fell silent while running the request; return how many did since its last token."""
-        self.num_silences += 1
-        return self.num_silences
+    def note_silence(self, group_id: str) -> int:
+        """Record a group that fell silent while running the request; return how many did since its last token."""
+        self.silent_on.append(group_id)
+        return len(self.silent_on)
 
     def note_progress(self) -> None:
         """Forget the groups that died or fell silent while running the request: it has a new token."""
         self.died_on.clear()
-        self.num_silences = 0
+        self.silent_on.clear()
 
     def accept(self, now_ns: int) -> None:
         """Start the request's clocks."""

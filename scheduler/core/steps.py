@@ -499,17 +499,20 @@ class Results:
         beams = request.beams
         assert beams is not None
         beams.advance()
-        num_outputs = len(request.sequences[0].outputs)
-        self._effects.append(BeamsAdvanced(request, len(beams.search.steps), num_outputs))
-        if not beams.search.is_over:
+        search, best, now_ns = beams.search, request.sequences[0], self._clock.now_ns
+        self._effects.append(BeamsAdvanced(request, len(search.steps), len(best.outputs), len(best.output)))
+        if not search.is_over:
+            if best.end is None and best.extend_to(search.decided.tokens, search.num_decided, now_ns):
+                taken.emitted.append(best)
             for lane in beams.running:
                 group.resume_generation(lane)
             return
         for sequence, (tokens, end) in zip(request.sequences, beams.ends(len(request.sequences)), strict=True):
-            sequence.take_output(tokens)
-            if tokens:
-                taken.emitted.append(sequence)
-            ends.append((sequence, end))
+            # The best one may have ended before, with a stop word.
+            if sequence.end is None:
+                if sequence.extend_to(tokens, len(tokens), now_ns):
+                    taken.emitted.append(sequence)
+                ends.append((sequence, end))
 
     def _append_first(
         self, group: WorkerGroup, sequences: list[Sequence], step: InFlightStep, tokens: list[int], ends: list[End]
@@ -730,6 +733,8 @@ def _runs_problem(step: InFlightStep, event: StepDone) -> str:
         return f"{len(event.candidate_log_probs)} log probabilities for {num_candidates} candidates"
     if not all(map(math.isfinite, event.candidate_log_probs)):
         return "a log probability is not finite"
+    if max(event.candidate_log_probs, default=0.0) > 0:
+        return "a log probability is above 0"
     return ""
 
 

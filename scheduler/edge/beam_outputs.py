@@ -1,4 +1,4 @@
-"""Extra outputs of a finished beam search."""
+"""Extra outputs of a beam search."""
 
 from __future__ import annotations
 
@@ -7,63 +7,60 @@ from collections.abc import Iterator
 from midstream.extras import CONTEXT
 from protos import generation_pb2, worker_pb2
 from scheduler.core.beams import Beam, BeamStep
-from scheduler.core.request import ExtraOutput, Request
+from scheduler.core.request import ExtraOutput, Request, Sequence
 
 
-def report_beams(request: Request) -> None:
-    """Attach extra outputs to the output sequences of a finished search.
+def report_beams(request: Request, num_reported: int) -> None:
+    """Attach the extra outputs of new output tokens to the sequences, after a search's step.
 
     A worker does not know which of its candidates becomes an output, so its reports for each beam and step are
     collected here, along the path of the output. Log probabilities are those that the search summed up.
+
+    Args:
+        request: With a beam search.
+        num_reported: Tokens of the best output whose extra outputs were attached after earlier steps.
     """
-    if request.beams is None or not request.beams.search.is_over:
+    if request.beams is None:
         return
-    search = request.beams.search
+    search, best = request.beams.search, request.sequences[0]
     wants_log_probs = generation_pb2.GenerateRequest.FromString(request.spec.payload).output.HasField("log_probs")
-    if not wants_log_probs and not any(step.reports for step in search.steps):
+    has_new = len(best.output) > num_reported or search.is_over
+    if not has_new or not (wants_log_probs or any(step.reports for step in search.steps)):
         return
-    steps = [_parsed(step) for step in search.steps]
-    if steps:
+    if not num_reported:
         # The prompt's end was computed with the first step, in which there was one beam.
-        request.sequences[0].outputs.extend(ExtraOutput(0, row.SerializeToString()) for row in _of_prompt(steps[0]))
-    for sequence, item in zip(request.sequences, search.ended, strict=False):
-        log_probs = worker_pb2.RowOutputs()
-        for offset, rows in enumerate(_way(item.beam, search.steps, steps)):
-            for row in rows:
-                if row.tensors and not _is_of_prompt(row):
-                    sequence.outputs.append(ExtraOutput(offset, row.SerializeToString()))
-                elif row.HasField("log_probs"):
-                    log_probs.log_probs.top_k = row.log_probs.top_k
-                    log_probs.log_probs.top_token_ids.extend(row.log_probs.top_token_ids)
-                    log_probs.log_probs.top_log_probs.extend(row.log_probs.top_log_probs)
-        if wants_log_probs:
-            log_probs.log_probs.token_log_probs.extend(item.beam.log_probs)
-            log_probs.log_probs.token_ranks.extend(_ranks(item.beam, search.steps))
-            sequence.outputs.append(ExtraOutput(0, log_probs.SerializeToString()))
+        rows = _rows_of(search.steps[0], 0)
+        best.outputs.extend(ExtraOutput(0, row.SerializeToString()) for row in rows if _is_of_prompt(row))
+    _report(best, search.decided, search.steps, range(num_reported, len(best.output)), wants_log_probs)
+    if search.is_over:
+        for sequence, item in zip(request.sequences[1:], search.ended[1:], strict=False):
+            _report(sequence, item.beam, search.steps, range(len(sequence.output)), wants_log_probs)
 
 
-_Rows = list[worker_pb2.RowOutputs]
-
-
-def _parsed(step: BeamStep) -> list[_Rows]:
-    return [[worker_pb2.RowOutputs.FromString(data) for data in reports] for reports in step.reports]
-
-
-def _way(beam: Beam, steps: list[BeamStep], parsed: list[list[_Rows]]) -> Iterator[_Rows]:
-    """Yield the extra outputs that were reported for each of a beam's tokens."""
-    for place, step, rows in zip(beam.places, steps, parsed, strict=False):
-        rank = step.parents[place]
-        yield rows[rank] if rank < len(rows) else []
-
-
-def _ranks(beam: Beam, steps: list[BeamStep]) -> Iterator[int]:
-    for place, step in zip(beam.places, steps, strict=False):
+def _report(sequence: Sequence, beam: Beam, steps: list[BeamStep], new: range, wants_log_probs: bool) -> None:
+    """Attach the extra outputs of a sequence's tokens at the offsets `new`, which are those of `beam`."""
+    log_probs = generation_pb2.LogProbs()
+    for offset in new:
+        step, place = steps[offset], beam.places[offset]
+        for row in _rows_of(step, step.parents[place]):
+            if row.tensors and not _is_of_prompt(row):
+                sequence.outputs.append(ExtraOutput(offset, row.SerializeToString()))
+            elif row.HasField("log_probs"):
+                log_probs.top_k = row.log_probs.top_k
+                log_probs.top_token_ids.extend(row.log_probs.top_token_ids)
+                log_probs.top_log_probs.extend(row.log_probs.top_log_probs)
         if step.token_ranks:
-            yield step.token_ranks[place]
+            log_probs.token_ranks.append(step.token_ranks[place])
+    if wants_log_probs and new:
+        log_probs.token_log_probs.extend(beam.log_probs[new.start : new.stop])
+        data = worker_pb2.RowOutputs(log_probs=log_probs).SerializeToString()
+        sequence.outputs.append(ExtraOutput(new.start, data))
 
 
-def _of_prompt(rows: list[_Rows]) -> Iterator[worker_pb2.RowOutputs]:
-    return (row for of_beam in rows for row in of_beam if _is_of_prompt(row))
+def _rows_of(step: BeamStep, rank: int) -> Iterator[worker_pb2.RowOutputs]:
+    """Yield what was reported for the beam of a rank."""
+    for data in step.reports[rank] if rank < len(step.reports) else ():
+        yield worker_pb2.RowOutputs.FromString(data)
 
 
 def _is_of_prompt(row: worker_pb2.RowOutputs) -> bool:

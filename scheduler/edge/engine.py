@@ -117,7 +117,7 @@ class Engine:
                 observe(event, effects)
         for effect in effects:
             if isinstance(effect, BeamsAdvanced):
-                report_beams(effect.request)
+                report_beams(effect.request, effect.num_reported)
             if is_entry(effect):
                 self._entries.append(effect)  # type: ignore[arg-type]
             else:

@@ -187,6 +187,7 @@ class Rig:
         gate: Limits the workers.
         num_kills: Parts killed so far, by kind.
         num_handovers: How often schedulers that have ended moved a request between workers.
+        num_streamed: Tokens that clients had before the end of their sequence.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class Rig:
     ) -> None:
         self.gate = Gate()
         self.num_kills = dict.fromkeys(KINDS, 0)
-        self.num_handovers = 0
+        self.num_handovers = self.num_streamed = 0
         scheduler, worker, *self._ports = free_ports(6)
         self._config = SchedulerConfig(
             port=scheduler, worker_port=worker, journal_path=str(journal), internal_transport=transport
@@ -314,6 +315,7 @@ class Rig:
 
     async def _read(self, stream: AsyncStream, result: Result) -> None:
         async for chunk in stream:
+            self.num_streamed += 0 if chunk.is_sequence_final else len(chunk.token_ids)
             result.add(chunk)
 
     def _next_stub(self) -> Any:

@@ -214,7 +214,7 @@ class Whole:
         effects = self.core.handle(event)
         for effect in effects:
             if isinstance(effect, BeamsAdvanced):
-                report_beams(effect.request)
+                report_beams(effect.request, effect.num_reported)
         if self._store is not None:
             entries = [effect for effect in effects if is_entry(effect)]
             self._store.write(self._writer.transaction(entries))  # type: ignore[arg-type]

@@ -186,6 +186,9 @@ class Harness:
         end = request.sequences[0].end
         assert end is not None
         self.ended[request.request_id] = end.reason
+        if request.beams is not None and end.reason in (FinishReason.STOP, FinishReason.LENGTH) and not end.stop_word:
+            for sequence, (tokens, _) in zip(request.sequences, best_beams(request.spec, VOCAB), strict=True):
+                assert sequence.output.tolist() == tokens
 
     def _note_tokens(self, effect: Emitted) -> None:
         for sequence, length in zip(effect.sequences, effect.lengths, strict=True):
@@ -195,15 +198,16 @@ class Harness:
             assert key not in self.ended_sequences, "a token came after the end"
             known += sequence.output[len(known) : length]
             if sequence.request.beams is not None:
-                self._check_beam(sequence)
+                self._check_beam(sequence, known)
                 continue
             last = sequence.request.spec.prompt[-1]
             expected = [(last + 1 + i) % VOCAB for i in range(length)]
             assert known == expected or sequence.output[-1] == 999, f"{key}: {known} instead of {expected}"
 
-    def _check_beam(self, sequence: Sequence) -> None:
-        """Check that the output equals that of a search that was never paused, moved or recovered."""
-        assert sequence.output.tolist() == best_beams(sequence.request.spec, VOCAB)[sequence.index][0]
+    def _check_beam(self, sequence: Sequence, known: list[int]) -> None:
+        """Check that the output so far begins that of a search that was never paused, moved or recovered."""
+        assert known == best_beams(sequence.request.spec, VOCAB)[sequence.index][0][: len(known)]
+        assert sequence.output.tolist() == known
 
     def submit(self, request_id: str, prompt: list[int] | int, max_tokens: int = 4, **spec: Any) -> list[Effect]:
         """Submit a request; a number as prompt means that many unique tokens."""

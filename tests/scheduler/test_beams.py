@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from protos import generation_pb2 as pb
 from protos import worker_pb2
 from scheduler.core.beams import BeamSearch
 from scheduler.core.effects import BeamsAdvanced, Fork, StepPlan
-from scheduler.core.events import AbortRequested, Recovered
-from scheduler.core.request import FinishReason
+from scheduler.core.events import AbortRequested, Recovered, StopWordFound
+from scheduler.core.request import FinishReason, Request
 from scheduler.core.request_spec import RequestSpec
 from scheduler.edge.beam_outputs import report_beams
 from tests.fakes.model import candidates
@@ -55,9 +59,12 @@ def test_beams_fork_share_full_blocks_and_copy_the_last() -> None:
     assert [(fork.from_row, fork.to_row) for fork in plan.forks] == [(0, 1)]
     assert plan.beam_token_ids == [12, 13]
     assert harness.group().blocks.num_held == 3
+    # Only the first token is common to both, so only this one has been shown.
+    assert harness.tokens == {("b", 0): [11]}
     # [11 12 13] at -6/8; [11 12 14] at -9/8 = [11 13 14] at -5/8 - 4/8.
     assert harness.step() == ["b/0 b/1"]
     assert plans(harness)[-1].beam_token_ids == [13, 14]
+    assert harness.tokens == {("b", 0): [11, 12]}
     # [11 12 13 14] at -6/8 - 4/8; [11 12 13 15] would be at -14/8, [11 12 14 15] is at -9/8 - 5/8: equal.
     assert harness.step() == []
     assert ends(harness) == [([11, 12, 13, 14], -10 / 8), ([11, 12, 13, 15], -14 / 8)]
@@ -73,11 +80,11 @@ def test_outputs_report_the_log_probs_that_the_search_summed_up_once_it_is_over(
     request, other = (harness.core.lifecycle.requests[name] for name in ("b", "other"))
     wanted = pb.GenerateRequest(output=pb.OutputConfig(log_probs=0)).SerializeToString()
     request.spec = replace(request.spec, payload=request.spec.payload + wanted)
-    report_beams(request)
+    report_beams(request, 0)
     assert request.sequences[0].outputs == []
     harness.run()
-    report_beams(request)
-    report_beams(other)
+    report_beams(request, 0)
+    report_beams(other, 0)
     rows = [worker_pb2.RowOutputs.FromString(s.outputs[0].data).log_probs.token_log_probs for s in request.sequences]
     assert rows == [[-1 / 8, -2 / 8, -3 / 8, -4 / 8], [-1 / 8, -2 / 8, -3 / 8, -8 / 8]]
     assert [len(sequence.outputs) for sequence in (*request.sequences, *other.sequences)] == [1, 1, 0, 0]
@@ -200,8 +207,84 @@ def test_an_abort_at_any_time_gives_everything_back(num_steps: int) -> None:
         harness.step()
     harness.handle(AbortRequested(harness.now_ns, "b"))
     assert harness.ended == {"b": FinishReason.ABORT}
-    assert ends(harness) == [([], None), ([], None)]
+    # What all beams have in common was shown.
+    assert ends(harness) == [([11] if num_steps > 3 else [], None), ([], None)]
     harness.run()
+    harness.check_is_empty()
+
+
+def spec_of(**fields: Any) -> RequestSpec:
+    return RequestSpec(request_id="b", prompt=array("I", [1]), **{"max_tokens": 9, "beam_width": 2} | fields)
+
+
+@given(
+    width=st.integers(2, 4),
+    max_tokens=st.integers(1, 6),
+    penalty=st.sampled_from([0.0, 0.7, 2.0, -0.5]),
+    stopping=st.integers(0, 2),
+    rate=st.sampled_from([0.0, 0.5]),
+    rng=st.randoms(use_true_random=False),
+)
+@settings(max_examples=30, deadline=None)
+def test_what_is_shown_begins_the_best_output_however_the_search_goes_on(
+    width: int, max_tokens: int, penalty: float, stopping: int, rate: float, rng: Random
+) -> None:
+    spec = spec_of(
+        max_tokens=max_tokens,
+        beam_width=width,
+        length_penalty=penalty,
+        early_stopping=stopping,
+        beam_diversity_rate=rate,
+        stop_token_ids=STOPS,
+    )
+    search = BeamSearch(spec)
+    while not search.is_over:
+        one_step(search, rng)
+        shown = search.decided.tokens[: search.num_decided]
+        for _ in range(3):
+            other = copy.deepcopy(search)
+            while not other.is_over:
+                one_step(other, rng)
+            best = other.ended[0].beam.tokens if other.ended else other.decided.tokens[: other.num_decided]
+            assert best[: len(shown)] == shown
+
+
+def one_step(search: BeamSearch, rng: Random) -> None:
+    """Extend the beams by random candidates: few tokens, equal scores, and sometimes none at all."""
+    found = []
+    for _ in search.running:
+        tokens = rng.sample([1, 2, 3, 4, 5, 999], rng.choice([6, 6, 6, 1, 0]))
+        found.append([(token, -rng.choice([0.0, 0.25, 0.25, 1.0, 3.0])) for token in tokens])
+    search.apply(search.choose(found))
+
+
+def test_a_best_beam_that_nothing_can_surpass_is_shown_before_the_search_is_over() -> None:
+    """The first beam ends at -0.5; the others have less, and scores only fall. A length penalty lets them rise."""
+    likely: list[Any] = [[(999, -0.5), (5, -1.0), (6, -1.25)]]
+    for penalty, num_shown in ((0.0, 1), (1.0, 0)):
+        search = BeamSearch(spec_of(length_penalty=penalty, early_stopping=0, stop_token_ids=STOPS))
+        search.apply(search.choose(likely))
+        assert not search.is_over
+        assert search.decided.tokens[: search.num_decided].tolist() == [999][:num_shown]
+
+
+def test_a_stop_word_in_what_is_shown_ends_a_search_early() -> None:
+    harness = Harness()
+    harness.add_group()
+    for name, num_sequences in (("b", 1), ("c", 2)):
+        harness.submit(name, PROMPT, 8, beam_width=2, num_sequences=num_sequences)
+    harness.turn()
+    for _ in range(3):
+        harness.step()
+    for name in "bc":
+        assert harness.tokens[name, 0] == [11, 12]
+        harness.handle(StopWordFound(harness.now_ns, name, 0, 2, "x"))
+    assert harness.ended == {"b": FinishReason.STOP}
+    harness.run()
+    assert harness.ended["c"] is FinishReason.STOP
+    request = harness.core.lifecycle.requests["c"]
+    assert [len(sequence.output) for sequence in request.sequences] == [2, 8]
+    assert request.num_output_tokens == 10
     harness.check_is_empty()
 
 
@@ -217,8 +300,7 @@ def test_a_failed_beam_ends_its_request_alone() -> None:
 
 def test_where_little_is_possible_fewer_beams_go_on() -> None:
     """Ties are broken by rank and then by token; a search ends when no beam can continue."""
-    spec = RequestSpec(request_id="b", prompt=array("I", [1]), max_tokens=9, beam_width=3, num_sequences=3)
-    search = BeamSearch(spec)
+    search = BeamSearch(spec_of(beam_width=3, num_sequences=3))
     step = search.choose([[(5, -1.0), (4, -1.0)]])
     assert (step.parents, step.token_ids) == ((0, 0), (4, 5))
     assert search.apply(step) == [0, 0]
@@ -230,18 +312,21 @@ def test_where_little_is_possible_fewer_beams_go_on() -> None:
     assert search.ended == []
 
 
+def test_a_search_whose_beams_all_fail_ends_with_what_was_shown() -> None:
+    request = Request(spec_of(num_sequences=2), 1)
+    assert request.beams is not None
+    rounds: list[Any] = [[[(5, -1.0)]], [[(6, -1.0), (7, -1.0)]], [[], []]]
+    for found in rounds:
+        for lane, row in zip(request.beams.running, found, strict=True):
+            request.beams.take(lane, row)
+        request.beams.advance()
+    (shown, end), (nothing, _) = request.beams.ends(2)
+    assert (shown.tolist(), end.num_tokens, nothing.tolist()) == ([5], 1, [])
+
+
 @pytest.mark.parametrize(("penalty", "best"), [(3e38, [5, 999]), (-3e38, [999])])
 def test_no_length_penalty_is_too_much(penalty: float, best: list[int]) -> None:
-    spec = RequestSpec(
-        request_id="b",
-        prompt=array("I", [1]),
-        max_tokens=3,
-        beam_width=2,
-        length_penalty=penalty,
-        early_stopping=0,
-        stop_token_ids=STOPS,
-    )
-    search = BeamSearch(spec)
+    search = BeamSearch(spec_of(max_tokens=3, length_penalty=penalty, early_stopping=0, stop_token_ids=STOPS))
     while not search.is_over:
         search.apply(search.choose([[(5, -1.0), (999, -1.5)] for _ in search.running]))
     assert search.ended[0].beam.tokens.tolist() == best

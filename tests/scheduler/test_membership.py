@@ -268,6 +268,10 @@ def test_workers_that_fall_silent_in_a_row_are_the_fault_of_a_request_from_the_s
     assert blamed == [[], ["g1"], ["g1", "g2"]]
     assert request.failure is not None
     assert harness.core.totals.num_worker_deaths == 3
+    # The request is to blame, so no group is: not even the first one, which the request was not blamed for.
+    for number in range(3):
+        harness.add_group(f"g{number}", incarnation=number + 4)
+    assert [group.standing.num_deaths for group in harness.core.groups] == [0, 0, 0]
 
 
 def test_a_link_that_was_made_anew_begins_a_new_epoch() -> None:
