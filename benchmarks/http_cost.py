@@ -1,12 +1,16 @@
 """Measure the cost of each API compared with native gRPC.
 
-python -m benchmarks.http_cost [--all] [--fake] [--streams 64] [--rounds 4]
+python -m benchmarks.http_cost [--all] [--only chat,responses] [--fake] [--streams 64] [--tokens 128] [--rounds 4]
 
 Starts one service and sends requests over native gRPC and as OpenAI completions (SSE), with `--all` over every
-streaming API, in alternating order. Prints output tokens per second of each API, and the CPU time per token of router
-and client. With `--fake` the worker has no model, so that only the control plane is measured.
+streaming API, in alternating order. Prints output tokens per second of each API, and the CPU time per token of the
+service, its router and the client. With `--fake` the worker has no model, so that only the control plane is measured.
 
-The clients run in this process and parse the responses: protobuf with gRPC, JSON with the standard library.
+Every API gets the same work: a prompt is a chat of random words, given as messages, as its rendered text or as its
+token ids, and each stream has the same length, since the service's copy of the model has no usual end token.
+
+The clients run in this process. They read every message with gRPC, and every line of server-sent events, of which they
+parse the usage alone.
 """
 
 from __future__ import annotations
@@ -17,11 +21,12 @@ import contextlib
 import json
 import os
 import random
+import re
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -34,7 +39,8 @@ from benchmarks.control_plane import cpu_seconds, wait_until_whole
 from midstream.cli.bench.measure import run_workload
 from midstream.cli.bench.workloads import BenchRequest, Workload
 from midstream.client import AsyncClient
-from midstream.model.folder import open_model_folder
+from midstream.model.folder import ModelFolder, open_model_folder
+from midstream.model.tokenizer import Tokenizer
 from midstream.rpc.serving import open_channel
 from protos import kserve_pb2, kserve_pb2_grpc, openengine_pb2_grpc
 from protos import openengine_pb2 as oe
@@ -46,19 +52,39 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 NATIVE = "native gRPC"
-_RARE_ID = 1  # in place of the end id
+_WARM_UP_TOKENS = 4
+_MESSAGE = "MESSAGE"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A router: its addresses and process."""
+    """A service: its router's addresses, and its processes by name."""
 
     grpc: str
     http_port: int
-    process: psutil.Process
+    processes: Mapping[str, psutil.Process]
 
 
-Prompt = tuple[int, ...]
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt in each of its forms.
+
+    Attributes:
+        words: The only message of the chat.
+        text: The rendered chat.
+        ids: Its tokens.
+    """
+
+    words: str
+    text: str
+    ids: tuple[int, ...]
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The chat."""
+        return [{"role": "user", "content": self.words}]
+
+
 # Finds the usage in an event.
 Usage = Callable[[dict[str, Any]], dict[str, int] | None]
 # Sends prompts with this many tokens to generate, and reads all output; returns the numbers of output tokens.
@@ -67,9 +93,10 @@ Way = Callable[[Target, list[Prompt], int], Awaitable[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of one protocol; CPU times in µs per token."""
+    """One run of one protocol; CPU times in µs per token, `service_us` of all parts together."""
 
     tokens_per_s: float
+    service_us: float
     router_us: float
     client_us: float
 
@@ -78,10 +105,12 @@ def main() -> int:
     """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="Measure all APIs.")
+    parser.add_argument("--only", default="", help="Measure these, separated by commas, and native gRPC.")
     parser.add_argument("--fake", action="store_true", help="A worker without a model.")
     parser.add_argument("--step-ms", type=float, default=0.0, help="Duration of a fake step. [0]")
     parser.add_argument("--streams", type=int, default=64, help="Concurrent requests. [64]")
-    parser.add_argument("--tokens", type=int, default=32, help="Output tokens of each. [32]")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="Tokens of each prompt. [64]")
+    parser.add_argument("--tokens", type=int, default=128, help="Output tokens of each. [128]")
     parser.add_argument("--rounds", type=int, default=4, help="Runs per protocol. [4]")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, start_service(Path(folder), arguments) as target:
@@ -94,7 +123,7 @@ def main() -> int:
 def start_service(folder: Path, arguments: argparse.Namespace) -> Iterator[Target]:
     """Run one router, scheduler, detokenizer and worker as processes on this machine."""
     scheduler, worker, detokenizer, grpc_port, http_port = free_ports(5)
-    model = open_model_folder("smollm2")
+    model = _without_end(folder / "smollm2")
     fake = f"--model-fingerprint {model.fingerprint} --vocab-size {model.vocab_size} --num-blocks 65536"
     fake += f" --step-ms {arguments.step_ms}"
     commands = {
@@ -102,61 +131,119 @@ def start_service(folder: Path, arguments: argparse.Namespace) -> Iterator[Targe
         "--log-level warning",
         "worker": f"-m tests.fakes.worker --scheduler tcp://127.0.0.1:{worker} {fake}"
         if arguments.fake
-        else f"-m gpu_worker --scheduler tcp://127.0.0.1:{worker} --log-level warning",
-        "detokenizer": f"-m detokenizer --port {detokenizer} --schedulers 127.0.0.1:{scheduler} --log-level warning",
+        else f"-m gpu_worker --scheduler tcp://127.0.0.1:{worker} --model {model.path} --log-level warning",
+        "detokenizer": f"-m detokenizer --port {detokenizer} --schedulers 127.0.0.1:{scheduler} --model {model.path} "
+        "--log-level warning",
         "router": f"-m router --port {grpc_port} --http-port {http_port} --schedulers 127.0.0.1:{scheduler} "
-        f"--detokenizers 127.0.0.1:{detokenizer} --log-level warning",
+        f"--model {model.path} --detokenizers 127.0.0.1:{detokenizer} --log-level warning",
     }
     processes: dict[str, psutil.Popen] = {}
     try:
         for name, command in commands.items():
             processes[name] = psutil.Popen([sys.executable, *command.split()], cwd=ROOT)
-        yield Target(f"127.0.0.1:{grpc_port}", http_port, psutil.Process(processes["router"].pid))
+        yield Target(f"127.0.0.1:{grpc_port}", http_port, dict(processes))
     finally:
         for process in processes.values():
             process.kill()
             process.wait()
 
 
+def _without_end(folder: Path) -> ModelFolder:
+    """Return a copy of the embedded model that ends only with a rare token."""
+    model = open_model_folder("smollm2")
+    folder.mkdir()
+    for file in model.path.iterdir():
+        (folder / file.name).symlink_to(file)
+    settings = json.loads((model.path / "generation_config.json").read_text())
+    (folder / "generation_config.json").unlink()
+    settings["eos_token_id"] = model.vocab_size - 1
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return open_model_folder(str(folder))
+
+
 async def measure(target: Target, arguments: argparse.Namespace) -> dict[str, list[Run]]:
     """Return the runs of each protocol."""
     async with AsyncClient([target.grpc]) as client:
         await wait_until_whole(client)
-    generator = random.Random(0)
-    ways: dict[str, Way] = {NATIVE: native, "completions": completions}
-    if arguments.all:
+    prompts = Prompts(await rendered_chat(target.http_port), arguments.prompt_tokens)
+    ways: dict[str, Way] = {"completions": completions}
+    if arguments.all or arguments.only:
         ways |= {"chat": chat, "responses": responses, "messages": messages, "KServe": kserve, "openengine": openengine}
+    if arguments.only:
+        ways = {name: ways[name] for name in arguments.only.split(",")}
+    ways = {NATIVE: native, **ways}
     runs: dict[str, list[Run]] = {name: [] for name in ways}
     for number in range(-1, arguments.rounds):
         order = list(ways)
         for name in reversed(order) if number % 2 else order:
-            # New prompts each time, to avoid hits in the prefix cache.
-            prompts = [
-                tuple(generator.randrange(300, 49_000) for _ in range(16 if number >= 0 else 4))
-                for _ in range(arguments.streams)
-            ]
-            run = await timed(target, ways[name], prompts, arguments.tokens if number >= 0 else 4)
+            # New prompts each time: only the template's first tokens are in the prefix cache.
+            drawn = [prompts.draw() for _ in range(arguments.streams)]
+            run = await timed(target, ways[name], drawn, arguments.tokens if number >= 0 else _WARM_UP_TOKENS)
             if number >= 0:
                 runs[name].append(run)
                 print(f"{name}: {run.tokens_per_s:,.0f} tok/s", flush=True)
     return runs
 
 
+class Prompts:
+    """Draws prompts of random words, all with the same number of tokens.
+
+    Attributes:
+        num_words: Words of each.
+    """
+
+    def __init__(self, template: str, num_tokens: int) -> None:
+        """`template` is a rendered chat whose message is `_MESSAGE`.
+
+        Raises:
+            ValueError: It alone has more than `num_tokens`.
+        """
+        self._template = template
+        self._num_tokens = num_tokens
+        self._tokenizer = Tokenizer(open_model_folder("smollm2").path)
+        self._random = random.Random(0)
+        spelled = (self._tokenizer.token(token) or "" for token in range(self._tokenizer.vocab_size))
+        self._words = [token[1:] for token in spelled if re.fullmatch("Ġ[a-z]{4,}", token)]
+        self.num_words = num_tokens - len(self._tokenizer.encode(template.replace(_MESSAGE, "")))
+        if self.num_words < 1:
+            raise ValueError(f"{num_tokens} tokens are too few for the chat template")
+
+    def draw(self) -> Prompt:
+        """Return a new prompt."""
+        while True:
+            # Each word is a token, except for some as the first word.
+            words = " ".join(self._random.choices(self._words, k=self.num_words))
+            text = self._template.replace(_MESSAGE, words)
+            ids = self._tokenizer.encode(text)
+            if len(ids) == self._num_tokens:
+                return Prompt(words, text, tuple(ids))
+
+
+async def rendered_chat(port: int) -> str:
+    """Return the rendered chat with the message `_MESSAGE`."""
+    reader, writer = await _post(port, "/tokenize", {"messages": [{"role": "user", "content": _MESSAGE}]})
+    head_and_body = await reader.read()
+    writer.close()
+    ids = json.loads(head_and_body.partition(b"\r\n\r\n")[2])["tokens"]
+    return Tokenizer(open_model_folder("smollm2").path).decode(ids, skip_special_tokens=False)
+
+
 async def timed(target: Target, way: Way, prompts: list[Prompt], max_tokens: int) -> Run:
     """Measure one run."""
-    client = psutil.Process(os.getpid())
-    before = time.perf_counter(), cpu_seconds(target.process), cpu_seconds(client)
+    processes = (*target.processes.values(), psutil.Process(os.getpid()))
+    before = time.perf_counter(), *map(cpu_seconds, processes)
     num_tokens = sum(await way(target, prompts, max_tokens))
-    after = time.perf_counter(), cpu_seconds(target.process), cpu_seconds(client)
+    after = time.perf_counter(), *map(cpu_seconds, processes)
     if num_tokens < len(prompts):
         raise RuntimeError(f"{way.__name__}: {num_tokens} tokens of {len(prompts)} requests")
-    seconds, router, own = (b - a for a, b in zip(before, after, strict=True))
-    return Run(num_tokens / seconds, router / num_tokens * 1e6, own / num_tokens * 1e6)
+    seconds, *parts, own = (b - a for a, b in zip(before, after, strict=True))
+    router = dict(zip(target.processes, parts, strict=True))["router"]
+    return Run(num_tokens / seconds, *(part / num_tokens * 1e6 for part in (sum(parts), router, own)))
 
 
 async def native(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
     """Call the native Generate on one channel."""
-    requests = tuple(BenchRequest(prompt, max_tokens) for prompt in prompts)
+    requests = tuple(BenchRequest(prompt.ids, max_tokens) for prompt in prompts)
     result = await run_workload([target.grpc], Workload("http cost", requests, len(requests)))
     return [sum(count for _, count in request.arrivals) for request in result.requests]
 
@@ -165,9 +252,9 @@ async def openengine(target: Target, prompts: list[Prompt], max_tokens: int) -> 
     """Call openengine's Generate on one channel."""
 
     async def one(stub: InferenceAsyncStub, prompt: Prompt) -> int:
-        stopping = oe.StoppingOptions(max_tokens=max_tokens, ignore_eos=True)
+        stopping = oe.StoppingOptions(max_tokens=max_tokens)
         greedy = oe.SamplingParams(temperature=0)
-        request = oe.GenerateRequest(token_ids=oe.TokenIds(ids=prompt), stopping=stopping, sampling=greedy)
+        request = oe.GenerateRequest(token_ids=oe.TokenIds(ids=prompt.ids), stopping=stopping, sampling=greedy)
         return sum([len(event.token.tokens) async for event in stub.Generate(request)])
 
     async with open_channel(target.grpc) as channel:
@@ -181,9 +268,9 @@ async def kserve(target: Target, prompts: list[Prompt], max_tokens: int) -> list
     async def one(stub: GRPCInferenceServiceAsyncStub, prompt: Prompt) -> int:
         request = kserve_pb2.ModelInferRequest(model_name="ensemble")
         for name, datatype, field, value in (
-            ("text_input", "BYTES", "bytes_contents", _text(prompt).encode()),
+            ("text_input", "BYTES", "bytes_contents", prompt.text.encode()),
             ("max_tokens", "INT32", "int_contents", max_tokens),
-            ("end_id", "INT32", "int_contents", _RARE_ID),
+            ("temperature", "FP32", "fp32_contents", 0.0),
             ("stream", "BOOL", "bool_contents", True),
         ):
             item = request.inputs.add(name=name, datatype=datatype, shape=(1, 1))
@@ -200,15 +287,15 @@ async def kserve(target: Target, prompts: list[Prompt], max_tokens: int) -> list
 
 async def completions(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
     """Stream OpenAI completions as server-sent events, one connection each."""
-    fixed = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
-    bodies = [{"prompt": prompt, **fixed} for prompt in prompts]
+    fixed = {"max_tokens": max_tokens, "temperature": 0, "stream_options": {"include_usage": True}}
+    bodies = [{"prompt": prompt.ids, **fixed} for prompt in prompts]
     return await _all_counts(target, "/v1/completions", bodies, lambda event: event.get("usage"), "completion_tokens")
 
 
 async def chat(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
     """Stream chat completions in the same way."""
-    fixed = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
-    bodies = [{"messages": _turn(prompt), **fixed} for prompt in prompts]
+    fixed = {"max_tokens": max_tokens, "temperature": 0, "stream_options": {"include_usage": True}}
+    bodies = [{"messages": prompt.messages, **fixed} for prompt in prompts]
     path = "/v1/chat/completions"
     return await _all_counts(target, path, bodies, lambda event: event.get("usage"), "completion_tokens")
 
@@ -216,14 +303,14 @@ async def chat(target: Target, prompts: list[Prompt], max_tokens: int) -> list[i
 async def responses(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
     """Stream responses without storing them."""
     fixed = {"max_output_tokens": max_tokens, "temperature": 0, "store": False}
-    bodies = [{"input": _text(prompt), **fixed} for prompt in prompts]
+    bodies = [{"input": prompt.words, **fixed} for prompt in prompts]
     usage: Usage = lambda event: event.get("response", {}).get("usage")  # noqa: E731
     return await _all_counts(target, "/v1/responses", bodies, usage, "output_tokens")
 
 
 async def messages(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
     """Stream Anthropic messages."""
-    bodies = [{"messages": _turn(prompt), "max_tokens": max_tokens, "temperature": 0} for prompt in prompts]
+    bodies = [{"messages": prompt.messages, "max_tokens": max_tokens, "temperature": 0} for prompt in prompts]
     return await _all_counts(target, "/v1/messages", bodies, lambda event: event.get("usage"), "output_tokens")
 
 
@@ -235,36 +322,38 @@ async def _all_counts(target: Target, path: str, bodies: list[dict[str, object]]
 
 async def _count(port: int, path: str, body: dict[str, object], usage: Usage, name: str) -> int:
     """Return the number of a request's output tokens, from the last usage in its events."""
-    data = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nanthropic-version: 2023-06-01\r\n"
-    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    if b" 200 " not in await reader.readline():
-        raise RuntimeError(f"{path}: {(await reader.read())[-500:].decode()}")
+    reader, writer = await _post(port, path, body)
     num_tokens = 0
     while line := await reader.readline():
-        if line.startswith(b"data: {"):
+        if line.startswith(b"data: {") and name.encode() in line:
             found = usage(json.loads(line[6:]))
             num_tokens = found[name] if found else num_tokens
     writer.close()
     return num_tokens
 
 
-def _text(prompt: Prompt) -> str:
-    return " ".join(map(str, prompt))
+async def _post(port: int, path: str, body: Mapping[str, object]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a request on a new connection, and read the status line.
 
-
-def _turn(prompt: Prompt) -> list[dict[str, str]]:
-    return [{"role": "user", "content": _text(prompt)}]
+    Raises:
+        RuntimeError: The status is not 200.
+    """
+    data = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nanthropic-version: 2023-06-01\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    if b" 200 " not in await reader.readline():
+        raise RuntimeError(f"{path}: {(await reader.read())[-500:].decode()}")
+    return reader, writer
 
 
 def report(runs: dict[str, list[Run]], console: Console) -> None:
     """Print medians, and the cost of each API."""
-    table = Table("way", "tok/s", "each run", "router µs/token", "client µs/token")
+    table = Table("way", "tok/s", "each run", *(f"{part} µs/token" for part in ("service", "router", "client")))
     for name, items in runs.items():
         each = " ".join(f"{run.tokens_per_s:,.0f}" for run in items)
         figures = [statistics.median(getattr(run, field) for run in items) for field in Run.__slots__]
-        table.add_row(name, f"{figures[0]:,.0f}", each, f"{figures[1]:.1f}", f"{figures[2]:.1f}")
+        table.add_row(name, f"{figures[0]:,.0f}", each, *(f"{figure:.1f}" for figure in figures[1:]))
     console.print(table)
     medians = {name: statistics.median(run.tokens_per_s for run in items) for name, items in runs.items()}
     for name in medians.keys() - {NATIVE}:
