@@ -1,21 +1,81 @@
-"""Helpers for streamed HTTP responses."""
+"""Responses that are computed while their client is connected: complete ones, and server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import json
+from abc import abstractmethod
+from collections.abc import Coroutine, Mapping
 
-from starlette.types import Receive, Send
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+from midstream.errors import MidstreamError, OverloadedError
+from router.protocols.openai.endpoints import error_response, shown
+
+_SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+# Returns compact JSON.
+dump = json.JSONEncoder(separators=(",", ":")).encode
 
 
-async def write(send: Send, text: str, *, more: bool) -> None:
-    """Write a piece of the body."""
-    await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+class EventStream:
+    """A response of server-sent events.
+
+    Attributes:
+        has_begun: It is too late for a response with an error status.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self.has_begun = False
+        self._send = send
+
+    async def begin(self, headers: Mapping[str, str] | None = None) -> None:
+        """Write the head, with further headers."""
+        self.has_begun = True
+        named = [(name.encode(), value.encode()) for name, value in {**_SSE_HEADERS, **(headers or {})}.items()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": named})
+
+    async def write(self, text: str, *, more: bool = True) -> None:
+        """Write events."""
+        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
 
-async def while_connected(receive: Receive, work: Coroutine[object, object, None]) -> None:
+class ComputedResponse(Response):
+    """A response that is computed while its client is connected; a dropped connection cancels the computation."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write the response."""
+        await _while_connected(receive, self._answer(scope, receive, send))
+
+    @abstractmethod
+    async def compute(self, events: EventStream) -> Response | None:
+        """Return the response, or write events and return None."""
+
+    def refusal(self, error: MidstreamError) -> Response:
+        """Return the response to a request that failed before its first event."""
+        return error_response(error)
+
+    def failure(self, error: MidstreamError) -> str:
+        """Return the last events of a stream that failed."""
+        raise NotImplementedError
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = EventStream(send)
+        try:
+            response = await self.compute(events)
+        except Exception as caught:  # noqa: BLE001 (it is logged)
+            error = shown(caught)
+            if events.has_begun:
+                # A client that reads too slowly would not read this either: close the connection.
+                if not isinstance(error, OverloadedError):
+                    await events.write(self.failure(error), more=False)
+                return
+            response = self.refusal(error)
+        if response is not None:
+            await response(scope, receive, send)
+
+
+async def _while_connected(receive: Receive, work: Coroutine[object, object, None]) -> None:
     """Run `work` until it ends or the client disconnects."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from midstream.chunk import Chunk, FinishReason, Usage
-from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError, UnavailableError
+from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, UnavailableError
 from protos import generation_pb2 as pb
 from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import HEADER, check_key, make_repeatable, request_id_of
@@ -26,8 +25,9 @@ from router.protocols.anthropic.shapes import Fields, MessageWriter, usage_field
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader, keep_prefix
 from router.protocols.openai import app as openai_app
+from router.protocols.openai.endpoints import shown
 from router.protocols.openai.models import Models
-from router.protocols.streaming import SSE_HEADERS, while_connected, write
+from router.protocols.streaming import ComputedResponse, EventStream, dump
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +104,8 @@ class MessagesApi:
         return max(kept)
 
 
-class _Reply(Response):
-    """A response that is computed while its client is connected."""
+class _Reply(ComputedResponse):
+    """The response to one job; a dropped connection aborts its request."""
 
     def __init__(self, front: FrontDoor, job: MessagesJob, num_kept: int, key: str) -> None:
         super().__init__()
@@ -119,30 +119,24 @@ class _Reply(Response):
         self._reader = SequenceReader(job.conversation, self._id, 0)
         self._writer = MessageWriter(self._id, job.model or front.runner.model.name, shows_thinking=job.shows_thinking)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the response; a dropped connection aborts the request."""
-        await while_connected(receive, self._answer(scope, receive, send))
+    async def compute(self, events: EventStream) -> Response | None:
+        """Return the message, or write its events."""
+        own_headers = {"request-id": quote(self._id, safe="")}
+        opened = await self._front.start(self._native, None, self._key)
+        async with opened as output:
+            if not self._job.is_stream:
+                return JSONResponse(await self._whole(output), headers=own_headers)
+            await events.begin(own_headers)
+            await self._stream(output, events)
+        return None
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun = False
-        try:
-            opened = await self._front.start(self._native, None, self._key)
-            async with opened as output:
-                if not self._job.is_stream:
-                    message = await self._whole(output)
-                    id_header = {"request-id": quote(self._id, safe="")}
-                    await JSONResponse(message, headers=id_header)(scope, receive, send)
-                    return
-                has_begun = True
-                head = [*SSE_HEADERS, (b"request-id", quote(self._id, safe="").encode())]
-                await send({"type": "http.response.start", "status": 200, "headers": head})
-                await self._stream(output, send)
-        except MidstreamError as error:
-            await self._fail(error, has_begun, scope, receive, send)
-        except Exception:
-            logger.exception("unexpected error in a call")
-            hidden = ExecutionError("internal error; the log has its details")
-            await self._fail(hidden, has_begun, scope, receive, send)
+    def refusal(self, error: MidstreamError) -> Response:
+        """Return an error in Anthropic's format."""
+        return _error_response(error, self._id)
+
+    def failure(self, error: MidstreamError) -> str:
+        """Return the error as an event."""
+        return _lines([error_body(error, self._id)])
 
     async def _whole(self, output: Output) -> Fields:
         while not output.is_final:
@@ -152,32 +146,18 @@ class _Reply(Response):
         self._writer.end(last, self._stop_words, {})
         return self._writer.message(*self._writer.stop(last, self._stop_words), self._usage(last))
 
-    async def _stream(self, output: Output, send: Send) -> None:
-        await self._events(send, self._writer.begin(self._job.conversation.num_prompt_tokens))
+    async def _stream(self, output: Output, events: EventStream) -> None:
+        await events.write(_lines(self._writer.begin(self._job.conversation.num_prompt_tokens)))
         while not output.is_final:
             for chunk in await output.take():
-                read = self._reader.read(chunk.text, is_final=chunk.is_sequence_final)
-                await self._events(send, self._writer.add(read))
+                written = self._writer.add(self._reader.read(chunk.text, is_final=chunk.is_sequence_final))
+                if written:
+                    await events.write(_lines(written))
         last = _end(output, chunk)
-        await self._events(send, self._writer.end(last, self._stop_words, self._usage(last)), more=False)
+        await events.write(_lines(self._writer.end(last, self._stop_words, self._usage(last))), more=False)
 
     def _usage(self, last: Chunk) -> Fields:
         return usage_fields(last.usage or Usage(), self._num_kept)
-
-    async def _events(self, send: Send, events: list[Fields], *, more: bool = True) -> None:
-        """Write events as one part of the body."""
-        if events:
-            text = "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
-            await write(send, text, more=more)
-
-    async def _fail(self, error: MidstreamError, has_begun: bool, scope: Scope, receive: Receive, send: Send) -> None:
-        if has_begun and isinstance(error, OverloadedError):
-            # A client that reads too slowly would not read this either: close the connection.
-            return
-        if has_begun:
-            await self._events(send, [error_body(error, self._id)], more=False)
-        else:
-            await _error_response(error, self._id)(scope, receive, send)
 
 
 async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -186,6 +166,10 @@ async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Se
         await _error_response(error)(scope, receive, send)
     else:
         await openai_app.refuse(error, scope, receive, send)
+
+
+def _lines(events: list[Fields]) -> str:
+    return "".join(f"event: {event['type']}\ndata: {dump(event)}\n\n" for event in events)
 
 
 def _end(output: Output, chunk: Chunk) -> Chunk:
@@ -207,15 +191,10 @@ def _mapped(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         request_id = uuid.uuid4().hex
         try:
             return await endpoint(request, request_id)
-        except MidstreamError as error:
-            return _error_response(error, request_id)
         except ClientDisconnect:
             return Response(status_code=499)
-        except RecursionError:
-            return _error_response(InvalidArgumentError("the body is nested too deeply"), request_id)
-        except Exception:
-            logger.exception("unexpected error in a call")
-            return _error_response(ExecutionError("internal error; the log has its details"), request_id)
+        except Exception as error:  # noqa: BLE001 (it is logged)
+            return _error_response(shown(error), request_id)
 
     return call
 

@@ -6,7 +6,6 @@ A score is the cosine of the two texts' embeddings; reranking sorts documents by
 from __future__ import annotations
 
 import base64
-import logging
 import struct
 import time
 import uuid
@@ -17,10 +16,9 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from midstream.chunk import Usage
-from midstream.errors import ExecutionError, MidstreamError, UnavailableError
+from midstream.errors import UnavailableError
 from router.pipeline.embedder import Embedder, Vector, VectorShape, dot
 from router.pipeline.idempotency import HEADER, check_key, check_no_id, request_id_of
 from router.protocols.body_reader import BodyReader
@@ -35,12 +33,10 @@ from router.protocols.embeddings.request import (
 )
 from router.protocols.fields import ignored_header
 from router.protocols.openai.body import Body
-from router.protocols.openai.endpoints import Endpoint, error_response, mapped
+from router.protocols.openai.endpoints import Endpoint, mapped
 from router.protocols.openai.models import Models
 from router.protocols.openai.shapes import usage_fields
-from router.protocols.streaming import while_connected
-
-logger = logging.getLogger(__name__)
+from router.protocols.streaming import ComputedResponse, EventStream
 
 _Answer = Mapping[str, object]
 _JobT = TypeVar("_JobT", bound=EmbeddingJob)
@@ -121,27 +117,16 @@ class EmbeddingsApi:
         return job.model or self._front.runner.model.name
 
 
-class _Computed(Response):
-    """A response that is computed while its client is connected."""
+class _Computed(ComputedResponse):
+    """The answer to one call; a dropped connection aborts its requests."""
 
     def __init__(self, compute: Callable[[], Awaitable[Response]]) -> None:
         super().__init__()
         self._compute = compute
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the response; a dropped connection aborts the requests."""
-
-        async def call() -> None:
-            try:
-                response = await self._compute()
-            except MidstreamError as error:
-                response = error_response(error)
-            except Exception:
-                logger.exception("unexpected error in a call")
-                response = error_response(ExecutionError("internal error; the log has its details"))
-            await response(scope, receive, send)
-
-        await while_connected(receive, call())
+    async def compute(self, events: EventStream) -> Response:
+        """Return the response."""
+        return await self._compute()
 
 
 def _base64(vector: Vector) -> str:

@@ -22,17 +22,22 @@ def mapped(endpoint: Endpoint) -> Endpoint:
     async def call(request: Request) -> Response:
         try:
             return await endpoint(request)
-        except MidstreamError as error:
-            return error_response(error)
         except ClientDisconnect:
             return Response(status_code=499)
-        except RecursionError:
-            return error_response(InvalidArgumentError("the body is nested too deeply"))
-        except Exception:
-            logger.exception("unexpected error in a call")
-            return error_response(ExecutionError("internal error; the log has its details"))
+        except Exception as error:  # noqa: BLE001 (it is logged)
+            return error_response(shown(error))
 
     return call
+
+
+def shown(error: Exception) -> MidstreamError:
+    """Return the error that a client sees for any error of a call; unexpected ones are only logged."""
+    if isinstance(error, MidstreamError):
+        return error
+    if isinstance(error, RecursionError):
+        return InvalidArgumentError("the body is nested too deeply")
+    logger.error("unexpected error in a call", exc_info=error)
+    return ExecutionError("internal error; the log has its details")
 
 
 def error_response(error: MidstreamError) -> Response:

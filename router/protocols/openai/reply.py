@@ -7,31 +7,26 @@ router, resumes the stream.
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from urllib.parse import quote
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from midstream.chunk import Chunk, PerfMetrics, Usage
-from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError
+from midstream.errors import InvalidArgumentError, MidstreamError
 from router.pipeline.generation import FrontDoor, Output
 from router.protocols.fields import ignored_header
 from router.protocols.openai.echo import EchoedPrompt
-from router.protocols.openai.errors import error_body, headers, http_status
+from router.protocols.openai.errors import error_body
 from router.protocols.openai.jobs import Job, request_ids
 from router.protocols.openai.positions import Position, event_id, read_event_id
 from router.protocols.openai.shapes import usage_fields
-from router.protocols.streaming import SSE_HEADERS, while_connected, write
-
-logger = logging.getLogger(__name__)
+from router.protocols.streaming import ComputedResponse, EventStream, dump
 
 
-class Reply(Response):
-    """A response that is computed while its client is connected."""
+class Reply(ComputedResponse):
+    """The response to one job; a dropped connection aborts its requests."""
 
     def __init__(self, front: FrontDoor, job: Job, last_event_id: str | None) -> None:
         super().__init__()
@@ -44,40 +39,19 @@ class Reply(Response):
         self._usages: list[Usage] = []
         self._metrics: list[PerfMetrics] = []  # where there was a prediction
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the response; a dropped connection aborts the requests."""
-        await while_connected(receive, self._answer(scope, receive, send))
+    async def compute(self, events: EventStream) -> Response | None:
+        """Return the complete response, or write it as events."""
+        async with AsyncExitStack() as stack:
+            outputs = await self._open(stack)
+            if not self._job.is_stream:
+                return JSONResponse(await self._whole(outputs), headers=self._own_headers())
+            await events.begin(self._own_headers())
+            await self._stream(outputs, events)
+        return None
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun = False
-        try:
-            async with AsyncExitStack() as stack:
-                outputs = await self._open(stack)
-                if not self._job.is_stream:
-                    response = JSONResponse(await self._whole(outputs), headers=self._own_headers())
-                    await stack.aclose()
-                    await response(scope, receive, send)
-                    return
-                has_begun = True
-                named = [(name.encode(), value.encode()) for name, value in self._own_headers().items()]
-                await send({"type": "http.response.start", "status": 200, "headers": [*SSE_HEADERS, *named]})
-                await self._stream(outputs, send)
-        except MidstreamError as error:
-            await self._fail(error, has_begun, scope, receive, send)
-        except Exception:
-            logger.exception("unexpected error in a call")
-            hidden = ExecutionError("internal error; the log has its details")
-            await self._fail(hidden, has_begun, scope, receive, send)
-
-    async def _fail(self, error: MidstreamError, has_begun: bool, scope: Scope, receive: Receive, send: Send) -> None:
-        if has_begun and isinstance(error, OverloadedError):
-            # A client that reads too slowly would not read this either: close the connection.
-            return
-        if has_begun:
-            await write(send, f"data: {json.dumps(error_body(error))}\n\ndata: [DONE]\n\n", more=False)
-        else:
-            response = JSONResponse(error_body(error), http_status(error), headers=headers(error))
-            await response(scope, receive, send)
+    def failure(self, error: MidstreamError) -> str:
+        """Return the error as an event, and the end."""
+        return f"data: {dump(error_body(error))}\n\ndata: [DONE]\n\n"
 
     def _own_headers(self) -> dict[str, str]:
         return {"x-request-id": quote(self._job.request_id, safe=""), **ignored_header(self._job.ignored)}
@@ -130,16 +104,16 @@ class Reply(Response):
                 choices.append(self._job.shape.whole(len(choices), chunk))
         return {**self._envelope(self._job.shape.name), "choices": choices, "usage": self._usage()}
 
-    async def _stream(self, outputs: list[Output], send: Send) -> None:
+    async def _stream(self, outputs: list[Output], events: EventStream) -> None:
         if not self._is_resumed:
             for index in range(len(outputs) * self._job.num_choices):
                 opening = self._job.shape.opening(index)
                 if opening is not None:
-                    await self._event(send, opening)
+                    await self._event(events, opening)
         if len(outputs) == 1:
-            await self._relay(0, outputs[0], send)
+            await self._relay(0, outputs[0], events)
         else:
-            relays = [asyncio.create_task(self._relay(i, output, send)) for i, output in enumerate(outputs)]
+            relays = [asyncio.create_task(self._relay(i, output, events)) for i, output in enumerate(outputs)]
             try:
                 await asyncio.gather(*relays)
             finally:
@@ -148,15 +122,15 @@ class Reply(Response):
         for output in outputs:
             output.raise_failure()
         if self._job.includes_usage:
-            await self._event(send, None)
-        await write(send, "data: [DONE]\n\n", more=False)
+            await self._event(events, None)
+        await events.write("data: [DONE]\n\n", more=False)
 
-    async def _relay(self, number: int, output: Output, send: Send) -> None:
+    async def _relay(self, number: int, output: Output, events: EventStream) -> None:
         while not output.is_final:
             for chunk in await self._take(number, output):
                 choice = self._choice(number, chunk)
                 if choice is not None:
-                    await self._event(send, choice)
+                    await self._event(events, choice)
 
     async def _take(self, number: int, output: Output) -> list[Chunk]:
         """Return the next chunks of a prompt's output."""
@@ -179,14 +153,14 @@ class Reply(Response):
         position.advance(chunk, counts_characters=job.reads_text)
         return job.shape.part(shown, chunk)
 
-    async def _event(self, send: Send, choice: dict[str, object] | None) -> None:
+    async def _event(self, events: EventStream, choice: dict[str, object] | None) -> None:
         """Write the delta of one choice, or the usage."""
         event = self._envelope(self._job.shape.chunk_name)
         event["choices"] = [choice] if choice is not None else []
         if self._job.includes_usage:
             event["usage"] = self._usage() if choice is None else None
         name = event_id(self._job.request_id, self._positions)
-        await write(send, f"id: {name}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n", more=True)
+        await events.write(f"id: {name}\ndata: {dump(event)}\n\n")
 
     def _envelope(self, name: str) -> dict[str, object]:
         job = self._job

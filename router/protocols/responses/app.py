@@ -8,24 +8,15 @@ response from its request, which is in a scheduler's journal, and resume the str
 from __future__ import annotations
 
 import json
-import logging
 import uuid
 from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from midstream.chunk import Chunk, Usage
-from midstream.errors import (
-    ExecutionError,
-    InvalidArgumentError,
-    MidstreamError,
-    NotFoundError,
-    OverloadedError,
-    UnavailableError,
-)
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
 from protos import generation_pb2 as pb
 from protos import scheduler_pb2
 from router.pipeline.generation import FrontDoor, Output
@@ -36,15 +27,13 @@ from router.pipeline.request_checks import check_model
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader
 from router.protocols.openai.body import Body
-from router.protocols.openai.endpoints import Endpoint, error_response, flag, integer, is_ascending, mapped, page_limit
+from router.protocols.openai.endpoints import Endpoint, flag, integer, is_ascending, mapped, page_limit
 from router.protocols.openai.errors import error_body
 from router.protocols.openai.models import Models
 from router.protocols.responses.items import Item
 from router.protocols.responses.request import ResponseJob, previous_id, read_response
 from router.protocols.responses.writer import Fields, ResponseWriter, Status
-from router.protocols.streaming import SSE_HEADERS, while_connected, write
-
-logger = logging.getLogger(__name__)
+from router.protocols.streaming import ComputedResponse, EventStream, dump
 
 _PATH = "/v1/responses"
 _PREFIX = "resp_"
@@ -296,8 +285,10 @@ class ResponsesApi:
         return output
 
 
-class _Reply(Response):
-    """The HTTP response for a new or stored response, written while its client is connected."""
+class _Reply(ComputedResponse):
+    """The HTTP response for a new or stored response; unless that runs in the background, a dropped connection aborts
+    it.
+    """
 
     def __init__(
         self, api: ResponsesApi, stored: StoredResponse, native: pb.GenerateRequest | None, after: int = -1
@@ -310,27 +301,24 @@ class _Reply(Response):
         self._after = after
         self._last = after
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the response; unless it runs in the background, a dropped connection aborts it."""
-        await while_connected(receive, self._answer(scope, receive, send))
+    async def compute(self, events: EventStream) -> Response | None:
+        """Return the response, or write its events."""
+        output = await self._api.open(self._stored, self._native)
+        if not self._stored.job.is_stream:
+            return JSONResponse(await self._whole(output))
+        async with output:
+            await events.begin()
+            await self._stream(output, events)
+        return None
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun = False
-        try:
-            output = await self._api.open(self._stored, self._native)
-            if not self._stored.job.is_stream:
-                await JSONResponse(await self._whole(output))(scope, receive, send)
-                return
-            async with output:
-                has_begun = True
-                await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-                await self._stream(output, send)
-        except MidstreamError as error:
-            await self._fail(error, has_begun, scope, receive, send)
-        except Exception:
-            logger.exception("unexpected error in a call")
-            hidden = ExecutionError("internal error; the log has its details")
-            await self._fail(hidden, has_begun, scope, receive, send)
+    def failure(self, error: MidstreamError) -> str:
+        """Return the error as an event of this stream, not of the response: it gets no number, so that no event is
+        skipped after a resume.
+        """
+        found = error_body(error)["error"]
+        assert isinstance(found, dict)
+        fields = {name: found[name] for name in ("code", "message", "param")}
+        return f"event: error\ndata: {dump({'type': 'error', 'sequence_number': self._last, **fields})}\n\n"
 
     async def _whole(self, output: Output) -> Fields:
         writer = self._stored.writer()
@@ -339,39 +327,22 @@ class _Reply(Response):
         async with output:  # the request is detached: it continues
             return writer.response("queued")
 
-    async def _stream(self, output: Output, send: Send) -> None:
+    async def _stream(self, output: Output, events: EventStream) -> None:
         stored = self._stored
         writer, reader = stored.writer(), SequenceReader(stored.job.conversation, stored.response_id, 0)
-        await self._events(send, writer.begin())
+        await self._write(events, writer.begin())
         while not output.is_final:
             for chunk in await output.take():
-                await self._events(send, writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final)))
-        await self._events(send, writer.end(chunk, await self._api.usage(chunk, writer)))
-        await write(send, "", more=False)
+                await self._write(events, writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final)))
+        await self._write(events, writer.end(chunk, await self._api.usage(chunk, writer)))
+        await events.write("", more=False)
 
-    async def _events(self, send: Send, events: list[Fields]) -> None:
+    async def _write(self, events: EventStream, written: list[Fields]) -> None:
         """Write the events that the client does not have yet, in one write."""
-        new = [event for event in events if int(str(event["sequence_number"])) > self._after]
+        new = [event for event in written if int(str(event["sequence_number"])) > self._after]
         if new:
             self._last = int(str(new[-1]["sequence_number"]))
-            text = "".join(f"event: {event['type']}\ndata: {_dump(event)}\n\n" for event in new)
-            await write(send, text, more=True)
-
-    async def _fail(self, error: MidstreamError, has_begun: bool, scope: Scope, receive: Receive, send: Send) -> None:
-        if not has_begun:
-            await error_response(error)(scope, receive, send)
-        elif not isinstance(error, OverloadedError):
-            # The error belongs to this stream, not to the response, so it gets no number and no event is skipped after
-            # a resume. A client that reads too slowly would not read it: close the connection.
-            found = error_body(error)["error"]
-            assert isinstance(found, dict)
-            fields = {name: found[name] for name in ("code", "message", "param")}
-            event = {"type": "error", "sequence_number": self._last, **fields}
-            await write(send, f"event: error\ndata: {_dump(event)}\n\n", more=False)
-
-
-def _dump(event: Fields) -> str:
-    return json.dumps(event, separators=(",", ":"))
+            await events.write("".join(f"event: {event['type']}\ndata: {dump(event)}\n\n" for event in new))
 
 
 def _listed(item: Item, item_id: str) -> Item:
