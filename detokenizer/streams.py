@@ -167,9 +167,15 @@ class OutputStream:
         if token_offset >= sequence.text.num_tokens and sequence.text.stop_at is None and not sequence.has_ended:
             # Its token arrives with the next batch, and may follow a stop word.
             sequence.early.append((token_offset, extras))
-            return
+        else:
+            self._deliver(sequence_index, sequence, token_offset, extras, sequence.text.stop_at)
+
+    def _deliver(
+        self, sequence_index: int, sequence: _Sequence, token_offset: int, extras: Extras, end: int | None
+    ) -> None:
+        """Add extras to the pending chunk, without those of tokens from `end` on."""
         from_token = max(sequence.from_token - self._num_prompt, 0)
-        new = sequence.outputs.new(extras, token_offset, from_token, sequence.text.stop_at)
+        new = sequence.outputs.new(extras, token_offset, from_token, end)
         if new is None:
             return
         chunk = sequence.pending
@@ -193,6 +199,11 @@ class OutputStream:
         if text.num_tokens < end.num_tokens and text.stop_at is None:
             self.fail(UnavailableError(f"the feed skipped tokens {text.num_tokens} to {end.num_tokens}"))
             return
+        if not end.num_tokens:
+            # A request for its prompt alone: the outputs of the prompt are not followed by a token.
+            for token_offset, extras in sequence.early:
+                self._deliver(end.sequence_index, sequence, token_offset, extras, 0)
+            sequence.early.clear()
         include_stop = self._opened.rules.include_stop
         rest = text.finish(ends_with_stop_token=isinstance(end.matched_stop, int) and not include_stop)
         reason, matched, log_prob = end.reason, end.matched_stop, end.cumulative_log_prob

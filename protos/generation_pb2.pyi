@@ -115,7 +115,10 @@ class GenerateRequest(google.protobuf.message.Message):
     prompt: builtins.str
     """Text, tokenized unchanged, with the tokenizer's own special-token rules."""
     max_tokens: builtins.int
-    """Maximum number of tokens to generate per sequence, >= 1. Default: the rest of the model's context, at most 16,384."""
+    """Maximum number of tokens to generate per sequence. Default: the rest of the model's context, at most 16,384. 0: the
+    request ends once its prompt is computed, of which it needs an output (exclude_input_from_output false,
+    prompt_log_probs, return_context_logits, gather_context).
+    """
     streaming: builtins.bool
     """False: one response at the end of each sequence. Default true."""
     logits_post_processor_name: builtins.str

@@ -129,8 +129,8 @@ def check_request(
     _at_most(request.timeout_ms, MAX_DURATION_MS, "timeout_ms")
     _at_most(request.keep_s, MAX_KEEP_S, "keep_s")
     _Range(0, 1 << 62).check(request.arrival_time_unix_ns, "arrival_time_unix_ns")
-    if request.HasField("max_tokens"):
-        _at_least_one(request.max_tokens, "max_tokens")
+    if request.HasField("max_tokens") and not (request.max_tokens or _reports_prompt(request)):
+        raise InvalidArgumentError("must be at least 1 without an output of the prompt", field="max_tokens")
     check_virtual_tokens(request, model)
     _check_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")
     if request.sampling.HasField("beam_width"):
@@ -351,6 +351,15 @@ def _check_ids(ids: Iterable[int], vocab_size: int, field: str) -> None:
 def _at_most(value: int, limit: int, field: str) -> None:
     if value > limit:
         raise InvalidArgumentError(f"is {value}; at most {limit}", field=field)
+
+
+def _reports_prompt(request: pb.GenerateRequest) -> bool:
+    """Return whether the output has anything about the prompt. That of a beam search begins with its first token."""
+    output = request.output
+    echoes = output.HasField("exclude_input_from_output") and not output.exclude_input_from_output
+    has_log_probs = output.HasField("prompt_log_probs")
+    has_tensors = output.return_context_logits or any(item.gather_context for item in output.additional_outputs)
+    return (echoes or has_log_probs or has_tensors) and request.sampling.beam_width <= 1
 
 
 def _at_least_one(value: int, field: str) -> None:

@@ -74,7 +74,7 @@ _COMMON: Table = {
 COMPLETIONS: Table = {
     "model": ("works", "the served model, or a loaded adapter"),
     "prompt": ("works", "text, token ids, or an array of either"),
-    "max_tokens": ("works", "16 by default"),
+    "max_tokens": ("works", "16 by default; 0 needs `echo`: the prompt alone, for scoring"),
     "best_of": ("works", "not above `n` with `stream`"),
     "logprobs": ("works", ""),
     "echo": ("works", ""),

@@ -16,8 +16,8 @@ def impossible(spec: RequestSpec, config: CoreConfig) -> Failure | None:
     num_ids = config.vocab_size + spec.num_virtual_tokens
     if max(spec.prompt) >= num_ids:
         return Failure(INVALID_ARGUMENT, f"token ids are below {num_ids}", "token_ids")
-    if spec.max_tokens < 1:
-        return Failure(INVALID_ARGUMENT, "at least 1 is needed", "max_tokens")
+    if spec.max_tokens < 1 < spec.beam_width:
+        return Failure(INVALID_ARGUMENT, "beams need at least 1", "max_tokens")
     if len(spec.prompt) + spec.max_tokens > config.max_sequence_length:
         most = config.max_sequence_length
         return Failure(INVALID_ARGUMENT, f"prompt and output take more than the model's {most} tokens", "max_tokens")

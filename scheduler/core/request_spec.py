@@ -24,7 +24,8 @@ class RequestSpec:
 
     Attributes:
         prompt: Token ids, array type 'I'.
-        max_tokens: Output tokens per sequence; prompt and output fit into the model's length.
+        max_tokens: Output tokens per sequence; prompt and output fit into the model's length. 0: only the prompt is
+            computed; the token that its last step samples is not part of the output.
         num_sequences: Number of requested outputs.
         stop_token_ids: Tokens that end a sequence, including the end ids.
         min_tokens: A stop token before this many output tokens does not end the sequence.
@@ -77,7 +78,7 @@ class RequestSpec:
     @property
     def max_num_tokens(self) -> int:
         """Return the maximum number of tokens in one sequence whose KV is computed: all but the last output token."""
-        return len(self.prompt) + self.max_tokens - 1
+        return len(self.prompt) + max(self.max_tokens - 1, 0)
 
     @property
     def num_rows(self) -> int:

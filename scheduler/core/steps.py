@@ -558,7 +558,9 @@ class Results:
         spec, num_output, token = sequence.request.spec, len(sequence.output), sequence.output[-1]
         if num_output == sequence.next_publish:
             group.tables.publish_generated(sequence)
-        if token in spec.stop_token_ids and num_output >= spec.min_tokens:
+        if not spec.max_tokens:
+            ends.append((sequence, SequenceEnd(FinishReason.LENGTH, 0)))
+        elif token in spec.stop_token_ids and num_output >= spec.min_tokens:
             ends.append((sequence, SequenceEnd(FinishReason.STOP, num_output, stop_token_id=token)))
         elif num_output == spec.max_tokens:
             ends.append((sequence, SequenceEnd(FinishReason.LENGTH, num_output)))

@@ -77,7 +77,7 @@ class FeedBatchBuilder:
             limits = [self._add_outputs(reader, index) for index in range(len(cursors))]
         for index, num_committed in enumerate(limits):
             cursor = cursors[index]
-            if num_committed > cursor:
+            if num_committed > cursor and log.request.spec.max_tokens:
                 self._add_run(reader.stream, log.request.sequences[index], cursor, num_committed)
                 cursors[index] = num_committed
         if limits is not log.num_committed and limits != log.num_committed:

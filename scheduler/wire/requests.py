@@ -39,7 +39,7 @@ def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: in
     room = limits.max_sequence_length - len(prompt)
     max_tokens = request.max_tokens if request.HasField("max_tokens") else min(room, DEFAULT_MAX_TOKENS)
     if named:  # the router did not know how many there are
-        max_tokens = max(1, min(max_tokens, room))
+        max_tokens = min(max_tokens, max(1, room))
     retention = request.kv_retention
     has_decode_priority = retention.HasField("decode_priority")
     return RequestSpec(

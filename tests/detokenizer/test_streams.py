@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import cast
 
-from detokenizer.feed_messages import Opened
+from detokenizer.feed_messages import Opened, SequenceEnd
 from detokenizer.incremental import DecoderFactory
 from detokenizer.sequence import TextRules
 from detokenizer.streams import OutputStream, RouterConnection
+from midstream.chunk import FinishReason, Usage
 from midstream.extras import Extras, LogProbs, Tensor
 
 
@@ -92,6 +93,21 @@ def test_outputs_of_tokens_behind_a_stop_word_are_dropped_whenever_they_come() -
         (chunk,) = stream.take()
         assert (list(chunk.token_ids), chunk.text) == ([0, 1, 2], "ab")
         assert chunk.extras == report(0) + report(1) + report(2)
+
+
+def test_a_request_for_its_prompt_alone_has_the_prompts_outputs() -> None:
+    """They arrive without a token; the log probability of the one that was sampled is not part of the output."""
+    rules = TextRules(prompt_ids=(0, 1))
+    opened = Opened(1, rules, is_streaming=True, return_all=False)
+    stream = OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20)
+    stream.open(opened)
+    known = LogProbs((-2.0,), 0, (), (), (1,))
+    stream.add_outputs(0, 0, Extras(LogProbs((-1.0,), 0, (), (), (1,)), known))
+    stream.end_sequence(SequenceEnd(0, FinishReason.LENGTH, 0))
+    stream.end(Usage(2, 0, 0), None, None)
+    (chunk,) = stream.take()
+    assert (list(chunk.token_ids), chunk.text, chunk.is_final) == ([0, 1], "ab", True)
+    assert chunk.extras == Extras(None, known)
 
 
 def report(token: int) -> Extras:

@@ -94,6 +94,14 @@ async def test_every_choice_echoes_the_prompts_log_probabilities_streamed_or_not
         assert choice.logprobs.token_logprobs == streamed[choice.index]
         assert streamed[choice.index][:5] == [None, *known]
         assert len(streamed[choice.index]) == 8
+    # A client that scores prompts generates nothing.
+    scored = await doors.openai.completions.create(**fields | {"max_tokens": 0})
+    assert scored.usage is not None
+    assert (scored.usage.prompt_tokens, scored.usage.completion_tokens) == (5, 0)
+    for choice in scored.choices:
+        assert choice.logprobs is not None
+        assert (choice.logprobs.token_logprobs, choice.finish_reason) == ([None, *known], "length")
+        assert choice.text == "".join(choice.logprobs.tokens or [])
 
 
 async def test_a_conversation_gives_the_native_calls_tokens(doors: Doors) -> None:

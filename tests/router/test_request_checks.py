@@ -175,6 +175,24 @@ def test_the_widest_search_is_a_setting(folder: ModelFolder) -> None:
         check_request(request, folder, max_beam_width=39)
 
 
+@pytest.mark.parametrize(
+    "output",
+    [
+        pb.OutputConfig(exclude_input_from_output=False),
+        pb.OutputConfig(prompt_log_probs=0),
+        pb.OutputConfig(return_context_logits=True),
+        pb.OutputConfig(additional_outputs=[pb.AdditionalOutput(name="topk_logits.1", gather_context=True)]),
+    ],
+    ids=str,
+)
+def test_nothing_may_be_generated_where_the_prompt_is_reported(folder: ModelFolder, output: pb.OutputConfig) -> None:
+    request = pb.GenerateRequest(max_tokens=0, output=output)
+    check_request(request, folder)
+    request.sampling.beam_width = 2
+    with pytest.raises(InvalidArgumentError, match="max_tokens"):
+        check_request(request, folder)
+
+
 def test_tensors_are_limited_by_their_size(folder: ModelFolder) -> None:
     """With 10 prompt tokens and 2 sequences of 5: 30 rows of logits or hidden states."""
     request = pb.GenerateRequest(token_ids=pb.TokenIds(values=[1] * 10), max_tokens=5)

@@ -4,7 +4,7 @@ from array import array
 
 from scheduler.core.effects import Accepted, SequenceEnded
 from scheduler.core.events import AbortRequested, Attached, Detached, DrainStarted, Recovered, StopWordFound
-from scheduler.core.request import FinishReason
+from scheduler.core.request import FinishReason, RequestState
 from scheduler.core.request_spec import RequestSpec
 from tests.scheduler.harness import MS, Harness
 
@@ -34,7 +34,7 @@ def test_bad_requests_are_refused_by_field() -> None:
     harness.submit("empty", [])
     harness.submit("large token", [1, 1000])
     harness.submit("long", 15, 6)
-    harness.submit("none", 3, 0)
+    harness.submit("none", 3, 0, beam_width=2)
     fields = {request_id: refused.failure.field for request_id, refused in harness.refused.items()}
     assert fields == {"empty": "token_ids", "large token": "token_ids", "long": "max_tokens", "none": "max_tokens"}
     assert {refused.failure.code for refused in harness.refused.values()} == {3}
@@ -292,3 +292,18 @@ def test_a_light_client_is_not_starved_by_a_heavy_one() -> None:
         ends.index(f"light{number}") for number in range(4)
     )
     assert max(ends.index(f"light{number}") for number in range(4)) < 16
+
+
+def test_a_request_for_its_prompt_alone_ends_without_output() -> None:
+    """The token that its only step samples is kept, since outputs of the prompt belong to it, and does not count."""
+    harness = Harness()
+    harness.add_group()
+    harness.submit("a", [5, 6, 7, 8], 0, num_sequences=2)
+    harness.submit("b", [5, 6, 7, 8], 0, stop_token_ids=frozenset({9}), min_tokens=2)
+    harness.run()
+    for name in "ab":
+        request = harness.core.lifecycle.requests[name]
+        assert {(s.end.reason, s.end.num_tokens) for s in request.sequences if s.end} == {(FinishReason.LENGTH, 0)}
+        assert (request.num_output_tokens, request.state) == (0, RequestState.FINISHED)
+        assert {tuple(sequence.output) for sequence in request.sequences} == {(9,)}
+    harness.check_is_empty()

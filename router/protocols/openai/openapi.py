@@ -40,6 +40,7 @@ def document(model: ModelFolder) -> Part:
         "prompt": {"anyOf": [text, tokens, *prompts["anyOf"]]},
         "best_of": _integer(1, 128),
         "echo": _FLAG,
+        "max_tokens": {**_integer(0, 0xFFFFFFFF), "description": "0 needs echo."},
         "logprobs": _integer(0, MAX_LOG_PROBS),
     }
     chat = {

@@ -1,7 +1,8 @@
 """A client's position in a stream, encoded in event ids.
 
 An id is `REQUEST/PART/PART...` with a part for each prompt: for each sequence the next token offset, then `:` and a
-number of characters if the text is parsed for tool calls, then `f` if it has ended.
+number of characters if the text is parsed for tool calls or tokens are reported with their offset in it, then `x` and
+the bytes of an unfinished character in hexadecimal, if any, then `f` if it has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from urllib.parse import quote, unquote
 from midstream.chunk import Chunk
 from midstream.errors import InvalidArgumentError
 
-_ONE = r"\d{1,9}(:\d{1,9})?f?"
+_ONE = r"\d{1,9}(:\d{1,9}(x([0-9A-F]{2}){1,3})?)?f?"
 _PART = re.compile(rf"({_ONE}(,{_ONE})*)?", re.ASCII)
 
 
@@ -23,14 +24,17 @@ class Position:
 
     Attributes:
         offsets: Next token offset of each sequence.
-        characters: Characters of each sequence's text, if text is parsed; else empty.
+        characters: Characters of each sequence's text, if text is parsed or its offsets are reported; else empty.
+        partial: Bytes of the unfinished character that follows them.
         ended: Sequences that have ended.
     """
 
     def __init__(self, text: str = "") -> None:
-        parts = [part.rstrip("f").partition(":") for part in text.split(",")] if text else []
+        parts = [part.removesuffix("f").partition(":") for part in text.split(",")] if text else []
         self.offsets = {i: int(tokens) for i, (tokens, _, _) in enumerate(parts)}
-        self.characters = {i: int(count) for i, (_, colon, count) in enumerate(parts) if colon}
+        counts = {i: count.partition("x") for i, (_, colon, count) in enumerate(parts) if colon}
+        self.characters = {i: int(count) for i, (count, _, _) in counts.items()}
+        self.partial = {i: bytes.fromhex(partial) for i, (_, x, partial) in counts.items() if x}
         self.ended = {i for i, part in enumerate(text.split(",")) if part.endswith("f")}
         self._skipped: dict[int, tuple[int, int]] = {}
 
@@ -40,6 +44,7 @@ class Position:
 
     def _one(self, index: int) -> str:
         count = f":{self.characters[index]}" if index in self.characters else ""
+        count += f"x{self.partial[index].hex().upper()}" if self.partial.get(index) else ""
         return f"{self.offsets.get(index, 0)}{count}{'f' if index in self.ended else ''}"
 
     @property

@@ -150,8 +150,14 @@ class Reply(ComputedResponse):
             job.shape.read_again(shown, known)
             if not (chunk.token_ids or chunk.text or chunk.is_sequence_final):
                 return None
+        if self._is_resumed and index in position.characters and not job.reads_text:
+            job.shape.begin_at(shown, position.characters[index], position.partial.get(index, b""))
         position.advance(chunk, counts_characters=job.reads_text)
-        return job.shape.part(shown, chunk)
+        part = job.shape.part(shown, chunk)
+        reached = job.shape.text_offset(shown)
+        if reached is not None:
+            position.characters[index], position.partial[index] = reached
+        return part
 
     async def _event(self, events: EventStream, choice: dict[str, object] | None) -> None:
         """Write the delta of one choice, or the usage."""

@@ -45,6 +45,12 @@ class Shape(Protocol):
     def read_again(self, index: int, text: str) -> None:
         """Process text that the client already has, to restore the parser's state."""
 
+    def begin_at(self, index: int, num_characters: int, partial: bytes) -> None:
+        """Continue a choice after this many characters and the bytes of an unfinished one, unless it has begun."""
+
+    def text_offset(self, index: int) -> tuple[int, bytes] | None:
+        """Return the arguments of `begin_at` for what follows; None if offsets are not reported."""
+
 
 class CompletionShape:
     """Output in the format of /v1/completions."""
@@ -75,6 +81,15 @@ class CompletionShape:
 
     def read_again(self, index: int, text: str) -> None:
         """Do nothing: the text is not parsed."""
+
+    def begin_at(self, index: int, num_characters: int, partial: bytes) -> None:
+        """Set where a choice continues, unless it has begun."""
+        self._offsets.setdefault(index, _TextOffset(num_characters, partial))
+
+    def text_offset(self, index: int) -> tuple[int, bytes] | None:
+        """Return the arguments of `begin_at` for what follows; None without log probabilities."""
+        offset = self._offsets.get(index)
+        return None if offset is None else offset.state
 
     def _log_probs(self, index: int, chunk: Chunk, extras: Extras) -> dict[str, object] | None:
         log_probs, prompt = extras.log_probs, extras.prompt_log_probs
@@ -109,9 +124,15 @@ class CompletionShape:
 class _TextOffset:
     """Counts the complete characters of a text, given its bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_characters: int = 0, partial: bytes = b"") -> None:
+        """Start after some characters and the bytes of an unfinished one."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._num_characters = 0
+        self._num_characters = num_characters + len(self._decoder.decode(partial))
+
+    @property
+    def state(self) -> tuple[int, bytes]:
+        """Arguments to continue from here."""
+        return self._num_characters, self._decoder.getstate()[0]
 
     def before(self, piece: bytes) -> int:
         """Add a token's bytes; return the offset of the character that the token begins or continues."""
@@ -179,6 +200,13 @@ class ChatShape:
     def read_again(self, index: int, text: str) -> None:
         """Parse text that the client already has, to restore the parser's state."""
         self._read(index, text, is_final=False)
+
+    def begin_at(self, index: int, num_characters: int, partial: bytes) -> None:
+        """Do nothing: entries have no offsets."""
+
+    def text_offset(self, index: int) -> tuple[int, bytes] | None:
+        """Return None: entries have no offsets."""
+        return None
 
     def _read(self, index: int, text: str, *, is_final: bool) -> list[Event]:
         if not self._conversation.reads_text:

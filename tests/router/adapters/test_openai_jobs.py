@@ -17,6 +17,7 @@ from router.protocols.conversation import ChatModel
 from router.protocols.openai.body import Body
 from router.protocols.openai.echo import EchoedPrompt
 from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
+from router.protocols.openai.positions import Position, event_id, read_event_id
 
 VOCABULARY = Vocabulary(lambda token: bytes([97 + token]), ChatModel(ModelFormat(TOOL_FORMATS["hermes"])))
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -114,6 +115,30 @@ def test_a_token_that_is_a_part_of_a_character_is_named_by_its_bytes() -> None:
     entries = message["logprobs"]["content"]
     assert entries[1]["token"] == r" \xf0\x9f"
     assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == "a 😀b"
+
+
+def test_text_offsets_go_on_where_a_resumed_stream_does() -> None:
+    """After each token, also within a character, another router continues from the event's id."""
+    pieces = [b"a", b" \xf0\x9f", b"\x98", b"\x80", b"\xc3", b"\xa9b", b"\xff", b"c"]
+    vocabulary, body = Vocabulary(pieces.__getitem__), Body({"prompt": "a", "logprobs": 0, "stream": True})
+
+    def offsets(job: Job, tokens: range) -> list[int]:
+        rows = LogProbs((-1.0,) * len(tokens), 0, (), (), (1,) * len(tokens))
+        part: Any = job.shape.part(0, Chunk(0, tokens.start, list(tokens), "", extras=Extras(rows)))
+        return list(part["logprobs"]["text_offset"])
+
+    whole = offsets(completion_job(body, vocabulary), range(8))
+    assert whole == [0, 1, 2, 2, 3, 3, 5, 6]
+    for cut in range(1, 8):
+        first, second = completion_job(body, vocabulary), completion_job(body, vocabulary)
+        known, position = offsets(first, range(cut)), Position()
+        reached = first.shape.text_offset(0)
+        assert reached is not None
+        position.advance(Chunk(0, 0, list(range(cut)), ""), counts_characters=False)
+        position.characters[0], position.partial[0] = reached
+        _, (read,) = read_event_id(event_id("r", [position]), 1)
+        second.shape.begin_at(0, read.characters[0], read.partial.get(0, b""))
+        assert known + offsets(second, range(cut, 8)) == whole
 
 
 def test_best_of_needs_log_probabilities_and_does_not_show_them() -> None:
