@@ -4,6 +4,7 @@ The functions here dispatch on the tensors' device; see `kernels.dispatch`.
 """
 
 from kernels.activation import Activation, activate_plain
+from kernels.attention_backend import AttentionCase
 from kernels.block_weight import BlockWeight, block_weight
 from kernels.dispatch import (
     activate,
@@ -13,6 +14,7 @@ from kernels.dispatch import (
     block_linear,
     can_group,
     can_sample,
+    choose_attention,
     describe,
     grouped_linear,
     head_linear,
@@ -30,6 +32,7 @@ from kernels.quantized_kv import KvScales
 
 __all__ = [
     "Activation",
+    "AttentionCase",
     "BlockWeight",
     "KvScales",
     "activate",
@@ -41,6 +44,7 @@ __all__ = [
     "block_weight",
     "can_group",
     "can_sample",
+    "choose_attention",
     "describe",
     "grouped_linear",
     "head_linear",

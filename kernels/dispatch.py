@@ -1,8 +1,8 @@
 """Chooses the implementation of each operation.
 
-Tensors on a CPU take the PyTorch references. On CUDA an operation uses flash-attn if it is installed and supports the
-case (attention only), otherwise our Triton kernels, otherwise the PyTorch reference. A batch-invariant process uses
-only Triton.
+Tensors on a CPU take the PyTorch references. On CUDA an operation uses our Triton kernels, or without Triton the
+PyTorch reference; attention uses flash-attn or FlashInfer where `choose_attention` chose it. A batch-invariant process
+uses only Triton.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from kernels import attention_choice
 from kernels.activation import Activation
 from kernels.activation import activate as torch_activate
 from kernels.attention import paged_attention as torch_paged_attention
+from kernels.attention_backend import AttentionCase
 from kernels.block_weight import BlockWeight
-from kernels.flash_attention import FlashAttention, load_flash_attention
 from kernels.grouped_linear import grouped_linear as torch_grouped_linear
 from kernels.grouped_linear import head_linear as torch_head_linear
 from kernels.kv_store import store_kv as torch_store_kv
@@ -37,6 +38,7 @@ __all__ = [
     "apply_rotary",
     "can_group",
     "can_sample",
+    "choose_attention",
     "describe",
     "grouped_linear",
     "head_linear",
@@ -59,6 +61,7 @@ if _HAS_TRITON:
 MAX_HEAD_DIM = 256
 _is_batch_invariant = False
 _segment_keys = 0
+_attention = attention_choice.OWN
 
 
 def set_batch_invariant(is_on: bool, max_sequence_length: int = 0) -> None:
@@ -80,19 +83,40 @@ def describe(device: torch.device) -> str:
     """Return the implementations used for tensors on `device`, for a log line."""
     if device.type != "cuda":
         return "PyTorch operations"
-    names = []
-    if (flash := _flash(device)) is not None:
-        names.append(f"flash-attn {flash.version}")
-    names.append("Triton" if _HAS_TRITON else "PyTorch")
-    return ", ".join(names) + (", batch-invariant" if _is_batch_invariant else "")
+    name = "Triton" if _HAS_TRITON else "PyTorch"
+    if _attention.backends:
+        name += f", attention by {_attention}"
+    return name + (", batch-invariant" if _is_batch_invariant else "")
 
 
 def _takes_triton(x: Tensor) -> bool:
     return _HAS_TRITON and x.is_cuda
 
 
-def _flash(device: torch.device) -> FlashAttention | None:
-    return None if _is_batch_invariant else load_flash_attention(torch.cuda.get_device_capability(device))
+def choose_attention(name: str, case: AttentionCase, device: torch.device) -> None:
+    """Choose, for this process, the implementations of attention on `device`, a CUDA device.
+
+    Args:
+        name: flash-attn, flashinfer or triton; auto: those installed ones that are faster than Triton, as measured now.
+        case: Types and sizes of the model.
+        device: The device.
+
+    Raises:
+        ValueError: The implementation is not installed or cannot compute the case, or the process is batch-invariant.
+    """
+    global _attention
+    _attention = attention_choice.OWN
+    if name in ("flash-attn", "flashinfer"):
+        if _is_batch_invariant:
+            raise ValueError("only Triton's attention is batch-invariant")
+        _attention = attention_choice.requested(name, case, torch.cuda.get_device_capability(device))
+    elif name == "auto" and not _is_batch_invariant:
+        backends = attention_choice.installed(torch.cuda.get_device_capability(device)).values()
+
+        def own(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
+            return paged_attention(q, keys, values, tables, starts, lens, case.head_dim**-0.5, None, case.softcap)
+
+        _attention = attention_choice.measured(list(backends), own, case, device, attention_choice.device_seconds)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -282,16 +306,19 @@ def paged_attention(
     more score for each query head, which takes weight but has no value. With a chunk, no query sees keys before the
     last multiple of it. Beside its window a query sees the first num_sink_tokens keys. The values' heads may be
     narrower, [..., Dv]. With max_queries, no sequence has more queries, some may have none, and rows of q past the last
-    query give zeros, or with flash-attn anything.
+    query give zeros, or with flash-attn or FlashInfer anything.
     """
     tables = (block_tables, query_starts, context_lens)
     if window is None:
         num_sink_tokens = 0
-    if q.is_cuda and not num_sink_tokens:
-        flash = _flash(q.device)
-        is_usual = scales is None and sinks is None and chunk is None and k_cache.shape == v_cache.shape
-        if flash is not None and is_usual and flash.can_run(q, k_cache):
-            return flash(q, k_cache, v_cache, *tables, scale, window, softcap, max_queries)
+    is_usual = scales is None and sinks is None and chunk is None and k_cache.shape == v_cache.shape
+    if _attention.backends and is_usual and not num_sink_tokens:
+        has_single_queries = q.shape[0] == context_lens.shape[0] and max_queries in (None, 1)
+        sizes = (q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1])
+        case = AttentionCase(q.dtype, k_cache.dtype, *sizes, softcap, has_single_queries)
+        backend = _attention.backend(case, q.shape[0])
+        if backend is not None:
+            return backend(q, k_cache, v_cache, *tables, scale, window, softcap, max_queries)
     is_narrow = q.shape[-1] <= MAX_HEAD_DIM and k_cache.shape == v_cache.shape
     if _takes_triton(q) and is_narrow and not num_sink_tokens and (window is None or chunk is None):
         return triton.paged_attention(

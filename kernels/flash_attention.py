@@ -12,10 +12,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from kernels.attention_backend import AttentionCase, refusal_of_types, split_blocks
+
 logger = logging.getLogger(__name__)
 
-_MAX_HEAD_DIM = 256
-_DTYPES = (torch.float16, torch.bfloat16)
+# Largest heads, and the multiple that block sizes must be, by version. Version 4 reads blocks of 128 tokens in one copy
+# each, so larger ones are passed to it as several.
+_MAX_HEAD_DIM = {2: 256, 3: 256, 4: 128}
+_BLOCK_MULTIPLE = {2: 256, 3: 1, 4: 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +29,26 @@ class FlashAttention:
     Attributes:
         version: 2, 3 or 4.
         function: That version's paged attention function.
-        block_multiple: Block sizes are a multiple of this.
     """
 
     version: int
     function: Callable[..., Tensor | tuple[Tensor, ...]]
-    block_multiple: int
 
-    def can_run(self, q: Tensor, k_cache: Tensor) -> bool:
-        """Return whether this version supports these shapes and types."""
-        return (
-            q.dtype in _DTYPES
-            and k_cache.dtype == q.dtype
-            and q.shape[-1] % 8 == 0
-            and q.shape[-1] <= _MAX_HEAD_DIM
-            and k_cache.shape[1] % self.block_multiple == 0
-        )
+    @property
+    def name(self) -> str:
+        """Name with version, for logs."""
+        return f"flash-attn {self.version}"
+
+    def refusal(self, case: AttentionCase) -> str | None:
+        """Return what it needs that `case` lacks; None if it can compute it."""
+        multiple, longest = _BLOCK_MULTIPLE[self.version], _MAX_HEAD_DIM[self.version]
+        if (reason := refusal_of_types(case)) is not None:
+            return reason
+        if case.head_dim % 8 or case.head_dim > longest:
+            return f"heads of a multiple of 8 elements, at most {longest}, not {case.head_dim}"
+        if case.block_size % multiple:
+            return f"blocks of a multiple of {multiple} tokens, not {case.block_size}"
+        return None
 
     def __call__(
         self,
@@ -52,8 +60,8 @@ class FlashAttention:
         context_lens: Tensor,
         scale: float,
         window: int | None,
-        softcap: float = 0.0,
-        max_queries: int | None = None,
+        softcap: float,
+        max_queries: int | None,
     ) -> Tensor:
         """Compute the same as `kernels.attention.paged_attention`."""
         # Bounds, so that nothing is read back from the device.
@@ -74,6 +82,7 @@ class FlashAttention:
                 window_size=(left, -1 if window is None else 0),
             )
         elif self.version == 4:
+            k_cache, v_cache, block_tables = split_blocks((k_cache, v_cache), block_tables, _BLOCK_MULTIPLE[4])
             out = self.function(
                 q,
                 k_cache,
@@ -110,24 +119,24 @@ def _starts(lengths: Tensor) -> Tensor:
     return starts
 
 
-# version, module, function, block multiple. Version 4 is written primarily for Blackwell, version 3 only for Hopper.
+# version, module, function. Version 3 runs on Hopper only, version 4 with a paged cache on Blackwell only.
 _VERSIONS = {
-    2: ("flash_attn", "flash_attn_varlen_func", 256),
-    3: ("flash_attn_interface", "flash_attn_with_kvcache", 1),
-    4: ("flash_attn.cute", "flash_attn_varlen_func", 128),
+    2: ("flash_attn", "flash_attn_varlen_func"),
+    3: ("flash_attn_interface", "flash_attn_with_kvcache"),
+    4: ("flash_attn.cute", "flash_attn_varlen_func"),
 }
 
 
 @functools.cache
 def load_flash_attention(capability: tuple[int, int]) -> FlashAttention | None:
     """Return the installed version best suited to a device with this compute capability, or None."""
-    order = (4, 2) if capability[0] >= 10 else (3, 4, 2) if capability[0] == 9 else (2,)
+    order = (4, 2) if capability[0] in (10, 11) else (3, 2) if capability[0] == 9 else (2,)
     for version in order:
-        module_name, function_name, block_multiple = _VERSIONS[version]
+        module_name, function_name = _VERSIONS[version]
         try:
             function = getattr(importlib.import_module(module_name), function_name)
         except (ImportError, AttributeError, OSError) as error:
             logger.debug("flash-attn %d is not usable: %s", version, error)
             continue
-        return FlashAttention(version, cast("Callable[..., Tensor]", function), block_multiple)
+        return FlashAttention(version, cast("Callable[..., Tensor]", function))
     return None

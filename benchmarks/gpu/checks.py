@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import kernels
 from benchmarks.gpu.against_transformers import Request, drive, mixed_workload
 from benchmarks.gpu.model import TINY, random_decoder, random_runner
 from benchmarks.gpu.report import Report
-from kernels import KvScales
+from kernels import AttentionCase, KvScales, attention_choice
 from kernels import triton as operations
 from tests.kernels import exact
 from tests.kernels.paged import PagedBatch, paged_batch
@@ -110,6 +109,8 @@ def _check_dtype(report: Report, dtype: torch.dtype) -> None:
     sizes = _sizes()
     for heads in sizes.heads:
         _check_attention(report, sizes, heads, dtype)
+        for is_single in (True, False):
+            _check_other_attention(report, sizes, heads, dtype, is_single=is_single)
     _check_row_kernels(report, sizes, dtype)
     _check_matrix_kernels(report, sizes, dtype)
 
@@ -151,8 +152,28 @@ def _check_attention(report: Report, sizes: Sizes, heads: tuple[int, int, int], 
         again = [operations.paged_attention(*args, num_shares=4) for _ in range(num_runs)]
         num_different = sum(not torch.equal(one, split) for one in again)
         report.error(f"{name}, 4 splits, differing runs of {num_runs}", num_different, 0)
-        chosen = kernels.paged_attention(*args)
-        report.error(f"{name}, as chosen", exact.error(chosen.cpu(), expected), LIMITS[dtype])
+
+
+def _check_other_attention(
+    report: Report, sizes: Sizes, heads: tuple[int, int, int], dtype: torch.dtype, *, is_single: bool
+) -> None:
+    """Check installed packages' attention in blocks of 256 tokens, for steps of single queries or others."""
+    if sizes.device.type != "cuda":
+        return
+    contexts = [c for c, _ in sizes.lengths]
+    batch = paged_batch(contexts, [1 if is_single else q for _, q in sizes.lengths], 256)
+    k, v = torch.randn(2, batch.num_blocks, 256, *heads[1:]).to(dtype).unbind()
+    q = torch.randn(int(batch.query_starts[-1]), heads[0], heads[2]).to(dtype)
+    tables = (batch.block_tables.clamp(min=0).to(sizes.device), *_tables(batch, sizes.device)[1:])
+    case = AttentionCase(dtype, dtype, *heads, 256, has_single_queries=is_single)
+    for backend in attention_choice.installed(torch.cuda.get_device_capability(sizes.device)).values():
+        if backend.refusal(case) is not None:
+            continue
+        for window in (None, 100):
+            args = (q.to(sizes.device), k.to(sizes.device), v.to(sizes.device), *tables, 0.1, window, 0.0, None)
+            expected = exact.attention(q, k, v, batch, 0.1, window)
+            name = f"{backend.name}, {'single queries' if is_single else 'prompts'}, {_name(dtype)}, window {window}"
+            report.error(name, exact.error(backend(*args).cpu(), expected), LIMITS[dtype])
 
 
 def _check_row_kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> None:

@@ -4,16 +4,16 @@ attention and linear kernels are listed side by side, to check the choice betwee
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-import kernels
 from benchmarks.gpu.model import TOKENS_PER_BLOCK, step_inputs
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.timing import graph_seconds, seconds
-from kernels import KvScales
+from kernels import AttentionCase, KvScales, attention_choice
 from kernels import triton as operations
 
 CUDA = torch.device("cuda")
@@ -21,6 +21,8 @@ HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FEED_FORWARD, VOCAB = 32, 8, 128, 4096, 14336
 ROWS = 64
 # Cycle through the weights of this many layers, so that none is in the cache.
 NUM_COPIES = 4
+# Tokens of a block that suits every package.
+_LARGE_BLOCK = 256
 
 
 def measure_attention(report: Report) -> None:
@@ -59,12 +61,20 @@ def _measure_decode_attention(report: Report, batch_size: int, context: int) -> 
     floats = keys.to(torch.float8_e4m3fn), values.to(torch.float8_e4m3fn)
     scales = KvScales(*torch.ones(2, *keys.shape[:3], device=CUDA).unbind())
     variants: dict[str, Callable[[], object]] = {
-        "as chosen": lambda: kernels.paged_attention(q, keys, values, *tables, 0.1),
         "Triton": lambda: operations.paged_attention(q, keys, values, *tables, 0.1),
         "batch-invariant": lambda: operations.paged_attention(q, keys, values, *tables, 0.1, is_batch_invariant=True),
         "int8 KV": lambda: operations.paged_attention(q, *units, *tables, 0.1, scales=scales),
         "float8 KV": lambda: operations.paged_attention(q, *floats, *tables, 0.1, scales=scales),
     }
+    # The blocks of the step are consecutive, so larger ones have every sixteenth number.
+    shape = (-1, _LARGE_BLOCK, KV_HEADS, HEAD_DIM)
+    large = keys.view(shape), values.view(shape)
+    every = _LARGE_BLOCK // TOKENS_PER_BLOCK
+    others = (tables[0][:, ::every].contiguous() // every, *tables[1:])
+    case = AttentionCase(q.dtype, q.dtype, HEADS, KV_HEADS, HEAD_DIM, _LARGE_BLOCK, has_single_queries=True)
+    for backend in attention_choice.installed(torch.cuda.get_device_capability()).values():
+        if backend.refusal(case) is None:
+            variants[backend.name] = functools.partial(backend, q, *large, *others, 0.1, None, 0.0, 1)
     for name, run in variants.items():
         took = graph_seconds(run)
         moved = 2 * batch_size * context * KV_HEADS * HEAD_DIM * (1 if name in ("int8 KV", "float8 KV") else 2)

@@ -127,6 +127,7 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     else:
         decoder = CpuDecoder(description, part_weights, library, num_threads(config), config.activations, shard)
         kind = f"{library.isa} kernels"
+    _choose_attention(config, shard.part, dtype, kv_dtype, device)
     adapter_bytes = device_cache_bytes(config, description, dtype.itemsize, device)
     if isinstance(decoder, TorchDecoder):
         decoder.reserve_adapters(adapter_bytes, config.lora_max_adapter_size)
@@ -166,9 +167,31 @@ def _load_from_transformers(
     kv_dtype = _kv_dtype(config, device, dtype)
     limits = config.max_attention_window, config.sink_token_length
     decoder = TransformersDecoder(folder, dtype, device, config.weights, *limits)
+    _choose_attention(config, decoder.description, dtype, kv_dtype, device)
     kind, took = kernels.describe(device), time.perf_counter() - started
     logger.info("loaded %s (transformers' code) on %s with %s in %.1f s", folder.name, device, kind, took)
     return LoadedModel(decoder.description, decoder, device, dtype, kv_dtype, can_record=False, takes_lora=False)
+
+
+def _choose_attention(
+    config: WorkerConfig, part: DecoderDescription, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Choose the kernels of attention for this rank's part of a model on a GPU.
+
+    Raises:
+        ConfigError: The requested ones cannot be used.
+    """
+    if device.type != "cuda":
+        if config.attention not in ("auto", "triton"):
+            raise ConfigError(f"{config.attention} needs a GPU", field="attention")
+        return
+    case = kernels.AttentionCase(
+        dtype, kv_dtype, part.num_heads, part.num_kv_heads, part.head_dim, config.tokens_per_block, part.softcap
+    )
+    try:
+        kernels.choose_attention("triton" if part.latent else config.attention, case, device)
+    except ValueError as error:
+        raise ConfigError(str(error), field="attention") from None
 
 
 def _kv_dtype(config: WorkerConfig, device: torch.device, default: torch.dtype) -> torch.dtype:

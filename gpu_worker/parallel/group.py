@@ -42,6 +42,7 @@ _SHARED_SETTINGS = (
     "max_sequence_length",
     "cuda_graphs",
     "run_ahead",
+    "attention",
     "batch_invariant",
     "rank_timeout_s",
 )

@@ -100,6 +100,12 @@ class WorkerConfig(ServiceConfig):
         "", "Folder that must contain all adapters, after resolving links; empty: the routers' setting."
     )
     cuda_graphs: bool = setting(True, "On a GPU, decode with CUDA graphs.")
+    attention: str = setting(
+        "auto",
+        "Attention kernels on a GPU; auto: Triton, or what is installed and faster, measured at the start for each "
+        "kind of step.",
+        choices=("auto", "triton", "flash-attn", "flashinfer"),
+    )
     run_ahead: str = setting(
         "auto",
         "Launch a step before the tokens of the one before are known; auto: on a GPU. All ranks need the same.",

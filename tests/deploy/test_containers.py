@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 
@@ -39,6 +40,15 @@ def test_an_image_holds_its_own_packages_alone(part: str) -> None:
     assert copied == {"protos", "midstream", part} | ({"kernels"} if part == "gpu_worker" else set())
     extras = {"gpu_worker": "worker", "scheduler": "scheduler,postgres"}.get(part, part)
     assert f"'.[{extras},tracing]'" in containerfile(part)
+
+
+def test_a_worker_image_can_have_further_attention_kernels() -> None:
+    build_stage = containerfile("gpu_worker").rpartition("\nFROM ")[0]
+    assert "\nARG ATTENTION=\n" in build_stage
+    assert '".[$ATTENTION]"' in build_stage
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert extras["flash-attn"] == ["flash-attn>=2.7"]
+    assert extras["flashinfer"] == ["flashinfer-python>=0.4"]
 
 
 @pytest.mark.parametrize("name", [*EXPOSED, "model"])

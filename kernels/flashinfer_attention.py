@@ -1,0 +1,111 @@
+"""Attention of single queries with FlashInfer, where it is installed.
+
+Its other functions are planned on the host from the lengths of the sequences, which the host does not have when a step
+is replayed from a graph; this one reads lengths and block tables on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from kernels.attention_backend import AttentionCase, refusal_of_types, split_blocks
+
+logger = logging.getLogger(__name__)
+
+_HEAD_DIMS = (64, 128, 256)
+_MAX_GROUP = 16
+# Block sizes that its kernels for Hopper and for Blackwell take, largest first.
+_BLOCK_SIZES = (64, 32, 16)
+_WORKSPACE_BYTES = 256 << 20
+# It compiles its kernels for these.
+_CAPABILITIES = (9, 10, 12)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferAttention:
+    """FlashInfer's attention of single queries.
+
+    Attributes:
+        function: flashinfer.decode.trtllm_batch_decode_with_kv_cache.
+    """
+
+    function: Callable[..., Tensor]
+
+    @property
+    def name(self) -> str:
+        """Name for logs."""
+        return "FlashInfer"
+
+    def refusal(self, case: AttentionCase) -> str | None:
+        """Return what it needs that `case` lacks; None if it can compute it."""
+        group = case.num_heads // case.num_kv_heads
+        if (reason := refusal_of_types(case)) is not None:
+            return reason
+        if case.head_dim not in _HEAD_DIMS:
+            return f"heads of 64, 128 or 256 elements, not {case.head_dim}"
+        if group > _MAX_GROUP:
+            return f"at most {_MAX_GROUP} query heads for each KV head, not {group}"
+        if case.softcap:
+            return "scores without a soft cap"
+        if case.block_size % _BLOCK_SIZES[-1]:
+            return f"blocks of a multiple of {_BLOCK_SIZES[-1]} tokens, not {case.block_size}"
+        if not case.has_single_queries:
+            return "one query for each sequence"
+        return None
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        max_queries: int | None,
+    ) -> Tensor:
+        """Compute the same as `kernels.attention.paged_attention`."""
+        size = next(size for size in _BLOCK_SIZES if k_cache.shape[1] % size == 0)
+        k_cache, v_cache, block_tables = split_blocks((k_cache, v_cache), block_tables, size)
+        return self.function(
+            query=q.contiguous(),
+            kv_cache=(k_cache, v_cache),
+            workspace_buffer=_workspace(q.device),
+            block_tables=block_tables,
+            # Padding sequences have no keys; their output is not used.
+            seq_lens=context_lens.clamp(min=1),
+            max_seq_len=block_tables.shape[1] * size,
+            bmm1_scale=scale,
+            bmm2_scale=1.0,
+            window_left=-1 if window is None else window - 1,
+            kv_layout="NHD",
+        )
+
+
+@functools.cache
+def _workspace(device: torch.device) -> Tensor:
+    """Return its scratch memory, which must be zero before the first use."""
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+@functools.cache
+def load_flashinfer(capability: tuple[int, int]) -> FlashInferAttention | None:
+    """Return FlashInfer's attention if it is installed and runs on a device with this compute capability."""
+    if capability[0] not in _CAPABILITIES:
+        return None
+    try:
+        function = importlib.import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
+    except (ImportError, AttributeError, OSError) as error:
+        logger.debug("FlashInfer is not usable: %s", error)
+        return None
+    return FlashInferAttention(cast("Callable[..., Tensor]", function))
