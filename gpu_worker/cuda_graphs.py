@@ -5,8 +5,9 @@ expects it, copied to that graph's inputs, and the graph is replayed. There are 
 sequence has one token and is sampled, and for mixed steps of up to 512 tokens: prompts beside decodes, and drafts to
 verify. Padding rows have no keys, or no tokens, and write no slot. Each shape has a second graph for steps with LoRA
 adapters, which names them by slots on the device. Larger steps, which the device computes for longer than the host
-needs to launch them, are copied over and run eagerly. No call here waits for the device, except to reuse a pinned
-buffer whose last copy is still running.
+needs to launch them, are copied over and run eagerly; so are all steps of a model on transformers' code that turns out
+to read something back from the device. No call here waits for the device, except to reuse a pinned buffer whose last
+copy is still running.
 
 A step may be started before the host knows the tokens of the step before. These stay on the device (`feed`), and
 negative token ids refer to them; with several ranks, rank 0 broadcasts them to those that embed tokens, as the first
@@ -19,11 +20,12 @@ each sequence of its shape; where more have changed, they are sent whole.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -44,7 +46,6 @@ from gpu_worker.sampling.draws import DrawParams, RecordedDraws
 logger = logging.getLogger(__name__)
 
 _NO_SLOT = -1
-_WARM_UP_RUNS = 2
 # Of mixed steps: tokens, and sequences beside the largest batch.
 _MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512)
 _MIXED_ROWS = (8, 64)
@@ -115,7 +116,8 @@ class GraphRecorder:
         side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(_WARM_UP_RUNS):
+            run()
+            with _waits_raise():
                 run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
@@ -123,6 +125,20 @@ class GraphRecorder:
             run()
         self._pool = self._pool or graph.pool()
         return graph.replay
+
+
+@contextlib.contextmanager
+def _waits_raise() -> Iterator[None]:
+    """Raise RuntimeError where the host would wait for the device, which cannot be recorded.
+
+    A recording that fails leaves more behind than a run that does.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def recorder_for(device: torch.device) -> MakeRecorder:
@@ -149,6 +165,7 @@ class GraphDecoder:
         max_num_tokens: int,
         max_blocks: int,
         make_recorder: MakeRecorder | None = None,
+        may_fail: bool = False,
         takes_adapters: bool = False,
         draws: bool = False,
         share: Callable[[Tensor], None] | None = None,
@@ -162,6 +179,7 @@ class GraphDecoder:
             max_num_tokens: Maximum tokens in one step.
             max_blocks: Maximum blocks of one sequence.
             make_recorder: Factory of graph recorders; None: all steps run eagerly.
+            may_fail: Whether all steps run eagerly too if they cannot be recorded.
             takes_adapters: Whether to record graphs with LoRA adapters as well.
             draws: Whether to record graphs that draw tokens as well.
             share: Broadcasts a tensor from rank 0, which samples, to the other ranks that embed tokens; None: there are
@@ -169,6 +187,7 @@ class GraphDecoder:
         """
         self._decoder, self._device, self._make_recorder = decoder, device, make_recorder
         self._share = share
+        self._may_fail = may_fail
         self._max_batch_size = max_batch_size
         self._with_adapters = (False, True) if takes_adapters else (False,)
         # Ascending, so that the first one that a step fits in is the smallest; those of decode steps come first.
@@ -243,8 +262,20 @@ class GraphDecoder:
         if self._make_recorder is None:
             return
         self.clear()
-        record = self._make_recorder()
         started = time.perf_counter()
+        try:
+            self._record(self._make_recorder())
+        except RuntimeError as error:
+            if not self._may_fail:
+                raise
+            self.clear()
+            self._make_recorder = None
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            logger.warning("steps run without CUDA graphs, because they cannot be recorded: %s", reason[0])
+            return
+        logger.info("recorded %d graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
+
+    def _record(self, record: Recorder) -> None:
         for shape in sorted(self._shapes, reverse=True):
             for has_adapters in self._with_adapters:
                 inputs, changes = self._static_inputs(shape, has_adapters=has_adapters)
@@ -264,7 +295,6 @@ class GraphDecoder:
         self._known_tables.fill(0)
         if self._draws is not None and kernels.can_sample(self._logits):
             self._draws.capture(record, self._logits, self.feed)
-        logger.info("recorded %d graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:

@@ -79,7 +79,7 @@ def graph_decoder(
         draws: Whether to record graphs that draw tokens as well.
         share: Broadcasts a step's tokens from rank 0 to the ranks that embed them; None: there are no others.
     """
-    is_recorded = config.cuda_graphs and model.can_record
+    is_recorded = config.cuda_graphs and model.can_record is not False
     return GraphDecoder(
         model.decoder,
         model.device,
@@ -87,6 +87,7 @@ def graph_decoder(
         max_num_tokens=limits.max_num_tokens,
         max_blocks=-(-limits.max_sequence_length // config.tokens_per_block),
         make_recorder=recorder_for(model.device) if is_recorded else None,
+        may_fail=model.can_record is None,
         takes_adapters=model.takes_lora and model.adapter_bytes > 0,
         draws=draws,
         share=share,

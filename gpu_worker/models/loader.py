@@ -48,7 +48,7 @@ class LoadedModel:
     Attributes:
         dtype: Compute type.
         kv_dtype: Type of cached keys and values.
-        can_record: Whether its steps can be recorded as CUDA graphs, or on a CPU run as if they were.
+        can_record: Whether its steps can be recorded as CUDA graphs, or on a CPU run as if they were; None: to be tried.
         takes_lora: Whether its linear layers support LoRA adapters.
         divided: The part held here; None: the whole model.
         adapter_bytes: Memory for LoRA adapters on the device.
@@ -59,7 +59,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    can_record: bool = True
+    can_record: bool | None = True
     takes_lora: bool = True
     divided: Shard | None = None
     adapter_bytes: int = 0
@@ -170,7 +170,9 @@ def _load_from_transformers(
     _choose_attention(config, decoder.description, dtype, kv_dtype, device)
     kind, took = kernels.describe(device), time.perf_counter() - started
     logger.info("loaded %s (transformers' code) on %s with %s in %.1f s", folder.name, device, kind, took)
-    return LoadedModel(decoder.description, decoder, device, dtype, kv_dtype, can_record=False, takes_lora=False)
+    # Whether transformers' code reads anything back from the device depends on the model and on its version.
+    can_record = False if config.sink_token_length else None
+    return LoadedModel(decoder.description, decoder, device, dtype, kv_dtype, can_record=can_record, takes_lora=False)
 
 
 def _choose_attention(

@@ -194,6 +194,7 @@ class _PagedPass:
             layer.softcap,
             scales=scales,
             num_sink_tokens=self._num_sink_tokens,
+            max_queries=inputs.max_queries,
         )
         return out[..., : layer.value_dim]
 

@@ -55,7 +55,7 @@ def _native(title: str, *types: str, notes: str = "", reads_gguf: bool = False) 
 
 
 def _other(title: str, *types: str) -> ServedFamily:
-    return ServedFamily(title=title, types=types, on_cpu="transformers", has_graphs=False)
+    return ServedFamily(title=title, types=types, on_cpu="transformers")
 
 
 SERVED_FAMILIES = (

@@ -15,7 +15,12 @@ import torch
 import transformers
 from torch import Tensor
 
+import kernels
+from benchmarks.gpu.model import step_inputs
 from gpu_worker.batch.step import OutputParams, SamplingParams
+from gpu_worker.cuda_graphs import GraphDecoder
+from gpu_worker.kv.cache import KvCache
+from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.layers.linear import int8_rows
 from gpu_worker.models.loader import load_model
 from gpu_worker.models.native import CpuDecoder
@@ -34,6 +39,8 @@ from tests.gpu_worker.whole import Whole, outputs
 if TYPE_CHECKING:
     from gpu_worker.parallel.links import RankLinks
 
+CPU, META = torch.device("cpu"), torch.device("meta")
+TABLES = torch.tensor([[5, 1], [2, 7], [4, 3]], dtype=torch.int32)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Both soft caps; windows on every other layer.
     "gemma2": ("Gemma2", {"head_dim": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
@@ -290,6 +297,107 @@ def test_what_we_do_not_compute_runs_by_transformers_code(tmp_path: Path, caplog
     with pytest.raises(UnsupportedError, match="runs on transformers' code cannot be divided among ranks") as raised:
         load_model(config, open_model_folder(str(tmp_path)), cast("RankLinks", SimpleNamespace(ranks=ALONE)))
     assert raised.value.field == "model"
+
+
+def recorded_over(runner: ModelRunner, make_recorder: Any, device: torch.device = CPU) -> GraphDecoder:
+    return GraphDecoder(
+        runner.model.decoder,
+        device,
+        max_batch_size=4,
+        max_num_tokens=32,
+        max_blocks=8,
+        make_recorder=make_recorder,
+        may_fail=True,
+    )
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3n", "gpt_neox", "opt", "gpt2"])
+def test_steps_that_read_nothing_back_are_recorded(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tensors without values: reading one raises, and so would a kernel given a tensor on another device."""
+    name, settings = FAMILIES[family]
+    make_tiny_model(tmp_path, name, **settings)
+    runner = make_runner(tmp_path, implementation="transformers", max_kv_tokens=64)
+    decoder = cast("TransformersDecoder", runner.model.decoder)
+    decoder._model.to(META)
+    monkeypatch.setattr(decoder, "_device", META)
+    monkeypatch.setattr(kernels, "store_kv", lambda *tensors, scales: [on_meta(tensor) for tensor in tensors])
+    monkeypatch.setattr(kernels, "paged_attention", lambda q, *tensors, **_: on_meta(q).new_empty(q.shape))
+    num_recorded = 0
+
+    def record(run: Any) -> Any:
+        nonlocal num_recorded
+        num_recorded += 1
+        return run
+
+    graphs = recorded_over(runner, lambda: record, META)
+    graphs.use_cache(KvCache(decoder.description, 4, 16, torch.float32, META))
+    graphs.capture()
+    # Decode steps of 1, 2 and 4 rows, and mixed steps of 32 tokens.
+    assert num_recorded == 4
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    assert tensor.device == META
+    return tensor
+
+
+def test_recorded_steps_equal_those_that_run_eagerly(gemma2: tuple[torch.nn.Module, Path]) -> None:
+    runner = make_runner(gemma2[1], implementation="transformers")
+    logits = []
+    for make_recorder in (None, lambda: lambda run: run):
+        graphs = recorded_over(runner, make_recorder)
+        graphs.use_cache(KvCache(runner.model.description, 24, 16, torch.float32, CPU))
+        graphs.capture()
+        prompts = step_inputs(3, 7, 7, 331)
+        prompts = replace(prompts, token_ids=torch.arange(21, dtype=torch.int32), block_tables=TABLES)
+        prompts = replace(prompts, slot_mapping=(TABLES[:, :1] * 16 + torch.arange(7, dtype=torch.int32)).flatten())
+        following = step_inputs(3, 1, 8, 331)
+        following = replace(following, token_ids=torch.tensor([9, 8, 7], dtype=torch.int32), block_tables=TABLES)
+        following = replace(following, slot_mapping=TABLES[:, 0] * 16 + 7)
+        logits.append((graphs.forward(prompts).clone(), graphs.forward(following).clone()))
+        assert (graphs.best(3) is None) == (make_recorder is None)
+    assert torch.equal(logits[0][0], logits[1][0])
+    assert torch.equal(logits[0][1], logits[1][1])
+
+
+def test_a_model_that_reads_back_runs_without_graphs(
+    gemma2: tuple[torch.nn.Module, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried once, when the worker warms up; the log says why it failed."""
+    runner = make_runner(gemma2[1], implementation="transformers")
+    assert runner.model.can_record is None
+    num_tried = 0
+
+    def record(run: Any) -> Any:
+        nonlocal num_tried
+        num_tried += 1
+        run()
+        raise RuntimeError("called a synchronizing CUDA operation\nat some place")
+
+    graphs = recorded_over(runner, lambda: record)
+    for _ in range(2):
+        graphs.use_cache(KvCache(runner.model.description, 24, 16, torch.float32, CPU))
+        graphs.capture()
+    assert num_tried == 1
+    assert "without CUDA graphs, because they cannot be recorded: called a synchronizing CUDA operation" in caplog.text
+    inputs = replace(step_inputs(3, 7, 7, 331), block_tables=TABLES)
+    assert graphs.forward(inputs).isfinite().all()
+    assert graphs.best(3) is None
+
+
+def test_a_waiting_model_of_ours_is_an_error(gemma2: tuple[torch.nn.Module, Path]) -> None:
+    runner = make_runner(gemma2[1], implementation="transformers")
+
+    def record(run: Any) -> Any:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    graphs = recorded_over(runner, lambda: record)
+    graphs._may_fail = False
+    graphs.use_cache(KvCache(runner.model.description, 24, 16, torch.float32, CPU))
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        graphs.capture()
 
 
 def test_every_such_family_of_the_table_is_tested() -> None:
