@@ -22,6 +22,7 @@ from kernels.grouped_linear import grouped_linear as torch_grouped_linear
 from kernels.grouped_linear import head_linear as torch_head_linear
 from kernels.kv_store import store_kv as torch_store_kv
 from kernels.layer_norm import layer_norm
+from kernels.linear import gated_linear as torch_gated_linear
 from kernels.linear import linear as torch_linear
 from kernels.linear import quantized_linear as torch_quantized_linear
 from kernels.lora import add_lora as torch_add_lora
@@ -40,6 +41,7 @@ __all__ = [
     "can_sample",
     "choose_attention",
     "describe",
+    "gated_linear",
     "grouped_linear",
     "head_linear",
     "layer_norm",
@@ -59,6 +61,8 @@ if _HAS_TRITON:
 
 # Of the Triton kernels of attention.
 MAX_HEAD_DIM = 256
+# Rows up to which a product and its activation in one kernel of ours replace a product by cuBLAS and another kernel.
+_MAX_GATED_ROWS = 16
 _is_batch_invariant = False
 _segment_keys = 0
 _attention = attention_choice.OWN
@@ -133,11 +137,27 @@ def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     return torch_quantized_linear(x, weight, scale, bias)
 
 
-def block_linear(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ weight.T + bias`: x [M, K], weight [N, K] in blocks, bias [N] -> [M, N]."""
+def gated_linear(
+    x: Tensor, weight: Tensor, activation: Activation, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """Return `activate` of the linear layer with weight [2F, K], gate first -> [M, F]; with a scale it is int8."""
+    if not _takes_triton(x):
+        return torch_gated_linear(x, weight, activation, bias, scale)
+    if scale is None and not _is_batch_invariant and len(x) > _MAX_GATED_ROWS:
+        return activate(linear(x, weight, bias), activation)
+    return triton.gated_linear(x, weight, activation, bias, scale, is_batch_invariant=_is_batch_invariant)
+
+
+def block_linear(
+    x: Tensor, weight: BlockWeight, bias: Tensor | None = None, activation: Activation | None = None
+) -> Tensor:
+    """Return `x @ weight.T + bias`: x [M, K], weight [N, K] in blocks, bias [N] -> [M, N]; with an activation,
+    `activate` of that.
+    """
     if _takes_triton(x):
-        return triton.block_linear(x, weight, bias, is_batch_invariant=_is_batch_invariant)
-    return torch_linear(x, weight.dense().to(x.dtype), bias)
+        return triton.block_linear(x, weight, bias, activation, is_batch_invariant=_is_batch_invariant)
+    product = torch_linear(x, weight.dense().to(x.dtype), bias)
+    return product if activation is None else torch_activate(product, activation)
 
 
 def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor, max_rank: int) -> None:

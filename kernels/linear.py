@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.activation import Activation, activate
+
 ROW_TILE = 8
 
 
@@ -29,3 +31,11 @@ def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     """Return `x @ (weight * scale[:, None]).T + bias`: weight int8 [N, K], scale float32 [N]."""
     out = (linear(x, weight.to(x.dtype)) * scale).to(x.dtype)
     return out if bias is None else out + bias
+
+
+def gated_linear(
+    x: Tensor, weight: Tensor, activation: Activation, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """Return `activate` of the linear layer with weight [2F, K], gate first -> [M, F]; with a scale it is int8."""
+    product = linear(x, weight, bias) if scale is None else quantized_linear(x, weight, scale, bias)
+    return activate(product, activation)

@@ -6,16 +6,16 @@ lines.
 
 The launchers run on meta tensors at the shapes of an 8B model, and each kernel that they would start is compiled for
 compute capability 8.0, 9.0 (Hopper) or 10.0 with the tools in Triton's package. Prints one JSON object per line:
-registers and stack bytes of a thread, spills (local stores), shared memory of a program, and whether the matrix
-products are Hopper's own (HGMMA). It shows that kernels compile and what resources they need, not that they are
-correct.
+registers and stack bytes of a thread, spills (local stores), shared memory of a program, whether the matrix products
+are Hopper's own (HGMMA), and whether the kernel waits for the one before it and releases the next (programmatic
+dependent launch). It shows that kernels compile and what resources they need, not that they are correct.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
-import itertools
 import json
 import multiprocessing
 import os
@@ -38,9 +38,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels import BlockWeight, KvScales
+from kernels import Activation, BlockWeight, KvScales
 from kernels import triton as operations
 from kernels.block_weight import KINDS
+from kernels.triton import dependent_launch
 
 # Compute capabilities of Ampere, Hopper and Blackwell.
 CAPABILITIES = (80, 90, 100)
@@ -62,6 +63,7 @@ class Compiled:
     shared_bytes: int
     has_hopper_products: bool
     has_matrix_products: bool
+    is_dependent: bool
 
 
 class NoDevice:
@@ -88,7 +90,7 @@ def compile_cases(names: set[str], capability: int = 90, keys: set[str] | None =
 
     With `keys`, of these cases' kernels those alone.
     """
-    driver.set_active(NoDevice(capability))
+    _compile_for(capability)
     made: dict[str, tuple[str, Any]] = {}
 
     def launch(function: JITFunction, grid: object) -> Callable[..., object]:
@@ -108,9 +110,15 @@ def compile_cases(names: set[str], capability: int = 90, keys: set[str] | None =
             made.clear()
 
 
-def keys_of_cases() -> dict[str, set[str]]:
-    """Return the keys of the kernels that each case launches."""
-    driver.set_active(NoDevice())
+def _compile_for(capability: int) -> None:
+    driver.set_active(NoDevice(capability))
+    dependent_launch.capability.cache_clear()
+
+
+@functools.cache
+def keys_of_cases(capability: int) -> dict[str, set[str]]:
+    """Return the keys of the kernels that each case launches on a device of this capability."""
+    _compile_for(capability)
     found: dict[str, set[str]] = {}
 
     def launch(function: JITFunction, grid: object) -> Callable[..., object]:
@@ -152,7 +160,7 @@ def missing(capability: int) -> dict[str, set[str]]:
     """Return, by case, the kernel keys that compiled.jsonl lacks for this capability, each only once."""
     seen = {line["key"] for line in read_table() if line["capability"] == capability}
     found = {}
-    for case, keys in keys_of_cases().items():
+    for case, keys in keys_of_cases(capability).items():
         if not keys <= seen and (case, capability) not in CANNOT_COMPILE:
             found[case] = keys - seen
             seen |= keys
@@ -163,7 +171,7 @@ def write_table(num_processes: int) -> None:
     """Compile what compiled.jsonl lacks in `num_processes` processes and write it; drop lines that belong to no
     case.
     """
-    used = set(itertools.chain.from_iterable(keys_of_cases().values()))
+    used = {key for capability in CAPABILITIES for keys in keys_of_cases(capability).values() for key in keys}
     kept = [line for line in read_table() if line["key"] in used]
     context = multiprocessing.get_context("spawn")
     # A process keeps everything it compiled, for all capabilities.
@@ -214,6 +222,7 @@ def _inspect(case: str, kernel: str, key: str, compiled: Any) -> Compiled:
         shared_bytes=compiled.metadata.shared,
         has_hopper_products="HGMMA" in code,
         has_matrix_products="HGMMA" in code or "HMMA" in code,
+        is_dependent=all(f"griddepcontrol.{part}" in compiled.asm["ptx"] for part in ("wait", "launch_dependents")),
     )
 
 
@@ -283,11 +292,18 @@ def _quantized_linear(num_rows: int) -> None:
     operations.quantized_linear(_meta(num_rows, 4096), _meta(4096, 4096, dtype=torch.int8), _floats(4096))
 
 
-def _block_linear(kind: str, num_rows: int) -> None:
+def _gated_linear(num_rows: int, *, is_quantized: bool = False, is_batch_invariant: bool = False) -> None:
+    weight = _meta(28672, 4096, dtype=torch.int8 if is_quantized else torch.bfloat16)
+    scale = _floats(28672) if is_quantized else None
+    x = _meta(num_rows, 4096)
+    operations.gated_linear(x, weight, "silu", scale=scale, is_batch_invariant=is_batch_invariant)
+
+
+def _block_linear(kind: str, num_rows: int, activation: Activation | None = None) -> None:
     num_bytes = 2048 if kind in KINDS[:2] else 4096
     codes = _meta(4096, num_bytes, dtype=torch.uint8)
     weight = BlockWeight(kind, codes, _meta(4096, 128), _meta(4096, 128), 32, 4096)
-    operations.block_linear(_meta(num_rows, 4096), weight)
+    operations.block_linear(_meta(num_rows, 4096), weight, activation=activation)
 
 
 _TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -385,6 +401,14 @@ CASES: dict[str, Callable[[], object]] = {
     "int8 linear, 64 rows": lambda: _quantized_linear(64),
     "int8 linear, 2048 rows": lambda: _quantized_linear(2048),
     **{f"{kind} blocks, {n} rows": partial(_block_linear, kind, n) for kind in KINDS for n in (1, 64, 2048)},
+    "gate, up and SiLU, 1 row": partial(_gated_linear, 1),
+    "gate, up and SiLU, batch-invariant": partial(_gated_linear, 1, is_batch_invariant=True),
+    **{f"gate, up and SiLU, int8, {n} rows": partial(_gated_linear, n, is_quantized=True) for n in (1, 64, 2048)},
+    **{
+        f"gate, up and SiLU, {kind} blocks, {n} rows": partial(_block_linear, kind, n, "silu")
+        for kind in ("int4", "float8")
+        for n in (1, 64, 2048)
+    },
     "LoRA": lambda: operations.add_lora(
         _meta(64, 4096), _meta(64, 4096), _meta(1 << 20), _meta(8, 2, dtype=torch.int64), _ints(64), 64
     ),

@@ -106,7 +106,7 @@ def _measure_uneven_attention(report: Report) -> None:
 def measure_linear(report: Report) -> None:
     """Measure each matrix of a layer as a fraction of the memory bandwidth."""
     for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD)):
-        for num_rows in (1, ROWS):
+        for num_rows in (1, 16, ROWS):
             _measure_linear_shape(report, outer, inner, num_rows)
 
 
@@ -120,6 +120,13 @@ def _measure_linear_shape(report: Report, outer: int, inner: int, num_rows: int)
         "Triton": lambda: [operations.linear(x, weight) for weight in weights],
         "int8": lambda: [operations.quantized_linear(x, one, scale) for one in units],
     }
+    if outer == 2 * FEED_FORWARD:
+        variants |= {
+            "cuBLAS, then SiLU-mul": lambda: [
+                operations.activate(torch.nn.functional.linear(x, weight), "silu") for weight in weights
+            ],
+            "gate, up and SiLU": lambda: [operations.gated_linear(x, weight, "silu") for weight in weights],
+        }
     for name, run in variants.items():
         took = graph_seconds(run) / NUM_COPIES
         share = outer * inner * (1 if name == "int8" else 2) / took / report.figures["bandwidth"]

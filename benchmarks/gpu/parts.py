@@ -28,6 +28,7 @@ PARTS = {
     "mixed": Part("steps:measure_mixed", 45, needs_gpu=False),
     "prefill": Part("steps:measure_prefill", 45, needs_gpu=False),
     "long-context": Part("steps:measure_long_context", 45, needs_gpu=False),
+    "dependent-launch": Part("steps:measure_dependent_launch", 60),
     "gap": Part("steps:measure_gap", 45, needs_gpu=False),
     "continuous-batching": Part("against_transformers:compare", 120),
     "attention": Part("kernel_times:measure_attention", 60),

@@ -167,6 +167,21 @@ def measure_decode(report: Report) -> None:
         report.share(name, limit_s / took, LEAST_DECODE.get(batch_size), detail)
 
 
+def measure_dependent_launch(report: Report) -> None:
+    """Measure how much longer a greedy decode step of one row takes without programmatic dependent launch."""
+    from kernels.triton import set_dependent_launch
+
+    size, times = sizes(), list[float]()
+    for is_on in (True, False):
+        set_dependent_launch(is_on)
+        bench = Bench(size, 1, size.context + 2 * size.num_steps)
+        bench.start(1, size.context)
+        times.append(bench.decode_seconds())
+        bench.runner.close()
+    name = "overhead without programmatic dependent launch: greedy decode, batch 1"
+    report.surplus(name, times[1] / times[0] - 1, None, _ms(times[1]))
+
+
 def measure_sampled(report: Report) -> None:
     """Measure the overhead of each kind of sampling relative to a greedy step."""
     size = sizes()

@@ -7,9 +7,10 @@ on CPU tensors.
 from kernels.triton.activation import activate
 from kernels.triton.attention import paged_attention, segment_keys_for
 from kernels.triton.block_linear import block_linear
+from kernels.triton.dependent_launch import set_dependent_launch
 from kernels.triton.grouped_linear import grouped_linear
 from kernels.triton.kv_store import store_kv
-from kernels.triton.linear import linear, quantized_linear
+from kernels.triton.linear import gated_linear, linear, quantized_linear
 from kernels.triton.lora import add_lora
 from kernels.triton.rms_norm import add_rms_norm, rms_norm
 from kernels.triton.rotary import apply_rotary
@@ -22,6 +23,7 @@ __all__ = [
     "add_rms_norm",
     "apply_rotary",
     "block_linear",
+    "gated_linear",
     "grouped_linear",
     "linear",
     "paged_attention",
@@ -30,5 +32,6 @@ __all__ = [
     "rotate_and_store",
     "sample",
     "segment_keys_for",
+    "set_dependent_launch",
     "store_kv",
 ]

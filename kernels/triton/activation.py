@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.activation import SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
+from kernels.triton.dependent_launch import begin, options
 
 _BLOCK = 1024
 
@@ -30,6 +31,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         BLOCK=_BLOCK,
         num_warps=4,
         enable_fp_fusion=True,
+        **options(x.device),
     )
     return out
 
@@ -44,13 +46,23 @@ def _activate(
     LIMIT: tl.constexpr,
     SLOPE: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < size
     source = x_ptr + row * stride + columns
-    gate = tl.load(source, mask=is_column, other=0.0).to(tl.float32)
-    up = tl.load(source + size, mask=is_column, other=0.0).to(tl.float32)
+    gate = tl.load(source, mask=is_column, other=0.0)
+    up = tl.load(source + size, mask=is_column, other=0.0)
+    out = gated(gate, up, KIND, LIMIT, SLOPE)
+    tl.store(out_ptr + row * size + columns, out.to(out_ptr.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def gated(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
+    """Return activation(gate) * up in float32."""
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
     if KIND == "silu":
         gate = gate * tl.sigmoid(gate)
     elif KIND == "gelu":
@@ -68,4 +80,4 @@ def _activate(
         gate = tl.minimum(gate, LIMIT)
         gate = gate * tl.sigmoid(gate * SLOPE)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1
-    tl.store(out_ptr + row * size + columns, (gate * up).to(out_ptr.dtype.element_ty), mask=is_column)
+    return gate * up

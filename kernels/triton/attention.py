@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.quantized_kv import KvScales
 from kernels.triton.attention_kernels import attend, combine
 from kernels.triton.decode_kernel import decode
+from kernels.triton.dependent_launch import options
 
 # Fewest keys between the borders at which batch-invariant decoding splits, and most splits, each of which leaves a
 # float32 vector for every query head.
@@ -271,6 +272,7 @@ def paged_attention(
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
             enable_fp_fusion=True,
+            **options(q.device),
         )
 
     if is_batch_invariant:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.attention_tiles import add_sink, merge, walk
+from kernels.triton.attention_tiles import add_sink, empty_state, merge, walk, write_partial, write_result
 
 
 # Steps differ in these from one to the next, and a new kernel need not be compiled for each.
@@ -132,9 +132,7 @@ def attend(
     k_scale_ptr += kv_head
     v_scale_ptr += kv_head
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top, total, acc = empty_state(BLOCK_M, BLOCK_D)
     # One turn, unless segments are joined here.
     num_turns = 1
     first_segment = 0
@@ -148,43 +146,39 @@ def attend(
             turn_first = tl.maximum(first_tile, (first_segment + turn) * SEGMENT_TILES)
             turn_end = tl.minimum(end_tile, (first_segment + turn + 1) * SEGMENT_TILES)
         turn_full = tl.minimum(tl.maximum(full_end, turn_first), turn_end)
-        new_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        new_total = tl.zeros([BLOCK_M], tl.float32)
-        new_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        # Tiles that every row sees all of, then those that need a mask; with a window all of them do.
-        for half in tl.static_range(1 if HAS_WINDOW else 0, 2):
-            new_top, new_total, new_acc = walk(
-                new_top,
-                new_total,
-                new_acc,
-                q,
-                positions,
-                turn_full if half == 1 else turn_first,
-                turn_end if half == 1 else turn_full,
-                num_keys,
-                k_ptr,
-                v_ptr,
-                k_scale_ptr,
-                v_scale_ptr,
-                table_ptr,
-                cache_stride_block,
-                cache_stride_token,
-                scale_stride_block,
-                scale_stride_token,
-                score_scale,
-                window,
-                softcap,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_N,
-                BLOCK_SIZE,
-                HAS_WINDOW,
-                IS_CHUNKED,
-                HAS_SOFTCAP,
-                IS_QUANTIZED,
-                half == 1,
-                PRECISION,
-            )
+        new_top, new_total, new_acc = empty_state(BLOCK_M, BLOCK_D)
+        new_top, new_total, new_acc = walk(
+            new_top,
+            new_total,
+            new_acc,
+            q,
+            positions,
+            turn_first,
+            turn_full,
+            turn_end,
+            num_keys,
+            k_ptr,
+            v_ptr,
+            k_scale_ptr,
+            v_scale_ptr,
+            table_ptr,
+            cache_stride_block,
+            cache_stride_token,
+            scale_stride_block,
+            scale_stride_token,
+            score_scale,
+            window,
+            softcap,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            BLOCK_SIZE,
+            HAS_WINDOW,
+            IS_CHUNKED,
+            HAS_SOFTCAP,
+            IS_QUANTIZED,
+            PRECISION,
+        )
         if SEGMENT_TILES > 0 and not IS_DECODE:
             top, total, acc = merge(top, total, acc, new_top, new_total, new_acc)
         else:
@@ -195,17 +189,10 @@ def attend(
             places = (sequence * tl.num_programs(1) * GROUP + heads).to(tl.int64) * tl.num_programs(2) + split
         else:
             places = (tokens * (tl.num_programs(1) * GROUP) + heads) * tl.num_programs(2) + split
-        tl.store(partial_ptr + places[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_element)
-        tl.store(state_ptr + places * 2, top, mask=is_row)
-        tl.store(state_ptr + places * 2 + 1, total, mask=is_row)
+        write_partial(partial_ptr, state_ptr, places, top, total, acc, is_row, is_element, HEAD_DIM, BLOCK_D)
     else:
-        if HAS_SINKS:
-            sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0) * 1.4426950408889634
-            total, acc = add_sink(top, total, acc, sink)
-        # A padding row has no key and gets zeros.
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         out = out_ptr + tokens[:, None] * out_stride_token + (heads * HEAD_DIM)[:, None] + dims[None, :]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_element)
+        write_result(out, top, total, acc, sinks_ptr + heads, is_row, is_element, HAS_SINKS)
 
 
 @triton.jit
@@ -264,9 +251,7 @@ def combine(
     dims = tl.arange(0, BLOCK_D)
     first = (row * tl.num_programs(1) + head).to(tl.int64) * num_splits
     if SEGMENT_KEYS > 0:
-        top = tl.full([1], float("-inf"), tl.float32)
-        total = tl.zeros([1], tl.float32)
-        acc = tl.zeros([1, BLOCK_D], tl.float32)
+        top, total, acc = empty_state(1, BLOCK_D)
         one = tl.arange(0, 1)
         for split in range((tl.load(lens_ptr + sequence) + SEGMENT_KEYS - 1) // SEGMENT_KEYS):
             place = first + split + one

@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.attention_tiles import add_sink, walk
+from kernels.triton.attention_tiles import empty_state, walk, write_partial, write_result
+from kernels.triton.dependent_launch import begin
 
 
 # Steps differ in these from one to the next, and a new kernel need not be compiled for each.
@@ -62,11 +63,13 @@ def decode(
     HAS_SINKS: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Grid: (sequences + shares, KV heads). Sequences that have not one query are left out.
 
     arrived_ptr: int32 zeros by sequence and KV head, which are zeros again behind the kernel.
     """
+    begin(IS_DEPENDENT)
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
@@ -115,57 +118,47 @@ def decode(
     if HAS_WINDOW:
         full_end = first_tile
     positions = tl.zeros([BLOCK_M], tl.int32) + (num_keys - 1)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for half in tl.static_range(1 if HAS_WINDOW else 0, 2):
-        top, total, acc = walk(
-            top,
-            total,
-            acc,
-            q,
-            positions,
-            full_end if half == 1 else first_tile,
-            end_tile if half == 1 else full_end,
-            num_keys,
-            k_ptr + kv_head * cache_stride_head,
-            v_ptr + kv_head * cache_stride_head,
-            k_scale_ptr + kv_head,
-            v_scale_ptr + kv_head,
-            tables_ptr + tl.cast(sequence, tl.int64) * table_stride,
-            cache_stride_block,
-            cache_stride_token,
-            scale_stride_block,
-            scale_stride_token,
-            score_scale,
-            window,
-            softcap,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            BLOCK_SIZE,
-            HAS_WINDOW,
-            IS_CHUNKED,
-            HAS_SOFTCAP,
-            IS_QUANTIZED,
-            half == 1,
-            PRECISION,
-        )
+    top, total, acc = empty_state(BLOCK_M, BLOCK_D)
+    top, total, acc = walk(
+        top,
+        total,
+        acc,
+        q,
+        positions,
+        first_tile,
+        full_end,
+        end_tile,
+        num_keys,
+        k_ptr + kv_head * cache_stride_head,
+        v_ptr + kv_head * cache_stride_head,
+        k_scale_ptr + kv_head,
+        v_scale_ptr + kv_head,
+        tables_ptr + tl.cast(sequence, tl.int64) * table_stride,
+        cache_stride_block,
+        cache_stride_token,
+        scale_stride_block,
+        scale_stride_token,
+        score_scale,
+        window,
+        softcap,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        BLOCK_SIZE,
+        HAS_WINDOW,
+        IS_CHUNKED,
+        HAS_SOFTCAP,
+        IS_QUANTIZED,
+        PRECISION,
+    )
 
     out_ptr += token * out_stride_token + kv_head * GROUP * HEAD_DIM
     if num_splits == 1:
-        if HAS_SINKS:
-            sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0) * 1.4426950408889634
-            total, acc = add_sink(top, total, acc, sink)
-        # A padding row has no key and gets zeros.
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         out = out_ptr + (rows * HEAD_DIM)[:, None] + dims[None, :]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_element)
+        write_result(out, top, total, acc, sinks_ptr + heads, is_row, is_element, HAS_SINKS)
     else:
         places = (program * num_kv_heads + kv_head).to(tl.int64) * GROUP + rows
-        tl.store(partial_ptr + places[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_element)
-        tl.store(state_ptr + places * 2, top, mask=is_row)
-        tl.store(state_ptr + places * 2 + 1, total, mask=is_row)
+        write_partial(partial_ptr, state_ptr, places, top, total, acc, is_row, is_element, HEAD_DIM, BLOCK_D)
         # All threads have written before one of them says so.
         tl.debug_barrier()
         arrived = arrived_ptr + sequence * num_kv_heads + kv_head
@@ -241,9 +234,7 @@ def _join(
     rows = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
     is_row = rows < GROUP
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    top, total, acc = empty_state(BLOCK_G, BLOCK_D)
     for start in range(0, num_splits, BLOCK_SPLITS):
         splits = start + tl.arange(0, BLOCK_SPLITS)
         places = (first + splits * spacing).to(tl.int64)[:, None] * GROUP + rows[None, :]
@@ -264,9 +255,6 @@ def _join(
         total = total * shrink + tl.sum(totals * factors, 0)
         acc = acc * shrink[:, None] + tl.sum(parts * factors[:, :, None], 0)
         top = highest
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + rows, mask=is_row, other=0.0) * 1.4426950408889634
-        total, acc = add_sink(top, total, acc, sink)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out = out_ptr + (rows * HEAD_DIM)[:, None] + dims[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (dims[None, :] < HEAD_DIM))
+    is_element = is_row[:, None] & (dims[None, :] < HEAD_DIM)
+    write_result(out, top, total, acc, sinks_ptr + rows, is_row, is_element, HAS_SINKS)

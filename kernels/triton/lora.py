@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.dependent_launch import begin, options
+
 _ROWS = 16
 _RANKS = 16
 _NOBODY = tl.constexpr(0x7FFFFFFF)
@@ -46,6 +48,7 @@ def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor,
         num_warps=4,
         num_stages=4,
         enable_fp_fusion=True,
+        **options(x.device),
     )
     block_n = 128
     _expand[(num_tiles, triton.cdiv(outer, block_n), num_places)](
@@ -66,6 +69,7 @@ def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor,
         PRECISION=precision,
         num_warps=4,
         enable_fp_fusion=True,
+        **options(x.device),
     )
 
 
@@ -94,7 +98,9 @@ def _shrink(
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    begin(IS_DEPENDENT)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slots = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)
     slot = _nth_slot(slots, tl.program_id(1))
@@ -140,7 +146,9 @@ def _expand(
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    begin(IS_DEPENDENT)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slots = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)
     slot = _nth_slot(slots, tl.program_id(2))

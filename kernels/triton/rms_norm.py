@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.dependent_launch import begin, options
+
 # Elements that one program takes at least, where rows are short (a head each).
 _ELEMENTS = 2048
 
@@ -52,6 +54,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
         ADDS=residual is not None,
         num_warps=min(16, max(4, block // 512)),
         enable_fp_fusion=False,
+        **options(x.device),
     )
 
 
@@ -72,7 +75,9 @@ def _norm(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADDS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    begin(IS_DEPENDENT)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < SIZE

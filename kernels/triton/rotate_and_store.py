@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.quantized_kv import LARGEST, KvScales
+from kernels.triton.dependent_launch import begin, options
 
 
 def rotate_and_store(
@@ -96,6 +97,7 @@ def rotate_and_store(
         IS_INTEGER=k_cache.dtype == torch.int8,
         num_warps=4,
         enable_fp_fusion=False,
+        **options(q.device),
     )
     return out
 
@@ -139,8 +141,10 @@ def _rotate_and_store(
     IS_INTERLEAVED: tl.constexpr,
     LARGEST: tl.constexpr,
     IS_INTEGER: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Grid: (tokens, KV heads); a program takes the KV head and the query heads of its group."""
+    begin(IS_DEPENDENT)
     HEAD_DIM: tl.constexpr = 2 * HALF + REST
     SPACING: tl.constexpr = 2 if IS_INTERLEAVED else 1
     PARTNER: tl.constexpr = 1 if IS_INTERLEAVED else HALF

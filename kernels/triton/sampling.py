@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.dependent_launch import begin, options
+
 _BLOCK = 4096
 _PART = 512
 # The bits of 1.0, the largest probability, are below 2**30.
@@ -59,7 +61,8 @@ def sample(
     (num_rows, num_tokens), device = logits.shape, logits.device
     block = min(_BLOCK, triton.next_power_of_2(num_tokens))
     num_blocks = triton.cdiv(num_tokens, block)
-    sizes = {"NUM_BLOCKS": num_blocks, "BLOCKS": triton.next_power_of_2(num_blocks), "enable_fp_fusion": True}
+    common = {"NUM_BLOCKS": num_blocks, "enable_fp_fusion": True, **options(device)}
+    sizes = {"BLOCKS": triton.next_power_of_2(num_blocks), **common}
     grid = (num_rows, num_blocks)
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -67,17 +70,7 @@ def sample(
 
     highest, places = empty(torch.float32, num_blocks), empty(torch.int32, num_blocks)
     weights, sums = empty(torch.float32, num_tokens), empty(torch.float32, num_blocks)
-    _find_highest[grid](
-        logits,
-        highest,
-        places,
-        num_tokens,
-        logits.stride(0),
-        BLOCK=block,
-        NUM_BLOCKS=num_blocks,
-        num_warps=8,
-        enable_fp_fusion=True,
-    )
+    _find_highest[grid](logits, highest, places, num_tokens, logits.stride(0), BLOCK=block, num_warps=8, **common)
     _weigh[grid](
         logits, temperature, highest, weights, sums, num_tokens, logits.stride(0), BLOCK=block, num_warps=8, **sizes
     )
@@ -89,12 +82,12 @@ def sample(
     # Of two passes in turn: the bits found so far, and count and mass of what is above the next number.
     found, counts_above, masses_above = empty(torch.int32, 2), empty(torch.int32, 2), empty(torch.float64, 2)
     state = (wanted, counts, masses, found, counts_above, masses_above)
+    limits = (top_k, top_p)
     for search, is_used in enumerate((has_top_k, has_top_p)):
         for i, shift in enumerate(_SHIFTS if is_used else ()):
             _search[grid](
                 temperature,
-                top_k,
-                top_p,
+                *limits,
                 weights,
                 sums,
                 *state,
@@ -107,17 +100,9 @@ def sample(
                 num_warps=8,
                 **sizes,
             )
+        last = (len(_SHIFTS) - 1) & 1
         _end_search[(num_rows,)](
-            top_k,
-            top_p,
-            thresholds,
-            *state,
-            num_tokens,
-            search,
-            int(is_used),
-            (len(_SHIFTS) - 1) & 1,
-            num_warps=4,
-            **sizes,
+            *limits, thresholds, *state, num_tokens, search, int(is_used), last, num_warps=4, **sizes
         )
     kept = empty(torch.float64, num_blocks)
     _keep[grid](temperature, min_p, weights, sums, thresholds, kept, num_tokens, BLOCK=block, num_warps=8, **sizes)
@@ -168,13 +153,27 @@ def _joined(ptr, row, other, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def _block(ptr, row, block, stride, num_tokens, other, BLOCK: tl.constexpr):
+    """Return the numbers of a block of a row, padded with `other` behind the vocabulary's end."""
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    return tl.load(ptr + row.to(tl.int64) * stride + columns, mask=columns < num_tokens, other=other)
+
+
+@triton.jit
 def _find_highest(
-    logits_ptr, highest_ptr, places_ptr, num_tokens, stride, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr
+    logits_ptr,
+    highest_ptr,
+    places_ptr,
+    num_tokens,
+    stride,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Write each block's highest logit and the first place of it."""
+    begin(IS_DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    logits = tl.load(logits_ptr + row.to(tl.int64) * stride + columns, mask=columns < num_tokens, other=float("-inf"))
+    logits = _block(logits_ptr, row, block, stride, num_tokens, float("-inf"), BLOCK)
     tl.store(highest_ptr + row * NUM_BLOCKS + block, tl.max(logits, 0))
     tl.store(places_ptr + row * NUM_BLOCKS + block, block * BLOCK + tl.argmax(logits, 0))
 
@@ -191,15 +190,17 @@ def _weigh(
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Write each token's weight, of which the highest is 1, and each block's sum."""
+    begin(IS_DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     if temperature <= 0.0:
         return
     highest = tl.max(_joined(highest_ptr, row, float("-inf"), NUM_BLOCKS, BLOCKS), 0)
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    logits = tl.load(logits_ptr + row.to(tl.int64) * stride + columns, mask=columns < num_tokens, other=float("-inf"))
+    logits = _block(logits_ptr, row, block, stride, num_tokens, float("-inf"), BLOCK)
     weights = tl.exp((logits - highest) / temperature)
     tl.store(weights_ptr + row.to(tl.int64) * num_tokens + columns, weights, mask=columns < num_tokens)
     tl.store(sums_ptr + row * NUM_BLOCKS + block, tl.sum(weights, 0))
@@ -211,27 +212,39 @@ def _probabilities(
 ):
     """Return a block's probabilities, with 0 past the vocabulary's end, and the sum of all weights."""
     total = tl.sum(_joined(sums_ptr, row, 0.0, NUM_BLOCKS, BLOCKS), 0)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    weights = tl.load(weights_ptr + row.to(tl.int64) * num_tokens + columns, mask=columns < num_tokens, other=0.0)
-    return weights / total, total
+    return _block(weights_ptr, row, block, num_tokens, num_tokens, 0.0, BLOCK) / total, total
+
+
+@triton.jit
+def _is_wanted(search, top_k, top_p, num_tokens):
+    """Return whether a row needs this search: 0 is that of top-k, 1 that of top-p."""
+    return ((top_k > 0) & (top_k < num_tokens)) if search == 0 else top_p < 1.0
 
 
 @triton.jit
 def _narrowed(
+    wanted_ptr,
     counts_ptr,
     masses_ptr,
     found_ptr,
     counts_above_ptr,
     masses_above_ptr,
     row,
+    search,
+    top_k,
     parity,
     shift,
-    count,
-    mass,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Return the state behind a pass: bits of the highest pivot that enough reach, count and mass above its next."""
+    """Return the state behind a pass: bits of the highest pivot that enough reach, count and mass above its next.
+
+    Enough are top_k tokens, or for the search of top-p one token and the mass that it wants.
+    """
+    count = top_k if search == 0 else 1
+    mass = tl.full([], 0.0, tl.float64)
+    if search == 1:
+        mass = tl.load(wanted_ptr + row)
     pivots = tl.arange(0, _PIVOTS)
     blocks = tl.arange(0, BLOCKS)[:, None]
     at = ((row * 2 + parity) * NUM_BLOCKS + blocks) * _PIVOTS + pivots[None, :]
@@ -276,32 +289,31 @@ def _search(
     PART: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Write, for 16 numbers that differ in four bits, how many of a block's probabilities reach each, and their sum."""
+    begin(IS_DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     top_k = tl.load(top_k_ptr + row)
-    is_wanted = ((top_k > 0) & (top_k < num_tokens)) if search == 0 else tl.load(top_p_ptr + row) < 1.0
+    is_wanted = _is_wanted(search, top_k, tl.load(top_p_ptr + row), num_tokens)
     if (tl.load(temperature_ptr + row) <= 0.0) | (not is_wanted):
         return
     found = 0
     count_above = 0
     mass_above = tl.full([], 0.0, tl.float64)
     if shift < 28:
-        count = top_k if search == 0 else 1
-        mass = tl.full([], 0.0, tl.float64)
-        if search == 1:
-            mass = tl.load(wanted_ptr + row)
         found, count_above, mass_above = _narrowed(
+            wanted_ptr,
             counts_ptr,
             masses_ptr,
             found_ptr,
             counts_above_ptr,
             masses_above_ptr,
             row,
+            search,
+            top_k,
             1 - parity,
             shift + 4,
-            count,
-            mass,
             NUM_BLOCKS,
             BLOCKS,
         )
@@ -350,27 +362,26 @@ def _end_search(
     parity,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Write the threshold, and behind the search of top-k the mass that top-p wants of the tokens that are left."""
+    begin(IS_DEPENDENT)
     row = tl.program_id(0)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    is_wanted = ((top_k > 0) & (top_k < num_tokens)) if search == 0 else top_p < 1.0
     mass_left = tl.full([], 1.0, tl.float64)
-    if is_wanted & (is_used != 0):
-        mass = tl.full([], 0.0, tl.float64)
-        if search == 1:
-            mass = tl.load(wanted_ptr + row)
+    if _is_wanted(search, top_k, top_p, num_tokens) & (is_used != 0):
         found, count_above, mass_above = _narrowed(
+            wanted_ptr,
             counts_ptr,
             masses_ptr,
             found_ptr,
             counts_above_ptr,
             masses_above_ptr,
             row,
+            search,
+            top_k,
             parity,
             0,
-            top_k if search == 0 else 1,
-            mass,
             NUM_BLOCKS,
             BLOCKS,
         )
@@ -403,8 +414,10 @@ def _keep(
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Write the sum of each block's kept probabilities."""
+    begin(IS_DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     if tl.load(temperature_ptr + row) <= 0.0:
         return
@@ -440,8 +453,10 @@ def _draw(
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Write the token where the kept probabilities pass the row's share of their sum, or the first of the highest."""
+    begin(IS_DEPENDENT)
     row = tl.program_id(0)
     if tl.load(temperature_ptr + row) <= 0.0:
         highest = _joined(highest_ptr, row, float("-inf"), NUM_BLOCKS, BLOCKS)

@@ -66,6 +66,7 @@ def kernels_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
         "apply_rotary": references["torch_apply_rotary"],
         "activate": references["torch_activate"],
         "linear": references["torch_linear"],
+        "gated_linear": references["torch_gated_linear"],
         "rotate_and_store": lambda q, *args, **kwargs: q.new_empty(q.shape),
         "store_kv": lambda *args, **kwargs: None,
         "add_lora": lambda *args: None,

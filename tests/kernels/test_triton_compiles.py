@@ -24,13 +24,14 @@ MAX_SHARED_KIB = {80: 163, 90: 227, 100: 227}
 
 @pytest.mark.parametrize("capability", MAX_SHARED_KIB)
 def test_kernels_compile(capability: int) -> None:
-    cases = ["decode, batch 1", "prefill", "residual norm", "store"]
+    cases = ["decode, batch 1", "gate, up and SiLU, 1 row", "prefill", "residual norm", "store"]
     command = [sys.executable, "-W", "error", "-m", "benchmarks.gpu.compiled", f"--capability={capability}", *cases]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     found = {(one["case"], one["kernel"]): one for one in map(json.loads, result.stdout.splitlines())}
     assert set(found) == {
         ("decode, batch 1", "decode"),
+        ("gate, up and SiLU, 1 row", "_linear"),
         ("prefill", "attend"),
         ("prefill", "decode"),
         ("residual norm", "_norm"),
@@ -42,6 +43,9 @@ def test_kernels_compile(capability: int) -> None:
     assert found["prefill", "attend"]["has_hopper_products"] == (capability == 90)
     assert found["prefill", "attend"]["has_matrix_products"]
     assert found["decode, batch 1", "decode"]["has_matrix_products"]
+    # The kernels of a decode step's layers; prompts' attention and the write without rotary embedding are not.
+    dependent = {kernel for (_, kernel), one in found.items() if one["is_dependent"]}
+    assert dependent == ({"decode", "_linear", "_norm"} if capability >= 90 else set())
 
 
 def test_every_case_was_compiled_since_its_kernels_changed() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -193,6 +195,38 @@ def test_linear(rows: int, inner: int, outer: int, biased: bool) -> None:
     units, scale = (weight * 40).to(torch.int8), torch.rand(outer)
     out = operations.quantized_linear(x, units, scale, bias)
     assert exact.error(out, exact.linear(x, units * scale[:, None], bias)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", list(EPSILON))
+@pytest.mark.parametrize("kind", ["f", "int8", "int4", "float8"])
+def test_gate_up_and_activation_in_one(kind: str, dtype: torch.dtype) -> None:
+    """For few rows and many; batch-invariant results have the bits of one row alone, and of the two operations."""
+    x, bias = torch.randn(70, 64).to(dtype), torch.randn(2 * 37).to(dtype)
+    run: Callable[..., torch.Tensor]
+    if kind in ("f", "int8"):
+        values, scale = torch.randn(2 * 37, 64).to(dtype), None
+        weight = values
+        if kind == "int8":
+            weight, scale = torch.randint(-127, 128, (2 * 37, 64), dtype=torch.int8), torch.rand(2 * 37) / 127
+            values = weight * scale[:, None]
+        product = partial(operations.quantized_linear, is_batch_invariant=True) if kind == "int8" else operations.linear
+        separate = operations.activate(product(x, weight, *(() if scale is None else (scale,)), bias), "silu")
+        run = partial(operations.gated_linear, weight=weight, activation="silu", bias=bias, scale=scale)
+    else:
+        weight_format = {"int4": WeightFormat.INT4, "float8": WeightFormat.FP8}[kind]
+        rows = random_blocks(weight_format, 2 * 37, 64)
+        blocks = block_weight(rows, weight_format, 64)
+        assert blocks is not None
+        values = dequantize_blocks(rows, weight_format, 64).to(dtype)
+        separate = operations.activate(operations.block_linear(x, blocks, bias, is_batch_invariant=True), "silu")
+        run = partial(operations.block_linear, weight=blocks, activation="silu", bias=bias)
+    wanted = exact.activate(exact.linear(x, values, bias), "silu")
+    for count in (3, 40, 70):
+        # Gates and ups are rounded to x's type in between.
+        assert exact.error(run(x[:count]), wanted[:count]) < 2 * EPSILON[dtype]
+    together = run(x, is_batch_invariant=True)
+    assert torch.equal(together, separate)
+    assert torch.equal(run(x[5:6], is_batch_invariant=True), together[5:6])
 
 
 @property_test

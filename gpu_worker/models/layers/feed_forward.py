@@ -30,6 +30,16 @@ class FeedForward:
 
     def __call__(self, x: Tensor, add_lora: AddLora | None = None) -> Tensor:
         """x [M, hidden_size] -> [M, hidden_size]."""
+        inner = self._inner(x, add_lora)
+        out = self.down(inner)
+        if add_lora is not None:
+            add_lora("down", inner, out)
+        return out if self.output_scale == 1.0 else out * self.output_scale
+
+    def _inner(self, x: Tensor, add_lora: AddLora | None) -> Tensor:
+        """Return the input of the second product."""
+        if self.is_gated and add_lora is None and self.gate_scale == 1.0:
+            return self.gate_up.gated(x, self.activation)
         inner = self.gate_up(x)
         if add_lora is not None:
             parts = zip(("gate", "up"), inner.chunk(2, dim=-1), strict=True) if self.is_gated else (("up", inner),)
@@ -37,11 +47,7 @@ class FeedForward:
                 add_lora(module, x, part)
         if self.gate_scale != 1.0:
             inner.chunk(2, dim=-1)[0].mul_(self.gate_scale)
-        inner = self.activate(inner)
-        out = self.down(inner)
-        if add_lora is not None:
-            add_lora("down", inner, out)
-        return out if self.output_scale == 1.0 else out * self.output_scale
+        return self.activate(inner)
 
     def activate(self, inner: Tensor) -> Tensor:
         """Return the input of the second product, given the output of the first."""

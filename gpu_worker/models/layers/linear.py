@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from kernels import BlockWeight
+from kernels import Activation, BlockWeight
 
 # Adds the product of LoRA adapters for a module's input to an output: (module, input, output).
 AddLora = Callable[[str, Tensor, Tensor], None]
@@ -33,13 +33,28 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N]."""
+        if len(self.parts) == 1:
+            return self._whole(x)
         if self.parts:
             outputs = [kernels.block_linear(x if order is None else x[:, order], part) for part, order in self.parts]
-            out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+            out = torch.cat(outputs, dim=1)
             return out if self.bias is None else out + self.bias
         if self.scale is not None:
             return kernels.quantized_linear(x, self.weight, self.scale, self.bias)
         return kernels.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """Return `kernels.activate` of the output, in which gates come first: x [M, K] -> [M, N / 2]."""
+        if len(self.parts) == 1:
+            return self._whole(x, activation)
+        if self.parts:
+            return kernels.activate(self(x), activation)
+        return kernels.gated_linear(x, self.weight, activation, self.bias, self.scale)
+
+    def _whole(self, x: Tensor, activation: Activation | None = None) -> Tensor:
+        """Return the output of the only part."""
+        ((part, order),) = self.parts
+        return kernels.block_linear(x if order is None else x[:, order], part, self.bias, activation)
 
 
 def with_lora(linear: Linear, x: Tensor, module: str, add_lora: AddLora | None) -> Tensor:
