@@ -55,7 +55,7 @@ def runs_ahead(config: WorkerConfig, model: LoadedModel) -> bool:
     """
     if model.device.type == "cuda":
         return config.run_ahead != "off"
-    if config.run_ahead == "on" and not model.can_record:
+    if config.run_ahead == "on" and (model.takes_host_inputs or model.can_record is False):
         raise ConfigError(
             "on needs a GPU, or --kernels torch and a model that could be recorded as graphs", field="run_ahead"
         )

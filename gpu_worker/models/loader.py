@@ -48,7 +48,8 @@ class LoadedModel:
     Attributes:
         dtype: Compute type.
         kv_dtype: Type of cached keys and values.
-        can_record: Whether its steps can be recorded as CUDA graphs, or on a CPU run as if they were; None: to be tried.
+        can_record: Whether its steps can be recorded as CUDA graphs; None: to be tried.
+        takes_host_inputs: Whether the decoder reads a step's inputs on the host, as the CPU kernels do.
         takes_lora: Whether its linear layers support LoRA adapters.
         divided: The part held here; None: the whole model.
         adapter_bytes: Memory for LoRA adapters on the device.
@@ -60,6 +61,7 @@ class LoadedModel:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     can_record: bool | None = True
+    takes_host_inputs: bool = False
     takes_lora: bool = True
     divided: Shard | None = None
     adapter_bytes: int = 0
@@ -134,11 +136,19 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     logger.info("loaded %s on %s with %s in %.1f s", folder.name, device, kind, time.perf_counter() - started)
     # Attention over latent vectors or with sink tokens, and recurrences, are PyTorch's own operations, which read sizes
     # back from the device.
-    can_record = library is None and not (description.latent or description.num_sink_tokens or description.state_size)
+    can_record = not (description.latent or description.num_sink_tokens or description.state_size)
     whole: Decoder = decoder if links is None else as_stage(decoder, description, links, dtype)
     divided = None if links is None else shard
     return LoadedModel(
-        description, whole, device, dtype, kv_dtype, can_record, divided=divided, adapter_bytes=adapter_bytes
+        description,
+        whole,
+        device,
+        dtype,
+        kv_dtype,
+        can_record,
+        takes_host_inputs=library is not None,
+        divided=divided,
+        adapter_bytes=adapter_bytes,
     )
 
 
