@@ -203,14 +203,14 @@ def test_gate_up_and_activation_in_one(kind: str, dtype: torch.dtype) -> None:
     """For few rows and many; batch-invariant results have the bits of one row alone, and of the two operations."""
     x, bias = torch.randn(70, 64).to(dtype), torch.randn(2 * 37).to(dtype)
     run: Callable[..., torch.Tensor]
-    if kind in ("f", "int8"):
-        values, scale = torch.randn(2 * 37, 64).to(dtype), None
-        weight = values
-        if kind == "int8":
-            weight, scale = torch.randint(-127, 128, (2 * 37, 64), dtype=torch.int8), torch.rand(2 * 37) / 127
-            values = weight * scale[:, None]
-        product = partial(operations.quantized_linear, is_batch_invariant=True) if kind == "int8" else operations.linear
-        separate = operations.activate(product(x, weight, *(() if scale is None else (scale,)), bias), "silu")
+    if kind == "f":
+        values = torch.randn(2 * 37, 64).to(dtype)
+        product = operations.linear(x, values, bias)
+        run = partial(operations.gated_linear, weight=values, activation="silu", bias=bias)
+    elif kind == "int8":
+        weight, scale = torch.randint(-127, 128, (2 * 37, 64), dtype=torch.int8), torch.rand(2 * 37) / 127
+        values = weight * scale[:, None]
+        product = operations.quantized_linear(x, weight, scale, bias, is_batch_invariant=True)
         run = partial(operations.gated_linear, weight=weight, activation="silu", bias=bias, scale=scale)
     else:
         weight_format = {"int4": WeightFormat.INT4, "float8": WeightFormat.FP8}[kind]
@@ -218,14 +218,14 @@ def test_gate_up_and_activation_in_one(kind: str, dtype: torch.dtype) -> None:
         blocks = block_weight(rows, weight_format, 64)
         assert blocks is not None
         values = dequantize_blocks(rows, weight_format, 64).to(dtype)
-        separate = operations.activate(operations.block_linear(x, blocks, bias, is_batch_invariant=True), "silu")
+        product = operations.block_linear(x, blocks, bias, is_batch_invariant=True)
         run = partial(operations.block_linear, weight=blocks, activation="silu", bias=bias)
     wanted = exact.activate(exact.linear(x, values, bias), "silu")
     for count in (3, 40, 70):
         # Gates and ups are rounded to x's type in between.
         assert exact.error(run(x[:count]), wanted[:count]) < 2 * EPSILON[dtype]
     together = run(x, is_batch_invariant=True)
-    assert torch.equal(together, separate)
+    assert torch.equal(together, operations.activate(product, "silu"))
     assert torch.equal(run(x[5:6], is_batch_invariant=True), together[5:6])
 
 
