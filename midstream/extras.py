@@ -226,6 +226,9 @@ def tensor_bytes(request: pb.GenerateRequest, num_prompt_tokens: int, vocab_size
         width = item.probe_width
         if not item.HasField("probe_width"):
             kind, _, number = item.name.partition(".")
-            width = hidden_size if kind == "hidden_states" else 2 * int(number)
+            if kind == "token_logits":
+                width = 1 + number.count(".")
+            else:
+                width = hidden_size if kind == "hidden_states" else 2 * int(number)
         num_values += width * (num_output_tokens + item.gather_context * num_prompt_tokens)
     return _VALUE_BYTES * num_values

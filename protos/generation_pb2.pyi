@@ -580,8 +580,8 @@ global___OutputConfig = OutputConfig
 @typing.final
 class AdditionalOutput(google.protobuf.message.Message):
     """A named model output: `hidden_states.LAYER` [output tokens, hidden_size], where layer 0 is the embeddings and the
-    last one is normalized, or `topk_logits.K` [output tokens, K] (1 to 1,024) with the int32 tensor `topk_logits.K.ids`;
-    or the name of an output probe registered in the workers [output tokens, its width].
+    last one is normalized; `topk_logits.K` [output tokens, K] (1 to 1,024) with the int32 tensor `topk_logits.K.ids`;
+    `token_logits.ID.ID...` [output tokens, number of ids], the logits of up to 16 tokens; or the name of an output probe registered in the workers [output tokens, its width].
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

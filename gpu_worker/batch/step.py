@@ -69,6 +69,7 @@ class OutputParams:
         context_logits, generation_logits: Unmodified logits at each prompt token and at each new token.
         hidden_states: (layer, whether to include the prompt); layer 0 is the embeddings.
         topk_logits: (number of highest logits, whether to include the prompt).
+        token_logits: (token ids whose logits to report, whether to include the prompt).
         probes: (name of an output probe, whether to include the prompt).
     """
 
@@ -77,12 +78,18 @@ class OutputParams:
     generation_logits: bool = False
     hidden_states: tuple[tuple[int, bool], ...] = ()
     topk_logits: tuple[tuple[int, bool], ...] = ()
+    token_logits: tuple[tuple[tuple[int, ...], bool], ...] = ()
     probes: tuple[tuple[str, bool], ...] = ()
 
     @property
     def of_prompt(self) -> bool:
         """Return whether any output for the prompt is requested."""
-        is_gathered = any(gathers for _, gathers in (*self.hidden_states, *self.topk_logits, *self.probes))
+        return any(gathers for _, gathers in self.hidden_states) or self.logits_of_prompt
+
+    @property
+    def logits_of_prompt(self) -> bool:
+        """Return whether any of them needs the prompt's logits."""
+        is_gathered = any(gathers for _, gathers in (*self.topk_logits, *self.token_logits, *self.probes))
         return self.prompt_log_probs is not None or self.context_logits or is_gathered
 
 

@@ -37,6 +37,8 @@ _KV_DTYPES = {
     "int8": torch.int8,
     "f8": torch.float8_e4m3fn,
 }
+# Architectures whose outputs are not the logits of the next token.
+_OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 # Least compute capability with float8 (Ada, Hopper).
 _FLOAT8_CAPABILITY = (8, 9)
 
@@ -95,6 +97,7 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     from gpu_worker.models.weights.quantized import refuse_quantized
     from gpu_worker.parallel.shard_weights import ShardWeights
 
+    _refuse_other_heads(folder)
     ranks = ALONE if links is None else links.ranks
     device = use_device(config, ranks)
     dtype = torch.float32 if device.type == "cpu" or config.weights == "f32" else torch.bfloat16
@@ -150,6 +153,12 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
         divided=divided,
         adapter_bytes=adapter_bytes,
     )
+
+
+def _refuse_other_heads(folder: ModelFolder) -> None:
+    for name in folder.config.get("architectures") or ():
+        if str(name).endswith(_OTHER_HEADS):
+            raise UnsupportedError(f"{name} is not a causal language model, so it is not served", field="model")
 
 
 def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescription | None:

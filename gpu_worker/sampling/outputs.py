@@ -7,7 +7,7 @@ the scheduler already has the earlier ones. Steps without such rows skip this mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +94,8 @@ class Reporter:
             yield _tensor(row, f"hidden_states.{layer}", probe.states[layer][position : position + 1], index)
         for count, _ in params.topk_logits:
             yield from _top(row, f"topk_logits.{count}", logits, count, index)
+        for ids, _ in params.token_logits:
+            yield _tensor(row, token_logits_name(ids), logits[:, list(ids)], index)
         for name, _ in params.probes:
             values = self._run_probe(name, probe, slice(position, position + 1), logits)
             yield _tensor(row, name, values, index)
@@ -111,7 +113,7 @@ class Reporter:
             if gathers:
                 states = probe.states[layer][first : first + chunk.length]
                 tensors.append(_tensor(row, f"context_hidden_states.{layer}", states, chunk.start, is_last=is_last))
-        if not _wants_prompt_logits(params):
+        if not params.logits_of_prompt:
             return
         assert probe.last is not None
         for start in range(0, chunk.length, _NUM_POSITIONS):
@@ -140,17 +142,16 @@ class Reporter:
         for count, gathers in params.topk_logits:
             if gathers:
                 tensors += _top(row, f"context_topk_logits.{count}", logits, count, position, is_last=is_last)
+        for ids, gathers in params.token_logits:
+            if gathers:
+                name = f"context_{token_logits_name(ids)}"
+                tensors.append(_tensor(row, name, logits[:, list(ids)], position, is_last=is_last))
         if params.prompt_log_probs is not None:
             end = min(position + len(logits), int(self._rows.prompt_lengths[row]) - 1)
             if end > position:
                 tokens = self._rows.tokens[row, position + 1 : end + 1]
                 rows = logits[: end - position]
                 prompts.append(_prompt_log_probs(row, rows, torch.from_numpy(tokens), params.prompt_log_probs))
-
-
-def _wants_prompt_logits(params: OutputParams) -> bool:
-    is_gathered = any(gathers for _, gathers in (*params.topk_logits, *params.probes))
-    return params.context_logits or params.prompt_log_probs is not None or is_gathered
 
 
 def _prompt_log_probs(row: int, logits: Tensor, tokens: Tensor, top_k: int) -> PromptLogProbs:
@@ -174,6 +175,11 @@ def _top(
     top = torch.topk(logits, count, dim=1)
     yield _tensor(row, name, top.values, first_row, is_last=is_last)
     yield _tensor(row, f"{name}.ids", top.indices.int(), first_row, is_last=is_last)
+
+
+def token_logits_name(ids: Sequence[int]) -> str:
+    """Return the name of the output with these tokens' logits."""
+    return ".".join(("token_logits", *map(str, ids)))
 
 
 def _tensor(row: int, name: str, values: Tensor, first_row: int, *, is_last: bool = False) -> RowTensor:

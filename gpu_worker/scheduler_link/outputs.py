@@ -26,6 +26,9 @@ def output_params(config: generation_pb2.OutputConfig) -> OutputParams:
         generation_logits=config.return_generation_logits,
         hidden_states=_named(additional, "hidden_states"),
         topk_logits=_named(additional, "topk_logits"),
+        token_logits=tuple(
+            (tuple(map(int, ids.split("."))), gathers) for name, ids, gathers in additional if name == "token_logits"
+        ),
         probes=tuple(
             (item.name, item.gather_context) for item in config.additional_outputs if item.HasField("probe_width")
         ),

@@ -1,8 +1,9 @@
-"""Embeddings: each input is a native request for one token, of which only the hidden state is used.
+"""Embeddings and scores: each input is a native request for one token, of which only a tensor is used.
 
 So inputs are batched with all other requests, their prefixes are cached, and the loss of any part is recovered from.
 The vector is the model's last hidden state, normed, at the input's last token (last-token pooling), or its mean over
-all tokens of the input (mean pooling, for which no cached prefix is used).
+all tokens of the input (mean pooling, for which no cached prefix is used). A score is the probability of one of two
+tokens as the answer to a query and a document.
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ import math
 import operator
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from midstream.chunk import Chunk, Usage
 from midstream.errors import ConfigError, ExecutionError, InvalidArgumentError, MidstreamError, UnsupportedError
 from midstream.extras import join_tensors
 from protos import generation_pb2 as pb
+from router.pipeline.answers import Answers, answers_of
 from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import keep
 
 MAX_INPUTS = 2048
 # Inputs of one call that run at once.
 _NUM_CONCURRENT = 64
-_INPUT_FIELDS = ("input", "prompt", "token_ids")
+_INPUT_FIELDS = ("input", "prompt", "token_ids", "chat")
 
 Vector = Sequence[float]
+_T = TypeVar("_T")
 
 
 class Pooling(StrEnum):
@@ -74,6 +78,31 @@ class EmbedInput:
     field: str
     prompt: str | Sequence[int]
 
+    def fill(self, request: pb.GenerateRequest) -> None:
+        """Set the request's input."""
+        if isinstance(self.prompt, str):
+            request.prompt = self.prompt
+        else:
+            request.token_ids.values.extend(self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A query and a document to score.
+
+    Attributes:
+        field: The document's name in the client's request, for errors.
+    """
+
+    field: str
+    query: str
+    document: str
+
+    def fill(self, request: pb.GenerateRequest) -> None:
+        """Set the request's input."""
+        for role, content in (("query", self.query), ("document", self.document)):
+            request.chat.messages.add(role=role, content=content)
+
 
 @dataclass(frozen=True, slots=True)
 class VectorShape:
@@ -102,13 +131,19 @@ def dot(left: Vector, right: Vector) -> float:
 
 
 class Embedder:
-    """Computes embeddings for all APIs."""
+    """Computes embeddings and scores for all APIs.
+
+    Attributes:
+        front: Runs the requests.
+        answers: Of a model that scores by its answers.
+    """
 
     def __init__(self, front: FrontDoor) -> None:
         self.front = front
         self._model = front.runner.model
         self._output = f"hidden_states.{self._model.num_layers}"
         self._pooling = pooling_of(self._model.path)
+        self.answers = answers_of(self._model)
 
     async def embed(
         self,
@@ -137,19 +172,51 @@ class Embedder:
         pooling = pooling or self._pooling
         if pooling is None:
             raise UnsupportedError("must be set: the model's own (1_Pooling/config.json) is not known", field="pooling")
-        if len(inputs) > MAX_INPUTS:
-            raise InvalidArgumentError(f"has {len(inputs)}; at most {MAX_INPUTS}", field=inputs[0].field.split("[")[0])
         if shape.dimensions is not None and not 1 <= shape.dimensions <= self._model.hidden_size:
             raise InvalidArgumentError(f"must be in 1..{self._model.hidden_size}", field="dimensions")
-        requests = list(self._requests(base, inputs, pooling, is_kept=bool(key)))
-        vectors: list[Vector] = [()] * len(inputs)
+        is_mean = pooling is Pooling.MEAN
+
+        async def read(values: Vector, usage: Usage) -> Vector:
+            num_states = usage.prompt_tokens if is_mean else 1
+            if len(values) != num_states * self._model.hidden_size:
+                raise ExecutionError("the request ended without its hidden states")
+            # A long input has millions of values.
+            return shape.of(await asyncio.to_thread(_mean, values, num_states))
+
+        output = pb.AdditionalOutput(name=self._output, gather_context=is_mean)
+        return await self._compute(base, inputs, output, read, timeout_s, key)
+
+    async def score(
+        self, answers: Answers, base: pb.GenerateRequest, pairs: Sequence[Pair], key: str = ""
+    ) -> tuple[list[float], Usage]:
+        """Return the scores of the pairs and their total usage; arguments and errors are those of `embed`."""
+
+        async def read(values: Vector, usage: Usage) -> float:
+            return answers.score(values)
+
+        return await self._compute(base, pairs, pb.AdditionalOutput(name=answers.output), read, None, key)
+
+    async def _compute(
+        self,
+        base: pb.GenerateRequest,
+        inputs: Sequence[EmbedInput | Pair],
+        output: pb.AdditionalOutput,
+        read: Callable[[Vector, Usage], Awaitable[_T]],
+        timeout_s: float | None,
+        key: str,
+    ) -> tuple[list[_T], Usage]:
+        """Return for each input what `read` makes of the tensor `output`, and the total usage."""
+        if len(inputs) > MAX_INPUTS:
+            raise InvalidArgumentError(f"has {len(inputs)}; at most {MAX_INPUTS}", field=inputs[0].field.split("[")[0])
+        requests = list(_requests(base, inputs, output, is_kept=bool(key)))
+        found: dict[int, _T] = {}
         usages: list[Usage] = []
         waiting = iter(range(len(inputs)))
 
         async def work() -> None:
             for index in waiting:
-                state, usage = await self._run(requests[index], inputs[index].field, pooling, timeout_s, key)
-                vectors[index] = shape.of(state)
+                values, usage = await self._run(requests[index], inputs[index].field, output, timeout_s, key)
+                found[index] = await read(values, usage)
                 usages.append(usage)
 
         try:
@@ -162,61 +229,63 @@ class Embedder:
                 raise
             raise _first(failed) from None
         prompt, cached = sum(usage.prompt_tokens for usage in usages), sum(usage.cached_tokens for usage in usages)
-        return vectors, Usage(prompt, 0, cached)
-
-    def _requests(
-        self, base: pb.GenerateRequest, inputs: Sequence[EmbedInput], pooling: Pooling, *, is_kept: bool
-    ) -> Iterator[pb.GenerateRequest]:
-        for index, item in enumerate(inputs):
-            request = pb.GenerateRequest()
-            request.CopyFrom(base)
-            if isinstance(item.prompt, str):
-                request.prompt = item.prompt
-            else:
-                request.token_ids.values.extend(item.prompt)
-            request.max_tokens, request.streaming = 1, False
-            request.sampling.temperature = 0
-            request.output.detokenize = False
-            request.output.additional_outputs.add(name=self._output, gather_context=pooling is Pooling.MEAN)
-            if request.request_id and len(inputs) > 1:
-                request.request_id += f"-{index}"
-            if is_kept:
-                keep(request)
-            yield request
+        return [found[index] for index in range(len(inputs))], Usage(prompt, 0, cached)
 
     async def _run(
-        self, request: pb.GenerateRequest, field: str, pooling: Pooling, timeout_s: float | None, key: str
+        self, request: pb.GenerateRequest, field: str, output: pb.AdditionalOutput, timeout_s: float | None, key: str
     ) -> tuple[Vector, Usage]:
+        """Return the values of the tensor `output`, and the request's usage."""
         chunks: list[Chunk] = []
         try:
-            output = await self.front.start(request, timeout_s, key)
-            async with output:
-                while not output.is_final:
-                    chunks += await output.take()
-            output.raise_failure()
+            async with await self.front.start(request, timeout_s, key) as stream:
+                while not stream.is_final:
+                    chunks += await stream.take()
+            stream.raise_failure()
         except InvalidArgumentError as error:
             if error.field not in _INPUT_FIELDS:
                 raise
             raise InvalidArgumentError(error.message, field=field) from None
         pieces = [piece for chunk in chunks if chunk.extras is not None for piece in chunk.extras.tensors]
-        is_mean = pooling is Pooling.MEAN
-        tensor = join_tensors(pieces).get(f"context_{self._output}" if is_mean else self._output)
+        tensor = join_tensors(pieces).get(f"context_{output.name}" if output.gather_context else output.name)
         usage = chunks[-1].usage
-        num_states = usage.prompt_tokens if is_mean and usage is not None else 1
-        if tensor is None or usage is None or len(tensor.data) != 4 * num_states * self._model.hidden_size:
-            raise ExecutionError("the request ended without its hidden states")
-        # A long input has millions of values.
-        state = await asyncio.to_thread(_mean, tensor.data, num_states)
-        if not all(map(math.isfinite, state)):
-            raise ExecutionError("the model's hidden state is not finite")
-        return state, usage
+        if tensor is None or usage is None:
+            raise ExecutionError(f"the request ended without its {output.name}")
+        values = array("f", tensor.data)
+        if sys.byteorder == "big":
+            values.byteswap()
+        if not await asyncio.to_thread(_are_finite, values):
+            raise ExecutionError(f"the model's {output.name} is not finite")
+        return values, usage
 
 
-def _mean(data: bytes, num_states: int) -> Vector:
-    """Return the mean of float32 vectors, rounded once for each value."""
-    values = array("f", data)
-    if sys.byteorder == "big":
-        values.byteswap()
+def _requests(
+    base: pb.GenerateRequest,
+    inputs: Sequence[EmbedInput | Pair],
+    output: pb.AdditionalOutput,
+    *,
+    is_kept: bool,
+) -> Iterator[pb.GenerateRequest]:
+    for index, item in enumerate(inputs):
+        request = pb.GenerateRequest()
+        request.CopyFrom(base)
+        item.fill(request)
+        request.max_tokens, request.streaming = 1, False
+        request.sampling.temperature = 0
+        request.output.detokenize = False
+        request.output.additional_outputs.append(output)
+        if request.request_id and len(inputs) > 1:
+            request.request_id += f"-{index}"
+        if is_kept:
+            keep(request)
+        yield request
+
+
+def _are_finite(values: Vector) -> bool:
+    return all(map(math.isfinite, values))
+
+
+def _mean(values: Vector, num_states: int) -> Vector:
+    """Return the mean of vectors, rounded once for each value."""
     width = len(values) // num_states
     return [math.fsum(values[column::width]) / num_states for column in range(width)]
 

@@ -33,7 +33,9 @@ MAX_NGRAM_SIZE = 64
 MAX_KEEP_S = 366 * 24 * 3600
 MAX_DURATION_MS = 1 << 40  # 34 years; as nanoseconds added to the current time it fits into 64 bits
 
-_ADDITIONAL_OUTPUT = re.compile(r"hidden_states\.(0|[1-9]\d{0,3})|topk_logits\.[1-9]\d{0,3}")
+_ADDITIONAL_OUTPUT = re.compile(
+    r"hidden_states\.(0|[1-9]\d{0,3})|topk_logits\.[1-9]\d{0,3}|token_logits(\.(0|[1-9]\d{0,8})){1,16}", re.ASCII
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ def check_supported(request: pb.GenerateRequest, features: frozenset[str] | None
     for item in probes:
         if item.name not in widths:
             raise InvalidArgumentError(
-                "must be hidden_states.LAYER, topk_logits.K, or an output probe that the workers have",
+                "must be hidden_states.LAYER, topk_logits.K, token_logits.ID.ID..., or an output probe of the workers",
                 field="output.additional_outputs.name",
             )
         item.probe_width = widths[item.name]
@@ -278,8 +280,11 @@ def _check_output(output: pb.OutputConfig, model: ModelFolder) -> None:
             raise InvalidArgumentError("must not be set by clients", field="output.additional_outputs.probe_width")
         check_name(additional.name, field)
         if _ADDITIONAL_OUTPUT.fullmatch(additional.name):
-            kind, _, number = additional.name.partition(".")
-            _at_most(int(number), model.num_layers if kind == "hidden_states" else MAX_TOPK_LOGITS, field)
+            kind, *numbers = additional.name.split(".")
+            if kind == "token_logits":
+                _check_ids(list(map(int, numbers)), model.vocab_size, field)
+            else:
+                _at_most(int(numbers[0]), model.num_layers if kind == "hidden_states" else MAX_TOPK_LOGITS, field)
     names = [additional.name for additional in output.additional_outputs]
     if len(set(names)) < len(names):
         raise InvalidArgumentError("must not be repeated", field="output.additional_outputs.name")

@@ -302,8 +302,9 @@ SCORE: Table = {
     "text_2": ("works", "one or more texts"),
     "queries": ("works", "as `text_1`"),
     "documents": ("works", "as `text_2`"),
-    "use_activation": ("refused", "scores are cosines"),
+    "use_activation": ("refused", "scores are probabilities or cosines"),
     **_EMBEDDING_COMMON,
+    "pooling": ("works", "`last` or `mean`: the score is a cosine, also for a model that answers yes or no"),
 }
 RERANK: Table = {
     "query": ("works", ""),
@@ -314,8 +315,9 @@ RERANK: Table = {
     "rank_fields": ("refused", ""),
     "max_chunks_per_doc": ("refused", ""),
     "max_tokens_per_doc": ("refused", ""),
-    "use_activation": ("refused", "scores are cosines"),
+    "use_activation": ("refused", "scores are probabilities or cosines"),
     **_EMBEDDING_COMMON,
+    "pooling": ("works", "`last` or `mean`: the score is a cosine, also for a model that answers yes or no"),
 }
 RESPONSES_OPAQUE = (
     "tools.parameters",

@@ -19,7 +19,7 @@ import transformers
 
 from midstream.client import AsyncClient
 from midstream.errors import InvalidArgumentError
-from midstream.model.folder import ModelFolder
+from midstream.model.folder import ModelFolder, open_model_folder
 from midstream.model.tokenizer import Tokenizer
 from tests.faults.rig import KINDS, Rig
 from tests.faults.small_model import make_small_model
@@ -28,11 +28,23 @@ TEXTS = ["so the stream goes on", "never lost", "日本語 😀", "so the stream
 # CPU workers compute linear layers with 16-bit activations.
 ATOL = 1e-4
 IDS = [list(range(400, 437)), [5], list(range(300, 480))]
+TEMPLATE = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}fits: "
+ANSWERS = " never", " lost"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
-    return make_small_model(tmp_path_factory.mktemp("small"))
+    folder = make_small_model(tmp_path_factory.mktemp("small"))
+    (folder.path / "chat_template.jinja").write_text(TEMPLATE)
+    (folder.path / "1_LogitScore").mkdir()
+    yes, no = answer_ids(folder)
+    config = {"true_token_id": yes, "false_token_id": no, "module_input_name": "causal_logits"}
+    (folder.path / "1_LogitScore" / "config.json").write_text(json.dumps(config))
+    return open_model_folder(str(folder.path))
+
+
+def answer_ids(folder: ModelFolder) -> list[int]:
+    return [token for answer in ANSWERS for token in Tokenizer(folder.path).encode(answer)]
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +83,7 @@ def unit(vectors: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 async def test_every_door_gives_what_transformers_computes(rig: Rig, model: Any, folder: ModelFolder) -> None:
     await check_openais_client(rig, model, folder)
     await check_scores_and_ranks(rig, model, folder)
+    await check_answers(rig, model, folder)
     await check_key(rig)
     await check_batch(rig, model, folder)
 
@@ -110,10 +123,10 @@ async def check_scores_and_ranks(rig: Rig, model: Any, folder: ModelFolder) -> N
     cosines = vectors[1:] @ vectors[0]
     async with httpx.AsyncClient(base_url=rig.next_url(), timeout=30) as http:
         for path in ("/score", "/v1/score"):
-            texts = {"text_1": TEXTS[0], "text_2": TEXTS[1:]}
+            texts = {"text_1": TEXTS[0], "text_2": TEXTS[1:], "pooling": "last"}
             answer = (await http.post(path, json=texts)).raise_for_status().json()
             np.testing.assert_allclose([item["score"] for item in answer["data"]], cosines, atol=ATOL)
-        pairs = {"queries": TEXTS[:2], "documents": TEXTS[2:]}
+        pairs = {"queries": TEXTS[:2], "documents": TEXTS[2:], "pooling": "last"}
         answer = (await http.post("/score", json=pairs)).raise_for_status().json()
         wanted = [vectors[0] @ vectors[2], vectors[1] @ vectors[3]]
         np.testing.assert_allclose([item["score"] for item in answer["data"]], wanted, atol=ATOL)
@@ -121,6 +134,7 @@ async def check_scores_and_ranks(rig: Rig, model: Any, folder: ModelFolder) -> N
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
             documents = [TEXTS[1], {"text": TEXTS[2]}, TEXTS[3]]
             body: dict[str, Any] = {"model": folder.name, "query": TEXTS[0], "documents": documents, "top_n": 2}
+            body["pooling"] = "last"
             answer = (await http.post(path, json=body)).raise_for_status().json()
             assert [item["index"] for item in answer["results"]] == order[:2]
             assert [item["document"]["text"] for item in answer["results"]] == [TEXTS[1 + i] for i in order[:2]]
@@ -128,6 +142,27 @@ async def check_scores_and_ranks(rig: Rig, model: Any, folder: ModelFolder) -> N
             np.testing.assert_allclose(shown, cosines[order[:2]], atol=ATOL)
         refused = await http.post("/score", json={"text_1": ["a", "b"], "text_2": ["c", "d", "e"]})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text_1")
+
+
+async def check_answers(rig: Rig, model: Any, folder: ModelFolder) -> None:
+    """Check the scores of a model that answers yes or no, which CrossEncoder defines as these probabilities."""
+    tokenizer, expected = Tokenizer(folder.path), []
+    for document in TEXTS[1:]:
+        ids = tokenizer.encode(f"query: {TEXTS[0]}\ndocument: {document}\nfits: ")
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1, answer_ids(folder)]
+        expected.append(float(logits.softmax(0)[0]))
+    assert max(expected) - min(expected) > 100 * ATOL
+    async with httpx.AsyncClient(base_url=rig.next_url(), timeout=30) as http:
+        answer = (await http.post("/score", json={"text_1": TEXTS[0], "text_2": TEXTS[1:]})).raise_for_status().json()
+        np.testing.assert_allclose([item["score"] for item in answer["data"]], expected, atol=ATOL)
+        answer = (
+            (await http.post("/rerank", json={"query": TEXTS[0], "documents": TEXTS[1:]})).raise_for_status().json()
+        )
+        order = sorted(range(3), key=lambda index: -expected[index])
+        assert [item["index"] for item in answer["results"]] == order
+        long = await http.post("/rerank", json={"query": "q", "documents": ["short", "long " * 20_000]})
+    assert (long.status_code, long.json()["error"]["param"]) == (400, "documents[1]")
 
 
 async def check_key(rig: Rig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.decoder import ForwardInputs, Probe, TorchDecoder
 from gpu_worker.models.families import describe
+from gpu_worker.models.loader import load_model
 from gpu_worker.models.native import CpuDecoder
+from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import open_model_folder
 from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner, make_tiny_model
@@ -149,6 +152,13 @@ def test_a_bfloat16_cache_is_close_to_float32(tiny_folder: Path, monkeypatch: py
     scale = float(logits[0].abs().max())
     assert 0 < float((logits[1] - logits[0]).abs().max()) <= 0.05 * scale
     assert float((logits[2] - logits[1]).abs().max()) <= 0.05 * scale
+
+
+def test_a_model_with_another_head_is_refused_by_name(tiny_folder: Path) -> None:
+    folder = open_model_folder(str(tiny_folder))
+    folder = replace(folder, config=folder.config | {"architectures": ["LlamaForSequenceClassification"]})
+    with pytest.raises(UnsupportedError, match="LlamaForSequenceClassification"):
+        load_model(WorkerConfig(), folder)
 
 
 def test_an_unknown_architecture_is_named(tiny_folder: Path) -> None:

@@ -24,6 +24,7 @@ EVERYTHING = OutputParams(
     generation_logits=True,
     hidden_states=((0, True), (2, False), (3, True)),
     topk_logits=((5, True),),
+    token_logits=(((7, 3), True), ((5,), False)),
 )
 STEERED = SamplingParams(temperature=0.0, repetition_penalty=1.5, log_probs=1)
 NUM_NEW = 6
@@ -82,6 +83,9 @@ def test_they_equal_transformers(tiny_folder: Path, runner: ModelRunner) -> None
         "hidden_states.3": states[3][output],
         "context_topk_logits.5": top.values[prompt],
         "topk_logits.5": top.values[output],
+        "context_token_logits.7.3": logits[prompt][:, [7, 3]],
+        "token_logits.7.3": logits[output][:, [7, 3]],
+        "token_logits.5": logits[output][:, [5]],
     }
     found = joined(outputs)
     ids = {name: values for name, values in found.items() if name.endswith("ids")}
@@ -173,12 +177,14 @@ def test_what_is_asked_for_comes_from_the_wire() -> None:
     config = pb.OutputConfig(prompt_log_probs=0, return_generation_logits=True)
     config.additional_outputs.add(name="hidden_states.12", gather_context=True)
     config.additional_outputs.add(name="topk_logits.4")
+    config.additional_outputs.add(name="token_logits.9.0")
     config.additional_outputs.add(name="entropy", gather_context=True, probe_width=2)
     assert output_params(config) == OutputParams(
         prompt_log_probs=0,
         generation_logits=True,
         hidden_states=((12, True),),
         topk_logits=((4, False),),
+        token_logits=(((9, 0), False),),
         probes=(("entropy", True),),
     )
     assert output_params(pb.OutputConfig(log_probs=3)) is NOTHING

@@ -107,6 +107,7 @@ BAD: list[tuple[str, pb.GenerateRequest]] = [
     ("output.prompt_log_probs", output(prompt_log_probs=21)),
     ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="hidden_states.31")])),
     ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.1025")])),
+    ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="token_logits.0.49152")])),
     ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.5")] * 2)),
     ("output.additional_outputs", output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.5")] * 17)),
     ("sampling.top_p_decay", sampling(top_p_decay=0.0)),
@@ -254,7 +255,7 @@ def test_a_probe_gets_the_width_that_the_workers_have() -> None:
     assert [item.probe_width for item in request.output.additional_outputs] == [0, 7]
 
 
-@pytest.mark.parametrize("name", ["weights.1", "hidden_states.03", "topk_logits.0", "Own"])
+@pytest.mark.parametrize("name", ["weights.1", "hidden_states.03", "topk_logits.0", "token_logits.", "Own"])
 def test_a_probe_that_the_workers_lack_is_refused(name: str) -> None:
     with pytest.raises(InvalidArgumentError) as raised:
         check_supported(

@@ -1,6 +1,7 @@
 """The endpoints of embeddings, scores and reranking.
 
-A score is the cosine of the two texts' embeddings; reranking sorts documents by their score with the query.
+A score is the probability that the model answers yes, if it was trained to (answers.py), else the cosine of the two
+texts' embeddings. Reranking sorts documents by their score with the query.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from starlette.routing import Route
 
 from midstream.chunk import Usage
 from midstream.errors import UnavailableError
-from router.pipeline.embedder import Embedder, Vector, VectorShape, dot
+from router.pipeline.embedder import Embedder, Pair, Vector, VectorShape, dot
 from router.pipeline.idempotency import HEADER, check_key, check_no_id, request_id_of
 from router.protocols.body_reader import BodyReader
 from router.protocols.embeddings.request import (
@@ -40,6 +41,7 @@ from router.protocols.streaming import ComputedResponse, EventStream
 
 _Answer = Mapping[str, object]
 _JobT = TypeVar("_JobT", bound=EmbeddingJob)
+_FoundT = TypeVar("_FoundT")
 _UNIT = VectorShape()
 
 
@@ -65,20 +67,18 @@ class EmbeddingsApi:
             data = [{"object": "embedding", "index": index, "embedding": item} for index, item in enumerate(shown)]
             return {"object": "list", "data": data, "model": self._name(job), "usage": _usage(usage)}
 
-        return await self._run(request, read_embeddings, lambda job: job.shape, answer)
+        return await self._run(request, read_embeddings, self._vectors, answer)
 
     async def _score(self, request: Request) -> Response:
-        def answer(job: ScoreJob, vectors: list[Vector], usage: Usage) -> _Answer:
-            scores = (dot(vectors[left], vectors[right]) for left, right in job.pairs)
+        def answer(job: ScoreJob, scores: list[float], usage: Usage) -> _Answer:
             data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
             head = {"id": f"score-{job.base.request_id}", "object": "list", "created": int(time.time())}
             return {**head, "model": self._name(job), "data": data, "usage": _usage(usage)}
 
-        return await self._run(request, read_score, lambda _: _UNIT, answer)
+        return await self._run(request, read_score, self._scores, answer)
 
     async def _rerank(self, request: Request) -> Response:
-        def answer(job: RerankJob, vectors: list[Vector], usage: Usage) -> _Answer:
-            scores = [dot(vectors[0], vector) for vector in vectors[1:]]
+        def answer(job: RerankJob, scores: list[float], usage: Usage) -> _Answer:
             order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: job.top_n]
             results: list[dict[str, object]] = [{"index": index, "relevance_score": scores[index]} for index in order]
             if job.returns_documents:
@@ -87,14 +87,28 @@ class EmbeddingsApi:
             head = {"id": f"rerank-{job.base.request_id}", "model": self._name(job)}
             return {**head, "results": results, "usage": _usage(usage)}
 
-        return await self._run(request, read_rerank, lambda _: _UNIT, answer)
+        return await self._run(request, read_rerank, self._scores, answer)
+
+    async def _vectors(self, job: VectorsJob, key: str) -> tuple[list[Vector], Usage]:
+        return await self._embedder.embed(job.base, job.inputs, job.shape, pooling=job.pooling, key=key)
+
+    async def _scores(self, job: ScoreJob, key: str) -> tuple[list[float], Usage]:
+        answers = self._embedder.answers
+        if answers is None or job.pooling is not None:
+            vectors, usage = await self._embedder.embed(job.base, job.inputs, _UNIT, pooling=job.pooling, key=key)
+            return [dot(vectors[left], vectors[right]) for left, right in job.pairs], usage
+        pairs = [
+            Pair(job.inputs[right].field, str(job.inputs[left].prompt), str(job.inputs[right].prompt))
+            for left, right in job.pairs
+        ]
+        return await self._embedder.score(answers, job.base, pairs, key)
 
     async def _run(
         self,
         request: Request,
         read: Callable[[Body], _JobT],
-        shape: Callable[[_JobT], VectorShape],
-        answer: Callable[[_JobT, list[Vector], Usage], _Answer],
+        compute: Callable[[_JobT, str], Awaitable[tuple[_FoundT, Usage]]],
+        answer: Callable[[_JobT, _FoundT, Usage], _Answer],
     ) -> Response:
         if self._front.draining.is_set():
             raise UnavailableError("this router is draining")
@@ -106,12 +120,12 @@ class EmbeddingsApi:
         job.base.request_id = job.base.request_id or uuid.uuid4().hex
         await self._models.resolve([job.base])
 
-        async def compute() -> Response:
-            vectors, usage = await self._embedder.embed(job.base, job.inputs, shape(job), pooling=job.pooling, key=key)
+        async def respond() -> Response:
+            found, usage = await compute(job, key)
             headers = {"x-request-id": quote(job.base.request_id, safe=""), **ignored_header(job.ignored)}
-            return JSONResponse(answer(job, vectors, usage), headers=headers)
+            return JSONResponse(answer(job, found, usage), headers=headers)
 
-        return _Computed(compute)
+        return _Computed(respond)
 
     def _name(self, job: EmbeddingJob) -> str:
         return job.model or self._front.runner.model.name

@@ -51,7 +51,7 @@ class ScoreJob(EmbeddingJob):
 
 
 @dataclass(slots=True)
-class RerankJob(EmbeddingJob):
+class RerankJob(ScoreJob):
     """A call of /rerank: the query is the first input, and the documents follow.
 
     Attributes:
@@ -119,7 +119,9 @@ def read_rerank(body: Body) -> RerankJob:
     inputs = [EmbedInput("query", query), *(_named("documents", i, text) for i, text in enumerate(documents))]
     returns_documents = body.flag("return_documents") is not False
     # As in vLLM, 0 is all.
-    return RerankJob(*_common(body, inputs, RERANK), min(top_n or len(documents), len(documents)), returns_documents)
+    pairs = [(0, index) for index in range(1, len(inputs))]
+    num_returned = min(top_n or len(documents), len(documents))
+    return RerankJob(*_common(body, inputs, RERANK), pairs, num_returned, returns_documents)
 
 
 def _common(

@@ -1,0 +1,57 @@
+"""Scores by a model that answers whether a document fits a query, as defined by sentence-transformers.
+
+The model folder's `1_LogitScore/config.json` names the tokens of the answers, and its chat template renders a query and
+a document, in the roles `query` and `document`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from midstream.errors import ConfigError
+from midstream.model.folder import ModelFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The tokens of both answers.
+
+    Attributes:
+        no: None: a score is the logit of `yes` alone.
+    """
+
+    yes: int
+    no: int | None = None
+
+    @property
+    def output(self) -> str:
+        """Name of the additional output with their logits."""
+        return f"token_logits.{self.yes}" if self.no is None else f"token_logits.{self.yes}.{self.no}"
+
+    def score(self, logits: Sequence[float]) -> float:
+        """Return the probability of `yes`, given the values of `output`."""
+        log_odds = logits[0] - (logits[1] if self.no is not None else 0.0)
+        return 1 / (1 + math.exp(-log_odds)) if log_odds > -700 else 0.0
+
+
+def answers_of(folder: ModelFolder) -> Answers | None:
+    """Return the model's answers; None if it was not trained to score this way.
+
+    Raises:
+        ConfigError: The file is not JSON, or names no tokens of the model.
+    """
+    file = folder.path / "1_LogitScore" / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        yes, no = config["true_token_id"], config.get("false_token_id")
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} does not define a score: {error!r}", field="model") from None
+    for token in (yes, 0 if no is None else no):
+        if type(token) is not int or not 0 <= token < folder.vocab_size:
+            raise ConfigError(f"{file}: {token!r} is not a token of the model", field="model")
+    return Answers(yes, no)
