@@ -130,8 +130,6 @@ class ModelRunner:
         self._draft = load_draft_model(config, self.model.description) if config.draft_model else None
         if self._draft is not None and (self.model.description.state_size or self._draft.description.state_size):
             raise UnsupportedError("a recurrent state cannot be taken back past rejected drafts", field="draft_model")
-        if config.replicate_post_processors and leader is not None:
-            raise UnsupportedError("must be off: only rank 0 runs post-processors", field="replicate_post_processors")
         self.output_probes = load_output_probes(self.model.description.num_layers)
         self.post_processors = load_post_processors(config.logits_post_processors)
         self.adapters = adapter_cache(
@@ -455,7 +453,9 @@ class ModelRunner:
         adapters = RowAdapters(self.adapters, model.description.vocab_size, model.description.hidden_size)
         drafter = Drafter(self._rows, self._draft_maker(num_blocks))
         self._batch = InputBatch(self._rows, tokens_per_block, adapters, drafter)
-        self._sampler = Sampler(self._rows, self.post_processors)
+        is_replicated = self._config.replicate_post_processors and self._leader is not None
+        replicate = self._leader.post_process if is_replicated and self._leader is not None else None
+        self._sampler = Sampler(self._rows, self.post_processors, replicate)
         self._reporter = Reporter(self._rows, model.decoder, self.output_probes)
         self._guides = Guides(self._rows, lambda: GrammarProcess(self._folder))
 

@@ -26,6 +26,7 @@ class RankCommand(google.protobuf.message.Message):
     ADAPTER_LAYER_FIELD_NUMBER: builtins.int
     RECORD_GRAPHS_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
+    POST_PROCESS_FIELD_NUMBER: builtins.int
     @property
     def choose_num_blocks(self) -> global___ChooseNumBlocks: ...
     @property
@@ -42,6 +43,8 @@ class RankCommand(google.protobuf.message.Message):
     def record_graphs(self) -> global___RecordGraphs: ...
     @property
     def stop(self) -> global___StopRank: ...
+    @property
+    def post_process(self) -> global___PostProcess: ...
     def __init__(
         self,
         *,
@@ -53,10 +56,11 @@ class RankCommand(google.protobuf.message.Message):
         adapter_layer: global___AdapterLayer | None = ...,
         record_graphs: global___RecordGraphs | None = ...,
         stop: global___StopRank | None = ...,
+        post_process: global___PostProcess | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["adapter_layer", b"adapter_layer", "choose_num_blocks", b"choose_num_blocks", "command", b"command", "copy_blocks", b"copy_blocks", "forward", b"forward", "join_logits", b"join_logits", "record_graphs", b"record_graphs", "stop", b"stop", "use_cache", b"use_cache"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter_layer", b"adapter_layer", "choose_num_blocks", b"choose_num_blocks", "command", b"command", "copy_blocks", b"copy_blocks", "forward", b"forward", "join_logits", b"join_logits", "record_graphs", b"record_graphs", "stop", b"stop", "use_cache", b"use_cache"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["choose_num_blocks", "use_cache", "forward", "join_logits", "copy_blocks", "adapter_layer", "record_graphs", "stop"] | None: ...
+    def HasField(self, field_name: typing.Literal["adapter_layer", b"adapter_layer", "choose_num_blocks", b"choose_num_blocks", "command", b"command", "copy_blocks", b"copy_blocks", "forward", b"forward", "join_logits", b"join_logits", "post_process", b"post_process", "record_graphs", b"record_graphs", "stop", b"stop", "use_cache", b"use_cache"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter_layer", b"adapter_layer", "choose_num_blocks", b"choose_num_blocks", "command", b"command", "copy_blocks", b"copy_blocks", "forward", b"forward", "join_logits", b"join_logits", "post_process", b"post_process", "record_graphs", b"record_graphs", "stop", b"stop", "use_cache", b"use_cache"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["choose_num_blocks", "use_cache", "forward", "join_logits", "copy_blocks", "adapter_layer", "record_graphs", "stop", "post_process"] | None: ...
 
 global___RankCommand = RankCommand
 
@@ -147,6 +151,41 @@ class ForwardPass(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["adapter_places", b"adapter_places", "adapters", b"adapters", "dropped_adapters", b"dropped_adapters", "is_probed", b"is_probed", "num_sequences", b"num_sequences", "num_table_blocks", b"num_table_blocks", "num_tokens", b"num_tokens", "numbers", b"numbers", "probed_layers", b"probed_layers", "virtual_places", b"virtual_places", "virtual_values", b"virtual_values"]) -> None: ...
 
 global___ForwardPass = ForwardPass
+
+@typing.final
+class PostProcess(google.protobuf.message.Message):
+    """Call a logits post-processor for N sequences on the tensor ranks of the first stage. Rank 0 sends them the logits, and
+    what they return is dropped.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    LENGTHS_FIELD_NUMBER: builtins.int
+    CLIENT_IDS_FIELD_NUMBER: builtins.int
+    REQUEST_IDS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    tokens: builtins.bytes
+    """int32: the tokens of all sequences, and how many each has."""
+    @property
+    def lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def client_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def request_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        tokens: builtins.bytes = ...,
+        lengths: collections.abc.Iterable[builtins.int] | None = ...,
+        client_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        request_ids: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_ids", b"client_ids", "lengths", b"lengths", "name", b"name", "request_ids", b"request_ids", "tokens", b"tokens"]) -> None: ...
+
+global___PostProcess = PostProcess
 
 @typing.final
 class JoinLogits(google.protobuf.message.Message):

@@ -11,6 +11,7 @@ from torch import Tensor
 from gpu_worker.lora.adapter import LoraPair
 from gpu_worker.lora.inputs import AdapterTokens, VirtualTokens
 from gpu_worker.models.decoder import ForwardInputs, Probe
+from gpu_worker.sampling.post_processors import Call
 from protos import ranks_pb2
 
 _NUMBERS = (
@@ -116,6 +117,26 @@ def decode_adapter_layer(layer: ranks_pb2.AdapterLayer) -> dict[str, LoraPair]:
         )
         for pair in layer.pairs
     }
+
+
+def encode_post_process(call: Call) -> ranks_pb2.RankCommand:
+    """Encode a call of a post-processor, without its logits."""
+    return ranks_pb2.RankCommand(
+        post_process=ranks_pb2.PostProcess(
+            name=call.name,
+            tokens=b"".join(known.astype(np.int32).tobytes() for known in call.tokens),
+            lengths=[len(known) for known in call.tokens],
+            client_ids=call.client_ids,
+            request_ids=call.request_ids,
+        )
+    )
+
+
+def decode_post_process(message: ranks_pb2.PostProcess) -> Call:
+    """Decode a call of a post-processor."""
+    tokens = np.frombuffer(message.tokens, dtype=np.int32)
+    parts = np.split(tokens, np.cumsum(message.lengths)[:-1])
+    return Call(message.name, parts, list(message.client_ids), list(message.request_ids))
 
 
 def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:

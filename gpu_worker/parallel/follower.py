@@ -18,10 +18,11 @@ from gpu_worker.kv.cache import KvCache
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks, runs_ahead
 from gpu_worker.lora.adapter import Adapter, LoraPair
 from gpu_worker.models.loader import LoadedModel, load_model, num_threads
-from gpu_worker.parallel.commands import decode_adapter_layer, decode_forward
+from gpu_worker.parallel.commands import decode_adapter_layer, decode_forward, decode_post_process
 from gpu_worker.parallel.group import RankGroup
 from gpu_worker.parallel.lifelines import LOST_EXIT_CODE
 from gpu_worker.parallel.shard_adapters import adapter_part
+from gpu_worker.sampling.post_processors import Call, PostProcessor, apply, load_post_processors
 from midstream.config import WorkerConfig
 from midstream.model.folder import ModelFolder
 from midstream.rpc.health import Progress
@@ -55,6 +56,9 @@ class RankExecutor:
         self._kv: KvCache | None = None
         self._memory: WarmUpMemory | None = None
         self._has_chosen = False
+        self._post_processors: dict[str, PostProcessor] = {}
+        if config.replicate_post_processors and self._links.ranks.stage == 0:
+            self._post_processors = load_post_processors(config.logits_post_processors)
         self._adapters: dict[int, object] = {}
         self._arriving: list[dict[str, LoraPair]] = []
 
@@ -73,18 +77,14 @@ class RankExecutor:
             assert self._kv is not None
             sources, targets = command.copy_blocks.sources, command.copy_blocks.targets
             self._kv.copy_blocks(np.array(sources, dtype=np.int32), np.array(targets, dtype=np.int32))
+        elif kind == "post_process":
+            self._post_process(decode_post_process(command.post_process))
         elif kind == "adapter_layer":
             self._take_adapter_layer(command.adapter_layer)
         elif kind == "choose_num_blocks":
             self._choose_num_blocks()
         elif kind == "use_cache":
-            num_blocks, block_size = command.use_cache.num_blocks, self._config.tokens_per_block
-            model = self.model
-            self._kv = KvCache(model.part, num_blocks, block_size, model.kv_dtype, model.device)
-            self._decoder.use_cache(self._kv)
-            # The first pool is used for the warm-up.
-            if self._memory is None and not self._has_chosen:
-                self._memory = WarmUpMemory(model.device, [self._kv])
+            self._use_cache(command.use_cache.num_blocks)
         elif kind == "record_graphs":
             self._record_graphs()
         else:
@@ -94,6 +94,14 @@ class RankExecutor:
         """Release recorded graphs; call it before the ranks disconnect."""
         if self._graphs is not None:
             self._graphs.close()
+
+    def _use_cache(self, num_blocks: int) -> None:
+        model = self.model
+        self._kv = KvCache(model.part, num_blocks, self._config.tokens_per_block, model.kv_dtype, model.device)
+        self._decoder.use_cache(self._kv)
+        # The first pool is used for the warm-up.
+        if self._memory is None and not self._has_chosen:
+            self._memory = WarmUpMemory(model.device, [self._kv])
 
     def _choose_num_blocks(self) -> None:
         assert self._memory is not None
@@ -117,6 +125,13 @@ class RankExecutor:
             rows = torch.empty(num_rows, description.hidden_size, dtype=self.model.dtype, device=self.model.device)
             self._links.share(rows)
             self._decoder.logits(rows)
+
+    def _post_process(self, call: Call) -> None:
+        if self._links.ranks.stage == 0:
+            shape = (len(call.tokens), self.model.description.vocab_size)
+            logits = torch.empty(shape, dtype=torch.float32, device=self.model.device)
+            self._links.share(logits)
+            apply(self._post_processors[call.name], call, logits)
 
     def _take_adapter_layer(self, layer: ranks_pb2.AdapterLayer) -> None:
         self._arriving.append(decode_adapter_layer(layer))

@@ -17,11 +17,12 @@ from gpu_worker.batch.step import IntArray
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.models.decoder import Decoder, ForwardInputs, Probe
-from gpu_worker.parallel.commands import encode_adapter_layer, encode_forward
+from gpu_worker.parallel.commands import encode_adapter_layer, encode_forward, encode_post_process
 from gpu_worker.parallel.frames import FrameSender
 from gpu_worker.parallel.links import RankLinks
 from gpu_worker.parallel.shard import Shard
 from gpu_worker.parallel.shard_adapters import adapter_part
+from gpu_worker.sampling.post_processors import Call
 from midstream.errors import InvalidArgumentError
 from protos import ranks_pb2
 
@@ -73,6 +74,12 @@ class Leader:
         """Copy blocks on the other ranks."""
         copy = ranks_pb2.CopyBlocks(sources=sources.tolist(), targets=targets.tolist())
         self.tell(ranks_pb2.RankCommand(copy_blocks=copy))
+
+    def post_process(self, call: Call, logits: Tensor) -> None:
+        """Make the other tensor ranks of the first stage call a post-processor with these arguments."""
+        if self.links.ranks.tensor_size > 1:
+            with self.together(encode_post_process(call)):
+                self.links.share(logits.contiguous())
 
     def record_graphs(self, record: Callable[[], None]) -> None:
         """Record CUDA graphs on all ranks at the same time."""

@@ -4,7 +4,8 @@ A package registers one under the entry point group `midstream.logits_post_proce
 `logits_post_processors` names it: a class with a constructor without arguments, derived from LogitsPostProcessor, or
 from BatchedLogitsPostProcessor, which is called once for all its sequences of a step. It receives the model's
 unmodified logits. It must depend only on its arguments, since a sequence is recomputed after a worker is lost. In a
-group of ranks it runs on rank 0, which samples for all.
+group of ranks it runs on rank 0, which samples for all. With `replicate_post_processors` all tensor ranks of the first
+stage call it with the same arguments, each in its own process, in the same order; what rank 0's call returns counts.
 
 One that raises, or returns anything but float32 logits of the same shape, fails the request it was called for.
 """
@@ -13,8 +14,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 
 import numpy as np
@@ -108,8 +109,27 @@ def _load(entry_point: EntryPoint) -> PostProcessor:
     return processor
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The sequences of a step that use one post-processor, with its arguments for each of them."""
+
+    name: str
+    tokens: Sequence[NDArray[np.int32]]
+    client_ids: Sequence[str]
+    request_ids: Sequence[str]
+
+
+# Repeats a call, with a copy of its logits, on other ranks.
+Replicate = Callable[[Call, Tensor], None]
+
+
 def post_process(
-    logits: Tensor, state: Rows, rows: IntArray, places: list[int], processors: Mapping[str, PostProcessor]
+    logits: Tensor,
+    state: Rows,
+    rows: IntArray,
+    places: list[int],
+    processors: Mapping[str, PostProcessor],
+    replicate: Replicate | None = None,
 ) -> dict[int, MidstreamError]:
     """Change `logits` [len(rows), vocab_size] at `places` in place; return errors by place."""
     by_name: dict[str, list[int]] = {}
@@ -117,53 +137,61 @@ def post_process(
         by_name.setdefault(state.post_processors[rows[place]][0], []).append(place)
     errors: dict[int, MidstreamError] = {}
     for name, group in by_name.items():
-        processor = processors[name]
-        if isinstance(processor, LogitsPostProcessor) or not _try_all(processor, logits, state, rows, group):
-            for place in group:
-                error = _process_one(name, processor, logits, state, rows, place)
-                if error is not None:
-                    errors[place] = error
+        call, given = _call(name, state, rows, group), logits[group]
+        if replicate is not None:
+            replicate(call, given)
+        found = apply(processors[name], call, given)
+        logits[group] = given
+        errors |= {group[index]: error for index, error in found.items()}
     return errors
 
 
-def _try_all(
-    processor: BatchedLogitsPostProcessor, logits: Tensor, state: Rows, rows: IntArray, places: list[int]
-) -> bool:
-    given = logits[places]
+def apply(processor: PostProcessor, call: Call, logits: Tensor) -> dict[int, MidstreamError]:
+    """Change `logits` [sequences of the call, vocab_size] in place; return errors by index."""
+    if isinstance(processor, BatchedLogitsPostProcessor) and _try_all(processor, call, logits):
+        return {}
+    errors: dict[int, MidstreamError] = {}
+    for index in range(len(logits)):
+        error = _process_one(processor, call, logits, index)
+        if error is not None:
+            errors[index] = error
+    return errors
+
+
+def _try_all(processor: BatchedLogitsPostProcessor, call: Call, logits: Tensor) -> bool:
+    given = logits.clone()
     try:
-        changed = _checked(processor.process(given, *_context(state, rows, places)), given)
+        changed = _checked(processor.process(given, call.tokens, call.client_ids, call.request_ids), given)
     except Exception:  # noqa: BLE001 (user code)
         return False
-    logits[places] = changed
+    logits.copy_(changed)
     return True
 
 
-def _process_one(
-    name: str, processor: PostProcessor, logits: Tensor, state: Rows, rows: IntArray, place: int
-) -> MidstreamError | None:
-    given = logits[[place]]
-    tokens, client_ids, request_ids = _context(state, rows, [place])
+def _process_one(processor: PostProcessor, call: Call, logits: Tensor, index: int) -> MidstreamError | None:
+    given = logits[[index]]
+    tokens, client_id, request_id = call.tokens[index], call.client_ids[index], call.request_ids[index]
     try:
         if isinstance(processor, LogitsPostProcessor):
-            changed = _checked(processor.process(given[0], tokens[0], client_ids[0], request_ids[0]), given[0])[None]
+            changed = _checked(processor.process(given[0], tokens, client_id, request_id), given[0])[None]
         else:
-            changed = _checked(processor.process(given, tokens, client_ids, request_ids), given)
+            changed = _checked(processor.process(given, [tokens], [client_id], [request_id]), given)
     except Exception as error:  # noqa: BLE001 (user code)
-        logger.warning("the logits post-processor %s failed: %r", name, error)
-        message = f"the logits post-processor {name!r} failed: {type(error).__name__}: {error}"
+        logger.warning("the logits post-processor %s failed: %r", call.name, error)
+        message = f"the logits post-processor {call.name!r} failed: {type(error).__name__}: {error}"
         return ExecutionError(message[:500], field="logits_post_processor_name")
-    logits[place] = changed[0]
+    logits[index] = changed[0]
     return None
 
 
-def _context(state: Rows, rows: IntArray, places: list[int]) -> tuple[list[NDArray[np.int32]], list[str], list[str]]:
+def _call(name: str, state: Rows, rows: IntArray, places: list[int]) -> Call:
     tokens = []
     for place in places:
         known = state.tokens[rows[place], : state.lengths[rows[place]]]
         known.flags.writeable = False  # this view only
         tokens.append(known)
     _, client_ids, request_ids = zip(*(state.post_processors[rows[place]] for place in places), strict=True)
-    return tokens, list(client_ids), list(request_ids)
+    return Call(name, tokens, list(client_ids), list(request_ids))
 
 
 def _checked(changed: object, given: Tensor) -> Tensor:

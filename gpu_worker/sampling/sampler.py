@@ -26,7 +26,7 @@ from gpu_worker.sampling.distribution import MIN_TEMPERATURE, argmax, invert, to
 from gpu_worker.sampling.draws import IS_BROKEN, WORDS, DrawParams, draw
 from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints
 from gpu_worker.sampling.logits_processors import STEERING, allow, decayed_top_p, send, steer
-from gpu_worker.sampling.post_processors import PostProcessor, post_process
+from gpu_worker.sampling.post_processors import PostProcessor, Replicate, post_process
 from gpu_worker.sampling.uniforms import uniforms
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 
@@ -122,9 +122,15 @@ def _log_probs_on_device(raw: Tensor, chosen: Tensor, places: list[int], count: 
 class Sampler:
     """Samples for the sequences in `rows`."""
 
-    def __init__(self, rows: Rows, post_processors: Mapping[str, PostProcessor] | None = None) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        post_processors: Mapping[str, PostProcessor] | None = None,
+        replicate: Replicate | None = None,
+    ) -> None:
         self._rows = rows
         self._post_processors = post_processors or {}
+        self._replicate = replicate
         self._pinned: PinnedBuffers | None = None
 
     def sample(self, logits: Tensor, rows: IntArray, constraints: Constraints = UNCONSTRAINED) -> Sampled:
@@ -230,7 +236,7 @@ class Sampler:
             logits = raw.clone()
             processed = self._with(rows, Feature.POST_PROCESSED)
             if processed:
-                errors = post_process(logits, self._rows, rows, processed, self._post_processors)
+                errors = post_process(logits, self._rows, rows, processed, self._post_processors, self._replicate)
             steer(logits, self._rows, rows)
             guided = self._with(rows, Feature.GUIDED)
             if guided:

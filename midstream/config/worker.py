@@ -94,7 +94,8 @@ class WorkerConfig(ServiceConfig):
     lora_max_adapter_size: int = setting(64, "Maximum adapter rank.")
     logits_post_processors: str = setting("", "Additional logits post-processors: comma-separated NAME=module:Class.")
     replicate_post_processors: bool = setting(
-        False, "Call post-processors on all ranks of a group. With several ranks only off (rank 0 only) is implemented."
+        False,
+        "Call post-processors on all tensor ranks of a group's first stage; rank 0's result counts.",
     )
     adapter_root: str = setting(
         "", "Folder that must contain all adapters, after resolving links; empty: the routers' setting."

@@ -154,8 +154,8 @@ class LogitsPostProcessorConfig:
     Attributes:
         processor_map: Name to `module:Class`.
         processor_batched: `module:Class` used by requests that name BATCHED_POST_PROCESSOR_NAME.
-        replicate: False: called on rank 0 only, which samples for all ranks. True is rejected for groups of several
-            ranks: processors are pure functions, so replicas would add nothing.
+        replicate: True: called on all tensor ranks of the first stage, each in its own process. False: on rank 0 only.
+            Rank 0 samples for all ranks in either case.
     """
 
     processor_map: Mapping[str, str] = field(default_factory=dict)

@@ -38,8 +38,19 @@ class RankPool:
         ]
 
     @contextmanager
-    def runner(self, folder: Path | str, tensor: int, stages: int, **settings: Any) -> Iterator[ModelRunner]:
-        """Return a runner on a grid of ranks, with the settings of `make_runner`."""
+    def runner(
+        self,
+        folder: Path | str,
+        tensor: int,
+        stages: int,
+        *,
+        environment: Any = None,
+        **settings: Any,
+    ) -> Iterator[ModelRunner]:
+        """Return a runner on a grid of ranks, with the settings of `make_runner`.
+
+        `environment` are further variables of the other ranks.
+        """
         defaults = {"device": "cpu", "max_kv_tokens": 4096, "max_batch_size": 8, "num_threads": 1}
         values = {**defaults, **settings, "tensor_parallel": tensor, "pipeline_parallel": stages}
         world_size = tensor * stages
@@ -47,7 +58,8 @@ class RankPool:
         followers = self._processes[: world_size - 1]
         for rank, process in enumerate(followers, 1):
             assert process.stdin is not None
-            job = {"model": str(folder), "settings": values, "variables": {**variables, "RANK": str(rank)}}
+            own = {**variables, **(environment or {}), "RANK": str(rank)}
+            job = {"model": str(folder), "settings": values, "variables": own}
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
         with pytest.MonkeyPatch.context() as patch:
