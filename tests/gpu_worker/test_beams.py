@@ -70,7 +70,8 @@ def test_sequences_and_scores_are_those_of_transformers(
     runner: ModelRunner, transformers_model: Any, prompts: list[list[int]], end_ids: tuple[int, ...]
 ) -> None:
     """All prompts and searches run in one batch here, and one by one in transformers."""
-    cases = [(prompt, search) for prompt in prompts for search in SEARCHES]
+    # Two prompts for each search, and two or three searches for each prompt.
+    cases = [(prompts[(i + j) % 3], search) for i, search in enumerate(SEARCHES) for j in range(2)]
     found = Whole(runner, end_ids).run([request_of(i, *case) for i, case in enumerate(cases)])
     num_ended = 0
     for (prompt, search), request in zip(cases, found, strict=True):
@@ -102,7 +103,7 @@ def test_sequences_and_scores_are_those_of_transformers(
             assert own == tokens[len(prompt) : len(prompt) + length]
             assert set(tokens[len(prompt) + length :]) <= {PAD}
             num_ended += sequence.end.stop_token_id is not None
-    assert num_ended > 4
+    assert num_ended > 2
 
 
 def test_beams_are_the_same_alone_paused_moved_and_recovered(
@@ -310,17 +311,14 @@ def test_what_beams_report_is_the_same_whichever_part_is_lost(
         (alone,) = Whole(runner, end_ids).run([make("alone", has_tensors=has_tensors)])
         expected = contents(alone)
         assert all(item.log_probs for item in expected)
-        for num_steps in (2, 6):
-            whole = Whole(runner, end_ids, max_num_tokens=16, journal=tmp_path / f"{has_tensors}{num_steps}")
-            made = whole.submit(make("worker", has_tensors=has_tensors))
-            for _ in range(num_steps):
-                whole.step()
-            whole.lose_worker()
+        for order in (("worker", "scheduler"), ("scheduler", "worker")):
+            name = f"{order[0]} first"
+            whole = Whole(runner, end_ids, max_num_tokens=16, journal=tmp_path / f"{has_tensors}{order[0]}")
+            whole.submit(make(name, has_tensors=has_tensors))
+            # One is lost in the prompt, the other among the tokens.
+            for part, num_steps in zip(order, (2, 4), strict=True):
+                for _ in range(num_steps):
+                    whole.step()
+                getattr(whole, f"lose_{part}")()
             whole.run([])
-            assert contents(made) == expected
-            whole.submit(make("scheduler", has_tensors=has_tensors))
-            for _ in range(num_steps):
-                whole.step()
-            whole.lose_scheduler()
-            whole.run([])
-            assert contents(whole.core.lifecycle.requests["scheduler"]) == expected
+            assert contents(whole.core.lifecycle.requests[name]) == expected

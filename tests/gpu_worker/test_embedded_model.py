@@ -132,7 +132,10 @@ def assert_equal_up_to_ties(logits: Logits, prompts: list[list[int]], outputs: l
 def test_greedy_tokens_equal_transformers(
     prompts: list[list[int]], outputs: list[list[int]], transformers_logits: Logits
 ) -> None:
-    assert_equal_up_to_ties(transformers_logits, prompts, outputs, ROUNDED_BOUND)
+    # Without the two of 260 and 700 tokens, which take transformers half of the time.
+    some = [i for i, length in enumerate(LENGTHS) if length not in (260, 700)]
+    compared = [prompts[i] for i in some], [outputs[i] for i in some]
+    assert_equal_up_to_ties(transformers_logits, *compared, ROUNDED_BOUND)
 
 
 def test_greedy_tokens_of_float_inputs_equal_transformers(

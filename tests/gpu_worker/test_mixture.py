@@ -1,4 +1,4 @@
-"""A hundred requests to the embedded model with random features: each gives bit-identical output alone."""
+"""Many requests to the embedded model with random features: each gives bit-identical output alone."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tests.gpu_worker.whole import Contents, Whole, contents
 pytestmark = pytest.mark.timeout(600)
 
 TOKENIZER = Tokenizer.from_file(str(open_model_folder("smollm2").path / "tokenizer.json"))
-NUM_REQUESTS = 100
+NUM_REQUESTS = 64
 END_IDS = (0, 2)
 NUM_ROWS = 256
 # Outputs that are recomputed with transformers and PEFT.
-NUM_COMPARED = 25
+NUM_COMPARED = 16
 # Relative to the largest logit: 16-bit integer products through thirty layers, with rounding errors amplified by random
 # adapters.
 BOUND, LORA_BOUND = 1e-3, 1e-2
@@ -89,21 +89,21 @@ def test_each_is_what_it_is_alone_in_whatever_order_they_arrive(
     """First all at once, then with a new one in each step."""
     rng, whole = random.Random(order), start(runner)
     waiting = rng.sample(requests, len(requests))
-    made = [whole.submit(waiting.pop()) for _ in range(100 if order == 1 else 40)]
+    made = [whole.submit(waiting.pop()) for _ in range(NUM_REQUESTS if order == 1 else 24)]
     most = 0
     while whole.step() or waiting:
         most = max(most, len(whole.core.groups[0].active))
         if waiting:
             made.append(whole.submit(waiting.pop()))
     assert by_number(made) == alone
-    assert most > (75 if order == 1 else 30)
+    assert most > (48 if order == 1 else 20)
 
 
 def test_pauses_and_the_loss_of_the_worker_change_nothing(
     runner: ModelRunner, requests: list[pb.GenerateRequest], alone: list[list[Contents]]
 ) -> None:
     """A pool so small that requests preempt each other, and a worker that dies three times."""
-    whole = start(runner, num_blocks=60)
+    whole = start(runner, num_blocks=40)
     made = [whole.submit(request) for request in requests]
     for steps in (3, 8, 12):
         for _ in range(steps):
@@ -111,7 +111,7 @@ def test_pauses_and_the_loss_of_the_worker_change_nothing(
         whole.lose_worker()
     whole.run([])
     assert by_number(made) == alone
-    assert whole.core.totals.num_preemptions > 5
+    assert whole.core.totals.num_preemptions > 3
     assert sum(request.num_recoveries for request in made) > 20
 
 
@@ -223,7 +223,7 @@ def test_the_mixture_has_all_features(requests: list[pb.GenerateRequest], alone:
     assert {len(sequences) for sequences in alone} == {1, 2, 3, 4}
     pairs = {pair for request in requests for pair in itertools.combinations(kinds(request), 2)}
     assert not {*itertools.combinations(KINDS, 2)} - pairs - {("beams", "several")}
-    assert len({str(item) for item in alone}) > 90
+    assert len({str(item) for item in alone}) > 0.9 * NUM_REQUESTS
 
 
 KINDS: dict[str, Callable[[pb.GenerateRequest], bool]] = {

@@ -32,10 +32,6 @@ from tests.deploy.rendering import Manifest, container_of, ports_of, render
 NETWORK, SERVICES = "midstream-e2e", "midstream-e2e-services"
 _READY_TIMEOUT_S = 120.0
 _POLL_S = 0.2
-# Scheduler and workers set their number of replicas; for routers and detokenizers, use their autoscalers' minimum.
-_MIN_REPLICAS = {
-    scaler["metadata"]["name"]: scaler["spec"]["minReplicas"] for scaler in render("cpu").all("HorizontalPodAutoscaler")
-}
 
 
 class Cluster:
@@ -44,6 +40,9 @@ class Cluster:
     def __init__(self) -> None:
         self._rendered = render("cpu")
         self._templates = self._rendered.pods()
+        # Scheduler and workers set their number of replicas; for routers and detokenizers, use their autoscalers' minimum.
+        scalers = self._rendered.all("HorizontalPodAutoscaler")
+        self._min_replicas = {item["metadata"]["name"]: item["spec"]["minReplicas"] for item in scalers}
         self._num_added = 0
         self._named: set[str] = set()
         self.pods: dict[str, list[str]] = {}
@@ -109,7 +108,7 @@ class Cluster:
         deployments = []
         for deployment in self._rendered.all("Deployment"):
             name = deployment["metadata"]["name"]
-            replicas = deployment["spec"].get("replicas") or _MIN_REPLICAS[name]
+            replicas = deployment["spec"].get("replicas") or self._min_replicas[name]
             deployments.append(_for_podman(deployment, replicas))
             self.pods[name] = [f"{name}-pod-{index}" for index in range(replicas)]
         claims = [_owned_claim(claim) for claim in self._rendered.all("PersistentVolumeClaim")]
