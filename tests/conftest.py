@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from xdist.remote import Producer
@@ -64,6 +66,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Otherwise idle processes would wait for long tests that are assigned last.
     ranks = {name: rank for rank, name in enumerate((_SERVICE, *_LONG))}
     items.sort(key=lambda item: ranks.get(_group_of(item.nodeid), len(ranks)))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Let the first of several processes collect alone: after installation it compiles thousands of modules, which the
+    others would otherwise compile at the same time.
+    """
+    with Path(__file__).open() as lock:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+        return (yield)
 
 
 def pytest_collection_finish() -> None:

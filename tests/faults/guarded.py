@@ -35,7 +35,7 @@ class Guarded(NamedProcesses):
         names = ("scheduler", "worker", "detokenizer", "token", "certificate", "http")
         self.ports = dict(zip(names, free_ports(len(names)), strict=True))
         (folder / "model").mkdir()
-        self._model = str(make_small_model(folder / "model").path)
+        self._model = str(make_small_model(folder / "model", max_position_embeddings=8192).path)
         self._allowed = folder / "allowed"
         for name in ("scheduler", "worker"):
             result = midstream("keys", name, "--output", str(folder))

@@ -8,6 +8,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -34,10 +35,13 @@ from tests.faults.guarded_ports import fetch
 from tests.faults.processes import until
 from tests.router.test_grammar_check import BAD
 
-NUM_TOKENS = 400
+NUM_TOKENS = 100
 # Five processes start at once, and one of them imports torch.
 START_S = 120
 SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.9, seed=4)
+# Streams during which something happens.
+LONG = replace(SAMPLING, max_tokens=400)
+ENDLESS = replace(SAMPLING, max_tokens=8000)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +56,8 @@ async def guarded(shared: Guarded) -> Guarded:
     return shared
 
 
-async def ask(client: AsyncClient, request_id: str = "") -> Result:
-    return await client.generate("The stream", sampling=SAMPLING, request_id=request_id, timeout_s=100).result()
+async def ask(client: AsyncClient, request_id: str = "", sampling: SamplingParams = SAMPLING) -> Result:
+    return await client.generate("The stream", sampling=sampling, request_id=request_id, timeout_s=100).result()
 
 
 async def test_a_token_or_a_certificate_lets_a_caller_in_and_each_has_its_own_requests(guarded: Guarded) -> None:
@@ -152,7 +156,7 @@ async def test_an_admin_aborts_anothers_request_by_its_inner_id_and_others_do_no
         guarded.client(tls=tls, token=BOB) as bob,
         guarded.client(tls=tls, token=ROOT) as root,
     ):
-        stream = alice.generate("The stream", sampling=SAMPLING, request_id="long", timeout_s=100)
+        stream = alice.generate("The stream", sampling=ENDLESS, request_id="long", timeout_s=100)
         await anext(stream)
         assert not await bob.abort("long")
         assert not await bob.abort(alice_inner)
@@ -194,8 +198,8 @@ async def test_a_guide_that_abuses_is_refused_and_its_neighbour_goes_on(guarded:
 
 async def test_parts_that_die_come_back_behind_their_locks(guarded: Guarded) -> None:
     async with guarded.alice() as alice:
-        expected = await ask(alice)
-        stream = alice.generate("The stream", sampling=SAMPLING, timeout_s=150)
+        expected = await ask(alice, sampling=LONG)
+        stream = alice.generate("The stream", sampling=LONG, timeout_s=150)
         result = Result(stream.request_id)
         for name in ("scheduler", "worker", "detokenizer"):
             chunk = await anext(stream, None)
