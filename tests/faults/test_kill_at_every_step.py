@@ -1,8 +1,9 @@
 """One request of each kind; a part dies at each of its tokens. The output equals that of an undisturbed run.
 
 Each part in turn dies at each token: four runs of a request, in each of which the part that dies at a token is the next
-one in turn. One of the four runs by default, with MIDSTREAM_ALL_KILLS=1 all of them, over frames and gRPC, with
-each layout of workers. MIDSTREAM_KILL_MODEL=NAME runs all this on a model of tests/gpu_worker/test_families.py.
+one in turn. By default one of the four runs, of 32 tokens; with MIDSTREAM_ALL_KILLS=1 all of them, of 48 tokens, over
+frames and gRPC, with each layout of workers. MIDSTREAM_KILL_MODEL=NAME runs all this on a model of
+tests/gpu_worker/test_families.py.
 
 Models whose state is not keys and values alone are killed a few times by default.
 """
@@ -26,11 +27,11 @@ from tests.gpu_worker.test_families import MODELS
 from tests.gpu_worker.tiny_models import make_runner
 from tests.gpu_worker.whole import Whole, outputs
 
-NUM_TOKENS = 48
 MODEL = os.environ.get("MIDSTREAM_KILL_MODEL", "llama")
 # Recurrent state, and a latent cache.
 OTHER_MODELS = ("lfm2", "deepseek_v3")
 ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else None
+NUM_TOKENS = 48 if ROTATIONS else 32
 PROMPT = list(range(400, 437))
 SEEDED = pb.SamplingConfig(
     temperature=0.8, top_k=40, seed=5, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2

@@ -162,7 +162,7 @@ async def test_a_deadline_in_the_queue_and_one_in_generation(processes: Processe
     processes.worker_flags = ("--max-batch-size", "1")
     processes.start("worker-0")
     sampling = SamplingParams(max_tokens=4000, ignore_eos=True)
-    running = client.generate(token_ids=[5], sampling=sampling, timeout_s=3)
+    running = client.generate(token_ids=[5], sampling=sampling, timeout_s=8)
     await anext(running)
     with pytest.raises(DeadlineError):
         await client.generate(token_ids=[9], sampling=sampling, timeout_s=0.5).result()

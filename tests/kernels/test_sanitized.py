@@ -11,6 +11,8 @@ from kernels.build import build
 FLAGS = (
     "-fsanitize=address,alignment,bounds,shift,signed-integer-overflow",
     "-fno-sanitize-recover=alignment,bounds,shift,signed-integer-overflow",
+    # Calls instead of inlined checks of addresses: they run slower, but compile in two thirds of the time.
+    "--param=asan-instrumentation-with-call-threshold=0",
     "-g1",
     "-O0",
 )

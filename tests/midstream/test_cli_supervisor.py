@@ -43,7 +43,7 @@ class Run:
         self.changed.set()
 
     async def until(self, holds: Callable[[RunState], bool]) -> RunState:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not holds(self.supervisor.state):
                 self.changed.clear()
                 await self.changed.wait()
@@ -51,7 +51,7 @@ class Run:
 
     async def end(self) -> None:
         self.stop.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await self.task
 
 
@@ -124,7 +124,8 @@ async def test_a_process_that_hangs_is_started_anew(tmp_path: Path, monkeypatch:
     await run.ready.wait()
     (process,) = run.supervisor._processes
     os.kill(process.state.pid, signal.SIGSTOP)
-    await run.until(lambda state: _named(state, "worker-0") == (ProcessPhase.READY, 1))
+    # More than once if the machine itself stands still for longer than the limits.
+    await run.until(lambda state: _named(state, "worker-0")[1] >= 1 and _all_ready(state))
     await run.end()
 
 

@@ -184,7 +184,7 @@ async def test_leaving_a_stream_ends_the_call(how: str) -> None:
             reading = asyncio.create_task(anext(stream))
             await asyncio.sleep(0)
             reading.cancel()
-        await asyncio.wait_for(router.left.wait(), 5)
+        await asyncio.wait_for(router.left.wait(), 30)
 
 
 async def test_what_is_asked_for_arrives() -> None:

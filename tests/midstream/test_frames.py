@@ -210,8 +210,8 @@ async def test_a_peer_that_does_not_read_holds_back_batches_and_gets_all_of_them
 async def test_a_silent_peer_is_given_up_and_a_living_one_is_kept() -> None:
     async with serving() as server:
         living, silent, theirs = Peer(), Peer(), Peer()
-        await connect(server.offer(lambda _: Peer()), living, keepalive_s=0.05, timeout_s=0.5)
-        connection = await connect(server.offer(lambda _: theirs), silent, keepalive_s=0.05, timeout_s=0.5)
+        await connect(server.offer(lambda _: Peer()), living, keepalive_s=0.05, timeout_s=3)
+        connection = await connect(server.offer(lambda _: theirs), silent, keepalive_s=0.05, timeout_s=3)
         assert connection._transport is not None
         connection._transport.pause_reading()  # so that it receives nothing, like a hung peer
         await asyncio.wait_for(silent.lost.wait(), WAIT_S)

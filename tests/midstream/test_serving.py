@@ -30,6 +30,8 @@ from tests.faults.hosts import relay
 NAME = "midstream.v1.Midstream"
 # Longer than the delays between attempts to connect to a part that is gone.
 LATENCY_S = 0.6
+# The machine may stand still for seconds.
+WAIT_S = 30
 
 
 class Raising(service_pb2_grpc.MidstreamServicer):
@@ -146,14 +148,14 @@ async def test_a_caller_that_leaves_ends_the_generator_at_once() -> None:
     call = stub.GetIterationStats(stats.GetIterationStatsRequest())
     await servicer.started.wait()
     call.cancel()
-    await asyncio.wait_for(servicer.cleaned.wait(), 2)
+    await asyncio.wait_for(servicer.cleaned.wait(), WAIT_S)
     await server.stop()
 
 
 async def check(port: int, service: str = "") -> int:
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        response = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=2)
+        response = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
         return int(response.status)
 
 
@@ -199,15 +201,15 @@ async def test_sigterm_lets_a_stream_finish_and_takes_nothing_new() -> None:
     running = asyncio.create_task(server.run_until_signal(drain_timeout_s=10))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(server.draining.wait(), 2)
+    await asyncio.wait_for(server.draining.wait(), WAIT_S)
     await asyncio.sleep(0)
     another: Any = service_pb2_grpc.MidstreamStub(open_channel(f"127.0.0.1:{server.port}"))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await another.Abort(loads_pb2.AbortRequest(), timeout=5)
+        await another.Abort(loads_pb2.AbortRequest(), timeout=WAIT_S)
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
     servicer.release.set()
     assert [item.iter async for item in call] == [1, 2]
-    await asyncio.wait_for(running, 2)
+    await asyncio.wait_for(running, WAIT_S)
 
 
 async def test_a_stream_longer_than_the_drain_is_cut() -> None:
@@ -230,7 +232,7 @@ async def test_a_taken_port_is_an_error() -> None:
 
 def get(port: int, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_S) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:

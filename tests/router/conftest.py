@@ -147,7 +147,7 @@ class Cluster:
         self,
         *detokenizers: Part,
         max_pending_bytes: int = 1 << 20,
-        unavailable_timeout_s: float = 5.0,
+        unavailable_timeout_s: float = 30.0,
         port: int = 0,
         authenticator: Authenticator | None = None,
         chat: ChatModel | None = None,
@@ -239,7 +239,7 @@ async def open_client() -> AsyncIterator[Callable[..., AsyncClient]]:
         clients: list[AsyncClient] = []
 
         def make(*parts: Part, **options: float) -> AsyncClient:
-            client = AsyncClient([part.address for part in parts], unavailable_timeout_s=options.get("wait_s", 5.0))
+            client = AsyncClient([part.address for part in parts], unavailable_timeout_s=options.get("wait_s", 30.0))
             clients.append(client)
             return client
 

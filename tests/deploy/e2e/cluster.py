@@ -40,7 +40,7 @@ class Cluster:
     def __init__(self) -> None:
         self._rendered = render("cpu")
         self._templates = self._rendered.pods()
-        # Scheduler and workers set their number of replicas; for routers and detokenizers, use their autoscalers' minimum.
+        # Scheduler and workers set their number of replicas; routers and detokenizers have their autoscalers' minimum.
         scalers = self._rendered.all("HorizontalPodAutoscaler")
         self._min_replicas = {item["metadata"]["name"]: item["spec"]["minReplicas"] for item in scalers}
         self._num_added = 0
