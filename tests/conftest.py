@@ -11,9 +11,9 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-# Run Triton's kernels in its interpreter. Triton reads this when it is first imported, by whichever package.
+# Run Triton kernels in the interpreter. Triton reads this variable when it is first imported, by any package.
 os.environ["TRITON_INTERPRET"] = "1"
-# Tests run beside each other: threads of one worker would wait for those that are not running.
+# Tests run in parallel, so a worker's threads would wait for threads that are not scheduled.
 os.environ.setdefault("MIDSTREAM_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         items.sort(key=lambda item: item.nodeid.startswith(_INTEGRATION))
         return
-    # Otherwise idle processes would wait for long tests that are assigned last.
+    # Without this, idle processes would wait for long tests that are assigned last.
     ranks = {name: rank for rank, name in enumerate((_SERVICE, *_LONG))}
     items.sort(key=lambda item: ranks.get(_group_of(item.nodeid), len(ranks)))
 
@@ -83,14 +83,14 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt all modules from garbage collection, which would walk millions of objects each time."""
+    """Exempt all modules from garbage collection: each collection would walk millions of objects."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
-    """List failures again at the very end, after all long reports."""
+    """List failures again at the end, after all long reports."""
     yield
     for outcome in ("failed", "error"):
         for report in terminalreporter.getreports(outcome):
@@ -107,19 +107,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Keep a file in one process, since its tests share services and models, and all files that share the service.
+    """Keep a file in one process, since its tests share services and models; likewise all files that share the service.
 
-    A test that ends its process, like one that hangs, has failed: xdist alone would run it again and again.
+    A test that ends its process, for example because it hangs, counts as failed: by default xdist would run it again
+    and again.
     """
 
     def schedule(self) -> None:
-        """Give a replacement process at least two files: it starts its last test only when told to end."""
+        """Assign at least two files to a replacement process, which starts its last test only when told to end."""
         super().schedule()
         for node in self.nodes:
             self._reschedule(node)
 
     def remove_node(self, node: WorkerController) -> str | None:
-        """Reassign a process's other tests; return the test that ended it."""
+        """Reassign the remaining tests of a process; return the test that ended it."""
         units: list[dict[str, bool]] = list(self.assigned_work[node].values())
         crashed = next(((unit, test) for unit in units for test, is_done in unit.items() if not is_done), None)
         if crashed is not None:

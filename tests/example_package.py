@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def install(package: Path, folder: Path) -> Path:
-    """Build the package in `package` and install it under `folder`; return the folder to add to the path."""
+    """Build `package` and install it under `folder`; return the path to add to PYTHONPATH."""
     source, site = folder / "source", folder / "site"
     source.mkdir()
     for file in package.glob("*.*"):

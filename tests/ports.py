@@ -1,4 +1,4 @@
-"""Ports of loopback for parts that tests start, and start again."""
+"""Loopback ports for processes that tests start and restart."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import random
 
 from midstream.cli.topology import is_free_port
 
-# Below 32,768, from where the kernel takes the ports of outgoing connections: one of those may be gone before a part
-# listens, or while it restarts. Each process of a test run has a slice of its own.
+# They are below 32,768, where the kernel's ports for outgoing connections begin: such a port may be taken before a
+# process listens on it, or while it restarts. Each process of a test run has a range of its own.
 _SLICE = 1_000
 _FIRST = 20_000 + _SLICE * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12)
 _next = random.randrange(_SLICE)
 
 
 def free_port() -> int:
-    """Return a port on which nothing listens, and which this process has not returned lately."""
+    """Return a port on which nothing listens, and which this process has not returned recently."""
     global _next
     for _ in range(_SLICE):
         _next = (_next + 1) % _SLICE

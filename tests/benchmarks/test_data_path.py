@@ -1,4 +1,4 @@
-"""Figures of a run are computed from the load generator's output and the threads' CPU time."""
+"""The figures of a run are computed from the load generator's output and the threads' CPU time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the GPU benchmark that can be tested without a GPU."""
+"""Parts of the GPU benchmark that need no GPU."""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ def test_a_request_of_one_token(runner: ModelRunner) -> None:
 
 def test_sums_by_hand() -> None:
     tiny = describe(TINY)
-    # q, k, v and output of 4 + 2 + 2 + 4 heads of 16, three matrices of 96, in 2 layers, and the head.
+    # In each of 2 layers: q, k, v and output projections for 4 + 2 + 2 + 4 heads of 16, and three matrices of width 96;
+    # then the head.
     assert weight_bytes(tiny, 2) == 2 * (2 * (12 * 16 * 64 + 3 * 96 * 64) + 300 * 64)
     assert kv_bytes(tiny, 10, 2) == 2 * 2 * 2 * 16 * 10 * 2
     matrices = 2 * (2 * (12 * 16 * 64 + 3 * 96 * 64)) * 3
-    # Three queries attend to 1 + 2 + 3 keys; scores and weighted values each take two operations per number of a head.
+    # Three queries attend to 1 + 2 + 3 keys; scores and weighted values each take two operations per element of a head.
     assert prefill_operations(tiny, 1, 3) == matrices + 2 * 4 * 4 * 16 * 6 + 2 * 300 * 64
 
 
@@ -82,7 +83,9 @@ def test_limits_and_what_misses_them(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return a folder whose `sitecustomize` replaces the benchmark's parts by ones that pass, crash, hang or raise."""
+    """Return a folder whose `sitecustomize` replaces the benchmark's parts with parts that pass, crash, hang or
+    raise.
+    """
     (tmp_path / "sitecustomize.py").write_text(PARTS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     return tmp_path
@@ -170,7 +173,7 @@ def test_steps_of_a_tiny_model_run() -> None:
 
 
 def test_it_needs_neither_grpc_nor_zeromq() -> None:
-    # Installed with torch, Triton and transformers.
+    # The machine must have torch, Triton and transformers.
     program = """
 import sys
 

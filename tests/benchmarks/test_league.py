@@ -11,7 +11,9 @@ from benchmarks.league.systems import Server
 
 
 class System:
-    """A system that answers in four pieces; after a fault, plain requests fail and guided ones give other text."""
+    """A system that answers in four pieces. After a fault, its plain requests fail and its guided requests return
+    different text.
+    """
 
     def __init__(self) -> None:
         self.is_hurt = False

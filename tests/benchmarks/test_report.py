@@ -1,4 +1,4 @@
-"""The report of a comparison."""
+"""The report that compares two or more systems."""
 
 from __future__ import annotations
 

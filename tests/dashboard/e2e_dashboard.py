@@ -1,6 +1,6 @@
 """The dashboard in a real browser, with a real service under load. Run by `make e2e-dashboard`.
 
-With PICTURES=FOLDER it writes the pictures of the docs to that folder: dashboard.png, dashboard-dark.png and top.svg.
+With PICTURES=FOLDER, write the pictures used in the docs to that folder: dashboard.png, dashboard-dark.png and top.svg.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_numbers_are_there_and_move(page: Browser) -> None:
         assert changes(page, selector), selector
     assert page.run("return document.querySelectorAll('#groups canvas').length") == 2
     assert page.text("#states").split("\n")[1::2] == ["generating", "in context", "queued", "paused"]
-    # Eight rows for ten clients, so that some wait.
+    # Ten clients share eight rows, so that some wait.
     assert page.number("#tile-requests-more") > 0
     drawn = """const canvas = document.querySelector('#groups canvas'), {width, height} = canvas;
       return new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, width, height).data.buffer)).size"""
@@ -107,7 +107,7 @@ def test_every_control_does_what_it_says(page: Browser) -> None:
 
     background = "return getComputedStyle(document.body).backgroundColor"
     light = page.run(background)
-    page.click("#theme")  # from "system", which is light here, to light
+    page.click("#theme")  # from "system", which resolves to light here, to light
     assert page.run(background) == light
     page.click("#theme")
     assert page.run(background) != light
@@ -196,5 +196,5 @@ async def _draw_top(routers: list[str]) -> str:
             board.take(status, is_first=True)
     console = Console(record=True, width=112, file=io.StringIO(), force_terminal=True)
     console.print(frame(board, console.width))
-    # Use any fixed-width font instead of Rich's, which is loaded from a server.
+    # Use any monospaced font instead of Rich's, which would be downloaded from a server.
     return re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="midstream top"), flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over the W3C WebDriver protocol, which is JSON over HTTP and needs no package."""
+"""A headless Chromium, driven over the W3C WebDriver protocol: JSON over HTTP, so no package is needed."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Browser:
         return self._ask("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
 
     def emulate(self, width: int, height: int, scheme: str = "light") -> None:
-        """Set the page's size, and whether the user prefers `light` or `dark`."""
+        """Set the page size and the preferred color scheme, `light` or `dark`."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._command("Emulation.setDeviceMetricsOverride", metrics)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._command("Emulation.setEmulatedMedia", {"features": features})
 
     def click(self, selector: str) -> None:
-        """Click like a user; fail if the element is covered or missing."""
+        """Click as a user would; fail if the element is covered or missing."""
         self._ask("POST", f"{self._session}/element/{self._find(selector)}/click", {})
 
     def write(self, selector: str, text: str) -> None:
@@ -61,7 +61,7 @@ class Browser:
         return float(found.group().replace(",", "")) if found else -1.0
 
     def wait_for(self, script: str, *arguments: object, limit_s: float = 30) -> Any:
-        """Return the script's value once it is true."""
+        """Wait until the script returns a true value; return it."""
         deadline = time.monotonic() + limit_s
         while not (value := self.run(script, *arguments)):
             assert time.monotonic() < deadline, f"it never came to be: {script}"
@@ -102,7 +102,7 @@ class Browser:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Start a browser; it needs Debian's packages `chromium` and `chromium-driver`."""
+    """Start a browser; requires the Debian packages `chromium` and `chromium-driver`."""
     driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     try:

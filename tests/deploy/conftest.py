@@ -7,7 +7,7 @@ import pytest
 from tests.deploy.rendering import OVERLAYS, ROOT, Rendered, render
 
 HAS_KUBECTL = shutil.which("kubectl") is not None
-# kubectl may not be installed; the tests in these files need it.
+# The tests in these files need kubectl, which may not be installed.
 collect_ignore = [] if HAS_KUBECTL else ["test_manifests.py", "test_network_policies.py", "test_services.py"]
 HAS_HELM = shutil.which("helm") is not None or (ROOT / ".venv-manifests" / "bin" / "helm").exists()
 if not (HAS_KUBECTL and HAS_HELM):

@@ -34,12 +34,12 @@ class Rendered:
         return {item["metadata"]["name"] for item in self.all(kind)}
 
     def config(self) -> dict[str, str]:
-        """Return the ConfigMap that every part reads."""
+        """Return the ConfigMap that every component reads."""
         (found,) = (item for item in self.all("ConfigMap") if item["metadata"]["name"].startswith("midstream-"))
         return dict(found["data"])
 
     def pods(self) -> dict[str, Manifest]:
-        """Return part -> pod template."""
+        """Return a map from component to pod template."""
         pods = {item["metadata"]["name"]: item["spec"]["template"] for item in self.all("Deployment")}
         for item in self.all("LeaderWorkerSet"):
             pods[item["metadata"]["name"]] = item["spec"]["leaderWorkerTemplate"]["workerTemplate"]
@@ -55,12 +55,12 @@ def container_of(pod: Manifest) -> Manifest:
 
 
 def ports_of(pod: Manifest) -> dict[str, int]:
-    """Return name -> number of the container's ports."""
+    """Return a map from the names of the container's ports to their numbers."""
     return {port["name"]: port["containerPort"] for port in container_of(pod)["ports"]}
 
 
 def labels_match(selector: Manifest, labels: dict[str, str]) -> bool:
-    """Return whether a label selector without expressions matches `labels`; the empty one matches everything."""
+    """Return whether a label selector without expressions matches `labels`; an empty selector matches everything."""
     assert set(selector) <= {"matchLabels"}, selector
     wanted: dict[str, str] = selector.get("matchLabels", {})
     return wanted.items() <= labels.items()

@@ -19,7 +19,7 @@ OUTSIDE = {("PersistentVolumeClaim", "models"), ("Secret", "journal")} | {
 
 
 def references(pod: Manifest) -> set[tuple[str, str]]:
-    """Return (kind, name) of every object that a pod requires, without optional ones."""
+    """Return the kind and name of every object that a pod requires, optional ones excluded."""
     spec = pod["spec"]
     found = {("ServiceAccount", spec["serviceAccountName"])}
     for volume in spec["volumes"]:
@@ -52,7 +52,7 @@ def test_pods_are_restricted(rendered: Rendered) -> None:
     for pod in rendered.pods().values():
         spec, container = pod["spec"], container_of(pod)
         assert spec["automountServiceAccountToken"] is False
-        # Otherwise a Service named `x` sets environment variables that could be mistaken for settings.
+        # Otherwise Kubernetes sets environment variables for a Service named `x` that could be mistaken for settings.
         assert spec["enableServiceLinks"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] == 65532
@@ -99,7 +99,7 @@ def test_rolling_updates_keep_what_must_stay(rendered: Rendered) -> None:
         strategy = rendered.get("Deployment", part)["spec"]["strategy"]
         assert strategy["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     scheduler = rendered.get("Deployment", "scheduler")["spec"]["strategy"]
-    # Two schedulers at once are allowed only if the journal fences the older one.
+    # Two schedulers may run at the same time only if the journal fences the older one.
     if rendered.overlay != "ha":
         assert scheduler == {"type": "Recreate"}
     else:
@@ -116,7 +116,7 @@ def test_autoscalers_have_their_target_and_metric(overlay: str) -> None:
     for autoscaler in rendered.all("HorizontalPodAutoscaler"):
         spec = autoscaler["spec"]
         deployment = rendered.get("Deployment", spec["scaleTargetRef"]["name"])
-        # With a fixed number of replicas, each apply would undo the autoscaler's.
+        # With a fixed number of replicas in the manifest, each apply would undo the autoscaler's decision.
         assert "replicas" not in deployment["spec"]
         (metric,) = spec["metrics"]
         assert f"as: {metric['pods']['metric']['name']}\n" in rules
@@ -134,7 +134,7 @@ def test_keda_takes_the_autoscalers_place() -> None:
 
 
 def check_behaviour(behaviour: Manifest) -> None:
-    """Check that it scales up at once, and down slowly and one at a time."""
+    """Check that the autoscaler scales up at once, and scales down slowly, one pod at a time."""
     assert behaviour["scaleUp"]["stabilizationWindowSeconds"] == 0
     assert behaviour["scaleDown"]["stabilizationWindowSeconds"] >= 300
     assert [policy["value"] for policy in behaviour["scaleDown"]["policies"]] == [1]
@@ -196,7 +196,7 @@ def test_an_inference_service_is_the_router() -> None:
         "containers": predictor["containers"],
     }
     mine, theirs = container_of({"spec": predictor}), container_of(pod)
-    assert mine["ports"][0]["name"] == "http"  # where KServe's Service leads
+    assert mine["ports"][0]["name"] == "http"  # the port to which KServe's Service leads
     by_name = {port["name"]: port for port in mine["ports"]}
     assert by_name == {port["name"]: port for port in theirs["ports"]}
     assert {**mine, "ports": []} == {**theirs, "name": "kserve-container", "ports": []}

@@ -1,4 +1,4 @@
-"""Alerts, dashboard and autoscalers use existing metrics, and every alert is documented."""
+"""Alerts, the dashboard and autoscalers use only metrics that exist, and every alert is documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allowed connections, computed from the NetworkPolicies like a network plug-in does."""
+"""The connections that the NetworkPolicies allow, evaluated as a network plug-in would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests match the code: ports, probes, settings, addresses."""
+"""Manifests match the code: ports, probes, settings and addresses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CONFIGS: dict[str, type[ServiceConfig]] = {
     "worker": WorkerConfig,
 }
 KNOWN = frozenset(name for config in CONFIGS.values() for name in config.__dataclass_fields__)
-# Values that Kubernetes fills in from a field.
+# Stand-ins for environment variables that Kubernetes sets from fields of the pod (the downward API).
 FIELD_VALUES = {"metadata.name": "part-0", "requests.cpu": "1", "status.podIP": "10.0.0.7"}
 
 
 def environment(rendered: Rendered, part: str) -> dict[str, str]:
-    """Return the environment variables of a part's container, without Secrets."""
+    """Return the environment variables of a component's container, Secrets excluded."""
     variables = rendered.config()
     for item in container_of(rendered.pods()[part])["env"]:
         source = item.get("valueFrom", {})
@@ -91,7 +91,7 @@ def test_parts_dial_services_that_exist(rendered: Rendered) -> None:
         name, _, port = address.rpartition(":")
         service = rendered.get("Service", name)
         assert {"name": port_name, "port": int(port)}.items() <= port_named(service, port_name).items()
-    # Use all addresses of a name in turn, and resolve it again when they change.
+    # Clients use all addresses of a name in turn, and resolve it again when the addresses change.
     assert router.schedulers.startswith("dns:///")
     assert router.detokenizers.startswith("dns:///")
     assert detokenizer.schedulers.startswith("dns:///")
@@ -126,10 +126,10 @@ def test_probes_ask_what_is_served(rendered: Rendered) -> None:
         for name in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = container[name]
             if part == "scheduler" and rendered.overlay in ("ha", "secure") and name != "readinessProbe":
-                # A standby is alive but does not serve.
+                # A standby scheduler is alive but does not serve.
                 assert action_of(probe) == {"httpGet": {"path": "/live", "port": "http"}}
             elif part == "router" and name != "readinessProbe":
-                # A router that reaches no scheduler, or no worker, is alive but not ready.
+                # A router without a scheduler or a worker is alive but not ready.
                 scheme = {"scheme": "HTTPS"} if rendered.overlay == "secure" else {}
                 assert action_of(probe) == {"httpGet": {"path": "/live", "port": "http", **scheme}}
             elif part == "router" and rendered.overlay == "secure":
@@ -173,9 +173,9 @@ def test_every_link_is_secured() -> None:
         assert config.tls
         files = {config.tls_cert, config.tls_key, config.tls_ca}
         assert files == {f"/etc/midstream/tls/{name}" for name in ("tls.crt", "tls.key", "ca.crt")}
-        # Services accept only certificates of the same authority; a router's clients send tokens.
+        # Services accept only certificates from the same authority; a router's clients send tokens instead.
         assert config.tls_require_client_cert == (part != "router")
-        # Each internal port accepts the parts whose certificate names it lists, which are those in certificates.yaml.
+        # Each internal port lists the certificate names that it accepts, which are defined in certificates.yaml.
         names = {"scheduler": ["router", "detokenizer"], "detokenizer": ["router"], "router": []}[part]
         listed = [getattr(config, f"{name}_names") for name in names]
         assert listed == [f"spiffe://midstream/{name}" for name in names]

@@ -38,7 +38,7 @@ def scripted_scheduler() -> ScriptedScheduler:
 
 
 class Feed:
-    """One detokenizer's stream: attached requests, and the tokens sent of each."""
+    """One detokenizer's stream: the attached requests, and the number of tokens sent for each."""
 
     def __init__(self) -> None:
         self.attached: dict[int, str] = {}
@@ -49,7 +49,7 @@ class Feed:
 
 
 class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
-    """Requests come from Submit or `add`, tokens from `emit`, ends from `end`."""
+    """A scheduler whose requests come from Submit or `add`, tokens from `emit`, and ends from `end`."""
 
     def __init__(self) -> None:
         super().__init__(Documents(SqliteDocuments(None), SteadyClock()), time.time_ns, 64 << 20)
@@ -80,7 +80,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return f"127.0.0.1:{self.server.port}"
 
     async def stop(self) -> None:
-        """Stop without notice."""
+        """Stop without notifying peers."""
         assert self.server is not None
         await self.server.stop()
         if self._is_running:
@@ -105,7 +105,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         error: pb.ErrorInfo | None = None,
         **fields: Any,
     ) -> None:
-        """End sequences, and the request with the last of them."""
+        """End sequences; a request ends with its last sequence."""
         script = self.requests[request_id]
         for index in sequences:
             count = fields.pop("num_tokens", len(script.tokens.get(index, ())))
@@ -120,7 +120,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self._wake()
 
     async def until(self, condition: Any) -> None:
-        """Wait for a condition that another part fulfils."""
+        """Wait for a condition that another component fulfils."""
         async with asyncio.timeout(30):
             while not condition():
                 self.changed.clear()
@@ -242,7 +242,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         elif command.HasField("stop"):
             stop = command.stop
             request_id = feed.attached.get(stop.stream)
-            if request_id is not None:  # otherwise it has ended meanwhile
+            if request_id is not None:  # otherwise the stream has ended meanwhile
                 self.stops.append((request_id, stop.sequence_index, stop.num_tokens, stop.stop_word))
         self.changed.set()
 

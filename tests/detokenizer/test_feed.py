@@ -1,4 +1,4 @@
-"""One feed carries many streams: an error in one of them affects only that stream."""
+"""One feed carries many streams; an error in one stream affects no other."""
 
 from __future__ import annotations
 

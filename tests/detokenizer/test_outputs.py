@@ -25,7 +25,7 @@ def test_rows_that_come_again_are_dropped() -> None:
     assert cursor.new(second, 2, 0, None) == second
     cursor.reopen()
     assert cursor.new(first, 0, 0, None) is None
-    # Split differently than the first time: only the new row remains.
+    # The tensor is split differently than the first time; only the new row remains.
     again = cursor.new(Extras(rows(-3.0, -4.0)), 2, 0, None)
     assert again is not None
     assert again.log_probs is not None
@@ -53,7 +53,7 @@ def test_rows_behind_a_stop_word_do_not_count() -> None:
 
 
 def test_tensors_end_where_the_sequence_does() -> None:
-    """Tokens after a stop word may or may not be computed; their tensors are never sent."""
+    """Tensors of tokens after a stop word are never sent, whether or not these tokens were computed."""
     prompt = replace(piece(0, 5), name="context_logits")
     assert OutputCursor().new(Extras(tensors=(prompt, piece(0, 4))), 0, 0, 3) == Extras(tensors=(prompt, piece(0, 3)))
     cursor = OutputCursor()

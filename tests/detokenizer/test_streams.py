@@ -1,4 +1,4 @@
-"""One request's output for one router: repeated tokens are delivered once."""
+"""One request's output for one router: repeated tokens are delivered only once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from midstream.extras import Extras, LogProbs, Tensor
 
 
 class Feed:
-    """A feed that tells nobody."""
+    """A feed that ignores all notifications."""
 
     def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
-        """Nobody is told."""
+        """Do nothing."""
 
 
 ROUTER = RouterConnection(lambda: None, lambda _: None)
@@ -29,7 +29,7 @@ def log_prob(value: float) -> Extras:
 
 
 def feed(stream: OutputStream, upstream: Feed, num_tokens: int) -> None:
-    """What a feed brings from the first token on, for two sequences; each token has its log probability."""
+    """Return the feed's data from the first token on, for two sequences; each token has a log probability."""
     stream.open(OPENED)
     for index in range(2):
         stream.push(upstream, index, 0, [100 * index + token for token in range(num_tokens)])
@@ -66,7 +66,7 @@ def test_a_stream_from_an_offset_has_the_log_probabilities_from_there_on() -> No
 
 
 class Letters:
-    """Decode token 0 as a, 1 as b and so on."""
+    """A decoder that turns token 0 into a, 1 into b and so on."""
 
     def open(self, *, skip_special_tokens: bool) -> Letters:
         return self
@@ -79,7 +79,7 @@ class Letters:
 
 
 def test_outputs_of_tokens_behind_a_stop_word_are_dropped_whenever_they_come() -> None:
-    """Outputs of a token may arrive one batch early, before its stop word is known."""
+    """Outputs of a token may arrive one batch early, before the stop word in front of it is known."""
     opened = Opened(1, TextRules(stop_words=TextRules.words(["c"])), is_streaming=True, return_all=False)
     for num_early in range(5):
         upstream, stream = Feed(), OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20)

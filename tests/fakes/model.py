@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from protos import generation_pb2, worker_pb2
 
 _MASK = (1 << 61) - 1
-# Stored in the blocks of a failed row; a row that uses them gives a wrong token, which must never be delivered.
+# Stored in the blocks of a failed row. A row that reads them yields a wrong token, which must never be delivered.
 _NOT_COMPUTED = -1
 
 
@@ -27,7 +27,7 @@ def next_token(last: int, vocab_size: int) -> int:
 
 
 def candidates(last: int, count: int, end_ids: frozenset[int], vocab_size: int) -> list[tuple[int, float]]:
-    """Return the candidates of a beam: the tokens after `last` in order of probability.
+    """Return the candidates of a beam: the tokens after `last`, most likely first.
 
     After each seventh token, an end token is the second most likely.
     """
@@ -45,7 +45,7 @@ def num_accepted(position: int, limit: int) -> int:
 
 @dataclass
 class Row:
-    """A row's state in the worker."""
+    """A row's state at the worker."""
 
     request_id: str
     sequence_index: int
@@ -64,11 +64,11 @@ class FakeModel:
     """Rows, blocks and steps of one epoch.
 
     Attributes:
-        end_after: Number of output tokens after which an end id follows; 0: never.
+        end_after: Number of output tokens before an end id; 0 for none.
         num_context_tokens: Tokens computed in context chunks so far, over all rows.
         fail_token: A row whose prompt contains it fails.
         checks: Whether to verify the KV cache in each step.
-        followers: Successors of given tokens, instead of the next number.
+        followers: Successors that replace the next number for the given tokens.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class FakeModel:
         result.errors.append(worker_pb2.RowError(row=number, error=error))
 
     def _accept(self, row: Row, number: int, limit: int, tokens: list[int], result: worker_pb2.StepResult) -> int:
-        """Verify drafts: write all of them to the cache and accept some."""
+        """Verify drafts: write all of them to the cache, and accept some."""
         if len(row.table) * self.tokens_per_block < row.num_computed + limit:
             raise ProtocolError(f"row {number} has no room for {limit} drafts")
         accepted = num_accepted(len(row.tokens), limit)

@@ -15,7 +15,7 @@ from typing import Any
 
 
 def resolve_by(hosts: Path) -> None:
-    """Resolve names in `socket.getaddrinfo` from the file, and others as usual."""
+    """Make `socket.getaddrinfo` resolve the names in the file, and all others as usual."""
     ask_machine = socket.getaddrinfo
 
     def getaddrinfo(host: Any, port: Any, *arguments: Any, **options: Any) -> Any:
@@ -27,7 +27,7 @@ def resolve_by(hosts: Path) -> None:
 
 
 def publish(hosts: Path, **names: list[str]) -> None:
-    """Set the addresses of names atomically."""
+    """Replace the addresses of names atomically."""
     new = hosts.with_suffix(".new")
     new.write_text("".join(f"{name} {address}\n" for name in names for address in names[name]), encoding="utf-8")
     new.replace(hosts)

@@ -27,11 +27,11 @@ class FakeWorkerConfig:
 
     Attributes:
         step_ms: Duration of a step.
-        end_after: Output tokens after which a row gives an end id; 0: never.
+        end_after: Output tokens of a row before an end id; 0 for none.
         fail_token: A row whose prompt contains it fails.
         die_token: A step that adds a row whose prompt contains it kills the worker.
-        hang_at_step: It stops computing at this step but continues its heartbeats; 0: never.
-        wrong_shape_at_step: The result of this step has one token too many.
+        hang_at_step: Step at which it stops computing but continues to send heartbeats; 0 for none.
+        wrong_shape_at_step: Step whose result has one token too many; 0 for none.
         repeat_results: Whether to send each result twice.
         checks: Whether to verify the KV cache in each step, which is slow.
         circle: Comma-separated token ids: each is followed by the next one, and the last by the first.
@@ -67,9 +67,9 @@ class FakeWorker:
     """One worker group.
 
     Attributes:
-        epoch: Of the current registration; 0 if there is none.
-        rejected: Why the scheduler rejected it.
-        error: Exception of its own thread.
+        epoch: Epoch of the current registration; 0 if not registered.
+        rejected: The scheduler's reason for rejecting it.
+        error: Exception raised in its thread.
     """
 
     def __init__(self, config: FakeWorkerConfig) -> None:
@@ -109,7 +109,7 @@ class FakeWorker:
         return self
 
     def stop(self) -> None:
-        """Stop like on SIGTERM."""
+        """Stop as on SIGTERM."""
         self._stop.set()
         self._freeze.clear()
         self._thread.join(5)
@@ -119,20 +119,20 @@ class FakeWorker:
         self._stop.set()
 
     def kill(self) -> None:
-        """Stop without a message, like SIGKILL."""
+        """Stop without a message, as on SIGKILL."""
         self._says_goodbye = False
         self.stop()
 
     def freeze(self) -> None:
-        """Pause, like SIGSTOP."""
+        """Pause, as on SIGSTOP."""
         self._freeze.set()
 
     def thaw(self) -> None:
-        """Continue, like SIGCONT."""
+        """Continue, as on SIGCONT."""
         self._freeze.clear()
 
     def is_alive(self) -> bool:
-        """Return whether its thread runs."""
+        """Return whether its thread is running."""
         return self._thread.is_alive()
 
     def run(self) -> None:

@@ -25,7 +25,7 @@ async def client(shared: Processes) -> AsyncIterator[AsyncClient]:
 
 @pytest.fixture
 async def processes(shared: Processes, client: AsyncClient) -> Processes:
-    """Return the service with all parts running and idle, restarting parts that an earlier test killed."""
+    """Return the service with all processes running and idle; restart those that an earlier test killed."""
     shared.worker_flags = ()
     await shared.make_whole(client)
     return shared
@@ -33,6 +33,6 @@ async def processes(shared: Processes, client: AsyncClient) -> Processes:
 
 @pytest.fixture(scope="module")
 def pressed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pressed]:
-    """Run all parts as processes, with low limits."""
+    """Run all components as processes, with low limits."""
     with running_pressed(tmp_path_factory.mktemp("pressed")) as pressed:
         yield pressed

@@ -1,4 +1,4 @@
-"""The service with all security features on a small real model: TLS with client certificates, CURVE keys, callers
+"""The service with all security features and a small real model: TLS with client certificates, CURVE keys, and callers
 authenticated by token or certificate.
 """
 
@@ -25,8 +25,8 @@ class Guarded(NamedProcesses):
     """The running processes: scheduler, worker, detokenizer, a router that authenticates by token, and one by
     certificate.
 
-    Attributes: authority: Signer of all certificates. ports: By name of the part; `worker` is the scheduler's port for
-    workers, `http` the first router's.
+    Attributes: authority: Signer of all certificates. ports: Ports by component; `worker` is the scheduler's port for
+    workers, `http` the first router's HTTP port.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,7 +76,6 @@ class Guarded(NamedProcesses):
             self.launch(name, *self._command(name), "--model", self._model)
 
     def kill(self, name: str) -> None:
-        """Send SIGKILL."""
         self.end(name)
 
     def client(self, router: str = "token", *, tls: Tls | None = None, token: str = "") -> AsyncClient:
@@ -93,7 +92,9 @@ class Guarded(NamedProcesses):
         return self.client("certificate", tls=Tls(carol.cert, carol.key, self.authority.ca))
 
     async def is_whole(self) -> bool:
-        """Return whether both routers see a worker and a detokenizer; raise a MidstreamError if they do not answer."""
+        """Return whether both routers see a worker and a detokenizer. Raise a MidstreamError if a router does not
+        answer.
+        """
         async with self.alice() as alice, self.carol() as carol:
             infos = [await client.server_info() for client in (alice, carol)]
         return all(info.worker_groups and info.detokenizers for info in infos)
@@ -105,7 +106,7 @@ def _flags(identity: Identity) -> list[str]:
 
 @contextlib.contextmanager
 def running_guarded(folder: Path) -> Iterator[Guarded]:
-    """Start all parts; kill them on exit."""
+    """Start all components; kill them on exit."""
     guarded = Guarded(folder)
     try:
         guarded.start("scheduler", "worker", "detokenizer", "token", "certificate")

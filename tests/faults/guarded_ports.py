@@ -1,4 +1,4 @@
-"""A gRPC and an HTTP server in this process that return their caller's name, and clients for them."""
+"""A gRPC and an HTTP server in this process that return the caller's name, and clients for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.authentication import AuthenticatedApp, Authenticator, current_calle
 from router.protocols.http_server import HttpPort
 from router.protocols.openai.app import refuse
 
-# Names of the real service, so that its methods' roles apply.
+# Names used by the real service, so that the roles of its methods apply.
 SERVICE = "midstream.v1.Midstream"
 
 

@@ -26,15 +26,15 @@ _NUM_STREAMS = 8
 _MAX_TOKENS = 24
 _END_WITHIN_S = 60.0
 _KINDS = [field.name for field in worker_pb2.WorkerMessage.DESCRIPTOR.fields]
-# With the usual hold-off the worker would send few relevant messages.
+# With the default hold-off, the worker would send few messages that matter.
 _SHORT_PAUSE_NS = 1_000_000
 
 
 class HostileWorker:
     """A worker that mutates most of the messages it sends.
 
-    Attributes: num_mutated: Number of mutated messages. paths: The mutated fields. seen: Requests that it ran, whose
-    output may be wrong.
+    Attributes: num_mutated: Number of mutated messages. paths: Paths of the mutated fields. seen: Requests that it ran;
+    their output may be wrong.
     """
 
     def __init__(self, address: str, seed: int, cell: Cell) -> None:
@@ -57,7 +57,7 @@ class HostileWorker:
         return FakeModel(vocab_size=MODEL.vocab_size, tokens_per_block=16, num_blocks=256)
 
     def _numbers(self) -> list[int]:
-        """Return the epochs of all workers, and of none."""
+        """Return the epochs of all workers, and one that no worker has."""
         epochs = [group.epoch for group in self._cell.service.engine.core.groups]
         return [*epochs, self._epoch, self._epoch - 1]
 
@@ -73,7 +73,7 @@ class HostileWorker:
                     if socket.poll(2):
                         self._obey(socket, worker_pb2.SchedulerMessage.FromString(socket.recv()))
                     else:
-                        self._is_waiting = False  # no answer: it will retry
+                        self._is_waiting = False  # no answer: it retries later
                         self._say(socket, self._unasked(), 0.9)
             except BaseException as error:
                 self.error = error
@@ -97,7 +97,7 @@ class HostileWorker:
             try:
                 result = self._model.step(message.step_batch)
             except (ProtocolError, KeyError):
-                return  # it has lost its state through its own mutations
+                return  # its own mutations destroyed its state
             self._say(socket, worker_pb2.WorkerMessage(step_result=result), 0.5)
 
     def _unasked(self) -> worker_pb2.WorkerMessage:
@@ -115,7 +115,9 @@ class HostileWorker:
         return message
 
     def _say(self, socket: zmq.Socket[bytes], message: worker_pb2.WorkerMessage, share: float) -> None:
-        """Send a message, mutated with this probability, and sometimes repeated, late, damaged or dropped."""
+        """Send a message. With this probability it is mutated, and sometimes it is repeated, delayed, damaged or
+        dropped.
+        """
         dice = self._dice
         if dice.random() >= share:
             socket.send(message.SerializeToString())
@@ -150,7 +152,7 @@ class Outcome:
 
     Attributes:
         problems: Violations found.
-        num_own: Requests run only by the healthy worker, all of which completed correctly.
+        num_own: Requests that only the healthy worker ran; all of them completed correctly.
     """
 
     num_mutated: int = 0
@@ -222,7 +224,6 @@ def _judge(cell: Cell, worker: HostileWorker, outcome: Outcome) -> None:
 
 
 def main() -> int:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--messages", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)

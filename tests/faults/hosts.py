@@ -37,7 +37,7 @@ class Hosts(Protocol):
         """Return the command that runs `words` on a host."""
 
     async def dial(self, source: str, target: str, port: int) -> str:
-        """Return the HOST:PORT at which `source` reaches a port of `target`; an empty source is this process."""
+        """Return the HOST:PORT at which `source` reaches a port of `target`; an empty source means this process."""
 
     def cut(self, first: str, second: str) -> None:
         """Drop all traffic between two hosts without notifying them."""
@@ -74,8 +74,8 @@ class Namespaces:
 
     def cut(self, first: str, second: str) -> None:
         for here, there in ((first, second), (second, first)):
-            # An address that no host has: packets to it are dropped silently, while an unreachable route would notify
-            # the sender.
+            # An address that no host has: packets to it are dropped silently. An unreachable route would notify the
+            # sender.
             words = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
             _ip("-n", here, "neigh", "replace", self._addresses[there], *words)
 
@@ -85,7 +85,9 @@ class Namespaces:
 
 
 class Relays:
-    """All hosts are this machine; a relay that can stop forwarding connects each pair in each direction."""
+    """All hosts are this machine. For each pair of hosts and each direction there is a relay that can stop
+    forwarding.
+    """
 
     listen_address = "127.0.0.1"
 
@@ -182,7 +184,7 @@ def _run(*words: str) -> None:
 
 
 def main() -> None:
-    """Create two hosts to check whether this is possible, or serve a Unix socket."""
+    """Create two hosts to check whether this machine allows it, or serve a Unix socket."""
     if sys.argv[1:] == ["try"]:
         hosts = Namespaces(["a", "b"])
         _run(*hosts.command("a", "true"))

@@ -1,4 +1,4 @@
-"""Mutate protobuf messages using their descriptors: any field of any message, including future ones."""
+"""Mutate protobuf messages by their descriptors, so that fields of all messages are covered, future ones included."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Mutator:
     """Random mutations.
 
     Attributes:
-        numbers, texts: Values that are meaningful to the receiver, such as another worker's epoch or name.
+        numbers, texts: Values that mean something to the receiver, such as another worker's epoch or name.
     """
 
     dice: random.Random

@@ -72,7 +72,7 @@ class Machine:
 
 
 async def cut_worker(machine: Machine) -> None:
-    """Cut the link between the scheduler and one of two workers during streams, and restore it afterwards."""
+    """Cut the link between the scheduler and one of two workers while streams run; restore it afterwards."""
     hosts, listen = machine.hosts, ("--host", machine.hosts.listen_address)
     port, worker_port, http_port, detokenizer_port, router_port, router_http = free_ports(6)
     schedulers = ("--schedulers", f"127.0.0.1:{port}")
@@ -105,7 +105,7 @@ async def cut_worker(machine: Machine) -> None:
 
 
 async def read(stub: Stub, first: int, flowing: asyncio.Event) -> list[int]:
-    """Read a stream and check that it has no gap and no repeat."""
+    """Read a stream; check that it has no gaps and no repeats."""
     received: list[int] = []
     async for response in stub.Generate(tokens([first], max_tokens=NUM_TOKENS), timeout=LIMIT_S):
         assert response.token_offset == len(received)
@@ -116,7 +116,7 @@ async def read(stub: Stub, first: int, flowing: asyncio.Event) -> list[int]:
 
 
 async def cut_database(machine: Machine, socket: str) -> None:
-    """Cut a scheduler off from its journal during a request while it keeps running; a standby takes over."""
+    """Cut the connection between a running scheduler and its journal during a request; a standby takes over."""
     hosts = machine.hosts
     (port,) = free_ports(1)
     machine.start("database", "database", "tests.faults.hosts", hosts.listen_address, port, socket)
@@ -139,7 +139,7 @@ async def cut_database(machine: Machine, socket: str) -> None:
             await second.attach(1, "a")
             await second.read_until(1)
         assert second.tokens[1] == list(range(1001, 1001 + NUM_TOKENS))
-        # The old scheduler has not delivered what it could not write; now it is deposed, or has already exited by
+        # The old scheduler has delivered nothing that it could not write. Now it has been deposed, or has exited by
         # itself.
         hosts.heal("old", "database")
         assert await asyncio.to_thread(old.wait, LIMIT_S) == 1

@@ -1,4 +1,4 @@
-"""Running parts with low limits, and their metrics."""
+"""Running components with low limits, and their metrics."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ LIMITS = {"MAX_PENDING_BYTES": 16384, "MAX_MESSAGE_BYTES": 4 << 20}
 
 
 class Pressed:
-    """The parts.
+    """The running components.
 
-    Attributes:
-        parts: Their processes.
+    Attributes: parts: Their processes.
     """
 
     def __init__(self, folder: Path, http_port: int) -> None:
@@ -47,7 +46,7 @@ class Pressed:
         return float(found[1])
 
     def resident_bytes(self, name: str) -> int:
-        """Return a part's resident memory."""
+        """Return a process's resident memory."""
         status = Path(f"/proc/{self.parts.processes[name].pid}/status").read_text(encoding="ascii")
         found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
         assert found
@@ -56,7 +55,7 @@ class Pressed:
 
 @contextlib.contextmanager
 def running_pressed(folder: Path) -> Iterator[Pressed]:
-    """Start the parts; kill them on exit."""
+    """Start all components; kill them on exit."""
     (http_port,) = free_ports(1)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in LIMITS.items():
@@ -75,7 +74,7 @@ class Reading:
 
     @property
     def pace(self) -> float:
-        """Mean seconds per token. Several may arrive at once, so most gaps may be 0."""
+        """Mean seconds per token; not the median, since tokens arrive in groups and most gaps may be 0."""
         return (self.arrivals[-1] - self.arrivals[0]) / (len(self.arrivals) - 1)
 
 

@@ -1,4 +1,6 @@
-"""Run two of each part as processes on this machine, with fake workers; each can be killed, stopped and started."""
+"""Run two of each component as processes on this machine, with fake workers; each process can be killed, stopped and
+started.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,9 @@ class Processes(NamedProcesses):
     """The running service.
 
     Attributes:
-        worker_flags: Flags of workers started from now on.
-        worker_port: Port to which workers connect; may be a proxy.
-        urls: Of the routers' HTTP ports.
+        worker_flags: Flags for workers started from now on.
+        worker_port: Port to which workers connect, possibly a proxy's.
+        urls: HTTP URLs of the routers.
     """
 
     def __init__(self, folder: Path, *scheduler_flags: str, step_ms: float = 10) -> None:
@@ -67,7 +69,6 @@ class Processes(NamedProcesses):
             self.launch(name, *self._command(name))
 
     async def kill(self, name: str) -> None:
-        """Send SIGKILL."""
         await asyncio.to_thread(self.end, name)
 
     async def wait(self, name: str) -> int:
@@ -88,7 +89,7 @@ class Processes(NamedProcesses):
         return {"worker-0", "worker-1"} <= groups and {"detokenizer-0", "detokenizer-1"} <= names and is_idle
 
     async def stand(self) -> None:
-        """Wait until each router sees all parts."""
+        """Wait until each router sees all components."""
         for address in self.routers:
             await until(functools.partial(_has_all_parts, address))
 
@@ -121,7 +122,7 @@ async def until(holds: Callable[[], object], limit_s: float = WAIT_S) -> None:
 
 @contextlib.contextmanager
 def running_processes(folder: Path, *scheduler_flags: str, step_ms: float = 10) -> Iterator[Processes]:
-    """Start all parts; kill any left on exit."""
+    """Start all components; kill the remaining ones on exit."""
     processes = Processes(folder, *scheduler_flags, step_ms=step_ms)
     try:
         processes.start(*ALL)
@@ -131,7 +132,7 @@ def running_processes(folder: Path, *scheduler_flags: str, step_ms: float = 10) 
 
 
 class Streams:
-    """Several concurrent requests; the model counts up from the last token of the prompt."""
+    """Concurrent requests to a model that counts up from the last token of the prompt."""
 
     def __init__(self, client: AsyncClient, firsts: list[int], num_tokens: int, **options: float) -> None:
         self.firsts, self.num_tokens = firsts, num_tokens
@@ -149,7 +150,7 @@ class Streams:
             self._results[number].add(chunk)
 
     async def reach(self, num_tokens: int) -> None:
-        """Wait until each has this many tokens or has ended."""
+        """Wait until each stream has this many tokens or has ended."""
         await until(
             lambda: all(
                 task.done() or len(result.token_ids) >= num_tokens
@@ -158,7 +159,7 @@ class Streams:
         )
 
     async def check(self) -> list[Result]:
-        """Wait until all end; check that every token arrived once and in order."""
+        """Wait until all streams end; check that every token arrived once and in order."""
         async with asyncio.timeout(2 * WAIT_S):
             await asyncio.gather(*self._tasks)
         for first, result in zip(self.firsts, self._results, strict=True):

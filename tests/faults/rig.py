@@ -1,7 +1,7 @@
-"""All parts of the service in this process, with real sockets and a small real model; each can be killed.
+"""All components of the service in this process, with real sockets and a small real model; each can be killed.
 
 Two workers, two detokenizers, two routers, and a scheduler with its journal. A gate stops the workers at a token, so
-that a part dies at exactly that token. The workers may have roles and tiers.
+that a component dies at exactly that token. Workers may have roles and KV tiers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.router.conftest import Cluster, Part
 
 WAIT_S = 30.0
 KINDS = ("worker", "scheduler", "detokenizer", "router")
-# Settings of each worker, by its name.
+# Settings of each worker, by worker name.
 WorkerSettings = Mapping[str, Mapping[str, Any]]
 
 
@@ -68,7 +68,7 @@ class Gate:
             self._changed.notify_all()
 
     def wait_until(self, num_tokens: int, is_over: Callable[[], bool]) -> None:
-        """Wait until this many tokens are sampled and a worker has the next step, or the request is over."""
+        """Wait until this many tokens are sampled and a worker has the next step, or the request has ended."""
         with self._changed:
             while (self._num_tokens < num_tokens or not self.serving) and not is_over():
                 self._changed.wait(0.05)
@@ -97,7 +97,7 @@ class Gate:
 
 
 class Killed(BaseException):
-    """Ends the thread of a killed worker before its next step."""
+    """Raised to end the thread of a killed worker before its next step."""
 
 
 class MortalLink(SchedulerLink):
@@ -106,7 +106,7 @@ class MortalLink(SchedulerLink):
     is_dead = False
 
     def kill(self) -> None:
-        """Close like SIGKILL."""
+        """Close as SIGKILL would."""
         self.is_dead = True
         self._wake()
 
@@ -118,7 +118,7 @@ class MortalLink(SchedulerLink):
 
 
 class RigWorker:
-    """A worker in a thread; restarts share one loaded model, but have a new pool."""
+    """A worker in a thread. Restarts reuse the loaded model, but create a new KV pool."""
 
     def __init__(
         self, name: str, folder: ModelFolder, address: str, gate: Gate, settings: Mapping[str, Any] | None = None
@@ -161,7 +161,7 @@ class RigWorker:
         self._thread.start()
 
     def kill(self) -> None:
-        """Kill the worker; what it wrote to shared memory and to disk remains."""
+        """Kill the worker; its data in shared memory and on disk remains."""
         self._link.kill()
         self._thread.join(WAIT_S)
         self._link.join()
@@ -170,7 +170,7 @@ class RigWorker:
 
 
 def _end_like_a_process(runner: ModelRunner) -> None:
-    """Stop a runner's threads and release its locks, but remove nothing."""
+    """Stop a runner's threads and release its locks, but remove nothing that outlives a process."""
     kv = runner.kv
     for part in (kv.fetcher, kv.server, kv.tiers):
         if part is not None:
@@ -259,7 +259,7 @@ class Rig:
         )
 
     async def kill(self, kind: str) -> None:
-        """Kill and restart the part that serves the request."""
+        """Kill and restart the component that serves the request."""
         self.num_kills[kind] += 1
         if kind == "worker":
             worker = self._workers[self.gate.serving]
@@ -279,14 +279,16 @@ class Rig:
             self._routers[number] = await self._start_router(number)
 
     async def run(self, request: pb.GenerateRequest, kills: dict[int, str]) -> Result:
-        """Run a request; each part in `kills` dies when that many tokens are sampled and the client has them."""
+        """Run a request. Each component in `kills` dies when that many tokens are sampled and the client has received
+        them.
+        """
         stream = AsyncStream(request.request_id, request, self._next_stub, timeout_s=None, unavailable_timeout_s=WAIT_S)
         result = Result(request.request_id)
         await self.disturb(self._read(stream, result), kills)
         return result
 
     async def disturb(self, work: Coroutine[Any, Any, None], kills: dict[int, str]) -> None:
-        """Run `work`, which sends one request; `kills` as in `run`."""
+        """Run `work`, which sends one request; `kills` is used as in `run`."""
         self.gate.reset()
         reading = asyncio.create_task(work)
         for num_tokens, kind in sorted(kills.items()):
@@ -302,12 +304,12 @@ class Rig:
 
     @property
     def addresses(self) -> list[str]:
-        """Return the routers' gRPC addresses, the router to kill first."""
+        """Return the routers' gRPC addresses; the first is the router to kill."""
         self._current = 0
         return [f"127.0.0.1:{port}" for port in self._ports[2:]]
 
     def next_url(self) -> str:
-        """Return the next router's HTTP address; that router is the one to kill from now on."""
+        """Return the next router's HTTP address; from now on, kill that router."""
         self._current = 1 - self._current
         http = self._routers[self._current].http
         assert http is not None

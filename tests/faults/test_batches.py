@@ -1,4 +1,4 @@
-"""A batch while every kind of part is killed, including the routers that run it and the scheduler.
+"""A batch completes while every kind of component is killed, including the routers that run it and the scheduler.
 
 For a longer run set BATCH_LINES=1000 BATCH_KILLS=30 BATCH_TOKENS=400 and raise the time limit (--timeout 1800).
 """
@@ -88,7 +88,7 @@ class Api:
 
 
 def same(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row without fields that differ between batches: ids, times, cached tokens."""
+    """Return a row without the fields that differ between batches: ids, times and cached tokens."""
     response = row["response"]
     body = {name: value for name, value in response["body"].items() if name not in ("id", "created")}
     if "usage" in body:
@@ -141,7 +141,7 @@ async def test_a_batch_has_the_same_output_whatever_dies(processes: Processes, c
 
 
 def is_billed(processes: Processes, client_id: str, expected: list[int]) -> bool:
-    """Return whether the ledger has these numbers of a client's requests, prompt tokens and completion tokens."""
+    """Return whether the ledger has these numbers of requests, prompt tokens and completion tokens for a client."""
     path = processes.journal_path.with_name(processes.journal_path.name + ".documents")
     with contextlib.closing(sqlite3.connect(path)) as documents:
         pages = documents.execute("SELECT data FROM midstream_documents WHERE kind = 'ledger'").fetchall()

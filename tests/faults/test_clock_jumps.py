@@ -1,4 +1,6 @@
-"""The wall clock of each part jumps under load: only time stamps change. Real processes, a worker without a model."""
+"""The wall clock of each component jumps under load: nothing but timestamps changes. Real processes, and a worker
+without a model.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C c
 
 
 class ShiftedParts(Parts):
-    """Parts whose wall clocks are shifted one at a time."""
+    """Processes whose wall clocks are shifted one at a time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, *TIMEOUTS)
@@ -55,7 +57,7 @@ class ShiftedParts(Parts):
         return self.processes[name]
 
     def shift(self, name: str, seconds: int) -> None:
-        """Set the clock of a part."""
+        """Set the clock of a process."""
         with os.fdopen(os.open(self._shift_file(name), os.O_RDWR | os.O_CREAT), "r+b") as file:
             file.write(struct.pack("=q", seconds * 1_000_000_000))
 
@@ -64,7 +66,7 @@ class ShiftedParts(Parts):
 
 
 async def one_after_the_other(stub: Stub, first: int, stop: asyncio.Event) -> int:
-    """Send requests one after another and check their tokens; return how many there were."""
+    """Send requests one after another and check their tokens; return the number of requests."""
     for count in itertools.count():
         if stop.is_set():
             return count

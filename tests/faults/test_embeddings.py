@@ -1,4 +1,4 @@
-"""Embeddings through all parts, compared with transformers, while parts die."""
+"""Embeddings through the whole service, compared with transformers, while components die."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def check_openais_client(rig: Rig, model: Any, folder: ModelFolder) -> Non
     async with openai.AsyncOpenAI(base_url=rig.next_url() + "/v1", api_key="-", max_retries=0) as client:
         encodings: tuple[Any, ...] = ("float", "base64")
         for encoding in encodings:
-            # With an explicit format, the client returns the service's data unchanged.
+            # If the format is set explicitly, OpenAI's client returns the service's data unchanged.
             answer = await client.embeddings.create(input=TEXTS, model="", encoding_format=encoding)
             shown: list[Any] = [item.embedding for item in answer.data]
             if encoding == "base64":
@@ -166,7 +166,7 @@ async def check_answers(rig: Rig, model: Any, folder: ModelFolder) -> None:
 
 
 async def check_key(rig: Rig) -> None:
-    """Check that a call with a key attaches to the first one with that key."""
+    """Check that a repeated call with the same key attaches to the first one."""
     async with httpx.AsyncClient(timeout=30, headers={"idempotency-key": "k"}) as http:
         first = await http.post(rig.next_url() + "/v1/embeddings", json={"input": TEXTS})
         again = await http.post(rig.next_url() + "/v1/embeddings", json={"input": TEXTS})

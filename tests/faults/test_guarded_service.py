@@ -84,7 +84,7 @@ async def test_nobody_else_gets_through_any_door(guarded: Guarded, tmp_path_fact
         async with guarded.client(router, tls=trusted) as client:
             with pytest.raises(UnavailableError):
                 await client.server_info()
-    # The parts behind the routers accept only certificates of the authority.
+    # The components behind the routers accept only certificates from the authority.
     for part in ("scheduler", "detokenizer"):
         for tls in (None, Tls(ca=ca), strange):
             async with open_channel(f"127.0.0.1:{guarded.ports[part]}", tls=tls) as channel:
@@ -100,7 +100,7 @@ async def test_a_clients_certificate_opens_no_inner_port(guarded: Guarded) -> No
     spy = Tls(carol.cert, carol.key, guarded.authority.ca)
 
     async def silent() -> AsyncIterator[bytes]:
-        # A message that crosses the refusal makes the client report INTERNAL.
+        # If a message crosses the rejection on its way, the client reports INTERNAL.
         await asyncio.Event().wait()
         yield b""
 
@@ -203,7 +203,7 @@ async def test_parts_that_die_come_back_behind_their_locks(guarded: Guarded) -> 
         result = Result(stream.request_id)
         for name in ("scheduler", "worker", "detokenizer"):
             chunk = await anext(stream, None)
-            if chunk is None:  # it finished before the kills
+            if chunk is None:  # finished before the kills
                 break
             result.add(chunk)
             await asyncio.to_thread(guarded.kill, name)

@@ -1,4 +1,4 @@
-"""Invalid requests, and invalid data on the worker port, are rejected or dropped without effect on others."""
+"""Invalid requests, and invalid data on the worker port, are rejected or dropped and affect nobody else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from router.protocols.http_server import HttpPort
 from tests.faults.pressed import Pressed, read
 from tests.router.test_request_checks import BAD
 
-# Further inputs of the same kind; fields and their limits are tested in tests/router/test_request_checks.py.
+# Further inputs of the same kind. tests/router/test_request_checks.py tests all fields and their limits.
 OVER_ALL_BOUNDS: list[tuple[str, pb.GenerateRequest]] = [
     ("prompt", pb.GenerateRequest(prompt="word " * 600_000)),
     ("token_ids", pb.GenerateRequest(token_ids=pb.TokenIds(values=[5] * 9000))),
@@ -108,7 +108,7 @@ async def test_what_is_not_body_is_limited_over_http(sent: bytes, answer: bytes)
     port.start()
     received = await asyncio.to_thread(_exchange, port.port, sent)
     await port.stop(0)
-    # A connection closed while more data arrives is reset, and the response may be lost with it.
+    # A connection that is closed while more data arrives is reset, so the response may be lost.
     assert received.split()[1:2] == [answer] or (answer == b"431" and not received)
     assert num_calls == (1 if answer == b"200" or b"chunked" in sent else 0)
 
@@ -123,7 +123,7 @@ def _exchange(port: int, data: bytes) -> bytes:
 
 
 def greeting() -> bytes:
-    """Return the beginning of ZeroMQ's protocol, version 3.1, without encryption."""
+    """Return the greeting of ZeroMQ's protocol, version 3.1, without encryption."""
     return b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
 
@@ -198,7 +198,7 @@ async def test_garbage_on_the_worker_port_is_dropped_and_counted(pressed: Presse
             for parts in frames:
                 dealer.send_multipart(parts)
             await _until(pressed, "num_malformed_messages_total", before + len(frames))
-            # Messages that parse but have impossible contents.
+            # Messages that parse but whose contents are impossible.
             for _ in range(300):
                 message = worker_pb2.WorkerMessage()
                 fuzzed(generator, message)

@@ -56,7 +56,7 @@ BOMBS = [
 
 
 def refusal(template: ChatTemplate, content: str) -> str:
-    """Return why a conversation is rejected; empty if it is not."""
+    """Return the reason why a conversation is rejected, or an empty string if it is not."""
     try:
         template.render([{"role": "user", "content": content}])
     except InvalidArgumentError as error:
@@ -65,8 +65,8 @@ def refusal(template: ChatTemplate, content: str) -> str:
 
 
 def chosen(sources: list[str]) -> str:
-    """One template for all cases: the first message selects which to render. `x` is a letter and `n` a number instead
-    of constants, which would be evaluated when the template is compiled."""
+    """Return one template for all cases; the first message selects the case to render. Constants are replaced by `x`, a
+    letter, and `n`, a number: constants would be evaluated when the template is compiled."""
     values = "{% set x, n = 'x' ~ messages[0].content[:0], messages[0].content | length + 9 %}"
     branches = "".join(f"{{% elif messages[0].content == '{i}' %}}{source}" for i, source in enumerate(sources))
     return values + "{% if messages[0].content == 'hi' %}fine" + branches + "{% endif %}"
@@ -80,7 +80,7 @@ def test_templates_that_escape_or_fail_are_refused() -> None:
 
 
 def test_templates_that_explode_are_ended_and_the_next_conversation_is_rendered() -> None:
-    """Each is ended by the limit of its own process; this process and the next conversation are not affected."""
+    """The limits of its process end each template; this process and the next conversation are not affected."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with closing(ChatTemplate(chosen(BOMBS), {})) as template:
         for i, bomb in enumerate(BOMBS):
@@ -115,7 +115,7 @@ def test_what_escapes_from_the_sandbox_finds_no_files_no_network_and_no_secrets(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Write a folder like a prepared one, with a weight file of a few bytes."""
+    """Write a folder like a prepared model's, with a weight file of a few bytes."""
     model = open_model_folder("smollm2")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (tmp_path / name).write_bytes((model.path / name).read_bytes())
@@ -251,7 +251,7 @@ def test_no_process_starts_on_a_hostile_model(folder: Path) -> None:
 
 
 class limited_memory:  # noqa: N801 (used as a function)
-    """Limit this process to a gigabyte more than it uses now."""
+    """Limit this process to one gigabyte more than it uses now."""
 
     def __enter__(self) -> None:
         self._limits = resource.getrlimit(resource.RLIMIT_AS)

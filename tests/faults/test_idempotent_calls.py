@@ -1,4 +1,4 @@
-"""Calls with idempotency keys, retried while parts are killed: each runs once, and is in the ledger once.
+"""Calls with idempotency keys, retried while components are killed: each runs once and is in the ledger once.
 
 For a longer run set IDEMPOTENT_CALLS=800.
 """
@@ -60,7 +60,7 @@ class Retries:
     """A client that retries failed or slow calls at the other router.
 
     Attributes:
-        num_tries: Number of calls made.
+        num_tries: Number of calls, retries included.
     """
 
     def __init__(self, routers: list[Stub], dice: random.Random) -> None:

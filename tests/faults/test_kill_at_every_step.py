@@ -28,7 +28,7 @@ from tests.gpu_worker.tiny_models import make_runner
 from tests.gpu_worker.whole import Whole, outputs
 
 MODEL = os.environ.get("MIDSTREAM_KILL_MODEL", "llama")
-# Recurrent state, and a latent cache.
+# Models with recurrent state, and with a latent cache.
 OTHER_MODELS = ("lfm2", "deepseek_v3")
 ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else None
 NUM_TOKENS = 48 if ROTATIONS else 32
@@ -51,7 +51,7 @@ REQUESTS: dict[str, dict[str, object]] = {
         "guided_decoding": pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="([a-z]+ ){200}"),
     },
 }
-# Kinds of transport, and layouts of the two workers: both do everything, or one prefills; where blocks are stored and
+# Transports, and layouts of the two workers: both have all roles or one only prefills, and where blocks are stored and
 # moved.
 TRANSPORTS = ("frames", "grpc")
 LAYOUTS = ("together", "tiers", "apart over TCP", "apart in shared memory")
@@ -67,7 +67,7 @@ if ROTATIONS:
 
 
 def settings_of(layout: str, folder: Path) -> WorkerSettings:
-    """Return the settings of both workers; `folder` is private, for tiers and pools."""
+    """Return the settings of both workers; `folder` is private, for KV tiers and pools."""
     shared = {"shared_kv_folder": str(folder / "shared"), "host_kv_bytes": 1 << 24}
     disk = {"disk_kv_folder": str(folder / "disk")}
     if layout == "together":
@@ -93,7 +93,7 @@ def runner(folder: ModelFolder) -> Iterator[ModelRunner]:
 
 @pytest.fixture
 async def rig(folder: ModelFolder, tmp_path: Path, transport: str, layout: str) -> AsyncIterator[Rig]:
-    gc.freeze()  # each part collects garbage when it stops, but not imported modules
+    gc.freeze()  # stopping a component collects garbage, but not imported modules
     (tmp_path / "kv").mkdir(mode=0o700)
     rig = Rig(folder, tmp_path / "journal", transport, settings_of(layout, tmp_path / "kv"))
     await rig.start()
@@ -117,7 +117,7 @@ def output(result: Result) -> list[tuple[list[int], bytes, object, object]]:
 
 
 def alone(request: pb.GenerateRequest, runner: ModelRunner) -> list[list[int]]:
-    """Return the tokens of one worker without roles and tiers, without kills and without stop words."""
+    """Return the tokens of a single worker without roles, tiers, kills and stop words."""
     made = pb.GenerateRequest.FromString(request.SerializeToString())
     made.request_id = "alone"
     return outputs(Whole(runner, ()).run([made])[0])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 NUM_TOKENS = 200
-# Maximum slowdown of tokens on a busy machine.
+# The maximum slowdown of tokens on a busy machine.
 PACE_FACTOR = 5
 
 
@@ -74,11 +74,11 @@ async def test_slow_readers_cost_bounded_memory_and_are_cut_and_nobody_else_noti
         before = {name: pressed.resident_bytes(name) for name in ("router", "detokenizer", "scheduler")}
         slow = [slow_stub.Generate(long, timeout=170) for _ in range(4)]
         for call in slow:
-            await call.read()  # it runs; from here on nobody reads
+            await call.read()  # it is running; from here on nobody reads
         beside: list[Reading] = []
         while await asyncio.to_thread(pressed.metric, "num_requests_running"):
             beside += await asyncio.gather(*(read(stub, 1000 * i, NUM_TOKENS) for i in range(1, 5)))
-        # Data already received by a client is delivered before the status.
+        # A client receives data that has already arrived before it receives the status.
         for call in slow:
             assert await _end(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
         grown = {name: pressed.resident_bytes(name) - before[name] for name in before}

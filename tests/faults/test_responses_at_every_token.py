@@ -1,8 +1,8 @@
-"""A stored response, streamed by OpenAI's client, and a message, retried by Anthropic's client, while a part dies at
+"""A stored response streamed by OpenAI's client, and a message retried by Anthropic's client, while a component dies at
 each token.
 
-As in test_kill_at_every_step.py, the part that dies changes with each token; with MIDSTREAM_ALL_KILLS=1 every part dies
-at every token.
+As in test_kill_at_every_step.py, a different component dies at each token; with MIDSTREAM_ALL_KILLS=1 every component
+dies at every token.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Reader:
     """Read one response, switching to another router when one dies.
 
     Attributes:
-        events: In order of arrival.
-        num_breaks: How often the stream broke.
+        events: Events in order of arrival.
+        num_breaks: Number of times the stream broke.
     """
 
     def __init__(self, rig: Rig, *, is_background: bool) -> None:
@@ -58,7 +58,7 @@ class Reader:
         self._is_background = is_background
 
     async def read(self) -> None:
-        """Read to the end."""
+        """Read the stream to its end."""
         while not (self.events and self.events[-1]["type"] in ("response.incomplete", "response.completed")):
             async with self.client() as client:
                 try:

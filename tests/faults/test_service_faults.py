@@ -37,7 +37,7 @@ async def test_a_journal_with_a_torn_tail_and_a_damaged_record_costs_no_token(
     content = segment.read_bytes()
     segment.write_bytes(content.rstrip(b"\0")[:-5].ljust(len(content), b"\0"))
     processes.start("scheduler")
-    # Output delivered before the kill may still have been on its way to the client, so it proves nothing.
+    # Output received before the kill proves nothing: it may have been on its way to the client.
     await until(lambda: "the journal's last transaction was cut off" in processes.log("scheduler"))
     await streams.reach(120)
     await processes.kill("scheduler")
@@ -61,7 +61,7 @@ async def test_detokenizers_come_and_go_under_load(processes: Processes, client:
         await Streams(client, [first + 500 for first in FIRSTS], 10).check()
     last = Streams(client, [first + 500 for first in FIRSTS], 200)
     await last.reach(20)
-    # Kill the detokenizer that has all the streams, then one that has some, then send SIGTERM to one.
+    # Kill the detokenizer that has all streams, then one that has some, then send SIGTERM to one.
     for name in ("detokenizer-0", "detokenizer-2"):
         await processes.kill(name)
     processes.send("detokenizer-3", signal.SIGTERM)
@@ -88,7 +88,7 @@ async def test_a_detokenizer_killed_in_the_middle_of_a_character_leaves_the_text
     processes.start("worker-0")
     sampling = SamplingParams(max_tokens=160, ignore_eos=True, temperature=0.0)
     num_kills = 0
-    while num_kills < 4:  # on a busy machine a request may end before parts are available to kill
+    while num_kills < 4:  # on a busy machine, a request may end before a process can be killed
         result, next_kill = Result(""), 10
         async for chunk in client.generate(token_ids=circle[-1:], sampling=sampling, timeout_s=150):
             assert chunk.token_offset == len(result.token_ids)
@@ -135,7 +135,11 @@ async def test_clients_that_leave_are_counted_once_wherever_their_request_is(
     processes.start("worker-0")
     aborted = (await processes.stats()).num_completed_requests
     sampling = SamplingParams(max_tokens=4000, ignore_eos=True)
-    prompts = ([5], [6] * 4000, [7] * 4000)  # the first one generates, the second computes its prompt, the third waits
+    prompts = (
+        [5],
+        [6] * 4000,
+        [7] * 4000,
+    )  # the first one generates, the second one's prompt is computed, the third one waits
     streams = [client.generate(token_ids=prompt, sampling=sampling) for prompt in prompts]
     first = await anext(streams[0])
     reading = [asyncio.create_task(anext(stream)) for stream in streams]
@@ -177,7 +181,7 @@ async def test_a_deadline_in_the_queue_and_one_in_generation(processes: Processe
 
 @asynccontextmanager
 async def unsteady_link(port: int) -> AsyncIterator[tuple[int, asyncio.Event]]:
-    """Run a delaying proxy in front of a port; it closes its connections each time the event is set."""
+    """Run a delaying proxy in front of a port. It closes its connections each time the event is set."""
     cut, writers = asyncio.Event(), set[asyncio.StreamWriter]()
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -252,7 +256,7 @@ async def test_a_rolling_restart_of_every_part_fails_no_request(processes: Proce
     asking = [asyncio.create_task(keep_asking(number)) for number in range(1, 5)]
     for name in ALL:
         processes.send(name, signal.SIGTERM)
-        # A scheduler exits when its requests have ended; new ones wait for its successor.
+        # A scheduler exits when its requests have ended; new requests wait for its successor.
         assert await processes.wait(name) == 0
         processes.start(name)
         kind = name.partition("-")[0]

@@ -1,4 +1,6 @@
-"""TLS on gRPC and HTTP, its rotation, and authentication by certificate: real servers and sockets in this process."""
+"""TLS over gRPC and HTTP, certificate rotation, and authentication by certificate: real servers and sockets in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ async def test_mutual_tls_takes_only_clients_of_the_authority(authority: Authori
 
 @pytest.mark.parametrize("part", ["router", "scheduler", "detokenizer", "worker"])
 async def test_the_certificate_of_a_part_is_no_clients(authority: Authority, part: str) -> None:
-    """Rejected over gRPC and HTTPS, whether its kind is given as a URI or as a DNS name."""
+    """It is rejected over gRPC and HTTPS, whether it names its kind as a URI or as a DNS name."""
     authenticator, server = Authenticator(by_certificate=True), authority.issue("server")
     tls = tls_of(server, authority, require_client_cert=True)
     by_uri = authority.issue(f"{part} by uri", part=part)
@@ -90,7 +92,7 @@ async def test_the_certificate_of_a_part_is_no_clients(authority: Authority, par
 
 
 async def test_replaced_certificates_are_in_use_without_a_restart(tmp_path: Path, authority: Authority) -> None:
-    """Both sides switch to another authority; a running stream is kept."""
+    """Both sides switch to another authority; a running stream continues."""
     old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
     folder = tmp_path / "mounted"
     folder.mkdir()
@@ -111,7 +113,8 @@ async def test_replaced_certificates_are_in_use_without_a_restart(tmp_path: Path
         channel = open_channel(address, tls=mounted("client"), server_name="server.test")
         running = stream_of(channel)(b"")
         assert await running.read() == b"client"
-        # First everyone trusts both authorities, then certificates change, then the old authority is removed.
+        # At first, everyone trusts both authorities. Then certificates change, and finally the old authority is
+        # removed.
         for step in ((old, old, new), (new, old, new), (new, new)):
             mount(step[0], "server", *step[1:])
             mount(step[0], "client", *step[1:])
@@ -225,7 +228,7 @@ async def test_https_asks_for_a_certificate_also_where_callers_need_no_name(auth
         ("URI:spiffe://midstream/router", True),
         ("URI:spiffe://cluster.local/ns/midstream/router", True),
         ("DNS:router", True),
-        ("DNS:gateway.example", True),  # listed as a whole message
+        ("DNS:gateway.example", True),  # the whole message
         ("URI:spiffe://midstream/router/client", False),
         ("URI:https://midstream/router", False),
         ("DNS:router.example,DNS:client", False),

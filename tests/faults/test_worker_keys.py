@@ -36,7 +36,7 @@ SCHEDULER = [sys.executable, "-m", "scheduler", "--journal", "off"]
 
 @dataclass(frozen=True)
 class Guarded:
-    """A scheduler process whose worker port requires keys."""
+    """A scheduler process whose worker port requires CURVE keys."""
 
     address: str
     http_port: int
@@ -51,7 +51,7 @@ class Guarded:
     def dealer(
         self, context: zmq.Context[zmq.Socket[bytes]], message: bytes, credentials: WorkerCredentials | None
     ) -> Iterator[zmq.Socket[bytes]]:
-        """Return a socket that has sent a message, whether or not it is accepted."""
+        """Return a socket that has sent a message, whether or not the peer accepts it."""
         with context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
             if credentials is not None:
@@ -145,12 +145,12 @@ def test_a_key_that_is_let_in_counts_at_the_next_attempt(guarded: Guarded) -> No
         newcomer._registration(),
         Metrics(),
         worker_pb2.MemoryUsage,
-        cast("Any", None),  # no adapters
+        cast("Any", None),  # no LoRA adapters
         KeptBlocks(np.zeros(64, dtype=np.uint64)),
         credentials=guarded.credentials("newcomer"),
     )
     link.start()
-    # Rejected, and again after its own retry.
+    # It is rejected, also when it retries by itself.
     guarded.wait_for("num_refused_connections_total", refused + 2)
     allow(guarded.keys, guarded.allowed, "newcomer")
     assert isinstance(link.inbox.get(timeout=30), EpochStarted)
@@ -235,7 +235,7 @@ def test_contradictions_refuse_to_start(keys: Path) -> None:
 
 
 def test_a_scheduler_process_with_an_empty_secret_ends_at_once(keys: Path) -> None:
-    """As when a Secret lacks the key: the variable is set but empty."""
+    """This happens if a Secret lacks the key: the variable is set but empty."""
     environment = {
         "MIDSTREAM_CURVE": "true",
         "MIDSTREAM_CURVE_SECRET_KEY": "",

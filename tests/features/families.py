@@ -23,7 +23,7 @@ from tests.gpu_worker.whole import Contents, Whole, contents
 
 VOCAB_SIZE, HIDDEN_SIZE = 49_152, 64
 PROMPT = [504, 2365, 282, 504, 2365, 282, 504, 2365]
-# transformers' name of the family, and the settings of the tiny model.
+# transformers' name of the family, and the tiny model's settings.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
@@ -36,7 +36,7 @@ POST_PROCESSORS = Path(__file__).parents[1] / "gpu_worker" / "example_post_proce
 
 
 class Family:
-    """One model; `polite_logits` must be importable."""
+    """One model and its runner. `polite_logits` must be importable."""
 
     def __init__(self, name: str, folder: Path) -> None:
         family, settings = MODELS[name]
@@ -52,7 +52,7 @@ class Family:
         self.plain = self.run(self.request())[0].tokens
 
     def close(self) -> None:
-        """End the grammars' process."""
+        """Stop the grammar process."""
         self.runner.close()
 
     def request(self, **fields: Any) -> pb.GenerateRequest:
@@ -72,7 +72,7 @@ class Family:
         """Run a request alone.
 
         Raises:
-            RefusedError: It ended in an error.
+            RefusedError: The request ended in an error.
         """
         (made,) = Whole(self.runner, (0,)).run([request])
         if made.failure is not None:
@@ -80,7 +80,7 @@ class Family:
         return contents(made)
 
     def lora(self) -> pb.LoraConfig:
-        """Return an adapter as named by a scheduler."""
+        """Return an adapter as the scheduler would name it."""
         adapter = self.runner.adapters.load(str(self._lora)).result()
         resolved = pb.ResolvedAdapter(
             path=str(self._lora), fingerprint=adapter.fingerprint, num_bytes=self.runner.adapters.size_of(adapter)
@@ -198,7 +198,7 @@ def _additional(family: Family) -> None:
 def _guided(family: Family) -> None:
     guide = pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="[0-9]{12}")
     (made,) = family.run(family.request(guided_decoding=guide))
-    digits = set(range(32, 42))  # single tokens of the embedded model's tokenizer
+    digits = set(range(32, 42))  # single tokens in the embedded model's vocabulary
     assert len(made.tokens) == 6
     assert set(made.tokens) <= digits
 

@@ -1,4 +1,4 @@
-"""The table of features: which work with which model family and which API."""
+"""The feature table: which features work with which model family and which API."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Feature:
     """One row.
 
     Attributes:
-        families, doors: Cells by column.
+        families, doors: Cells, by model family and by API.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The whole table; titles of the columns by name."""
+    """The whole table, and the titles of its columns."""
 
     families: dict[str, str]
     doors: dict[str, str]
@@ -52,7 +52,7 @@ class Table:
 
 
 def read() -> Table:
-    """Return the data."""
+    """Return the table from its data file."""
     data = tomllib.loads(DATA.read_text(encoding="utf-8"))
     families, doors = data["families"], data["doors"]
     return Table(

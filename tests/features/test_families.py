@@ -1,4 +1,4 @@
-"""Every cell of the feature table for a model family, and the page that shows it."""
+"""Every cell of the feature table for a model family, and the generated page."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from gpu_worker.model_runner import ModelRunner
 from midstream.model.folder import open_model_folder
 from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
 
-# PyTorch's threads would wait for each other, especially beside other test processes.
+# PyTorch's threads would wait for each other, especially while other tests run in parallel.
 torch.set_num_threads(1)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,7 +30,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
-    """Return transformers' model of each family and its folder."""
+    """Return transformers' models by family, each with its folder."""
     name, settings = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     return make_tiny_model(folder, name, **settings), folder
@@ -39,7 +39,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="session")
 def transformers_model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
     """Return transformers' model with the embedded model's weights, in float32."""
-    # The first of the test run's processes that wants it keeps it for the others.
+    # The first process of the test run that needs it saves it for the others.
     root = tmp_path_factory.getbasetemp()
     kept = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "embedded-in-float32"
     with kept.with_suffix(".lock").open("w") as lock:
@@ -51,7 +51,7 @@ def transformers_model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Mod
 
 
 def _read_by_gguf(path: Path) -> LlamaForCausalLM:
-    """Dequantise a Llama's GGUF file by the format's own library: transformers' reader takes four times as long."""
+    """Dequantize a Llama's GGUF file with the `gguf` package; transformers' reader takes four times as long."""
     reader = GGUFReader(path)
     names = {
         "hidden_size": "embedding_length",
@@ -77,7 +77,7 @@ def _read_by_gguf(path: Path) -> LlamaForCausalLM:
     for name, stored in weights.items():
         tensor = tensors[f"{stored}.weight"]
         if num_heads := heads.get(stored.rpartition(".")[2]):
-            # GGUF interleaves the halves that are rotated together.
+            # GGUF interleaves the two halves that rotary embedding rotates together.
             tensor = tensor.view(num_heads, -1, 2, config.hidden_size).transpose(1, 2).reshape(tensor.shape)
         state[f"{name}.weight"] = tensor
     model = LlamaForCausalLM(config)

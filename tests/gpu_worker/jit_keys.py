@@ -62,7 +62,7 @@ class Keys:
 
 
 def with_results(name: str) -> Callable[..., Any]:
-    """Launch the Triton operation, and return the result of the PyTorch one instead."""
+    """Record the launch of the Triton operation, and return the result of the PyTorch one."""
     reference = getattr(dispatch, f"torch_{name}", None)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def with_results(name: str) -> Callable[..., Any]:
 
 
 def record_at_once(run: Callable[[], object]) -> Callable[[], None]:
-    """Run the function to record as often as `GraphRecorder` does before a replay."""
+    """Call the recorded function as often as `GraphRecorder` does before a replay."""
     run()
 
     def replay() -> None:
@@ -90,7 +90,7 @@ def record_at_once(run: Callable[[], object]) -> Callable[[], None]:
 
 
 def random_steps(generator: np.random.Generator, num_steps: int, lora: AdapterRef) -> list[Step]:
-    """Plan steps in which sequences, some with an adapter, start, are prefilled in chunks beside decodes, and end."""
+    """Plan random steps: sequences, some with an adapter, start, are prefilled in chunks alongside decodes, and end."""
     steps, lengths, computed = [], dict[int, int](), dict[int, int]()
     for _ in range(num_steps):
         released = [row for row in lengths if computed[row] >= lengths[row] and generator.random() < 0.1]
@@ -153,7 +153,7 @@ def make_runner() -> ModelRunner:
 
 
 def main() -> None:
-    """Print one JSON object: the number of keys of the warm-up, and the new ones after it."""
+    """Print one JSON object: the number of keys of the warm-up, and the keys that are new after it."""
     keys = Keys()
     driver.set_active(NoDevice())
     JITFunction.__getitem__ = lambda function, grid: keys.launch(function)

@@ -1,4 +1,4 @@
-"""Stand-ins for a CUDA stream that do no work until somebody waits for it.
+"""Stand-ins for a CUDA stream that do no work until something waits for it.
 
 A real device may be this slow. Code that modifies memory which an asynchronous copy has yet to read then fails every
 time instead of occasionally.
@@ -16,7 +16,7 @@ from gpu_worker.batch import staging
 
 
 class LazyStream:
-    """Work in launch order, including asynchronous copies and the events of staging buffers."""
+    """Work items in launch order, including asynchronous copies and the events of staging buffers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_done = self.num_waits = 0
@@ -40,13 +40,13 @@ class LazyStream:
         self._work.append(work)
 
     def run(self, count: int) -> None:
-        """Do the first `count` pieces of work."""
+        """Run the first `count` work items."""
         while self.num_done < count:
             self.num_done += 1
             self._work[self.num_done - 1]()
 
     def record(self, run: Callable[[], object]) -> Callable[[], None]:
-        """Stand in for the recorder of a graph: a replay is queued work."""
+        """Stand in for the graph recorder: a replay queues the recorded work."""
         run()
         return lambda: self.launch(run)
 
@@ -67,11 +67,11 @@ class LazyEvent:
 
 
 class LateReader:
-    """A stand-in for a device that does each copy as late as possible: when its event is waited for.
+    """A stand-in for a device that performs each copy as late as possible: when its event is waited for.
 
     Everything else is done immediately, so a whole runner works on it. It raises if a buffer was changed between the
     start of its copy and the wait for it; the destination of a copy to the host contains garbage until then. With
-    `catches_up`, it completes all started work whenever the host waits for any of it.
+    `catches_up`, a wait for any work completes all work that has started.
     """
 
     NONSENSE = -987654321
@@ -94,7 +94,7 @@ class LateReader:
             send(buffers, source, target)
 
         def start_late(readback: staging.Readback, values: Tensor) -> staging.Copy:
-            self._pending.append(lambda: None)  # the copy goes before its event
+            self._pending.append(lambda: None)  # the copy comes before its event
             place = len(self._pending) - 1
             copy = start(readback, values)
             numbers = copy._values.numpy()
@@ -113,7 +113,7 @@ class LateReader:
         return len(self._pending)
 
     def run(self, count: int) -> None:
-        """Do the first `count` copies."""
+        """Perform the first `count` copies."""
         while self._num_done < count:
             self._num_done += 1
             self._pending[self._num_done - 1]()

@@ -1,7 +1,7 @@
 """Quantized checkpoints of tiny models, in the formats of common tools.
 
-Each scheme converts a float32 matrix into the tensors of a module and into the values they represent. These come from
-the library that defines the scheme, or, if that needs a GPU, from its arithmetic in float64.
+Each scheme converts a float32 matrix into the tensors of a module and into the values they represent. They come from
+the library that defines the scheme or, if it needs a GPU, from the scheme's arithmetic in float64.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Quantized = tuple[Tensors, Tensor]
 
 
 def _pack(levels: Tensor, num_bits: int) -> Tensor:
-    """Pack [M, W * 32 / bits] into int32 [M, W], the first value in the lowest bits."""
+    """Pack [M, W * 32 / bits] into int32 [M, W], with the first value in the lowest bits."""
     words = torch.unflatten(levels.long(), 1, (-1, 32 // num_bits)) << torch.arange(0, 32, num_bits)
     return words.sum(-1).int()  # wraps around
 
 
 def _group_scales(weight: Tensor, group: int, most: int) -> tuple[Tensor, Tensor]:
-    """Return float16 scales and zero points of groups between their minimum and maximum weight."""
+    """Return float16 scales and zero points that map each group's range from its minimum to its maximum weight."""
     parts = torch.unflatten(weight, 1, (-1, group))
     low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
     scale = ((high - low) / most).clamp(min=1e-4).half().float()
@@ -196,7 +196,7 @@ SCHEMES: dict[str, tuple[Callable[[Tensor], Quantized], dict[str, Any]]] = {
 def quantize_model(folder: Path, model: torch.nn.Module, scheme: str, left_alone: str = "lm_head") -> None:
     """Quantize the linear layers of a model and its folder, except those whose name contains `left_alone`.
 
-    The model gets the dequantized values.
+    The model keeps the dequantized values.
     """
     quantize, settings = SCHEMES[scheme]
     file = folder / "model.safetensors"

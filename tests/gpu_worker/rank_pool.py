@@ -1,6 +1,7 @@
 """Processes that serve as ranks 1, 2, … of one group after another, so that tests need not start their own.
 
-python -m tests.gpu_worker.rank_pool reads one JSON line per group, follows it to its end, and reports that.
+python -m tests.gpu_worker.rank_pool reads one JSON line per group, serves as a rank until the group ends, and reports
+the end.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class RankPool:
             runner.close()
             group.stop(exit_code=0)
         except BaseException:
-            group.lifelines.expect_end()  # otherwise the exit of the others would end this process
+            group.lifelines.expect_end()  # otherwise the exit of other ranks would end this process
             raise
         for process in followers:
             assert process.stdout is not None

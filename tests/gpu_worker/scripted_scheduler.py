@@ -73,7 +73,7 @@ class ScriptedScheduler:
 
 
 def rank_environment(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
-    """Return the environment variables of a process in a group."""
+    """Return the environment variables of a rank's process."""
     return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
 

@@ -94,7 +94,7 @@ def test_the_loss_of_the_worker_changes_nothing(
     for _ in range(steps):
         whole.step()
     whole.lose_worker()
-    for ref in ("small", "large", "soft"):  # the new one has loaded nothing yet
+    for ref in ("small", "large", "soft"):  # the new worker has loaded nothing yet
         runner.adapters.unload(resolved(runner, folder, ref).fingerprint)
     whole.run([])
     assert [outputs(item) for item in made] == alone

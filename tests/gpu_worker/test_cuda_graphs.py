@@ -18,7 +18,9 @@ CPU = torch.device("cpu")
 
 
 class FakeDecoder:
-    """Return logits [a, b]: the token id times 10 plus the position; the sum of the row's blocks up to its length."""
+    """Return logits [a, b]: a is ten times the token id plus the position, b the sum of the row's blocks up to its
+    length.
+    """
 
     def __init__(self) -> None:
         self.num_rows: list[int] = []
@@ -39,14 +41,14 @@ class FakeDecoder:
         self.slots = inputs.slot_mapping.tolist()
         sampled = inputs.sampled.long()
         firsts = (inputs.token_ids * 10 + inputs.positions)[sampled]
-        # Padding rows may sample a token without a sequence.
+        # Padding rows may sample a token that belongs to no sequence.
         rows = torch.bucketize(sampled, inputs.query_starts[1:], right=True).clamp(max=len(inputs.context_lens) - 1)
         blocks = [int(inputs.block_tables[row, : int(inputs.context_lens[row])].sum()) for row in rows.tolist()]
         return torch.stack((firsts, torch.tensor(blocks)), dim=1).float()
 
 
 class Replays:
-    """Stands in for CUDA graphs: a replay runs the recorded function."""
+    """A stand-in for CUDA graphs whose replay calls the recorded function."""
 
     def __init__(self) -> None:
         self.num_recorded = 0
@@ -169,7 +171,9 @@ def test_steps_that_are_too_large_run_eagerly() -> None:
 
 
 def test_block_tables_cross_whole_or_by_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits [a, b] have the sum of a row's two blocks in b. At most as many changes as rows of the shape cross."""
+    """In logits [a, b], b is the sum of a row's two blocks. The number of changes sent is at most the number of rows of
+    the shape.
+    """
     sizes: list[int] = []
     send = PinnedBuffers.send
 
@@ -185,7 +189,7 @@ def test_block_tables_cross_whole_or_by_what_has_changed(monkeypatch: pytest.Mon
     tables = inputs.block_tables.clone()
     tables[1, 1], tables[3, 0] = 50, 0
     assert graphs.forward(replace(inputs, block_tables=tables))[:, 1].tolist() == [2, 52, 6, 4]
-    # Fewer and shorter rows leave what lies beyond them; the entry was 50 again before it is 2.
+    # Fewer and shorter rows leave the entries beyond them unchanged; the entry was 50 again before it is 2.
     assert graphs.forward(decode_inputs(2)).tolist() == expected(2)
     assert graphs.forward(replace(inputs, block_tables=tables))[:, 1].tolist() == [2, 52, 6, 4]
     alone = sum(Shape(4, 4).sizes())
@@ -225,6 +229,6 @@ def test_a_graph_gives_the_likeliest_tokens_and_feeds_them() -> None:
     assert best is not None
     assert best.tolist() == [0, 0, 0]
     graphs.feed(torch.tensor([5, -1, 6], dtype=torch.int32))
-    # Rows 1 to 3 take the second, the first and the third of these: the second was not finite, and counts as 0.
+    # Rows 1 to 3 take the second, first and third of these. The second was not finite and counts as 0.
     inputs = replace(decode_inputs(3), token_ids=torch.tensor([-2, -1, -3], dtype=torch.int32))
     assert graphs.forward(inputs).tolist() == [[1, 2], [51, 4], [61, 6]]

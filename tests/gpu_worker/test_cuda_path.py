@@ -69,5 +69,5 @@ def test_triton_kernels_under_the_decoder_give_the_references_logits(monkeypatch
     graphs.use_cache(KvCache(describe(TINY), 6, BLOCK, torch.float32, CPU))
     graphs.capture()
     torch.testing.assert_close(graphs.forward(prompts), expected[0], rtol=1e-4, atol=1e-5)
-    # Three rows in a graph of four.
+    # Three rows run in a graph of four.
     torch.testing.assert_close(graphs.forward(following), expected[1], rtol=1e-4, atol=1e-5)

@@ -35,7 +35,7 @@ TINY = CONFIG_8B | {
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Return the devices made current, on a machine with two GPUs."""
+    """Return the devices that were made current on a machine with two GPUs."""
     found: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -114,19 +114,19 @@ def test_steps_and_graphs_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(device_memory, "cuda", fake)
     monkeypatch.setattr(device_memory, "free_memory_bytes", fake.free_bytes)
     fake.allocate(300)  # weights
-    fake.allocate(40)  # the warm-up's pool
+    fake.allocate(40)  # the memory pool of the warm-up
     pool = SimpleNamespace(num_bytes=40)
     memory = WarmUpMemory(torch.device("cuda:0"), [pool])  # type: ignore[list-item]
     fake.allocate(150)  # a step
     fake.free(150)
 
     def capture() -> None:
-        fake.empty_cache()  # like PyTorch before recording
+        fake.empty_cache()  # as PyTorch does before recording
         fake.allocate(60)
-        fake.elsewhere += 10  # the driver's memory for a graph
+        fake.elsewhere += 10  # memory that the driver takes for a graph
 
     memory.record(capture)
-    # Dropped again, as by the runner before it allocates the pool.
+    # The graphs are dropped again, as the runner does before it allocates the pool.
     fake.free(60)
     fake.elsewhere -= 10
     assert (memory.step_bytes, memory.graph_bytes) == (150, 70)
@@ -162,9 +162,9 @@ def test_the_pool_is_sized_after_full_batches_and_graphs(monkeypatch: pytest.Mon
     )
     before = events[: events.index("sized")]
     eager = before[: before.index("recorded")]
-    # Four ways of sampling, each a prefill and two decodes of six rows.
+    # Four ways of sampling, each with a prefill and two decodes of six rows.
     assert eager.count(6) == 12
-    # Recording starts with the largest batch; it runs once more on the real pool, followed by the largest steps.
+    # Recording starts with the largest batch. It is repeated on the real pool, followed by the largest steps.
     assert before[len(eager) :] == ["recorded", 6]
     after = events[events.index("sized") + 1 :]
     assert after.count(6) == 13

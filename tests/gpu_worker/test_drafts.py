@@ -49,7 +49,7 @@ def requests_of(prompt: list[int], speculative: pb.SpeculativeConfig | None, **m
 
 
 def log_probs_of(request: Request) -> list[list[tuple[int, float]]]:
-    """Return (token offset, log probability) of each sequence's tokens."""
+    """Return the token offset and log probability of each token, by sequence."""
     found = []
     for sequence in request.sequences:
         assert sequence.end is not None
@@ -119,7 +119,7 @@ def test_tokens_and_log_probs_are_the_same_with_drafts(runner: ModelRunner, prom
 
 
 def test_an_end_within_a_run_is_the_end(runner: ModelRunner, prompt: list[int]) -> None:
-    """Max tokens of every length, and a stop token in the middle."""
+    """`max_tokens` of every length, and a stop token in the middle."""
     whole = outputs(Whole(runner, ()).run(requests_of(prompt, None, max_tokens=16)[:1])[0])[0]
     for max_tokens in range(1, 10):
         found = Whole(runner, ()).run(requests_of(prompt, LOOK_UP, max_tokens=max_tokens)[:1])[0]
@@ -157,7 +157,9 @@ def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("is_same", [True, False])
 def test_a_draft_model_changes_no_token(tiny_folders: tuple[Path, Path], is_same: bool) -> None:
-    """Drafts of the model itself are all accepted, since they are sampled with the same random numbers."""
+    """If the model is its own draft model, all drafts are accepted, since they are sampled with the same random
+    numbers.
+    """
     target, draft = tiny_folders
     runner = make_runner(target, draft_model=str(target if is_same else draft), max_batch_size=32)
     prompt = np.random.default_rng(5).integers(3, SHAPE["vocab_size"], 40).tolist()
@@ -178,9 +180,9 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tiny_folders: tuple[Path
 
 
 def test_drafts_are_kept_while_room_is_made_to_verify_them() -> None:
-    """All rows of the worker are in use, and each draft needs one more."""
+    """All rows of the worker are in use, and each draft needs another row."""
     rows = Rows(1, 16, 4, 8, 100)
     rows.add(NewSequence(row=0, token_ids=ints([5, 6]), num_prompt_tokens=2, block_ids=ints([3]), sampling=GREEDY))
     assert with_shadows(rows, ints([0]), Drafts({0: ints([7, 8])})).tolist() == [0, 1, 2]
     assert [rows.tokens[row, : rows.lengths[row]].tolist() for row in range(3)] == [[5, 6], [5, 6, 7], [5, 6, 7, 8]]
-    assert rows.tokens[0, :4].tolist() == [5, 6, 7, 8]  # the rows run by the model
+    assert rows.tokens[0, :4].tolist() == [5, 6, 7, 8]  # rows that the model runs

@@ -1,4 +1,4 @@
-"""Draws replayed from graphs: a recorder that runs again what it recorded, and the kernels in Triton's interpreter."""
+"""Draws replayed from graphs: a recorder that repeats what it recorded, and the kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_recorded_draws_are_the_samplers(params: list[SamplingParams], monkeypat
     draws = RecordedDraws(CPU, [1, 4])
     assert draws.draw(sampler.draw_params(places)) is None
     draws.capture(record, logits, lambda tokens: fed.append(tokens.tolist()))
-    # A full step before leaves its parameters behind.
+    # An earlier full step leaves its parameters in the buffers.
     assert draws.draw(sampler.draw_params(ints([0, 1, 2, 3]))) is not None
     drawn = draws.draw(sampler.draw_params(places))
     assert drawn is not None
     assert drawn.tolist() == expected
-    # The row that is padding is greedy.
+    # The padding row is greedy.
     assert fed[-1] == [*expected, int(logits[3].argmax())]
-    # The larger size comes first, and with top-k and top-p.
+    # The larger size runs first, with top-k and top-p.
     assert replayed[-1] == (0 if params is CUT else 1)
     logits[1, 7] = torch.nan
     drawn = draws.draw(sampler.draw_params(places))

@@ -20,8 +20,8 @@ from tests.gpu_worker.tiny_models import Driver, make_runner
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 20, 25, 31, 33, 40, 50, 64, 80, 100, 150, 260, 330, 700)
 NUM_NEW = 10
 Logits = Callable[[tuple[int, ...]], torch.Tensor]
-# transformers' logits that are this close may swap by rounding: ours differ from theirs, of about 20, by up to a few
-# 1e-4 after thirty layers summed in another order, and by up to 1e-2 if inputs are rounded to 16 bits.
+# Two logits this close in transformers may swap order by rounding. Our logits, of about 20, differ by up to a few 1e-4
+# after thirty layers that are summed in another order, and by up to 1e-2 if inputs are rounded to 16 bits.
 BOUND, ROUNDED_BOUND = 2e-3, 2e-2
 
 
@@ -37,7 +37,7 @@ def runner(folder: ModelFolder) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def prompts(folder: ModelFolder) -> list[list[int]]:
-    """Return random tokens and pieces of text, alternating."""
+    """Return random tokens and pieces of text in alternation."""
     generator = np.random.default_rng(7)
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     words = Tokenizer.from_file(str(folder.path / "tokenizer.json")).encode(text).ids
@@ -50,18 +50,18 @@ def prompts(folder: ModelFolder) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def outputs(runner: ModelRunner, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the output of each prompt alone, prefilled in one piece."""
+    """Return the output of each prompt, run alone and prefilled in one piece."""
     return [Driver(runner).run_alone(tokens, NUM_NEW) for tokens in prompts]
 
 
 def run_together(
     runner: ModelRunner, prompts: Sequence[Sequence[int]], max_chunk: int, seed: int, *, share: bool
 ) -> list[list[int]]:
-    """Run all prompts in one batch: random chunks beside decodes, and with `share`, blocks of earlier prompts."""
+    """Run all prompts in one batch: random chunks mixed with decodes and, with `share`, blocks of earlier prompts."""
     driver, generator = Driver(runner), np.random.default_rng(seed)
     new: list[NewSequence] = []
     done: dict[int, int] = {}
-    owners: dict[int, int] = {}  # the row that writes the blocks a row shares
+    owners: dict[int, int] = {}  # the row that writes the blocks that a row shares
     for row in generator.permutation(len(prompts)).tolist():
         tokens = prompts[row]
         blocks: list[int] = []
@@ -99,7 +99,7 @@ def test_outputs_are_bit_identical_in_any_mix(
 
 
 def test_prefix_hits_change_nothing(runner: ModelRunner, prompts: list[list[int]], outputs: list[list[int]]) -> None:
-    """Each long prompt runs twice; the second run reads most of its prefix from the first's blocks."""
+    """Each long prompt runs twice; the second run reads most of its prefix from the blocks of the first run."""
     long = [i for i, tokens in enumerate(prompts) if 16 < len(tokens) < 200]
     twice = [prompts[i] for i in long for _ in range(2)]
     assert run_together(runner, twice, 300, seed=1, share=True) == [outputs[i] for i in long for _ in range(2)]
@@ -117,7 +117,7 @@ def transformers_logits(transformers_model: Any) -> Logits:
 
 
 def assert_equal_up_to_ties(logits: Logits, prompts: list[list[int]], outputs: list[list[int]], bound: float) -> None:
-    """Assert equality up to the first position where transformers' two top logits are within `bound`."""
+    """Assert equality up to the first position where transformers' top two logits differ by at most `bound`."""
     num_compared = 0
     for tokens, output in zip(prompts, outputs, strict=True):
         top = logits((*tokens, *output[:-1])).topk(2, dim=1)

@@ -1,4 +1,4 @@
-"""Request features on the embedded model, all in one batch: compared with transformers on the same tokens."""
+"""Request features on the embedded model, all in one batch, compared with transformers on the same tokens."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PROMPTS = ("One, two, three. One, two, three. One,", "Here is a short list of co
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS = 49_152, 576, 30
 END_ID = 28  # a comma, a frequent token
 MAX_TOKENS = 14
-# Logits of about 20 differ by up to this after thirty layers summed in another order.
+# Logits of about 20 may differ by this much after thirty layers that are summed in another order.
 BOUND = 2e-3
 Change = Callable[[list[int], list[int], Tensor], Tensor]
 
 
 def by_transformers(make: Callable[[int], Any]) -> Change:
-    """Return the processors; `make` gets the number of prompt tokens."""
+    """Return transformers' processors; `make` receives the number of prompt tokens."""
     return lambda prompt, output, scores: make(len(prompt))(torch.tensor([[*prompt, *output]]), scores)
 
 
@@ -70,7 +70,7 @@ STEERED: dict[str, tuple[dict[str, Any], Change]] = {
         by_transformers(lambda _: transformers.SequenceBiasLogitsProcessor({(k,): v for k, v in BIAS.items()})),
     ),
 }
-# Allowed tokens: the same limits slightly wider, since rounding may include or exclude a token at the edge.
+# The same limits, slightly wider, since rounding may include or exclude a token at the edge.
 DRAWN: dict[str, tuple[dict[str, Any], float, Any]] = {  # after the temperature
     "top-k": ({"top_k": 3}, 1.0, transformers.TopKLogitsWarper(3)),
     "top-p": ({"top_p": 0.6}, 1.0, transformers.TopPLogitsWarper(0.601)),
@@ -97,7 +97,7 @@ def request(number: str, prompt: list[int], sampling: dict[str, Any], **parts: A
 
 
 def logits_of(model: Any, prompt: list[int], output: list[int]) -> Tensor:
-    """Return transformers' logits from which each token of `output` is chosen."""
+    """Return transformers' logits from which each token of `output` was chosen."""
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([[*prompt, *output[:-1]]]), logits_to_keep=len(output)).logits[0]
     return logits.clone()
@@ -106,7 +106,7 @@ def logits_of(model: Any, prompt: list[int], output: list[int]) -> Tensor:
 def test_steered_tokens_are_those_of_transformers(
     runner: ModelRunner, transformers_model: Any, prompts: list[list[int]]
 ) -> None:
-    """Greedy: each token has the highest logit after transformers' processors, and each feature has an effect."""
+    """Each greedy token has the highest logit after transformers' processors, and each feature has an effect."""
     cases = [(name, prompt) for name in ("", *STEERED) for prompt in prompts]
     requests = []
     for i, (name, prompt) in enumerate(cases):

@@ -1,4 +1,4 @@
-"""Graphs with collective operations are destroyed before the ranks' communicator."""
+"""Graphs with collective operations are destroyed before the communicator of their ranks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Graph:
 
 
 class Communicator:
-    """A stand-in for NCCL's communicator, which hangs on exit while graphs of its operations exist; this one raises
-    instead.
+    """A stand-in for NCCL's communicator. NCCL's hangs on exit while graphs with its operations exist; this one
+    raises.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def test_a_runner_lets_go_of_its_graphs(communicator: Communicator) -> None:
 
 
 class FakeGroup:
-    """A follower's group; rank 0 allocates a pool, records graphs, and then ends."""
+    """A follower's group: rank 0 allocates a pool, records graphs, and ends."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.ranks = Ranks(rank=1, world_size=2, tensor_size=2)
@@ -97,7 +97,7 @@ def test_a_follower_lets_go_of_its_graphs(communicator: Communicator, monkeypatc
     graphs = GraphDecoder(
         decoder, CPU, max_batch_size=2, max_num_tokens=8, max_blocks=4, make_recorder=lambda: communicator.record
     )
-    # The follower sees its own device as a GPU.
+    # To the follower, its own device is a GPU.
     model = SimpleNamespace(
         decoder=decoder,
         device=SimpleNamespace(type="cuda"),

@@ -1,4 +1,4 @@
-"""Rows and steps, computed by hand."""
+"""Rows and steps with values computed by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ ARRAYS = {"context_rows", "context_starts", "context_lengths", "generation_rows"
 
 @pytest.fixture
 def batch() -> InputBatch:
-    """Blocks of 4 tokens; row 2 has tokens 10..15 in blocks 7 and 3; row 0 has 20..22 in block 5."""
+    """Return a batch with blocks of 4 tokens: row 2 has tokens 10..15 in blocks 7 and 3, row 0 has 20..22 in
+    block 5.
+    """
     rows = Rows(num_rows=4, max_sequence_length=16, tokens_per_block=4, num_blocks=10, vocab_size=100)
     made = InputBatch(rows, tokens_per_block=4, adapters=RowAdapters(no_adapters(), vocab_size=100, hidden_size=2))
     made.prepare(Step(new_sequences=(sequence(2, [10, 11, 12, 13, 14, 15], [7, 3]), sequence(0, [20, 21, 22], [5]))))

@@ -1,4 +1,4 @@
-"""A sequence's output is bit-identical in any batch, and however it is chunked, cached, paused or moved."""
+"""A sequence's output is bit-identical in any batch, however it is chunked, cached, paused or moved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 class Plan:
-    """Sequences with a common prefix, and the output of each alone."""
+    """Sequences with a common prefix, and the output of each when run alone."""
 
     def __init__(self, runner: ModelRunner, seed: int) -> None:
         generator = np.random.default_rng(seed)
@@ -52,7 +52,7 @@ def plan(runner: ModelRunner) -> Plan:
 
 
 class RandomSchedule:
-    """Run the plan's sequences with random decisions: start times, chunks, shared blocks, pauses."""
+    """Run the plan's sequences with random start times, chunks, shared blocks and pauses."""
 
     def __init__(self, runner: ModelRunner, plan: Plan, seed: int) -> None:
         self._plan, self._generator = plan, np.random.default_rng(seed)
@@ -119,7 +119,7 @@ def test_outputs_are_bit_identical_under_any_schedule(runner: ModelRunner, plan:
 
 
 def test_a_prefix_is_shared_within_one_step(runner: ModelRunner, plan: Plan) -> None:
-    """Of two sequences that arrive together, the second reads the blocks that the first writes in the same step."""
+    """The second of two sequences that arrive together reads the blocks that the first writes in the same step."""
     driver = Driver(runner)
     first = driver.sequence(0, plan.prompts[0], SAMPLING[0])
     second = driver.sequence(1, plan.prompts[1], SAMPLING[1], shared_blocks=driver.blocks[0][:3])

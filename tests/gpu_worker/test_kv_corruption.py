@@ -1,4 +1,4 @@
-"""Blocks corrupted in a tier or in transfer between workers never change a token, and each is counted.
+"""Blocks corrupted in a tier or during a transfer between workers never change a token, and each is counted.
 
 10,000 in all: MIDSTREAM_CORRUPTIONS=2500 pytest -o faulthandler_timeout=0 tests/gpu_worker/test_kv_corruption.py
 """
@@ -56,7 +56,7 @@ class Client:
         self._num_workers, self._count = 1 + len(others), 0
 
     def answer(self, salt: str = "") -> list[list[int]]:
-        """Return the output of workers whose pools are empty."""
+        """Return the output of workers that start with empty pools."""
         for number in range(self._num_workers):
             self.whole.lose_worker(number)
         self._count += 1
@@ -71,7 +71,7 @@ class Client:
 
 
 def blocks_in(folder: Path) -> list[Path]:
-    """Return the files of stored blocks, oldest first, starting with those of the prompt."""
+    """Return the files of stored blocks, oldest first, beginning with the prompt's blocks."""
     files = [path for path in folder.rglob("[0-9a-f]*") if path.is_file()]
     return sorted(files, key=lambda path: path.stat().st_mtime_ns)
 
@@ -109,7 +109,7 @@ def test_a_damaged_block_of_a_tier_is_recomputed(
             return {"disk_kv_folder": path}
         return {"shared_kv_folder": path, "host_kv_bytes": 1 << 24}
 
-    # Blocks from elsewhere: of another salt, and of another model under the same hashes.
+    # Valid blocks in the wrong place: from another salt, and from another model under the same hashes.
     runner, strange = make(folders[0], **settings("own")), make(folders[1], **settings("strange"))
     client = Client(runner)
     client.answer(salt="another")
@@ -138,7 +138,7 @@ def test_a_damaged_block_of_a_tier_is_recomputed(
 
 
 class Spoiled:
-    """A transport that corrupts one block in each request."""
+    """A transport that corrupts one block of each request."""
 
     def __init__(self, transport: BlockTransport, rng: random.Random) -> None:
         self._transport, self._rng = transport, rng

@@ -1,4 +1,4 @@
-"""KV pools that survive their processes: blocks are found by hash only once the worker is dead."""
+"""KV pools that outlive their processes: blocks are found by hash only after the worker's death."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ sys.stdin.read()
 
 @contextmanager
 def worker(folder: Path, kind: str = "kind") -> Iterator[subprocess.Popen[str]]:
-    """Run another process with a pool of 8 blocks, of which 1 and 5 have hashes."""
+    """Run another process with a pool of 8 blocks; blocks 1 and 5 have hashes."""
     command = [sys.executable, "-c", _DYING_WORKER, str(folder), kind]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -47,7 +47,7 @@ def worker(folder: Path, kind: str = "kind") -> Iterator[subprocess.Popen[str]]:
 
 
 def leave_pool(folder: Path, kind: str = "kind") -> None:
-    """Let a worker die and leave its pool."""
+    """Kill a worker, which leaves its pool behind."""
     with worker(folder, kind):
         pass
 
@@ -61,7 +61,7 @@ def heir_of(folder: Path) -> tuple[KvStore, PoolMemory]:
 
 
 def fetch(store: KvStore, memory: PoolMemory, *wanted: int) -> list[int]:
-    """Fetch hashes into blocks 0, 1, ...; return those that were not found."""
+    """Fetch hashes into blocks 0, 1, ...; return the hashes that were not found."""
     hashes = np.array([2**63 + block for block in wanted], dtype=np.uint64)
     return [int(block) for block in store.fetch(hashes, np.arange(len(wanted), dtype=np.int32), memory)]
 

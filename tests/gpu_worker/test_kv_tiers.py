@@ -16,12 +16,12 @@ from midstream.errors import ConfigError
 NUM_LAYERS, LAYER_BYTES, NUM_BLOCKS = 3, 40, 8
 BLOCK_BYTES = 2 * NUM_LAYERS * LAYER_BYTES
 FILE_BYTES = BLOCK_BYTES + 56
-# Set to 10,000 for a manual run.
+# Set it to 10,000 for a manual run.
 NUM_CORRUPTIONS = int(os.environ.get("MIDSTREAM_CORRUPTIONS", "300"))
 
 
 def pool(seed: int = 0) -> PoolMemory:
-    """Return a pool of random blocks, block i with the hash 100 + i."""
+    """Return a pool of random blocks; block i has the hash 100 + i."""
     data = np.random.default_rng(seed).integers(0, 256, (2, NUM_LAYERS, NUM_BLOCKS, LAYER_BYTES), dtype=np.uint8)
     return PoolMemory(np.arange(100, 100 + NUM_BLOCKS, dtype=np.uint64), data[0], data[1])
 
@@ -40,7 +40,7 @@ def block(value: int) -> np.ndarray:
 
 
 def store_all(folder: Path, memory: PoolMemory) -> None:
-    """Store a worker's whole pool and end the worker."""
+    """Store a worker's whole pool, and end the worker."""
     tiers = KvTiers([tier(folder)], "store", memory)
     tiers.offer([(i, 100 + i) for i in range(NUM_BLOCKS)])
     assert tiers.wait_until_stored(30)
@@ -48,7 +48,7 @@ def store_all(folder: Path, memory: PoolMemory) -> None:
 
 
 def fetch(folder: Path, memory: PoolMemory, hashes: list[int]) -> list[int]:
-    """Fetch into blocks 0, 1, …; return those that were not found."""
+    """Fetch hashes into blocks 0, 1, ...; return the hashes that were not found."""
     tiers = KvTiers([tier(folder)], "store", memory)
     missing = tiers.fetch(np.array(hashes, dtype=np.uint64), np.arange(len(hashes), dtype=np.int32))
     tiers.close()
@@ -95,7 +95,7 @@ def test_kinds_never_share_a_block(tmp_path: Path) -> None:
     mine, other = tier(tmp_path / "tier", kind="one model"), tier(tmp_path / "tier", kind="another model")
     assert mine.put(7, block(7))
     assert other.get(7) is None
-    # Not even if a file is moved manually.
+    # Not even if a file is moved by hand.
     (file,) = files(tmp_path)
     (folder,) = [path for path in (tmp_path / "tier").iterdir() if path != file.parent]
     file.rename(folder / file.name)
@@ -134,7 +134,7 @@ def test_changes_are_told_once(tmp_path: Path) -> None:
     assert tiers.wait_until_stored(30)
     found = tiers.changes()
     assert (set(found.stored), found.removed) == ({100, 101}, ())
-    tiers.offer([(2, 102)])  # host evicts 100, which disk still has; disk evicts 50
+    tiers.offer([(2, 102)])  # host memory evicts 100, which the disk still has; the disk evicts 50
     assert tiers.wait_until_stored(30)
     found = tiers.changes()
     assert {102} <= set(found.stored) <= {100, 102}
@@ -175,7 +175,9 @@ def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_damage_is_found_counted_and_removed(tmp_path: Path) -> None:
-    """Flipped bits, truncated and extended files, renamed files, other kinds of blocks, and leftovers of a crash."""
+    """Damage means flipped bits, truncated, extended and renamed files, blocks of another kind, and leftovers of a
+    crash.
+    """
     rng = random.Random(1)
     mine, others = tier(tmp_path / "tier"), tier(tmp_path / "tier", kind="another salt's")
     for number in range(NUM_CORRUPTIONS):

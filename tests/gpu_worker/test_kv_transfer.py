@@ -1,4 +1,4 @@
-"""Blocks that one worker fetches from another: either the same bytes, or none."""
+"""Blocks that one worker fetches from another arrive unchanged or not at all."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_on_one_host_they_are_read_from_shared_memory(
     }
     assert outcome(fetcher, HASHES, source).missing == ()
     assert adopted(fetcher, pool)[1] == []
-    # Data that changes between the response and the copy is not used.
+    # Data that changes between the response and the copy is discarded.
     server._store = ours
     assert outcome(fetcher, HASHES, source).hashes == ()
     assert fetcher.num_damaged == 4
@@ -137,7 +137,7 @@ def test_another_models_blocks_and_strangers_get_nothing(
 
 
 class Scripted:
-    """A transport whose contents a test can corrupt."""
+    """A transport whose data a test can corrupt."""
 
     def __init__(self, pool: PoolMemory, spoil: Callable[[int, Bytes], tuple[Bytes, bytes] | None]) -> None:
         self.pool, self.spoil, self.asked = pool, spoil, []  # type: ignore[var-annotated]
@@ -178,7 +178,7 @@ def test_a_cut_link_is_taken_up_where_it_was_cut(open_fetcher: Open) -> None:
     assert adopted(fetcher, pool)[1] == []
     cuts += [HASHES[1]] * 2
     assert outcome(fetcher, HASHES, "tcp://127.0.0.1:1 00") == Fetched(1, (HASHES[0],), tuple(HASHES[1:]))
-    # It is not asked again for a while, so that others do not wait for it.
+    # It is not asked again for a while, so that other blocks do not wait for it.
     num_asked = len(link.asked)
     assert outcome(fetcher, HASHES, "tcp://127.0.0.1:1 00").hashes == ()
     assert len(link.asked) == num_asked

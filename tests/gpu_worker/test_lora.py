@@ -1,4 +1,6 @@
-"""LoRA adapters made by PEFT, on tiny random models: compared with transformers, in mixed batches, in small caches."""
+"""LoRA adapters made by PEFT on tiny random models: compared with transformers, in mixed batches, and in small
+caches.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,7 @@ def test_a_mixed_batch_gives_each_sequence_the_bits_that_it_has_alone(
     order = np.random.default_rng(5).permutation(len(NAMES)).tolist()
     running: list[int] = []
     rows_of_logits: list[list[int]] = []
-    for i in order:  # one starts in each step, in two chunks
+    for i in order:  # one sequence starts in each step, in two chunks
         driver.step([sequence(driver, i, prompts[i], refs.get(NAMES[i]))], [(i, 0, 13)], generation=running)
         rows_of_logits.append(sorted(running))
         driver.step([], [(i, 13, len(prompts[i]) - 13)], generation=running)
@@ -136,7 +138,7 @@ def test_a_sequence_that_is_rebuilt_goes_on_with_its_adapter(
     tokens = prompt(30, seed=9)
     whole = run_solo(runner, 0, tokens, refs["all"])
     other = make_runner(model_folder[1] / "model", kernels="native" if "Cpu" in str(runner.model.decoder) else "torch")
-    driver = Driver(other)  # it does not have the adapter
+    driver = Driver(other)  # the worker does not have the adapter
     known = [*tokens, *whole[:3]]
     driver.step([sequence(driver, 4, known, refs["all"])], [(4, 0, len(known))])
     for _ in range(NUM_NEW - 4):
@@ -214,7 +216,7 @@ def test_a_row_that_is_forked_keeps_the_adapter(runner: ModelRunner, refs: dict[
     driver = Driver(runner)
     driver.step([sequence(driver, 0, tokens, refs["all"])], [(0, 0, 21)])
     driver.step(generation=[0])
-    # Row 5, which never held a sequence, continues from row 0, which is reassigned.
+    # Row 5, which never held a sequence, is forked from row 0, which is reassigned.
     whole, rest = driver.blocks[0][:1], driver.blocks[0][1:]
     driver.sequence(5, tokens, shared_blocks=whole)
     target = driver.blocks[5]

@@ -31,17 +31,17 @@ from tests.gpu_worker.test_post_processors import EXAMPLE
 from tests.gpu_worker.tiny_models import make_runner
 from tests.gpu_worker.whole import Contents, Whole, contents
 
-# Running each alone takes most of a minute on a slow or busy machine.
+# Running each request alone takes most of a minute on a slow or busy machine.
 pytestmark = pytest.mark.timeout(600)
 
 TOKENIZER = Tokenizer.from_file(str(open_model_folder("smollm2").path / "tokenizer.json"))
 NUM_REQUESTS = 64
 END_IDS = (0, 2)
 NUM_ROWS = 256
-# Outputs that are recomputed with transformers and PEFT.
+# Number of outputs that are recomputed with transformers and PEFT.
 NUM_COMPARED = 16
-# Relative to the largest logit: 16-bit integer products through thirty layers, with rounding errors amplified by random
-# adapters.
+# The tolerance, relative to the largest logit: thirty layers of 16-bit integer products, whose rounding errors random
+# adapters amplify.
 BOUND, LORA_BOUND = 1e-3, 1e-2
 
 
@@ -86,7 +86,7 @@ def by_number(made: list[Request]) -> list[list[Contents]]:
 def test_each_is_what_it_is_alone_in_whatever_order_they_arrive(
     runner: ModelRunner, requests: list[pb.GenerateRequest], alone: list[list[Contents]], order: int
 ) -> None:
-    """First all at once, then with a new one in each step."""
+    """First all arrive at once, then one in each step."""
     rng, whole = random.Random(order), start(runner)
     waiting = rng.sample(requests, len(requests))
     made = [whole.submit(waiting.pop()) for _ in range(NUM_REQUESTS if order == 1 else 24)]
@@ -102,7 +102,7 @@ def test_each_is_what_it_is_alone_in_whatever_order_they_arrive(
 def test_pauses_and_the_loss_of_the_worker_change_nothing(
     runner: ModelRunner, requests: list[pb.GenerateRequest], alone: list[list[Contents]]
 ) -> None:
-    """A pool so small that requests preempt each other, and a worker that dies three times."""
+    """The pool is so small that requests preempt each other, and the worker dies three times."""
     whole = start(runner, num_blocks=40)
     made = [whole.submit(request) for request in requests]
     for steps in (3, 8, 12):
@@ -118,7 +118,7 @@ def test_pauses_and_the_loss_of_the_worker_change_nothing(
 def test_the_loss_of_the_scheduler_changes_nothing(
     runner: ModelRunner, requests: list[pb.GenerateRequest], alone: list[list[Contents]], tmp_path: Path
 ) -> None:
-    """It is restarted from its journal, also while prompts are computed in chunks."""
+    """The scheduler restarts from its journal, also while prompts are computed in chunks."""
     whole = start(runner, journal=tmp_path / "journal.sqlite", max_num_tokens=300)
     for request in requests:
         whole.submit(request)
@@ -138,9 +138,9 @@ def test_what_is_reported_is_what_transformers_and_peft_compute(
     transformers_model: torch.nn.Module,
     folders: list[Path],
 ) -> None:
-    """For each token of an output, the reported logits are the model's own, however the token was chosen.
+    """The reported logits of each output token are the model's own, however the token was chosen.
 
-    An output that ended by itself with a guide matches the guide.
+    A guided output that ended by itself matches the guide.
     """
     paths = {path.name: path for path in folders}
     num_compared = num_complete = 0
@@ -159,7 +159,7 @@ def test_what_is_reported_is_what_transformers_and_peft_compute(
 
 
 def reference(model: Any, request: pb.GenerateRequest, output: list[int], paths: dict[str, Path]) -> torch.Tensor:
-    """Return the logits from which each output token is chosen, float32 [output tokens, vocabulary]."""
+    """Return the logits from which each output token was chosen, float32 [output tokens, vocabulary]."""
     tokens = torch.tensor([*request.token_ids.values, *output])
     table = torch.zeros(0, HIDDEN_SIZE)
     if request.prompt_tuning.name:
@@ -181,7 +181,9 @@ def compare(request: pb.GenerateRequest, item: Contents, logits: torch.Tensor) -
     if "generation_logits" in item.tensors:
         found = torch.from_numpy(item.array("generation_logits", VOCAB_SIZE).copy())
         assert float((found - logits).abs().max()) < bound, request.request_id
-    if item.log_probs and request.sampling.beam_width <= 1:  # those of beams are of the searched distribution
+    if (
+        item.log_probs and request.sampling.beam_width <= 1
+    ):  # the logits of beams are of the distribution that was searched
         own = torch.log_softmax(logits, dim=1)[torch.arange(len(item.tokens)), torch.tensor(item.tokens)]
         assert [found.log_prob for found in item.log_probs] == pytest.approx(own.tolist(), abs=bound), request
 
@@ -203,7 +205,7 @@ def is_complete(request: pb.GenerateRequest, item: Contents) -> bool:
 
 @pytest.mark.parametrize("beam_width", [1, 2])
 def test_a_guide_that_is_fulfilled_ends_before_min_tokens(runner: ModelRunner, beam_width: int) -> None:
-    """Only an end may follow, so an end before min_tokens ends the sequence."""
+    """Nothing but an end may follow, so an end id ends the sequence even before min_tokens."""
     request = pb.GenerateRequest(
         request_id="early",
         token_ids=pb.TokenIds(values=[504, 3575, 314]),

@@ -1,4 +1,4 @@
-"""Our own models compared with transformers, on tiny random models of each family, with both kinds of kernels."""
+"""Our implementations compared with transformers on tiny random models of each family, with C++ and PyTorch kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import open_model_folder
 from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner, make_tiny_model
 
-# Logits here are about 10, where the spacing of float32 is 1e-6; there are some hundred roundings in between.
+# Logits here are about 10, where float32 numbers are 1e-6 apart, and there are some hundred roundings before them.
 TOLERANCE = 2e-4
 
 
@@ -71,7 +71,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 def test_logits_equal_transformers(
     family: tuple[torch.nn.Module, Path], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole and chunked prefills, decodes beside a prefill, and a shared prefix, in one run."""
+    """One run has whole and chunked prefills, decodes during a prefill, and a shared prefix."""
     model, folder = family
     if kernels == "native" and describe(open_model_folder(str(folder)).config).has_mlp_bias:
         kernels = "auto"

@@ -38,7 +38,7 @@ def runner(request: pytest.FixtureRequest, tiny_folder: Path) -> ModelRunner:
 
 
 def joined(outputs: Iterable[StepOutput], row: int = 0) -> dict[str, NDArray[Any]]:
-    """Join pieces to whole tensors by name; check that they are consecutive."""
+    """Join pieces into whole tensors by name; check that they are consecutive."""
     parts: defaultdict[str, list[RowTensor]] = defaultdict(list)
     for output in outputs:
         for tensor in output.tensors:
@@ -51,7 +51,7 @@ def joined(outputs: Iterable[StepOutput], row: int = 0) -> dict[str, NDArray[Any
 
 
 def run(driver: Driver, chunk: int, beside: int = 0) -> list[StepOutput]:
-    """Run the prompt in chunks beside a decoding row, then the output."""
+    """Run the prompt in chunks alongside a decoding row, then the output."""
     others = [1] if beside else []
     if beside:
         driver.step([driver.sequence(1, PROMPT[:beside])], [(1, 0, beside)])
@@ -90,7 +90,7 @@ def test_they_equal_transformers(tiny_folder: Path, runner: ModelRunner) -> None
     found = joined(outputs)
     ids = {name: values for name, values in found.items() if name.endswith("ids")}
     assert found.keys() - ids.keys() == expected.keys()
-    # Equal logits may swap by rounding, so tokens are identified by their values.
+    # Equal logits may swap order by rounding, so tokens are identified by their values.
     for name, rows in (("context_topk_logits.5", prompt), ("topk_logits.5", output)):
         assert ids[f"{name}.ids"].dtype == np.int32
         by_id = logits[rows].gather(1, torch.from_numpy(ids[f"{name}.ids"]).long())

@@ -50,7 +50,9 @@ class Reader:
 
 
 def test_all_followers_read_all_frames_in_order() -> None:
-    """Two followers share 4 KiB, which is reused; one is remote. Frames of more than 2 KiB go inline."""
+    """Two followers share a ring of 4 KiB, which wraps around; a third is remote. Frames of more than 2 KiB are sent
+    inline.
+    """
     pairs = [socket.socketpair(), socket.socketpair(), tcp_pair()]
     readers = [Reader(far) for _, far in pairs]
     sender = FrameSender([near for near, _ in pairs], num_bytes=4096)
@@ -75,7 +77,7 @@ def test_a_frame_is_not_written_over_before_it_is_read() -> None:
     sending = threading.Thread(target=lambda: list(map(sender.send, sent)))
     sending.start()
     sending.join(0.2)
-    assert sending.is_alive()  # there is space for two
+    assert sending.is_alive()  # the ring has space for two
     reader.may_read.set()
     assert [reader.frames.get(timeout=LIMIT_S) for _ in sent] == sent
     sending.join(LIMIT_S)
@@ -85,7 +87,7 @@ def test_a_frame_is_not_written_over_before_it_is_read() -> None:
 
 @pytest.fixture
 def lifelines() -> Iterator[Lines]:
-    """Return rank 0's and rank 1's lifelines, rank 1's connection, and the ranks lost by rank 0."""
+    """Return the lifelines of ranks 0 and 1, rank 1's connection, and the ranks that rank 0 has lost."""
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     near, far = tcp_pair()
     one, other = Lifelines({1: near}, 5.0, lost.put), Lifelines({0: far}, 5.0, lambda reason: None)
@@ -141,7 +143,7 @@ DIGEST = b"d" * DIGEST_BYTES
 
 def dial(store: HashStore, rank: int, digest: bytes, connections: list[Connections]) -> threading.Thread:
     def run() -> None:
-        with contextlib.suppress(OSError):  # rank 0 has gone again
+        with contextlib.suppress(OSError):  # rank 0 has disconnected again
             connections.append(dial_leader(store, RANKS[rank], digest))
 
     thread = threading.Thread(target=run)

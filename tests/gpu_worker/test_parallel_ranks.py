@@ -1,4 +1,4 @@
-"""Groups of real processes over gloo compute the same as one rank, for every feature."""
+"""For every feature, groups of real processes over gloo compute the same as one rank."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner, make_
 from tests.gpu_worker.whole import Whole, outputs
 
 VOCAB = SHAPE["vocab_size"]
-# Logits are about 10, where the spacing of float32 is 1e-6; partial sums are rounded in another order.
+# Logits are about 10, where float32 numbers are 1e-6 apart; partial sums are rounded in another order.
 TOLERANCE = 1e-5
-# Sizes that may not divide evenly: heads, KV heads, features, vocabulary, layers.
+# Sizes that may not divide evenly: heads, KV heads, features, vocabulary and layers.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one_kv_head": (
         "Mistral",
@@ -67,7 +67,7 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
 
 
 def logits_of(runner: ModelRunner) -> list[Tensor]:
-    """Return logits of whole and chunked prefills, decodes beside a prefill, and a shared prefix."""
+    """Return logits of whole and chunked prefills, decodes alongside a prefill, and a shared prefix."""
     with pytest.MonkeyPatch.context() as patch:
         driver, recorder = Driver(runner), Recorder(runner, patch)
         first, second = prompt(70, seed=1), prompt(45, seed=2)
@@ -99,7 +99,7 @@ def test_stages_run_the_cpu_kernels_to_the_bit(pool: RankPool, tiny_folder: Path
 def test_three_ranks_give_the_same_bits_whatever_the_batch(
     pool: RankPool, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of them hold the same KV head."""
+    """Two of the ranks hold the same KV head."""
     tokens = prompt(40, seed=1)
     wanted = logits_of(make_runner(tiny_folder, kernels="torch"))
     with pool.runner(tiny_folder, 3, 1, kernels="torch") as runner:
@@ -170,7 +170,7 @@ def runners(pool: RankPool, adapted: Path) -> Iterator[tuple[ModelRunner, ModelR
 
 
 def reports_of(runner: ModelRunner, adapted: Path) -> list[StepOutput]:
-    """Run adapters, virtual tokens, reports, sampled tokens and a copied block in one batch."""
+    """Run adapters, virtual tokens, reported tensors, sampled tokens and a copied block in one batch."""
     driver = Driver(runner)
     drawn = SamplingParams(temperature=0.9, seed=7, top_p=0.9, log_probs=3)
     table = np.random.default_rng(5).normal(size=(3, SHAPE["hidden_size"])).astype(np.float32)
@@ -193,7 +193,7 @@ def reports_of(runner: ModelRunner, adapted: Path) -> list[StepOutput]:
             generation=[0, 2],
         )
     )
-    # The adapter of row 1 is no longer used, and must be evicted before this one fits.
+    # Row 1's adapter is no longer used, and must be evicted before this one fits.
     made.append(
         driver.step([replace(driver.sequence(1, prompt(9)), lora=ref_of(runner, adapted / "lora"))], [(1, 0, 9)])
     )

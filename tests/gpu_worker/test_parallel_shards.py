@@ -1,4 +1,4 @@
-"""Division of weights among ranks: each part exactly once, and queries with the keys they use."""
+"""Sharding of weights: the ranks hold each part exactly once, and queries with the keys they attend to."""
 
 from __future__ import annotations
 

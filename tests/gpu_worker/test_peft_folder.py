@@ -1,4 +1,4 @@
-"""Adapter folders that are rejected, with the reason."""
+"""Invalid adapter folders are rejected with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits post-processors from an installed package, and the handling of failing ones."""
+"""Logits post-processors from an installed package, and the effect of failing ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def processors(site: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, PostPro
 
 
 def sample(processors: dict[str, PostProcessor], *rows: tuple[str, str], **sampling: Any) -> Sampled:
-    """Sample one token after 1, 2, 3 for each (processor, client id); the model alone would choose 7."""
+    """Sample one token after 1, 2, 3 for each (processor, client id); without a processor, the model would choose 7."""
     state = Rows(len(rows), 64, 16, 8, VOCAB_SIZE)
     for row, (name, client_id) in enumerate(rows):
         params = SamplingParams(**{"temperature": 0.0} | sampling)

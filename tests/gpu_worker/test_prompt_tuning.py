@@ -1,4 +1,4 @@
-"""Virtual tokens: PEFT's prompt adapters, tables in requests, and prompts of embeddings."""
+"""Virtual tokens: PEFT's prompt adapters, tables in requests, and prompt embeddings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def runner(request: pytest.FixtureRequest, model_folder: tuple[torch.nn.Module, 
 
 
 def expected(model_folder: tuple[torch.nn.Module, Path], tokens: list[int]) -> Tensor:
-    """Return PEFT's logits of the real tokens, after the virtual ones."""
+    """Return PEFT's logits of the real tokens, which follow the virtual ones."""
     model, folder = model_folder
     with adapted(model, folder / "soft") as made, torch.no_grad():
         logits: Tensor = made(torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens))).logits[0]
@@ -154,4 +154,4 @@ def test_a_step_waits_for_no_table_that_was_lost() -> None:
     step = messages.complete(Step(new_sequences=(new,)))
     assert step is not None
     assert step.new_sequences[0].prompt_table is not None
-    assert messages.complete(Step(new_sequences=(new,))) is None  # only for that step
+    assert messages.complete(Step(new_sequences=(new,))) is None  # for that step only

@@ -27,7 +27,7 @@ from tests.gpu_worker.tiny_models import make_tiny_model
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_the_library_reads_what_is_written(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny_model(tmp_path / "source", "Qwen2")
-    monkeypatch.setattr(quantize, "_SHARD_BYTES", 20_000)  # several files
+    monkeypatch.setattr(quantize, "_SHARD_BYTES", 20_000)  # so that there are several files
     assert quantize_folder(open_model_folder(str(tmp_path / "source")), tmp_path / "made", weights) == 3 * 7
     made = open_model_folder(str(tmp_path / "made"))
     assert len(made.weight_files) > 1
@@ -49,7 +49,7 @@ def test_the_library_reads_what_is_written(weights: str, tmp_path: Path, monkeyp
         else:
             values = dequantize(after[name], scale, torch.zeros_like(scale, dtype=torch.int8), scheme.weights)
         torch.testing.assert_close(ours.matrix(name).dense(), values, rtol=1e-6, atol=1e-7)
-        # Half a step, more at the ends of a group because of its zero point.
+        # Half a quantization step, and more at the ends of a group because the zero point is rounded.
         step = scale.repeat_interleave(original.shape[1] // scale.shape[1], dim=1)
         assert bool(((values - original).abs() <= step * (1.01 if weights == "int4" else 0.51)).all())
 

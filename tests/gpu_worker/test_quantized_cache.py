@@ -1,4 +1,4 @@
-"""A quantized KV cache in the layout used on GPUs, with separate scales, on a CPU: float8."""
+"""A float8 KV cache with separate scales, in the layout used on GPUs, on a CPU."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_logits_are_near_those_over_a_cache_in_the_compute_type(monkeypatch: pyt
 
     exact, rounded = logits(torch.float32), logits(FLOAT8)
     assert not torch.equal(exact, rounded)
-    # Three mantissa bits: a relative error of at most 1/16 in keys and values.
+    # Three mantissa bits give a relative error of at most 1/16 in keys and values.
     assert (rounded - exact).norm() < exact.norm() / 16
     monkeypatch.setattr(dispatch, "triton", operations, raising=False)
     monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)
-    # A value between two float8 numbers may round differently if an earlier product was rounded differently.
+    # A value between two float8 numbers may be rounded to the other one if an earlier product was rounded differently.
     assert (logits(FLOAT8) - exact).norm() < exact.norm() / 16
 
 

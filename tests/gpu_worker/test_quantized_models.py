@@ -1,4 +1,4 @@
-"""Quantized checkpoints, computed in their own formats, compared with the libraries that define them."""
+"""Quantized checkpoints, computed in their own formats, compared with the libraries that define the formats."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def test_every_scheme_stands_for_what_its_definition_says(name: str, tmp_path: P
     block = {"block": [128, 128]} if name == "fp8-blocks" else {}
     found = SafetensorsFiles([file], Scheme(settings["quant_method"], {**settings, **block})).matrix("a.weight")
     assert found.format == FORMATS[name]
-    # The product of a scale and a level is rounded once, and the zero point's part once more.
+    # The product of a scale and a level is rounded once, and the zero point's contribution once more.
     error = (found.dense().double() - expected.double()).abs()
     assert bool((error <= 3e-7 * expected.double().abs() + 3e-7 * float(weight.abs().max())).all())
 
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[torch.nn.Module, Path]]:
-    """Make tiny models by the name of a scheme."""
+    """Make tiny models by scheme name."""
     made: dict[str, tuple[torch.nn.Module, Path]] = {}
 
     def make(name: str) -> tuple[torch.nn.Module, Path]:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            # Mistral's layers without biases and with tied heads, and Qwen2's with biases, alternating.
+            # Alternate between Mistral, which has no biases and tied heads here, and Qwen2, which has biases.
             family = "Qwen2" if len(made) % 2 else "Mistral"
             model = make_tiny_model(folder, family, **SIZES, tie_word_embeddings=family == "Mistral")
             quantize_model(folder, model, name)
@@ -79,7 +79,9 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
 
 
 def logits_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[int], Tensor]:
-    """Return tokens of a prefill in two parts and two more steps, and the logits of the last three."""
+    """Run a two-chunk prefill and two decode steps; return the sampled tokens and the logits of the last three
+    steps.
+    """
     runner = make_runner(folder, **settings)
     driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
     tokens = prompt(40, seed=4)
@@ -98,7 +100,7 @@ def test_logits_are_those_of_the_values(
     for settings in ({"activations": "f32", "kv": "f32"}, {}):
         tokens, logits = logits_of(folder, monkeypatch, kernels="native", **settings)
         wanted = expected_logits(model, tokens)[39:42]
-        # With the default 16-bit activations and cache the results are about as exact.
+        # With the default 16-bit activations and cache, the results are about as accurate.
         assert float((logits - wanted).abs().max()) <= (TOLERANCE if settings else 1e-3) * float(wanted.abs().max())
 
 
@@ -115,7 +117,7 @@ def test_logits_without_our_kernels(
 def test_adapters_add_to_parts_of_other_orders(
     quantized: Callable[[str], tuple[torch.nn.Module, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The columns of q, k and v may be stored in different orders."""
+    """The input columns of q, k and v may be stored in different orders."""
     model, folder = quantized("gptq-order")
     make_lora(model, tmp_path / "lora", 1, r=4, lora_alpha=8, target_modules=ALL_MODULES)
     runner = make_runner(folder, kernels="native", activations="f32", kv="f32")
@@ -128,7 +130,7 @@ def test_adapters_add_to_parts_of_other_orders(
 
 
 def test_experts_of_gpt_oss_are_computed_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor of codes and one of exponents contain all experts, gate and up interleaved; compared with
+    """All experts are in one tensor of codes and one of exponents, with gate and up interleaved. The reference is
     transformers.
     """
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 24}

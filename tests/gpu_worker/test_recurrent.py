@@ -1,4 +1,6 @@
-"""Models with recurrent state through the scheduler's core: shared, paused, forked and moved, with the same tokens."""
+"""Models with recurrent state, driven by the scheduler's core: sharing, pauses, forks and moves do not change the
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ NUM_REQUESTS, MAX_TOKENS = 12, 24
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Make transformers' model and its folder, once of each family."""
+    """Make transformers' model and its folder once per family."""
 
     @cache
     def make(name: str) -> tuple[Any, Path]:
@@ -95,7 +97,7 @@ def test_bits_depend_neither_on_the_cache_nor_on_pauses_chunks_or_the_loss_of_a_
 
 
 def test_a_hit_ends_where_a_state_is(folders: Any) -> None:
-    """At full blocks, both of prompts and of outputs."""
+    """States exist at full blocks, of prompts and of outputs."""
     whole = Whole(make_runner(folders("qwen3_next")[1]), ())
     tokens = list(range(3, 53))
 

@@ -26,7 +26,7 @@ VOCAB_SIZE = 1000
 
 
 def make_rows(*sampling: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None) -> Rows:
-    """Return one row for each of `sampling`, all with the same tokens."""
+    """Return one row for each of `sampling`; all rows have the same tokens."""
     rows = Rows(len(sampling), 64, 16, 8, VOCAB_SIZE)
     prompt = prompt or [1, 2, 3]
     for i, params in enumerate(sampling):
@@ -53,7 +53,7 @@ def sample(logits: Tensor, *sampling: SamplingParams, **tokens: list[int]) -> li
 
 
 def drawn_from(logits: Tensor, params: dict[str, Any], num_draws: int = 4000) -> NDArray[np.float64]:
-    """Return the frequencies of tokens over draws with different seeds."""
+    """Return the frequencies of tokens drawn with different seeds."""
     rows = [SamplingParams(seed=seed, **params) for seed in range(num_draws)]
     tokens = sample(logits.expand(num_draws, -1).contiguous(), *rows)
     return np.bincount(tokens, minlength=VOCAB_SIZE) / num_draws
@@ -108,7 +108,7 @@ def test_draws_follow_transformers_distribution(params: dict[str, Any], processo
     ids=str,
 )
 def test_what_is_kept_of_four_tokens(params: dict[str, Any], kept: int) -> None:
-    """Probabilities 0.5, 0.25, 0.125, 0.125."""
+    """The tokens' probabilities are 0.5, 0.25, 0.125 and 0.125."""
     logits = torch.full((1, VOCAB_SIZE), -torch.inf)
     logits[0, :4] = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
     assert np.flatnonzero(drawn_from(logits, params, 300)).tolist() == list(range(kept))
@@ -123,7 +123,7 @@ def test_penalties_equal_transformers_and_count_output_alone() -> None:
     expected[0, 9] -= 0.5 + 0.25
     params: dict[str, Any] = {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     for token in (1, 2, 3, 5, 9):
-        # The bias raises this token to just above and just below the best of the others.
+        # The bias raises this token's logit to just above and just below the highest of the others.
         others = expected.clone()
         others[0, token] = -torch.inf
         gap = float(others.max()) - float(expected[0, token])
@@ -160,7 +160,7 @@ def test_the_bias_comes_before_the_penalties() -> None:
 def test_the_largest_values_that_are_allowed_give_a_token(
     params: dict[str, Any], wanted: set[int], temperature: float
 ) -> None:
-    """They used to overflow, which failed the step of all requests."""
+    """They used to overflow, which made the step fail for all requests."""
     logits = random_logits(1)
     logits[0, :4] = torch.tensor([0.0, -1.0, 1.0, -2.0])
     assert sample(logits, SamplingParams(temperature=temperature, seed=1, **params))[0] in wanted
@@ -265,7 +265,8 @@ def test_rows_with_features_are_chosen_on_the_device_as_they_are_sampled(
     rows.features[[7, 8, 9]] |= np.uint16(Feature.GUIDED)
     logits, places = random_logits(11), ints(range(11))
     logits[6, 1] = torch.nan
-    # The eighth row's mask allows two tokens of its prompt, the ninth's all tokens; the tenth row's grammar failed.
+    # The eighth row's mask allows two tokens of its prompt, and the ninth's all tokens; the tenth row's grammar has
+    # failed.
     allowed = np.zeros((2, VOCAB_SIZE), dtype=np.bool_)
     allowed[0, [1, 3]], allowed[1] = True, True
     masks = np.packbits(allowed, axis=1, bitorder="little")

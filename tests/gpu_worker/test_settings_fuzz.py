@@ -1,6 +1,6 @@
 """Random settings on real tiny models: accepted requests get transformers' tokens, and nothing stalls.
 
-The settings include tiers, and workers of both roles with either way to transfer blocks.
+The settings include KV tiers, and workers of both roles with either block transport.
 
 To run one failing seed: pytest tests/gpu_worker/test_settings_fuzz.py -k 'settings[12]'. Set MIDSTREAM_COMBINATIONS for
 more.
@@ -30,7 +30,7 @@ from tests.gpu_worker.tiny_models import SHAPE, make_runner, make_tiny_model
 from tests.gpu_worker.whole import Whole, outputs
 
 NUM_COMBINATIONS, NARROW = int(os.environ.get("MIDSTREAM_COMBINATIONS", "32")), 8
-# Family and settings of each model, and max_attention_window.
+# Family and settings of each model, and `max_attention_window`.
 MODELS: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("Llama", {}, 0),
     ("Llama", {}, NARROW),
@@ -41,7 +41,7 @@ MODELS: tuple[tuple[str, dict[str, Any], int], ...] = (
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Make transformers' model with the window, and a folder whose config does not have it."""
+    """Make transformers' model with the window, and a folder whose config lacks it."""
 
     @cache
     def make(number: int) -> tuple[Any, Path]:
@@ -74,7 +74,7 @@ def draw_request(draw: random.Random, number: int, prefix: list[int]) -> pb.Gene
 
 
 def draw_places(draw: random.Random, folder: Path) -> dict[str, Any]:
-    """Draw settings for shared memory and tiers: no space, space for a few blocks, or for all."""
+    """Draw settings for shared memory and tiers: space for no block, a few blocks, or all blocks."""
     places: dict[str, Any] = {}
     size = draw.choice((1 << 10, 1 << 17, 1 << 24))
     if draw.random() < 0.5:
@@ -85,7 +85,7 @@ def draw_places(draw: random.Random, folder: Path) -> dict[str, Any]:
 
 
 def run_with_losses(whole: Whole, draw: random.Random, num_workers: int, *, has_journal: bool) -> None:
-    """Run all steps; on the way lose a worker, and with a journal also the scheduler."""
+    """Run all steps; in between, lose a worker and, if there is a journal, the scheduler."""
     lost_after = draw.choice((0, 5, 20))
     for count in range(1, 3000):
         if not whole.step():

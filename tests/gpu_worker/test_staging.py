@@ -1,4 +1,4 @@
-"""Copies between host and device that a slow device does late, concurrently with the steps that use them."""
+"""Copies between host and device that a slow device performs late, concurrently with the steps that use them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_buffer_is_filled_again_after_its_copy_is_done(stream: LazyStream) -> 
     assert stream.num_done < stream.num_launched
     stream.run(stream.num_launched)
     assert seen == [[step] * 4 for step in range(5)]
-    # Two are in flight at any time: the third, fourth and fifth each waited for the second to last.
+    # Two copies are in flight at any time: the third, fourth and fifth each waited for the second to last.
     assert stream.num_waits == 3
 
 

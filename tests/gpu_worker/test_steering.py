@@ -70,7 +70,7 @@ def test_a_word_longer_than_what_is_known_bans_nothing() -> None:
 
 
 def test_top_p_decays_from_token_to_token() -> None:
-    """0.8, then 0.8 / 2, 0.8 / 4, not below 0.15; token 9 restores it."""
+    """The value is 0.8, then 0.8 / 2, 0.8 / 4, and never below 0.15; token 9 restores it."""
     params = SamplingParams(top_p=0.8, top_p_decay=0.5, top_p_min=0.15, top_p_reset_id=9)
     outputs: list[list[int]] = [[], [1], [1, 1], [1, 1, 1], [1, 1, 9], [1, 9, 1], [9, 9, 9, 1, 1]]
     rows = make_rows([[9, 9, *output] for output in outputs], [params] * len(outputs))
@@ -79,7 +79,7 @@ def test_top_p_decays_from_token_to_token() -> None:
 
 
 def test_a_decayed_top_p_is_what_is_drawn_with() -> None:
-    """Probabilities 0.5, 0.3, 0.2: top_p 1 keeps all three, 0.4 only the first."""
+    """The probabilities are 0.5, 0.3 and 0.2: a top_p of 1 keeps all three tokens, 0.4 only the first."""
     decaying = [SamplingParams(top_p=1.0, top_p_decay=0.4, top_p_min=0.4, seed=seed) for seed in range(60)]
     logits = torch.full((60, VOCAB_SIZE), -torch.inf)
     logits[:, :3] = torch.tensor([0.5, 0.3, 0.2]).log()

@@ -1,4 +1,4 @@
-"""Models that run on transformers' implementation over the paged cache, compared with transformers alone."""
+"""Models that use the transformers implementation over the paged cache, compared with transformers alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 CPU, META = torch.device("cpu"), torch.device("meta")
 TABLES = torch.tensor([[5, 1], [2, 7], [4, 3]], dtype=torch.int32)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    # Both soft caps; windows on every other layer.
+    # It has both soft caps, and windows on every other layer.
     "gemma2": ("Gemma2", {"head_dim": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
     # Its last layers share keys and values; its config.json has an intermediate size for each layer.
     "gemma3n": (
@@ -89,7 +89,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
-    """Return transformers' model of each family and its folder."""
+    """Return transformers' models by family, each with its folder."""
     name, settings = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     return make_tiny_model(folder, name, **settings), folder
@@ -106,7 +106,7 @@ def is_close(logits: Tensor, wanted: Tensor) -> bool:
 
 
 def test_logits_equal_transformers(other: tuple[torch.nn.Module, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole and chunked prefills, decodes beside a prefill, and a shared prefix, in one run."""
+    """One run has whole and chunked prefills, decodes during a prefill, and a shared prefix."""
     model, folder = other
     runner = make_runner(folder, implementation="transformers")
     driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
@@ -136,7 +136,7 @@ def test_output_does_not_depend_on_batch_or_chunks(gemma2: tuple[torch.nn.Module
 
 
 def test_a_prepared_folder_generates_what_transformers_does(gemma2: tuple[Any, Path], tmp_path: Path) -> None:
-    """Through the scheduler's core and the wire format, in one batch."""
+    """Requests go through the scheduler's core and the wire format, in one batch."""
     model, folder = gemma2
     prepared = prepare_model_folder(str(folder), tmp_path / "prepared")
     assert prepared.architecture == "gemma2"
@@ -185,7 +185,7 @@ def test_int8_weights_are_kept_as_integers(
     weights = kept["_layers"][0].attention.qkv if is_native else kept["_model"].model.layers[0].mlp.up_proj
     assert weights.weight.dtype == torch.int8
     scale = float(logits[0].abs().max())
-    # In one of them the embedding is not quantized.
+    # In one of the folders, the embedding is not quantized.
     limit = TOLERANCE if implementation == "native" else 0.05
     assert float((logits[1] - logits[0]).abs().max()) <= limit * scale
 
@@ -261,7 +261,7 @@ def test_a_lora_adapter_is_refused_as_it_is_read(gemma2: tuple[torch.nn.Module, 
             "'falcon_h1' passes something from token to token outside of its attention",
         ),
         ("Roberta", {"is_decoder": True}, "'roberta' does not count positions from 0"),
-        # A convolution over tokens gives queries and keys.
+        # Queries and keys come from a convolution over tokens.
         (
             "Zaya",
             {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 48},
@@ -286,7 +286,7 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
 
 
 def test_what_we_do_not_compute_runs_by_transformers_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Unless our own implementation is requested; such models cannot be divided among ranks."""
+    """If our own implementation is requested, the model is rejected. Such models cannot be sharded across ranks."""
     make_tiny_model(tmp_path, "GPTNeoX")
     with caplog.at_level(logging.INFO):
         make_runner(tmp_path)

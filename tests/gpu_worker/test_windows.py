@@ -1,4 +1,4 @@
-"""Layers with attention windows under KV pressure give transformers' tokens."""
+"""Models whose layers have attention windows produce transformers' tokens under KV pressure."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Like gpt-oss: every other layer.
     "qwen3": ("Qwen3", {"head_dim": 32, "use_sliding_window": True, "layer_types": [SLIDING, FULL, SLIDING]}),
 }
-# Models that free blocks behind their window.
+# Models whose blocks are freed behind the window.
 ALL_WINDOWED = {"mistral"}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Make transformers' model and its folder, once of each family."""
+    """Make transformers' model and its folder once per family."""
 
     @cache
     def make(name: str) -> tuple[Any, Path]:
@@ -71,7 +71,7 @@ def requests(seed: int = 0, **fields: Any) -> list[pb.GenerateRequest]:
 
 
 def num_right(model: Any, whole: Whole, made: list[pb.GenerateRequest]) -> int:
-    """Return how many requests get all the tokens they ask for, each equal to transformers' choice."""
+    """Return the number of requests that get all the tokens they ask for, each equal to transformers' choice."""
     answers = [outputs(answer)[0] for answer in whole.run(made)]
     pairs = [(list(request.token_ids.values), answer) for request, answer in zip(made, answers, strict=True)]
     return sum(len(answer) == MAX_TOKENS and not wrong_tokens(model, prompt, answer) for prompt, answer in pairs)
@@ -92,7 +92,7 @@ def test_tokens_under_pressure_are_those_of_transformers(folders: Any, name: str
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
 def test_what_the_cache_keeps_of_windowed_sequences_serves_others(folders: Any, name: str) -> None:
-    """The same prompts again, over blocks freed behind the window, and after the loss of the worker."""
+    """The same prompts run again after blocks behind the window were freed, and after the loss of the worker."""
     model, folder = folders(name)
     whole = Whole(make_runner(folder, kv="f32", max_kv_tokens=2048, max_batch_size=32), ())
     assert num_right(model, whole, requests()) == NUM_REQUESTS
@@ -113,7 +113,7 @@ def test_what_the_cache_keeps_of_windowed_sequences_serves_others(folders: Any, 
 
 
 NARROW = 8
-# Family and settings, then transformers' setting for layers that attend to at most 8 tokens.
+# Family and settings, then the setting by which transformers limits layers to 8 tokens.
 NARROWED: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "llama": ("Llama", {}, "Mistral", {}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}, "Mistral", {}),
@@ -162,7 +162,7 @@ class WithSinks:
 def test_sink_tokens_are_attended_to_beside_the_window(
     tmp_path: Path, name: str, implementation: str, num_sinks: int
 ) -> None:
-    """Under pressure, with cached prefixes, and after the loss of the worker."""
+    """This holds under KV pressure, with cached prefixes, and after the loss of the worker."""
     family, settings, *_ = NARROWED[name]
     model = make_tiny_model(tmp_path, family, **settings)
     limits: dict[str, Any] = {"max_attention_window": NARROW, "sink_token_length": num_sinks}
@@ -188,7 +188,7 @@ def test_sink_tokens_are_attended_to_beside_the_window(
     [({"sink_token_length": 4}, "sink_token_length"), ({"max_attention_window": 8, "kernels": "native"}, "kernels")],
 )
 def test_sink_tokens_are_refused_where_they_cannot_be(tmp_path: Path, settings: dict[str, Any], field: str) -> None:
-    """Without a window, and with the native kernels."""
+    """They are rejected without a window, and with the native kernels."""
     make_tiny_model(tmp_path, "Llama")
     with pytest.raises(ConfigError) as raised:
         make_runner(tmp_path, **{"sink_token_length": 4, **settings})

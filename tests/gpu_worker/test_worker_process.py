@@ -39,7 +39,7 @@ def worker(scheduler: ScriptedScheduler, tiny_folder: Path) -> Iterator[subproce
 
 @pytest.fixture
 def epoch(scheduler: ScriptedScheduler, worker: subprocess.Popen[str]) -> int:
-    """Start a new epoch: the worker forgets the last one and registers again."""
+    """Start a new epoch: the worker forgets the previous one and registers again."""
     assert worker.poll() is None
     scheduler.send(epoch_ended=worker_pb2.EpochEnded(epoch=scheduler.epoch))
     scheduler.register(scheduler.epoch + 1)
@@ -269,7 +269,7 @@ def test_memory_is_what_the_system_and_pytorch_say(monkeypatch: pytest.MonkeyPat
     usage = memory_usage(torch.device("cpu"))
     assert usage.cpu_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
     assert (usage.gpu_bytes, usage.pinned_bytes) == (0, 0)
-    # Of the worker's own device, whichever device is current in the calling thread.
+    # Seeds the worker's own device, whichever device is current in the calling thread.
     monkeypatch.setattr(torch.cuda, "memory_reserved", {torch.device("cuda:1"): 4096}.__getitem__)
     counts = {"allocated_bytes": {"current": 1024, "peak": 2048}, "active_bytes": {"current": 512, "peak": 512}}
     monkeypatch.setattr(torch.cuda.memory, "host_memory_stats_as_nested_dict", lambda: counts)

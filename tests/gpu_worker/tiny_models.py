@@ -1,4 +1,4 @@
-"""Tiny random models, made with transformers, as model folders; and a driver that acts as the scheduler in process."""
+"""Tiny random models made with transformers, as model folders, and a driver that plays the scheduler in process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Modu
     model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Larger than usual initial weights, so that any mistake shows in the logits.
+            # Initial weights are larger than usual, so that any mistake shows in the logits.
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
             if "norm" in name:
                 parameter.add_(1)
@@ -53,7 +53,9 @@ def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Modu
 
 
 def make_runner(folder: Path | str, **settings: Any) -> ModelRunner:
-    """Return a runner on the CPU with a small KV pool and one thread, which is more stable beside other tests."""
+    """Return a CPU runner with a small KV pool and one thread; more threads would be slower while tests run in
+    parallel.
+    """
     defaults = {"device": "cpu", "max_kv_tokens": 4096, "max_batch_size": 8, "num_threads": 1}
     config = WorkerConfig(**{**defaults, **settings})
     return ModelRunner(config, open_model_folder(str(folder)))
@@ -64,7 +66,7 @@ def ints(values: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 class Driver:
-    """A stand-in for the scheduler: assigns rows and blocks, and keeps sampled tokens."""
+    """A stand-in for the scheduler that assigns rows and blocks, and stores sampled tokens."""
 
     def __init__(self, runner: ModelRunner, tokens_per_block: int = 16) -> None:
         runner.clear()
@@ -86,7 +88,7 @@ class Driver:
         sequence_index: int = 0,
         outputs: OutputParams = NOTHING,
     ) -> NewSequence:
-        """Create a sequence that may grow by 64 tokens; `shared_blocks` are the first of its table."""
+        """Create a sequence that may grow by 64 tokens; `shared_blocks` come first in its block table."""
         num_blocks = -(-(len(tokens) + 64) // self._tokens_per_block)
         own = [self._free.pop() for _ in range(num_blocks - len(shared_blocks))]
         self.blocks[row] = [*shared_blocks, *own]
@@ -109,7 +111,7 @@ class Driver:
         generation: Sequence[int] = (),
         **more: Any,
     ) -> StepOutput:
-        """Run a step; contexts are (row, start, length)."""
+        """Run a step; each context is (row, start, length)."""
         context_rows, starts, lengths = zip(*contexts, strict=True) if contexts else ((), (), ())
         output = self.runner.run_step(
             Step(

@@ -56,7 +56,7 @@ FINGERPRINT = "a model's"
 
 
 class Member:
-    """A runner as a worker of the core, with the tiers and role from its settings."""
+    """A runner that serves the core as a worker, with the tiers and role in its settings."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -66,7 +66,7 @@ class Member:
         self._kept = KeptBlocks(runner.kv.block_hashes, None if tiers is None else tiers.offer)
 
     def begin(self, connection: bytes) -> dict[str, Any]:
-        """Start with an empty pool; return the pool's and tiers' part of a registration."""
+        """Start with an empty pool; return what a registration says about the pool and tiers."""
         self.runner.clear()
         self._kept.clear()
         self.connection = connection
@@ -108,7 +108,7 @@ class Member:
             yield WorkerBeat(1, self.connection, self.epoch, 0, (0, 0, 0), changes.stored, changes.removed)
 
     def fetch(self, effect: FetchBlocks) -> BlocksFetched:
-        """Fetch blocks of another member."""
+        """Fetch blocks from another member."""
         fetcher = self.runner.kv.fetcher
         assert fetcher is not None
         fetcher.fetch(effect.epoch, effect.hashes, effect.kv_store, effect.kv_source)
@@ -120,7 +120,7 @@ class Whole:
     """One core with one or more runners.
 
     Attributes:
-        stats: Of every iteration.
+        stats: Statistics of every iteration.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Whole:
     ) -> None:
         """Create the core, with a journal of `journal_kind` (sqlite or log) if set.
 
-        `others` are further runners, `config` are settings of the core.
+        `others` are further runners; `config` has settings of the core.
         """
         self.runner = runner
         description = runner.model.description
@@ -243,14 +243,14 @@ class Whole:
         return True
 
     def lose_worker(self, number: int = 0) -> None:
-        """Lose a worker and register it again, empty."""
+        """Lose a worker, and register it again with an empty pool."""
         member = self._members[number]
         self._work = deque(work for work in self._work if work.connection != member.connection)
         self.handle(WorkerLeft(1, member.connection, member.epoch))
         self._join(member)
 
     def lose_scheduler(self) -> None:
-        """Replace the scheduler by a new one that recovers from its journal."""
+        """Replace the scheduler with one that recovers from its journal."""
         assert self._store is not None
         self._store.close()
         self._start()
@@ -297,8 +297,8 @@ class Contents:
     """Everything that a client receives for one sequence.
 
     Attributes:
-        log_probs: Of each token: its own, and (token, log probability) of the most likely ones.
-        prompt_log_probs: The same for the prompt's tokens from the second on.
+        log_probs: For each token its own log probability, and (token, log probability) of the most likely ones.
+        prompt_log_probs: The same for the prompt's tokens, from the second on.
         tensors: Complete tensors, flattened.
     """
 

@@ -60,7 +60,7 @@ class Collector(pb_grpc.TraceServiceServicer):
     def await_spans(
         self, trace_id: str, is_whole: Callable[[Sequence[Span]], bool], timeout_s: float = 30
     ) -> list[Span]:
-        """Return the trace once it is complete, or at the time limit."""
+        """Return the trace once it is complete or the time limit is reached."""
         deadline = time.monotonic() + timeout_s
         while not is_whole(found := self.spans(trace_id)) and time.monotonic() < deadline:
             with self._has_news:

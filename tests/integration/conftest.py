@@ -31,10 +31,10 @@ def service(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> I
     flags = ("--routers", "2", "--detokenizers", "3", "--workers", "2")
     site = install(EXAMPLE_POST_PROCESSOR, tmp_path_factory.mktemp("package"))
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Only requests with a client's traceparent are traced.
+    # Trace only requests whose client sends a traceparent.
     tracing = {"MIDSTREAM_OTLP_ENDPOINT": collector.endpoint, "MIDSTREAM_TRACE_RATIO": "0"}
     settings = {"MIDSTREAM_LOG_LEVEL": "debug", "MIDSTREAM_ADAPTER_ROOT": tempfile.gettempdir()}
-    # The machine that runs the tests may stand still for some seconds.
+    # The machine that runs the tests may stall for some seconds.
     settings["MIDSTREAM_WORKER_TIMEOUT_MS"] = "30000"
     service = Service.start(tmp_path_factory.mktemp("service"), *flags, PYTHONPATH=path, **tracing, **settings)
     yield service

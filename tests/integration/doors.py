@@ -26,7 +26,7 @@ _FLOATS = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "fr
 
 @dataclass(frozen=True)
 class Case:
-    """A request; numbers are exact in float32."""
+    """A request whose numbers are exact in float32."""
 
     prompt: str
     max_tokens: int
@@ -64,7 +64,7 @@ class Case:
 
 @dataclass
 class Sequence:
-    """The output of one sequence; token_ids are empty if the API has none."""
+    """The output of one sequence; `token_ids` is empty if the API does not return token ids."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Doors:
         rows = struct.unpack(f"<{shape[0] * shape[1]}f", outputs["output_log_probs"])
         sequences = [Sequence(text) for text in texts_of(outputs["text_output"])]
         for index, sequence in enumerate(sequences):
-            # Rows are filled to one length with zeros.
+            # Rows are padded with zeros to the same length.
             sequence.log_probs = list(rows[index * shape[1] :][: shape[1]])
         return sequences
 
@@ -168,7 +168,7 @@ class Doors:
 
 
 def infer_request(case: Case, *, stream: bool = False) -> kserve_pb2.ModelInferRequest:
-    """Return the case as tensors of TensorRT-LLM's ensemble model."""
+    """Return the case as the tensors of TensorRT-LLM's ensemble model."""
     request = kserve_pb2.ModelInferRequest(model_name="ensemble")
 
     def add(name: str, datatype: str, *values: object) -> None:

@@ -29,7 +29,7 @@ TOOL = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
 TABLE = np.random.default_rng(5).normal(0, 1, (2, 576)).astype(np.float32)
 LORA = "1"
 MAX_TOKENS = 6
-# The grammar ends guided answers before this; a stream is so long that a loaded machine does not send it as one event.
+# The grammar ends guided answers earlier. A stream must be too long to arrive as one event on a loaded machine.
 LONGER = {"guided": 60, "tools": 60, "streaming": 64}
 
 
@@ -38,7 +38,7 @@ class Answer:
     """A response.
 
     Attributes:
-        texts: Of each sequence.
+        texts: Text of each sequence.
         beside: Names of further outputs.
     """
 
@@ -47,11 +47,11 @@ class Answer:
 
 
 class RefusedError(Exception):
-    """The API rejected the request, with this status."""
+    """The API rejected the request; the message is its status."""
 
 
 def num_tokens(feature: str) -> int:
-    """Return `max_tokens` of requests that use the feature."""
+    """Return the `max_tokens` of requests that use the feature."""
     return LONGER.get(feature, MAX_TOKENS)
 
 
@@ -113,7 +113,9 @@ class Asking:
         address: str,
         expected: dict[tuple[str, bool], Answer],
     ) -> None:
-        """Store the native call's answers in `expected`, by feature and whether the input is a chat."""
+        """Create the clients. `expected` caches the native call's answers, by feature and whether the input is a
+        chat.
+        """
         self._doors = doors
         self._executor = executor
         self._tokenizer = tokenizer

@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment() -> dict[str, str]:
-    """Return the present environment for the parts, in a checkout or an installation, and for the tests' fakes."""
+    """Return an environment in which components and the tests' fakes can be imported, in a checkout or an
+    installation.
+    """
     return python_environment(os.environ | {"PYTHONPATH": str(ROOT)})
 
 
@@ -21,8 +23,8 @@ class NamedProcesses:
     """Current and past processes.
 
     Attributes:
-        folder: Contains NAME.log, for all incarnations of a process.
-        processes: The last incarnation of each.
+        folder: Contains NAME.log with the log of all incarnations of a process.
+        processes: The last incarnation of each process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -36,7 +38,6 @@ class NamedProcesses:
         return self.processes[name]
 
     def is_running(self, name: str) -> bool:
-        """Return whether the process runs."""
         return name in self.processes and self.processes[name].poll() is None
 
     def send(self, name: str, number: signal.Signals) -> None:

@@ -49,7 +49,7 @@ class Parts(NamedProcesses):
         }
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        """Start or restart a part."""
+        """Start or restart a process."""
         return self.launch(name, *self._commands[name].split(), *(self.flags if name == "scheduler" else ()))
 
     def kill(self, name: str) -> None:
@@ -57,7 +57,7 @@ class Parts(NamedProcesses):
         self.end(name)
 
     def wait_for_log(self, name: str, text: str) -> None:
-        """Wait until a part has logged `text`."""
+        """Wait until a process has logged `text`."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while text not in self.log(name):
             assert time.monotonic() < deadline, self.log(name)
@@ -83,7 +83,7 @@ async def _is_whole(stub: Stub) -> bool:
 
 @contextlib.contextmanager
 def running(parts: Parts, *names: str) -> Iterator[Parts]:
-    """Start all parts, or the named ones, and kill any left on exit."""
+    """Start all processes, or only the named ones; kill the remaining ones on exit."""
     try:
         for name in names or ("scheduler", "worker", "detokenizer", "router"):
             parts.start(name)

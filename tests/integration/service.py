@@ -31,7 +31,7 @@ T = TypeVar("T")
 def midstream(
     *arguments: str, timeout: float = 60, stdin: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command; return its exit status and output."""
+    """Run the command line; return its exit status and output."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "midstream.cli", *arguments],
         check=False,
@@ -66,13 +66,13 @@ class Service:
         return status
 
     def processes(self, kind: str) -> list[dict[str, Any]]:
-        """Return what the supervisor wrote of these parts."""
+        """Return the supervisor's entries for the processes of this kind."""
         state = RunDir(self.run_dir).read_state()
         assert state is not None
         return [asdict(process) for process in state.of_kind(kind)]
 
     async def serving(self, kind: str) -> list[dict[str, Any]]:
-        """Return those of these parts that are healthy, by name."""
+        """Return the healthy processes of this kind, by name."""
         parts = sorted(self.processes(kind), key=lambda part: str(part["name"]))
         problems = [await probe_health(part["addresses"]["http"]) for part in parts]
         return [part for part, problem in zip(parts, problems, strict=True) if problem is None]
@@ -115,7 +115,7 @@ async def latest_stats(stub: Stub) -> stats_pb2.IterationStats:
 
 
 async def eventually_idle(stub: Stub, limit_s: float = 20) -> stats_pb2.IterationStats:
-    """Return the statistics once no request is left, or the latest ones at the time limit."""
+    """Return the statistics once no request is left; at the time limit, return the latest ones."""
     return await eventually(
         lambda: latest_stats(stub),
         lambda stats: (
@@ -126,7 +126,7 @@ async def eventually_idle(stub: Stub, limit_s: float = 20) -> stats_pb2.Iteratio
 
 
 async def eventually(ask: Callable[[], Awaitable[T]], holds: Callable[[T], bool], limit_s: float) -> T:
-    """What `ask` gives as soon as it `holds`, or at the limit."""
+    """Return the result of `ask` as soon as `holds` accepts it; at the time limit, return the latest one."""
     deadline = time.monotonic() + limit_s
     while True:
         value = await ask()
@@ -143,6 +143,6 @@ def chat(text: str, **fields: Any) -> pb.GenerateRequest:
 
 
 def tokens(values: Sequence[int], **fields: Any) -> pb.GenerateRequest:
-    """Return a greedy request of token ids that ignores the end id."""
+    """Return a greedy request for token ids that ignores the end id."""
     base = {"sampling": pb.SamplingConfig(temperature=0), "stopping": pb.StoppingConfig(ignore_eos=True)}
     return pb.GenerateRequest(**{"token_ids": pb.TokenIds(values=values)} | base | fields)

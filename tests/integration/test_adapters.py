@@ -36,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 async def client(service: Service, folders: dict[str, Path]) -> AsyncIterator[AsyncClient]:
-    """Return a client of a service with both adapters."""
+    """Return a client of a service that has loaded both adapters."""
     async with AsyncClient(service.routers()) as client:
         for name, folder in folders.items():
             await client.load_lora(name, str(folder))
@@ -97,7 +97,7 @@ async def test_embeddings_are_a_prompt_that_caches_share_only_among_equals(stub:
         return made
 
     first = await collect(stub, request(1))
-    # Either worker may have the blocks; if so, the second request costs less and gives the same output.
+    # Either worker may have the blocks. If they are reused, the second request costs less; its output is the same.
     again = await asyncio.gather(*(collect(stub, request(1)) for _ in range(4)))
     other = await collect(stub, request(-1))
     assert [answer.token_ids for answer in again] == [first.token_ids] * 4

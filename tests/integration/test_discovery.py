@@ -1,4 +1,4 @@
-"""Routers and detokenizers follow changes of the addresses behind a name, on real processes, without a restart."""
+"""Real routers and detokenizers follow changes of the addresses behind a name without a restart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from protos.scheduler_pb2_grpc import SchedulerAsyncStub
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-# Each address represents a host; a part has the same port on all of them, like pods.
+# Each address represents a host. As in pods, a component has the same port on all of them.
 FIRST, SECOND = "127.0.0.1", "127.0.0.2"
 LIMIT_S = 20.0
 
@@ -102,7 +102,7 @@ async def server_info(stub: Stub) -> loads_pb2.ServerInfo:
 
 
 async def cells(stub: Stub) -> set[str]:
-    """Return the hosts of schedulers with workers, as seen by the router."""
+    """Return the hosts of schedulers that have workers, as the router sees them."""
     try:
         answer = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=5)
     except grpc.aio.AioRpcError:
@@ -111,7 +111,7 @@ async def cells(stub: Stub) -> set[str]:
 
 
 async def lag_until(holds: Callable[[], Awaitable[bool]]) -> float:
-    """Return the seconds until it holds, at most the limit."""
+    """Return the seconds until the condition holds, at most the limit."""
     started = time.monotonic()
     assert await eventually(holds, bool, LIMIT_S)
     return time.monotonic() - started
@@ -124,7 +124,7 @@ async def test_a_router_finds_detokenizers_that_come_and_go(cluster: Cluster, st
     await lag_until(lambda: has_live(1))
     publish(cluster.hosts, scheduler=[FIRST], detokenizer=[FIRST, SECOND])
     came_s = await lag_until(lambda: has_live(2))
-    # Streams on the removed host continue on the other.
+    # Streams on the removed host continue on the other one.
     request = tokens([5, 6, 7], max_tokens=300)
     reading = [asyncio.create_task(collect(stub, request)) for _ in range(4)]
     await eventually(lambda: num_running(stub), lambda number: number == 4, START_TIMEOUT_S)
@@ -140,7 +140,8 @@ async def test_routers_and_detokenizers_find_schedulers_that_come_and_go(cluster
     async def has(hosts: set[str]) -> bool:
         return await cells(stub) == hosts
 
-    # Its worker must have registered before the clock starts, as a router queries it as soon as it is found.
+    # Its worker must be registered before the clock starts, since a router queries the scheduler as soon as it is
+    # found.
     await eventually(lambda: worker_of(cluster, SECOND), bool, START_TIMEOUT_S)
     publish(cluster.hosts, scheduler=[FIRST, SECOND], detokenizer=[SECOND])
     came_s = await lag_until(lambda: has({FIRST, SECOND}))

@@ -1,4 +1,4 @@
-"""All APIs of the real service: official clients get the native call's tokens; clients that disconnect."""
+"""All APIs of the real service: official clients receive the native call's tokens, and clients may disconnect."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ async def until_active(doors: Doors) -> None:
     [leave_native, leave_openai, leave_openai_stream, leave_kserve, leave_kserve_stream, leave_openengine],
 )
 async def test_a_client_that_leaves_frees_its_blocks_within_a_second(doors: Doors, leave: Leave) -> None:
-    """The best of three, since the machine may be busy."""
+    """The best of three attempts counts, since the machine may be busy."""
     took = []
     for _ in range(3):
         await leave(doors)

@@ -1,4 +1,4 @@
-"""The service survives arbitrary input to any API. Uses a small model, so that no request takes long."""
+"""The service survives arbitrary input to any API. The model is small, so that no request takes long."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONTEXT = 64
 NUM_REQUESTS = 150
 SCHEMATHESIS_S = 10
 TOOLS = "{% if tools %}Call them within <tool_call></tool_call>: {{ tools | tojson }}\n{% endif %}"
-# Allowed responses to invalid input. INTERNAL and UNKNOWN, and 5xx over HTTP, would be our fault.
+# Statuses allowed for invalid input. INTERNAL, UNKNOWN and HTTP 5xx would be our fault.
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
@@ -43,7 +43,7 @@ REFUSALS = {
 
 @pytest.fixture(scope="module")
 def small_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("model") / "smollm2"  # named like the model
+    folder = tmp_path_factory.mktemp("model") / "smollm2"  # the model's name
     folder.mkdir()
     make_small_model(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -61,7 +61,7 @@ def addresses(small_service: Service) -> Iterator[dict[str, str]]:
     before = small_service.status()["processes"]
     yield small_service.processes("router")[0]["addresses"]
     after = small_service.status()["processes"]
-    # The same processes: none has died and been restarted.
+    # The same processes are running: none has died and been restarted.
     assert [process["pid"] for process in after] == [process["pid"] for process in before]
     assert {process["health"] for process in after} == {"serving"}
 
@@ -77,7 +77,7 @@ SANE = Case("so the stream", 20, 2, 1, 0, 0, 1.0, 1.0, 1.0, 0.0, 0.0, ())
 
 
 async def check_sane(doors: Doors) -> None:
-    """Check that every API gives the same answer, and that nothing is left behind."""
+    """Check that every API gives the same answer, and that no request or block has leaked."""
     native = await doors.ask_native(SANE)
     for answer in (await doors.ask_openai(SANE), await doors.ask_kserve(SANE), await doors.ask_openengine(SANE)):
         assert [sequence.text for sequence in answer] == [sequence.text for sequence in native]
@@ -215,14 +215,16 @@ async def test_random_messages_on_every_grpc_door(doors: Doors) -> None:
     }
 
     async def send(method: str, number: int) -> tuple[bool, grpc.StatusCode]:
-        """Send random bytes, mostly invalid messages, a third of the time; otherwise requests with random fields."""
+        """Send random bytes in a third of the calls, mostly invalid messages; otherwise send requests with random
+        fields.
+        """
         message = type(methods[method])()
         message.MergeFrom(methods[method])
         data = rng.randbytes(rng.randint(0, 300))
         if number % 3:
             fill(message, rng)
             data = message.SerializeToString()
-        # Without serializers, to send raw bytes.
+        # There are no serializers, so that raw bytes can be sent.
         channel: Any = doors.channel
         if "Stream" in method:
             call = channel.stream_stream(method)(iter([data]), timeout=30)
@@ -236,7 +238,7 @@ async def test_random_messages_on_every_grpc_door(doors: Doors) -> None:
     answers = set(await asyncio.gather(*(send(*one) for one in each)))
     found = {code for is_message, code in answers if is_message}
     assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} <= found <= REFUSALS | {grpc.StatusCode.OK}
-    # Invalid messages mostly fail inside gRPC, before any of our code.
+    # Invalid messages mostly fail inside gRPC, before they reach our code.
     assert {code for is_message, code in answers if not is_message} <= REFUSALS | {grpc.StatusCode.UNKNOWN}
     assert (False, grpc.StatusCode.DEADLINE_EXCEEDED) not in answers
     await check_sane(doors)
@@ -244,7 +246,7 @@ async def test_random_messages_on_every_grpc_door(doors: Doors) -> None:
 
 async def test_schemathesis_finds_no_server_error(doors: Doors, tmp_path: Path) -> None:
     """A few seconds of the longer run described in docs/adapters.md."""
-    # A deadline of 1 ms passes, which is an expected result.
+    # A timeout of 1 ms expires, which is an expected result.
     statuses = '["2xx", "3xx", "4xx", "504"]'
     (tmp_path / "schemathesis.toml").write_text(f"[checks]\nnot_a_server_error.expected-statuses = {statuses}\n")
     command = [

@@ -1,4 +1,6 @@
-"""The executor on a real service: the usage in TensorRT-LLM's documentation, and the batch manager's callbacks."""
+"""The executor on a real service: the usage shown in TensorRT-LLM's documentation, and the batch manager's
+callbacks.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +177,7 @@ def test_statistics(executor: GenerationExecutor) -> None:
 
 
 def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tuple[str, list[int]]) -> None:
-    """Two requests finish, one is stopped, one reuses an id in use; statistics arrive while there is work."""
+    """Two requests finish, one is stopped, and one has an id that is in use; statistics arrive while there is work."""
     endless = SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
     waiting = [
         InferenceRequest(1, GenerationRequest(PROMPT, GREEDY)),
@@ -213,10 +215,10 @@ def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tu
     with BatchManager(executor, get_requests, send_response, poll_stop_signals, stats.append, max_num_requests=8):
         assert done.wait(60)
     assert sorted(finals) == [(1, ""), (2, ""), (3, ""), (3, "request_id: the id is in use")]
-    # The whole sequence if the request does not stream, otherwise the new tokens.
+    # The whole sequence if the request does not stream; otherwise the new tokens.
     assert tokens[1] == PROMPT + tokens[2] == PROMPT + expected[1]
     assert lengths[1] == lengths[2] == len(tokens[1])
-    # An entry for every iteration, in order, under both kinds of names.
+    # There is an entry for every iteration, in order, under both sets of names.
     by_group: dict[str, list[int]] = {}
     for text in stats:
         entry = json.loads(text)

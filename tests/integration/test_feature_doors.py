@@ -22,7 +22,7 @@ CELLS = [
     for door, cell in row.doors.items()
     if cell != NOT_APPLICABLE
 ]
-# Further outputs of features that return more than text; named like the feature unless given here.
+# Names of further outputs, for features that return more than text; the default is the feature's name.
 BESIDE = {
     "log_probs": "log_probs",
     "prompt_log_probs": "prompt_log_probs",
@@ -31,9 +31,9 @@ BESIDE = {
     "additional_outputs": "topk_logits.3",
     "tools": "tool_calls",
 }
-# These do not change the text.
+# These features do not change the text; all others do.
 UNCHANGED = {*BESIDE, "drafts", "retention", "priority", "cache_salt", "streaming"}
-# All others change it.
+# Sequences returned, if not one.
 NUM_SEQUENCES = {"sequences": 2, "beams": 2}
 
 
@@ -60,7 +60,7 @@ def addresses(service: Service) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[str, bool], Answer]:
-    """Return the native call's answers so far."""
+    """Return the cache of the native call's answers."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""A scheduler that dies, is replaced, or cannot write: real processes, a worker without a model."""
+"""A scheduler dies, is replaced, or cannot write: real processes, and a worker without a model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 NUM_TOKENS = 200
-# The delay of `midstream up` before it restarts a part that has died for the first time.
+# The delay before `midstream up` restarts a process that has died for the first time.
 BACKOFF_S = 0.25
 
 
 async def read(stub: Stub, first: int, half_way: asyncio.Event) -> tuple[list[int], float]:
-    """Read the stream of one request, checking for gaps and repeats; return the longest time without a token, in
+    """Read the stream of one request; check that it has no gaps or repeats; return the longest time without a token, in
     seconds.
     """
     received: list[int] = []
@@ -67,7 +67,7 @@ async def test_streams_go_on_when_the_scheduler_is_killed(tmp_path: Path, kind: 
 async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_on(tmp_path: Path, kind: str) -> None:
     with running(Parts(tmp_path, "--journal", kind)) as parts:
         async with parts.stub() as stub:
-            # Make the journal larger than the scheduler's log, to which the limit must not apply.
+            # The limit must not apply to the scheduler's log, so make the journal larger than it.
             async for _ in stub.Generate(tokens([40_000] * 8000, max_tokens=1), timeout=60):
                 pass
             half_way = asyncio.Event()

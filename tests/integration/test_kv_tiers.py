@@ -1,4 +1,4 @@
-"""KV blocks on disk are found again after a restart of the whole service, and give the same tokens."""
+"""KV blocks on disk are found again after a restart of the whole service, and lead to the same tokens."""
 
 from __future__ import annotations
 

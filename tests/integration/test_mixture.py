@@ -33,7 +33,7 @@ async def client(service: Service) -> AsyncIterator[AsyncClient]:
 
 
 def drawn(number: int, adapters: dict[str, Path], tokenizer: Tokenizer) -> pb.GenerateRequest:
-    """Return a request with random features, and a stop text."""
+    """Return a request with random features, and a stop word."""
     resolved = {name: pb.ResolvedAdapter(num_virtual_tokens=int(name == "soft")) for name in adapters}
     request = draw(number, [tokenizer.encode(text) for text in PROMPTS], resolved)
     for config in (request.lora, request.prompt_tuning):
@@ -64,7 +64,7 @@ def contents(result: Result) -> list[dict[str, object]]:
 
 
 def assert_equal(index: int, found: list[dict[str, object]], expected: list[dict[str, object]]) -> None:
-    """Report which parts differ, as whole results would fill pages."""
+    """Report only the parts that differ, since whole results would fill pages."""
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         different = [name for name in other if one[name] != other[name]]
         assert not different, (index, number, different, one["token_ids"], other["token_ids"])

@@ -1,6 +1,6 @@
 """Tiny models of newer families through the service, while a worker is killed.
 
-Only the hybrid runs by default; TEST_EVERY_FAMILY=1 runs the others too.
+Only the hybrid model runs by default; TEST_EVERY_FAMILY=1 runs the others too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker of two ranks behind the whole service, on the embedded model; one of them is killed."""
+"""A worker of two ranks behind the whole service, on the embedded model; one rank is killed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def expected(prompt: list[int]) -> list[int]:
-    """Return the output of one rank."""
+    """Return the output of a single rank."""
     runner = make_runner("smollm2", kernels="torch", max_kv_tokens=512, max_sequence_length=512)
     return Driver(runner).run_alone(prompt, NUM_TOKENS)
 
@@ -71,5 +71,5 @@ async def test_a_killed_rank_ends_the_group_and_no_stream(
     )
     assert tuple(rank["name"] for rank in ranks if rank["num_restarts"]) == RANKS
     log = await asyncio.to_thread(Path(ranks[0]["log"]).read_text)
-    # The loss may be detected in the middle of a step, or by the closed connection.
+    # The loss may be detected in the middle of a step, or when the connection closes.
     assert re.search("the group failed: (rank 1 disconnected|a step failed while all ranks worked on it)", log)

@@ -1,4 +1,4 @@
-"""A KV pool that is too small, and a prefix shared by many requests, on the real model."""
+"""A KV pool that is too small, with a prefix that many requests share, on the real model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_TOKENS = 32
 
 
 def crowd() -> list[pb.GenerateRequest]:
-    """Return 16 requests whose blocks finally take 768 tokens."""
+    """Return 16 requests whose blocks hold 768 tokens at the end."""
     rng = random.Random(8)
     return [tokens([rng.randint(300, 48_999) for _ in range(16)], max_tokens=NUM_TOKENS) for _ in range(16)]
 

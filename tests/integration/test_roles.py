@@ -1,4 +1,5 @@
-"""Prompts on one worker and generation on another give the same tokens as on combined workers, whichever dies.
+"""With prefill on one worker and decode on another, the tokens are the same as with combined workers, whichever worker
+dies.
 
 For fifty kills of a prefill worker during transfers, which take half an hour and check a limit on pauses that needs a
 quiet machine: TEST_KILLS=50 pytest -s -o faulthandler_timeout=0 tests/integration/test_roles.py
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub
 
 NUM_KILLS = int(os.environ.get("TEST_KILLS", "2"))
-# Maximum cost of a death in addition to recomputing what was lost.
+# Maximum cost of a death, in addition to recomputing what was lost.
 MAX_PAUSE_S = 0.5
 RNG = random.Random(8)
 PROMPTS = [[RNG.randint(300, 48_000) for _ in range(size)] for size in (700, 40, 330, 12)]
 
 
 def metrics(worker: dict[str, Any]) -> dict[str, float]:
-    """Return a worker's metrics without labels; empty while it does not serve."""
+    """Return a worker's metrics without labels; empty if it does not serve."""
     try:
         with urllib.request.urlopen(f"http://{worker['addresses']['http']}/metrics", timeout=10) as answer:
             return {
@@ -44,7 +45,7 @@ def metrics(worker: dict[str, Any]) -> dict[str, float]:
 
 
 class Timed:
-    """The tokens of one stream with their times; `begun` is the start time."""
+    """The tokens of one stream with their times; the stream starts at `begun`."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

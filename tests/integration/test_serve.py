@@ -1,4 +1,4 @@
-"""`midstream serve`: flags known from other servers, and what a user's browser and a load balancer see."""
+"""`midstream serve`: flags known from other servers, and responses to a user's browser and a load balancer."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_clients_need_the_key_and_find_the_name(served: Service, ports: tuple[in
         pytest.raises(openai.AuthenticationError),
     ):
         client.models.list()
-    # Commands of this user need no key; they find the run folder.
+    # Commands of the same user find the run folder and need no key.
     result = midstream("generate", "Hi", "--max-tokens", "1", "--run-dir", str(served.run_dir))
     assert result.returncode == 0, result.stderr
     assert KEY not in " ".join(" ".join(process.cmdline()) for process in psutil.Process(os.getpid()).parents())

@@ -1,4 +1,4 @@
-"""One trace shows the work of every part for a request, from the router to each step of the worker."""
+"""One trace shows what every component does for a request, from the router to each step of the worker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def named(spans: Sequence[Span], name: str) -> list[Span]:
 
 
 def has_all(spans: Sequence[Span], num_tokens: int = NUM_TOKENS) -> bool:
-    """Return whether all spans are there; more steps may run, as they are sent before the end is known."""
+    """Return whether all spans are there. Further steps may run, as they are sent before the end is known."""
     names = Counter(span.name for span in spans)
     parts = ("router.generate", "scheduler.request", "detokenizer.stream", "worker.prefill")
     return all(names[part] for part in parts) and names["worker.decode"] >= num_tokens - 1
@@ -63,7 +63,7 @@ async def test_a_request_is_one_trace_over_all_parts(stub: Stub, collector: Coll
     assert {span.parent_id for span in others} == {scheduler.span_id}
     assert detokenizer.attributes["midstream.tokens"] == NUM_TOKENS
     assert scheduler.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
-    # Queue, prefill and decode spans are consecutive and fill the scheduler's time.
+    # The queue, prefill and decode spans are consecutive and cover the scheduler's time.
     phases = [named(spans, f"scheduler.{name}")[0] for name in ("queue", "prefill", "decode")]
     assert phases[0].start_ns == scheduler.start_ns
     assert [one.end_ns for one in phases[:-1]] == [after.start_ns for after in phases[1:]]
@@ -102,7 +102,7 @@ async def test_what_clients_do_not_want_traced_is_not(stub: Stub, collector: Col
     wanted = TraceParent(secrets.randbits(128), secrets.randbits(64))
     for client in (unwanted, wanted):
         await stub_read(stub, client)
-    await collect(stub, chat("x", max_tokens=1))  # it requests no trace, and the service traces none of these
+    await collect(stub, chat("x", max_tokens=1))  # it requests no trace, and the service traces none of these requests
     assert has_all(collector.await_spans(f"{wanted.trace_id:032x}", lambda spans: has_all(spans, 1)), 1)
     assert collector.spans(f"{unwanted.trace_id:032x}") == []
 
@@ -121,7 +121,7 @@ async def test_the_log_of_every_part_names_the_request(service: Service, stub: S
 
 
 def parts_that_log(service: Service, request_id: str) -> set[str]:
-    """Return the parts with log lines that have the request's id; every line of every part must be JSON."""
+    """Return the components whose log lines contain the request id; check that every log line is JSON."""
     found = set()
     for process in service.status()["processes"]:
         for line in Path(process["log"]).read_text(encoding="utf-8").splitlines():

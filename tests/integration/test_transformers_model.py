@@ -1,4 +1,4 @@
-"""A model without our own implementation through the whole service: prepared by the command, served, queried."""
+"""A model that we do not implement, through the whole service: prepared by the command, served, queried."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def gemma2_service(gemma2: tuple[Any, Path], tmp_path_factory: pytest.TempPathFa
     result = midstream("prepare", str(gemma2[1]), "--output", str(prepared))
     assert result.returncode == 0, result.stderr
     assert "gemma2, 2 layers" in result.stdout
-    # Blocks are scarce, so that requests are paused and preempted.
+    # There are few blocks, so that requests are paused and preempted.
     service = Service.start(
         tmp_path_factory.mktemp("service"),
         "--model",
@@ -107,7 +107,7 @@ async def test_greedy_tokens_are_those_that_transformers_generates(
 async def test_windowed_layers_beside_others_get_the_right_tokens_when_blocks_are_short(
     gemma2: tuple[Any, Path], gemma2_service: Service
 ) -> None:
-    """One of its two layers attends to 8 tokens, the other to all."""
+    """One of the two layers attends to 8 tokens, the other to all tokens."""
     draw = random.Random(5)
     prompts = [[draw.randrange(1, 256) for _ in range(draw.randint(20, 60))] for _ in range(24)]
     requests = [tokens(prompt, max_tokens=48) for prompt in prompts]

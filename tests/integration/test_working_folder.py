@@ -26,7 +26,7 @@ NAMES = ("protos/__init__", "midstream/__init__", "scheduler", "router", "gpu_wo
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Write a folder of modules that create a file when imported."""
+    """Write a folder of modules that create a file when they are imported."""
     folder = tmp_path / "project"
     for name in NAMES:
         file = (folder / name).with_suffix(".py")
@@ -37,7 +37,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command of an environment into which the project is installed as a user would, beside its dependencies."""
+    """Return the command of an environment in which the project is installed, with its dependencies, as a user would
+    install it.
+    """
     if not (ROOT / "setup.py").exists():  # these tests run in an installation (tests/wheel.py)
         return Path(sys.executable).with_name("midstream")
     folder = tmp_path_factory.mktemp("installed")
@@ -49,19 +51,19 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
     options = ["--python", str(folder / "venv/bin/python"), "-q", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", *options, "install", "--no-deps", "--no-build-isolation"]
-    # Modules of this environment except its editable installation of the project: .pth files in it are not read.
+    # Use this environment's modules except for its editable installation of the project: .pth files there are not read.
     packages = str(Path(pytest.__file__).parents[1])
     subprocess.run([*command, str(folder / "source")], check=True, env=os.environ | {"PYTHONPATH": packages})
     # Other projects also use names such as `router` and `kernels`.
     assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == {"midstream"}
     (site / "dependencies.pth").write_text(packages)
-    if (ROOT / "kernels" / "_build").is_dir():  # the same sources: no need to compile them again
+    if (ROOT / "kernels" / "_build").is_dir():  # the same sources, so they need not be compiled again
         shutil.copytree(ROOT / "kernels" / "_build", site / "midstream" / "kernels" / "_build")
     return folder / "venv" / "bin" / "midstream"
 
 
 def serve_from(folder: Path, command: str) -> None:
-    """Start every part in `folder`, let them answer one prompt, and stop them."""
+    """Start every component in `folder`, have them answer one prompt, and stop them."""
     run_dir = ("--run-dir", str(folder.parent / "run"))
 
     def run(*words: str) -> str:

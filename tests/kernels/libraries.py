@@ -7,10 +7,10 @@ import pytest
 from kernels.build import ISA_NEEDS, build, processor_flags
 from kernels.cpu import Library, ThreadPool
 
-# "pair" is the 16-lane AVX-512 code on two AVX2 halves. Only compile time matters for it: -O1 takes GCC six times as
-# long on the unrolled sums.
+# "pair" is the 16-lane AVX-512 code on pairs of AVX2 vectors. Only its compile time matters: with -O1, GCC takes six
+# times as long for the unrolled sums.
 _PAIR = ("-DMIDSTREAM_PAIR", "-Og")
-# Build, flags, and instruction set; "tiles" has AMX emulated in plain C++.
+# Build, flags, and instruction set. "tiles" emulates AMX in plain C++.
 BUILDS = {
     "avx2": ("avx2", (), "avx2"),
     "pair": ("avx2", _PAIR, "avx512"),

@@ -54,7 +54,7 @@ class RandomDecoder:
 
 
 def in_kernel_order(caches: Tensor) -> Tensor:
-    """Return the reference's caches with the numbers inside each block in the CPU kernels' order."""
+    """Return the reference's caches with the elements of each block in the order of the CPU kernels."""
     ordered = torch.empty_like(caches)
     for source, target in zip(caches, ordered, strict=True):
         keys, values = _kernel_views(*target)

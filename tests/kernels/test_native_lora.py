@@ -14,7 +14,7 @@ from tests.kernels.libraries import each_build
 from tests.kernels.models import RandomDecoder, random_decoder
 from tests.kernels.paged import PagedBatch, paged_batch
 
-# Widths that are not multiples of a vector.
+# Widths that are not multiples of the vector length.
 DIMS = DecoderDims(hidden_size=76, num_heads=6, num_kv_heads=2, head_dim=24, ffn_size=101, eps=1e-5, scale=24**-0.5)
 NUM_LAYERS = 2
 Pairs = list[dict[str, tuple[Tensor, Tensor]]]

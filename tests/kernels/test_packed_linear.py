@@ -16,7 +16,7 @@ GGUF_TYPES = {
 
 
 def quantized(weight: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tensor]:
-    """Return the arguments of PackedLinear, and their float values."""
+    """Return the arguments of PackedLinear, and the float values that they represent."""
     if weight_format.has_blocks and weight_format not in GGUF_TYPES:
         rows = random_blocks(weight_format, *weight.shape)
         return rows, dequantize_blocks(rows, weight_format, weight.shape[1])
@@ -35,10 +35,10 @@ def quantized(weight: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tens
 
 
 def rounded(x: Tensor, most: int) -> Tensor:
-    """Return blocks of 32 numbers, each rounded to a multiple of 1/most of its largest."""
+    """Return blocks of 32 numbers, each number rounded to a multiple of 1/most of the block's largest."""
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).view(len(x), -1, 32)
     largest = blocks.abs().amax(dim=-1, keepdim=True)
-    # Dividing by a tensor would multiply by its reciprocal, with one more rounding.
+    # `most / largest` would compute `largest.reciprocal() * most`, which rounds twice.
     levels = (blocks * torch.where(largest > 0, torch.full_like(largest, most) / largest, 0)).round()
     return (levels * (largest / most)).flatten(1)[:, : x.shape[1]]
 
@@ -76,7 +76,7 @@ def test_any_shape_and_format_equals_the_reference(
     if packed.rounds_input:
         x = rounded(x, 127 if input_format == InputFormat.INT8 else 32767)
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    # Each of num_inputs terms, and each partial sum, is rounded once.
+    # Each of the num_inputs terms is rounded once, and so is each partial sum.
     bound = 1e-6 * (x.abs().double() @ weight.abs().double().T) + 1e-6
     assert bool(((out - expected).abs() <= bound).all())
 
@@ -109,7 +109,7 @@ def test_products_of_tiles_have_the_same_bits(
     if with_tiles not in runnable_builds:
         pytest.skip("this processor has no AMX")
     source, _ = quantized(torch.randn(200, 1024), weight_format)
-    # Sums of maximum size, and more rows than one pass over the weights handles.
+    # Sums of maximum size, and more rows than one pass over the weights processes.
     x = torch.randn(260, 1024) * torch.logspace(-6, 6, 260)[:, None]
     x[3], x[4] = 1.0, -1.0
     x[5, ::2] = 0.0
@@ -142,7 +142,7 @@ def test_a_nan_stays_in_its_row(name: str, input_format: InputFormat) -> None:
 
 @each_build
 def test_the_highest_sums_of_tiles_are_exact(name: str) -> None:
-    """All codes of MXFP4 and all inputs have the largest value: sums of bfloat16 products stay below 2^24."""
+    """All MXFP4 codes and all inputs have the largest value; sums of bfloat16 products stay below 2^24."""
     rows = torch.full((70, 34), 0x77, dtype=torch.uint8)
     rows[:, ::17] = 127
     packed = PackedLinear(library(name), [rows], WeightFormat.MXFP4, input_format=InputFormat.INT16)
@@ -153,7 +153,7 @@ def test_the_highest_sums_of_tiles_are_exact(name: str) -> None:
 @each_build
 @pytest.mark.parametrize("num_rows", [1, 4, 20])
 def test_the_highest_sums_of_int16_weights_fit(name: str, num_rows: int) -> None:
-    """32 levels of 2,046 are close to the largest possible sum, and all inputs have the largest value."""
+    """Weights of 32 levels of 2,046 come close to the largest possible sum; all inputs have the largest value."""
     packed = PackedLinear(
         library(name), [torch.full((70, 64), 2046 / 2048)], WeightFormat.INT16, input_format=InputFormat.INT16
     )
@@ -188,7 +188,7 @@ def test_layers_that_follow_and_columns_in_another_order(name: str, input_format
 
 @each_build
 def test_rows_of_bytes_with_their_scales(name: str) -> None:
-    """Columns beyond the last full block are left out of the sums."""
+    """The sums exclude columns beyond the last full block."""
     levels, scales = torch.randint(-128, 128, (70, 52), dtype=torch.int8), torch.rand(70, 1)
     padded = torch.nn.functional.pad(levels, (0, 12), value=77).view(torch.uint8)
     rows = torch.cat((padded, scales.view(torch.uint8)), dim=1)

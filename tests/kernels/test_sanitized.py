@@ -1,4 +1,4 @@
-"""The kernels under the address and undefined-behaviour sanitizers."""
+"""The kernels under the address and undefined-behavior sanitizers."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kernels.build import build
 
-# Of "undefined" those that are cheap to compile.
+# Only those checks of "undefined" that are cheap to compile.
 FLAGS = (
     "-fsanitize=address,alignment,bounds,shift,signed-integer-overflow",
     "-fno-sanitize-recover=alignment,bounds,shift,signed-integer-overflow",
@@ -17,7 +17,7 @@ FLAGS = (
     "-O0",
 )
 
-# Sizes that are not multiples of any block size, so that an access past an end is past a buffer.
+# Sizes that are not multiples of any block size, so that an access past the end of a row is past the end of its buffer.
 PROGRAM = """
 import sys, torch
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The attention kernels in Triton's interpreter, which checks correctness but not speed.
+"""The attention kernels in Triton's interpreter, which shows correctness but not speed.
 
 16-bit types are float16 here, since the interpreter cannot multiply bfloat16 matrices.
 """
@@ -131,9 +131,10 @@ def test_padding_rows_give_zeros(splits: int) -> None:
 def test_programs_go_to_the_longest_sequences_and_any_may_join(
     monkeypatch: pytest.MonkeyPatch, window: int | None, has_sinks: bool
 ) -> None:
-    """Key tiles of 32: 7, 1 and 1, and a piece of two queries. 4 more programs: one takes up to 3 tiles.
+    """The sequences have 7, 1 and 1 tiles of 32 keys, and there is a piece of two queries. With 4 more programs, each
+    takes up to 3 tiles.
 
-    With a window the last 90 of 200 keys lie in 4 tiles, so one takes up to 2.
+    With a window, the last 90 of 200 keys lie in 4 tiles, so each program takes up to 2.
     """
     batch = paged_batch([200, 3, 9, 30], [1, 1, 2, 1], 16)
     k, v = random_cache(batch, 16, 2, 16, torch.float32)
@@ -149,7 +150,7 @@ def test_programs_go_to_the_longest_sequences_and_any_may_join(
     monkeypatch.setattr(torch, "empty", watched)
     out = attend(q, k, v, batch, window, sinks=sinks, splits=4)
     assert exact.error(out, exact.attention(q, k, v, batch, 0.25, window, sinks=sinks)) < EPSILON[torch.float32]
-    # The first sequence has three programs, or two; the others write their results alone.
+    # The first sequence has three programs, or two; the programs of the others write their results directly.
     is_written = (states[0].view(4 + 4, 2, 2, 2) != -7).flatten(1).any(1)
     num_programs = 2 if window else 3
     assert is_written.tolist() == [True] * num_programs + [False] * (8 - num_programs)
@@ -166,7 +167,9 @@ def test_programs_go_to_the_longest_sequences_and_any_may_join(
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_sequences_without_queries_and_padding_tokens_change_nothing(splits: int) -> None:
-    """As in a recorded step: as many tokens as sequences, of which the first has three and the third none."""
+    """As in a recorded step, there are as many tokens as sequences; the first sequence has three tokens and the third
+    none.
+    """
     batch = paged_batch([70, 9], [3, 1], 16)
     k, v = random_cache(batch, 16, 1, 16, torch.float32)
     q = torch.randn(5, 2, 16)
@@ -180,7 +183,7 @@ def test_sequences_without_queries_and_padding_tokens_change_nothing(splits: int
 
 
 def test_tiles_of_few_queries_are_split_to_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a prompt of 50 tokens and 4 queries per KV head there are at most 2 tiles for each of 8 KV heads."""
+    """A prompt of 50 tokens with 4 queries per KV head has at most 2 tiles for each of 8 KV heads."""
     monkeypatch.setattr(attention, "_num_processors", lambda device: 132)
     launch, cpu = attention.prefill_launch(4, 128, 2), torch.device("cpu")
     assert attention._num_tile_splits(2 * 8, 16000, launch, cpu) == 16
@@ -227,7 +230,7 @@ def test_batch_invariant_decoding_leaves_empty_splits_out(monkeypatch: pytest.Mo
     batch = paged_batch([70, 9], [1, 1], 16)
     k, v = random_cache(batch, 16, 1, 16, torch.float32)
     q = torch.randn(3, 2, 16)
-    # The third row is padding; tables are 8 segments wide, of which the first row fills two and the second one.
+    # The third row is padding. Tables are 8 segments wide; the first row fills two segments and the second row one.
     tables = torch.nn.functional.pad(batch.block_tables, (0, 32 - batch.block_tables.shape[1], 0, 1))
     starts, lens = torch.arange(4, dtype=torch.int32), torch.tensor([70, 9, 0], dtype=torch.int32)
     empty = torch.empty
@@ -247,14 +250,14 @@ def test_batch_invariant_decoding_leaves_empty_splits_out(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("window", [None, 50])
 def test_batch_invariant_bits_depend_on_the_query_alone(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    # A matrix instruction treats all rows of its tile alike; the interpreter's library does not.
+    # A matrix instruction treats all rows of its tile alike; the interpreter's matrix library does not.
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot_row_by_row)
     lengths, dim, scale = [150, 9], 16, 0.25
     whole = paged_batch(lengths, lengths, 16)
     k, v = random_cache(whole, 16, 1, dim, torch.float32)
     q = torch.randn(sum(lengths), 3, dim)
 
-    # Three segments are enough, and fast.
+    # Three segments suffice, and keep the test fast.
     def attend_invariantly(rows: Tensor, tables: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
         return operations.paged_attention(
             rows, k, v, tables, starts, lens, scale, window, is_batch_invariant=True, segment_keys=64

@@ -1,9 +1,9 @@
 """The kernels compile for GPUs that are not installed, with their matrix instructions and within register and memory
 limits.
 
-Compiling every case takes about 15 minutes of CPU time, so the results are in benchmarks/gpu/compiled.jsonl, by a hash
-of each kernel's source, types and constants. After a change to a kernel or to the pinned Triton, update the file:
-`python -m benchmarks.gpu.compiled --write`. A few cases are recompiled here.
+Compiling every case takes about 15 minutes of CPU time, so the results are stored in benchmarks/gpu/compiled.jsonl,
+keyed by a hash of each kernel's source, types and constants. After a change to a kernel or to the pinned Triton, update
+the file: `python -m benchmarks.gpu.compiled --write`. A few cases are recompiled here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "benchmarks" / "gpu" / "compiled.jsonl"
 NUM_REGISTERS = 65536  # per multiprocessor
-# Shared memory available to one program, in KiB: A100, H100, B200.
+# Shared memory available to one program, in KiB, on A100, H100 and B200.
 MAX_SHARED_KIB = {80: 163, 90: 227, 100: 227}
 
 
@@ -68,6 +68,6 @@ def test_all_cases_stay_within_registers_and_shared_memory() -> None:
     for one in found:
         assert one["shared_bytes"] <= MAX_SHARED_KIB[one["capability"]] * 1024, one
         assert one["registers"] * one["num_warps"] * 32 <= NUM_REGISTERS, one
-        # Few compared with the work of a tile; of the 16-bit cases, heads of 256 and batch-invariant attention have
-        # most.
+        # Few compared with the work of a tile. Among the 16-bit cases, heads of 256 and batch-invariant attention have
+        # the most.
         assert one["num_spills"] <= (400 if "f32" in one["case"] else 64), one

@@ -112,7 +112,7 @@ def test_norm_rotary_and_kv_write_in_one(
         near = {torch.int8: 0.02, torch.float8_e4m3fn: 0.08}.get(kind, EPSILON[dtype])
         assert exact.error(stored.flatten(0, 1)[[5, 0]], source[[0, 2]]) < near
         assert not stored.flatten(0, 1)[[1, 2, 3, 4, 6, 7]].any()
-    # A row's bits are the same alone.
+    # A row has the same bits when it runs alone.
     before = caches.clone()
     assert torch.equal(run(slice(2, 3)), turned[2:])
     assert torch.equal(caches.view(torch.uint8), before.view(torch.uint8))

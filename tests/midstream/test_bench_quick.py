@@ -1,4 +1,4 @@
-"""`midstream bench --quick` compares a service with its machine's limits."""
+"""`midstream bench --quick` compares a service with the limits of its machine."""
 
 from __future__ import annotations
 

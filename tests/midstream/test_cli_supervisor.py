@@ -22,7 +22,7 @@ FAKE = "tests.midstream.fake_service"
 
 
 class Run:
-    """A supervisor of fake services, and what its observer saw."""
+    """A supervisor of fake services, and the events that its observer received."""
 
     def __init__(self, path: Path, kinds: dict[str, str], mode: str = "healthy") -> None:
         self.trace = path / "trace"
@@ -82,7 +82,7 @@ async def test_a_service_that_is_not_ready_yet_stops_at_once(tmp_path: Path, mon
     monkeypatch.setattr(run.supervisor, "_wait_until_ready", lambda stop: stop.wait())  # nothing becomes ready
     await run.until(lambda state: len(state.processes) == 3 and all(is_alive(process) for process in state.processes))
     run.stop.set()
-    async with asyncio.timeout(10):  # without the limit, 40 s for each of three
+    async with asyncio.timeout(10):  # without the limit, 40 s for each of the three
         await run.task
     assert not any(is_alive(process) for process in run.supervisor.state.processes)
 
@@ -166,7 +166,7 @@ async def test_in_a_hurry_open_streams_are_ended_soon_and_nothing_is_killed(
     run = Run(tmp_path, KINDS, mode="draining")
     await run.ready.wait()
     run.supervisor.hurry()
-    await run.end()  # without a hurry, 40 s for each of two
+    await run.end()  # without the hurry, 40 s for each of the two
     assert run.trace.read_text().split() == ["router-0", "worker-0", "scheduler-0"]
 
 

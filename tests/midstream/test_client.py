@@ -45,7 +45,9 @@ def letters(start: int, end: int) -> pb.GenerateResponse:
 
 
 class Router(service_pb2_grpc.MidstreamServicer):
-    """Stream a word, one letter per chunk, and break off after the number of letters in the next entry of `breaks`."""
+    """Streams a word, one letter per chunk, and breaks off after the number of letters in the next entry of
+    `breaks`.
+    """
 
     def __init__(self, breaks: list[int]) -> None:
         self.breaks = breaks
@@ -115,7 +117,7 @@ async def test_a_stream_that_breaks_goes_on_at_its_offset() -> None:
         chunks = [chunk async for chunk in stream]
         assert "".join(chunk.text for chunk in chunks) == LETTERS
         assert [chunk.token_offset for chunk in chunks] == list(range(len(LETTERS)))
-        # The first call broke before any output, so the request is submitted again under its id.
+        # The first call broke before any output, so the request is submitted again with the same id.
         assert router.calls == [("generate", 0), ("generate", 0), ("resume", 2), ("resume", 2), ("resume", 5)]
         assert {request.request_id for request in router.requests} == {"r"}
         assert stream.num_resumes == 4

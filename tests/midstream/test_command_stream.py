@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Stream(CommandStream[pb.StreamCommand, pb.StreamBatch]):
-    """A stream whose peer is lost at the moment it is closed."""
+    """A stream whose peer disconnects at the moment the stream is closed."""
 
     def __init__(self) -> None:
         super().__init__("service", "127.0.0.1:1", 1 << 20, None, "")
@@ -59,7 +59,7 @@ async def test_a_stream_that_is_cancelled_as_it_breaks_ends() -> None:
 
 
 class Numbers(CommandStream[pb.StreamCommand, pb.StreamBatch]):
-    """Count messages; frames are offered at a port without a listener."""
+    """Counts messages; its frames are offered at a port where nothing listens."""
 
     batch_class = pb.StreamBatch
 

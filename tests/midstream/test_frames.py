@@ -24,7 +24,7 @@ MAX_BYTES = 1 << 20
 
 
 class Peer:
-    """Collect received messages, and echo them if asked to."""
+    """Collects received messages, and echoes them on request."""
 
     def __init__(self, connection: FrameConnection | None = None, *, echoes: bool = False) -> None:
         self.connection = connection
@@ -213,7 +213,7 @@ async def test_a_silent_peer_is_given_up_and_a_living_one_is_kept() -> None:
         await connect(server.offer(lambda _: Peer()), living, keepalive_s=0.05, timeout_s=3)
         connection = await connect(server.offer(lambda _: theirs), silent, keepalive_s=0.05, timeout_s=3)
         assert connection._transport is not None
-        connection._transport.pause_reading()  # so that it receives nothing, like a hung peer
+        connection._transport.pause_reading()  # so that it receives nothing, as if it hung
         await asyncio.wait_for(silent.lost.wait(), WAIT_S)
         assert isinstance(silent.error, TimeoutError)
         await asyncio.wait_for(theirs.lost.wait(), WAIT_S)

@@ -1,4 +1,4 @@
-"""Models by name on the Hub, downloaded by huggingface_hub from a stand-in that implements the Hub's protocol."""
+"""Models named on the Hub, downloaded by huggingface_hub from a stand-in that implements the Hub's protocol."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_model_is_downloaded_once_and_served_under_its_name(hub: str, tmp_path
     assert "acme/tiny is in" in first.stdout
     assert sorted(Hub.downloaded) == ["config.json", "model.safetensors", "tokenizer.json"]
     snapshot = tmp_path / "hf" / "hub" / "models--acme--tiny" / "snapshots" / COMMIT
-    # Nothing of ours was written there.
+    # Midstream wrote nothing there.
     assert sorted(path.name for path in snapshot.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     Hub.downloaded.clear()
     offline = prepare(hub, tmp_path, "acme/tiny", HF_HUB_OFFLINE="1")

@@ -17,7 +17,7 @@ from midstream.errors import UnavailableError
 
 
 class Service:
-    """Processes that only sleep and restart when killed, and answers that depend only on the prompt."""
+    """Processes that only sleep, and restart when killed; answers depend only on the prompt."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()

@@ -40,7 +40,7 @@ def test_one_that_waits_its_turn_is_alive_and_not_healthy(progress: Progress, ad
 
 
 def test_one_whose_loop_hangs_is_neither(progress: Progress, address: str) -> None:
-    loop = progress.loop("loop", timeout_s=-1)  # any work in hand is late
+    loop = progress.loop("loop", timeout_s=-1)  # any work in progress is late
     loop.touch()
     assert (status(address + "/health"), status(address + "/live")) == (503, 503)
     loop.idle()

@@ -176,7 +176,7 @@ def test_a_dimension_out_of_range_is_named(folder: Path, value: object) -> None:
     "family", ["GPT2", "GPTBigCode", "GPTJ", "GPTNeo", "Dbrx", "Mpt", "XGLM", "Bloom", "OPT", "Falcon", "Gemma3"]
 )
 def test_dimensions_have_the_names_that_transformers_gives_them(folder: Path, family: str) -> None:
-    """transformers reads the same folder through each model's attribute_map, or the language model's part of it."""
+    """transformers reads the same folder through the model's attribute_map, or through its language model's."""
     made = getattr(transformers, f"{family}Config")()
     made.save_pretrained(folder)
     if family == "Bloom":  # it has no limit; its checkpoints contain the training length
@@ -190,7 +190,7 @@ def test_dimensions_have_the_names_that_transformers_gives_them(folder: Path, fa
         text.hidden_size,
         text.num_hidden_layers,
     )
-    # MPT and Bloom have it only under another name.
+    # MPT and Bloom have this setting only under another name.
     assert model.max_sequence_length == getattr(text, "max_position_embeddings", 2048)
 
 

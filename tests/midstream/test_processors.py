@@ -27,7 +27,7 @@ SMT = siblings("0,4", "1,5", "2,6", "3,7", "0,4", "1,5", "2,6", "3,7")
         ({}, range(3), 3),
         (SMT, range(8), 4),
         (SMT, [0, 4, 1], 2),
-        (siblings("0-1", "0-1", "2", "3"), range(4), 3),  # hybrid: one fast core with two threads, two slow ones
+        (siblings("0-1", "0-1", "2", "3"), range(4), 3),  # hybrid: one fast core with two threads, and two slow cores
         ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "max 100000"}, range(8), 8),
         ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "250000 100000"}, range(8), 2),
         ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "300000 100000"}, range(8), 3),

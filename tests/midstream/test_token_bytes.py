@@ -1,4 +1,4 @@
-"""The bytes of single tokens, which join to the bytes of a text."""
+"""The bytes of single tokens, which concatenate to the bytes of the text."""
 
 from __future__ import annotations
 

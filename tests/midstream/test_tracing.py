@@ -9,7 +9,7 @@ from midstream.config import RouterConfig
 from midstream.errors import ConfigError
 from midstream.telemetry.tracing import TraceParent, Tracer, new_trace
 
-# The example in the W3C recommendation.
+# The example from the W3C recommendation.
 TEXT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 

@@ -1,4 +1,4 @@
-"""Helpers for a test's clients of a cluster's routers."""
+"""Helpers for clients of a test cluster's routers."""
 
 from __future__ import annotations
 

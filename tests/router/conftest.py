@@ -89,7 +89,7 @@ class Part:
         self._task = task
 
     async def kill(self) -> None:
-        """End it like a crash, which does not abort the requests of its clients."""
+        """End it as a crash would, without aborting the requests of its clients."""
         self.server.draining.set()
         if self.http is not None:
             await self.http.stop(0)
@@ -105,7 +105,9 @@ _prompts: dict[Path, PromptBuilder] = {}
 
 
 def prompts_of(folder: ModelFolder) -> PromptBuilder:
-    """Return the only prompt builder of a model folder in this process: loading the tokenizer takes up to a second."""
+    """Return this process's only prompt builder for a model folder, since loading the tokenizer takes up to a
+    second.
+    """
     if folder.path not in _prompts:
         _prompts[folder.path] = PromptBuilder(folder, 1)
         atexit.register(_prompts[folder.path].close)
@@ -113,7 +115,7 @@ def prompts_of(folder: ModelFolder) -> PromptBuilder:
 
 
 class Cluster:
-    """The parts of one test."""
+    """The components of one test."""
 
     def __init__(self, folder: ModelFolder, decoders: DecoderFactory, transport: str = "grpc") -> None:
         self.folder = folder

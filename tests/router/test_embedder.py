@@ -1,4 +1,4 @@
-"""Which of an input's tokens a vector is made of."""
+"""Which tokens of an input contribute to its vector."""
 
 from __future__ import annotations
 

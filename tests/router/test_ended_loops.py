@@ -1,4 +1,4 @@
-"""When a bug ends a loop, its process exits and is restarted; it does not continue without the loop."""
+"""When a bug ends a loop, the process exits and is restarted instead of running on without the loop."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from router.pipeline.grammar_check import GrammarChecker
 LIMIT_S = 1.0
 # For guides that must pass: the machine may stand still for seconds.
 PATIENT_S = 30.0
-# One answer, and restarting the process on a slow machine.
+# Enough for one answer, and for a restart of the process on a slow machine.
 MOST_S = 30.0
 
 

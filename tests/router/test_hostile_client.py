@@ -1,4 +1,4 @@
-"""A client that sends random messages to every method, beside one that must be served.
+"""While a client sends random messages to every method, another client must be served.
 
 MIDSTREAM_FUZZ_MESSAGES=20000 pytest tests/router/test_hostile_client.py runs more than the default of 1,000.
 """
@@ -101,7 +101,7 @@ def rpc_methods() -> list[Any]:
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:
-    """Return a message with some bytes changed, truncated or repeated."""
+    """Return the message with some bytes changed, truncated or repeated."""
     changed = bytearray(data)
     for _ in range(draw.randint(1, 4)):
         if changed:
@@ -132,7 +132,7 @@ async def call_rpc(channel: Any, draw: random.Random, methods: list[Any]) -> str
     # gRPC's own response to invalid bytes.
     if is_damaged and code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
         return "damaged"
-    # Statuses of the service itself; the client's library also reports INTERNAL when a deadline ends its request.
+    # Statuses of the service itself. The client library also reports INTERNAL when a deadline ends its request.
     is_defect = code in UNEXPECTED and "internal error" in (await call.details() or "")
     return f"{code.name} of {name}" if is_defect else code.name
 
@@ -172,7 +172,7 @@ async def call_http(port: int, draw: random.Random, names: list[str]) -> str:
 
 
 async def send_all(send: Callable[[], Any], count: int) -> Counter[str]:
-    """Call `send` repeatedly, several at once; return how often each status occurred."""
+    """Call `send` repeatedly, several calls at a time; return how often each status occurred."""
     statuses, left = Counter[str](), iter(range(count))
 
     async def run() -> None:
@@ -226,7 +226,7 @@ async def test_nothing_that_a_client_sends_harms_another(cluster: Cluster, round
 
 
 async def own_first_token(cluster: Cluster, client: AsyncClient) -> list[float]:
-    """Return the seconds until a request had its first token, beside everything else that was submitted."""
+    """Return the seconds until a request had its first token while everything else was running."""
     scheduler, name, began = cluster.scheduler, f"probe-{time.monotonic_ns()}", time.monotonic()
     stream = client.generate(token_ids=[1, 2, 3], request_id=name, timeout_s=60)
     first = asyncio.ensure_future(anext(stream))

@@ -1,4 +1,4 @@
-"""Limits of one client on a router's HTTP port: connections, time, bytes; and accepted host names."""
+"""Limits for one client on a router's HTTP port: connections, time and bytes; and the accepted host names."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def exchange(port: int, data: bytes, source: str = "127.0.0.1") -> tuple[bytes, float]:
-    """Return all data received until the connection closes, and the seconds this took."""
+    """Return all data received until the connection closes, and the seconds until then."""
     began = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))
     writer.write(data)
@@ -73,14 +73,14 @@ async def test_an_answer_may_take_longer_than_its_request() -> None:
     sent = b"GET / HTTP/1.1\r\nhost: x\r\n"
     port = HttpPort(echo, "127.0.0.1", 0, head_timeout_s=0.3, body_timeout_s=0.3)
     port.start()
-    # The head of a pipelined request waits for the first one's response.
+    # The head of a pipelined request waits for the response to the first one.
     answer, _ = await exchange(port.port, sent + b"\r\n" + sent)
     await port.stop(0)
     assert answer.count(b"piece") == 3
 
 
 async def test_connections_of_one_address_leave_room_for_others() -> None:
-    port = HttpPort(echo, "127.0.0.1", 0, max_open_files=16)  # 8 connections, 4 from each address
+    port = HttpPort(echo, "127.0.0.1", 0, max_open_files=16)  # 8 connections, at most 4 from each address
     port.start()
     held = [await asyncio.open_connection("127.0.0.1", port.port) for _ in range(4)]
     request = b"GET / HTTP/1.0\r\nhost: x\r\n\r\n"
@@ -197,7 +197,7 @@ async def test_large_bodies_are_parsed_one_at_a_time_beside_the_event_loop() -> 
     async with asyncio.timeout(10):
         while not running:  # noqa: ASYNC110 (a thread appends)
             await asyncio.sleep(0.001)
-        # While one is being parsed, the event loop reads others.
+        # While one body is parsed, the event loop reads others.
         assert await read(b'{"prompt": "hello", "n": 1}') == 2
         assert not any(task.done() for task in large)
         may_go_on.set()

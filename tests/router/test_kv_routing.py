@@ -1,4 +1,4 @@
-"""Routing by cached prefixes: 16 real cores, whose events are late, lost and repeated.
+"""Routing by cached prefixes, with 16 real scheduler cores whose events are late, lost and repeated.
 
 Each cell's output is checked token by token, however wrong the index is.
 """
@@ -26,7 +26,7 @@ BLOCK = 4
 
 @dataclass
 class Cell:
-    """A core with one worker group, and a router's index of it."""
+    """A core with one worker group, and a router's index of its cache."""
 
     name: str
     load: int = 0

@@ -1,4 +1,4 @@
-"""Which callers may call which methods, through every front door of a router."""
+"""Which callers may call which methods, on every API of a router."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_method_has_its_roles() -> None:
 
 
 async def call(address: str, token: str, method: tuple[str, bool, bool], timeout_s: float) -> grpc.StatusCode:
-    """Return the status of an empty call; OK if it answers and continues."""
+    """Return the status of an empty call; OK if the method answers and continues."""
     name, _, streams = method
     async with open_channel(address, token=token) as opened:
         channel: Any = opened
@@ -134,7 +134,7 @@ def test_request_ids_and_salts_of_two_clients_never_meet() -> None:
     root = Caller("root", is_authenticated=True, roles=ALL_ROLES)
     inner = alice.scope("id")
     assert len({inner, bob.scope("id"), bob.scope(inner), root.scope("id")}) == 4
-    assert root.scope(inner) == inner  # an admin may name requests of others
+    assert root.scope(inner) == inner  # an admin may access other callers' requests
     assert len({alice.salt(""), bob.salt(""), bob.salt(alice.salt("")), alice.salt("own")}) == 4
     assert Caller("127.0.0.1").salt("shared") == "shared"
 

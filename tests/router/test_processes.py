@@ -146,7 +146,7 @@ async def test_any_part_may_die_or_drain(
 
 
 async def attached_part(parts: list[Process]) -> Process:
-    """Return the part with the stream: routers count what they relay, detokenizers what is attached."""
+    """Return the process with the stream: routers count what they relay, detokenizers what is attached."""
     async with asyncio.timeout(20):
         while True:
             for part in parts:

@@ -23,7 +23,7 @@ ALICE, BOB = "alice-has-a-long-token", "bob-has-a-long-token-too"
 
 
 class Clock:
-    """A clock in seconds, set by a test."""
+    """A clock in seconds that the test sets."""
 
     now = 0.0
 

@@ -1,4 +1,4 @@
-"""Every field's range: values at its limits pass, those beyond are rejected with the field's name."""
+"""The range of every field: values at its limits pass; values beyond are rejected with the field's name."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_nothing_may_be_generated_where_the_prompt_is_reported(folder: ModelFold
 
 
 def test_tensors_are_limited_by_their_size(folder: ModelFolder) -> None:
-    """With 10 prompt tokens and 2 sequences of 5: 30 rows of logits or hidden states."""
+    """A request with 10 prompt tokens and 2 sequences of 5 tokens has 30 rows of logits or hidden states."""
     request = pb.GenerateRequest(token_ids=pb.TokenIds(values=[1] * 10), max_tokens=5)
     request.sampling.num_return_sequences = 2
     request.output.return_generation_logits = True

@@ -1,4 +1,4 @@
-"""Parts that hang behind open connections."""
+"""Components that hang while their connections stay open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.router.conftest import Cluster
 
 @contextlib.asynccontextmanager
 async def relayed(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """Return another address for a part, and a gate that lets bytes through in both directions."""
+    """Return another address for a component, and a gate that lets bytes through in both directions."""
     gate, pumps, writers = asyncio.Event(), set[asyncio.Task[None]](), list[asyncio.StreamWriter]()
     gate.set()
     host, _, port = address.rpartition(":")
@@ -74,7 +74,7 @@ TEXT = "What stood still goes on 🫠 elsewhere."
 
 
 async def finish(cluster: Cluster, client: AsyncClient, stop_busy: Callable[[], None], tokenizer: Tokenizer) -> float:
-    """Start a stream, stop the part in its path, and emit the rest; return the seconds this took."""
+    """Start a stream, stop the component in its path, and emit the rest; return the seconds that this took."""
     ids, result = tokenizer.encode(TEXT), Result("r")
     stream = client.generate(token_ids=PROMPT, request_id="r")
     reading = asyncio.ensure_future(anext(stream))

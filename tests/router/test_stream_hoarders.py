@@ -39,7 +39,7 @@ WATCHED = {
 
 
 async def first_tokens(cluster: Cluster, client: AsyncClient, count: int) -> list[float]:
-    """Return the seconds until each of some requests had its first token."""
+    """Return, for each of several requests, the seconds until its first token."""
     scheduler, times = cluster.scheduler, []
     for number in range(count):
         began, before = time.monotonic(), len(scheduler.submits)

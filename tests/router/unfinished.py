@@ -1,4 +1,4 @@
-"""A gRPC client that begins requests and does not finish them, which gRPC's own clients cannot do."""
+"""A gRPC client that begins requests without finishing them, which gRPC's own clients cannot do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 _DATA, _HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 4, 6, 8
 _ACK = 0x1
 _END_HEADERS = 0x4
-_WINDOW = 65_535  # of a stream and of the connection at first
+_WINDOW = 65_535  # initial window of a stream and of the connection
 _FRAME = 16_384
 
 
@@ -17,7 +17,7 @@ class UnfinishedCalls:
     """Calls on one HTTP/2 connection, each with a message that lacks its last byte.
 
     Attributes:
-        num_sent: Bytes that the server let each call send, by its stream.
+        num_sent: Bytes that the server let each call send, by stream.
         ended: Streams that the server has ended.
     """
 
@@ -33,7 +33,6 @@ class UnfinishedCalls:
 
     @classmethod
     async def connect(cls, port: int) -> UnfinishedCalls:
-        """Open the connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, b""))
         return cls(reader, writer)
@@ -54,7 +53,6 @@ class UnfinishedCalls:
         self._send_more()
 
     async def close(self) -> None:
-        """Close the connection."""
         self._task.cancel()
         self._writer.close()
         with contextlib.suppress(OSError):
@@ -64,7 +62,7 @@ class UnfinishedCalls:
         open_streams = sorted(self.num_sent.keys() - self.ended)
         is_moving = True
         while is_moving:
-            sent = [self._send_frame(stream) for stream in open_streams]  # a frame of each in turn
+            sent = [self._send_frame(stream) for stream in open_streams]  # one frame of each in turn
             is_moving = any(sent)
 
     def _send_frame(self, stream: int) -> bool:

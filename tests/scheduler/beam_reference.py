@@ -1,4 +1,4 @@
-"""A straightforward beam search over the fake model: the reference for the scheduler's."""
+"""A straightforward beam search over the fake model: the reference for the scheduler's beam search."""
 
 from __future__ import annotations
 

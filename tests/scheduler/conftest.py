@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     examples = config.getoption("--examples", default=DEFAULT_EXAMPLES)
-    # The same runs each time, unless more than the default are requested.
+    # The same runs each time, unless more than the default number is requested.
     settings.register_profile(
         "scheduler", max_examples=examples, derandomize=examples == DEFAULT_EXAMPLES, deadline=None, database=None
     )

@@ -22,10 +22,10 @@ class FakeGroup:
     """A worker group in memory, with queued plans and undelivered results.
 
     Attributes:
-        store: Hashes and slots left by dead groups.
+        store: Hashes and slots that dead groups left behind.
         num_adopted: Number of blocks filled from the store or from fetched data.
-        tier: Slots of its stored blocks by hash, which others may share; None: it has no tier.
-        fetches: Requested fetches from other groups.
+        tier: Slots of its stored blocks by hash, which other groups may share; None if it has no tier.
+        fetches: Fetches requested from other groups.
         staged: Slots of fetched blocks, by hash.
     """
 
@@ -56,18 +56,18 @@ class FakeGroup:
             self._news += [value for _, value in blocks]
 
     def take_beat(self, time_ns: int) -> WorkerBeat | None:
-        """Return a heartbeat with the blocks stored since the last one; None if there are none."""
+        """Return a heartbeat with the blocks stored since the last one, or None if there are none."""
         stored, self._news = tuple(self._news), []
         if not stored:
             return None
         return WorkerBeat(time_ns, self.registration.connection, self.epoch, 0, (0, 0, 0), stored)
 
     def leave_blocks(self) -> None:
-        """Let its process die and leave its blocks to the other groups of its store."""
+        """Let the process die and leave its blocks to the other groups that share its store."""
         self.store.append((self.hashes, self.model.slots))
 
     def _adopt(self, batch: worker_pb2.StepBatch) -> list[int]:
-        """Fill blocks from tiers or from dead groups' pools; return those that were not found."""
+        """Fill blocks from tiers or from dead groups' pools; return the blocks that were not found."""
         missing = []
         for block, value in zip(batch.adopted_blocks, batch.adopted_hashes, strict=True):
             if value in self.staged:
@@ -76,7 +76,7 @@ class FakeGroup:
                 continue
             if self.tier is not None and value in self.tier:
                 found = self.tier[value]
-                if value % 8 == 0:  # damaged blocks are removed and count as missing
+                if value % 8 == 0:  # damaged blocks are removed and counted
                     del self.tier[value]
                     missing.append(block)
                     continue
@@ -94,7 +94,7 @@ class FakeGroup:
         return missing
 
     def fetch(self, time_ns: int, sources: Iterable[FakeGroup], most: int | None = None) -> BlocksFetched:
-        """Execute the oldest fetch for its first `most` blocks; the others are missing."""
+        """Execute the oldest fetch for at most its first `most` blocks; the others count as not found."""
         fetch = self.fetches.popleft()
         fetched: list[int] = []
         for value in fetch.hashes[:most]:
@@ -122,7 +122,7 @@ class FakeGroup:
         return event
 
     def keep(self, batch: worker_pb2.StepBatch) -> None:
-        """Receive a step."""
+        """Queue a step."""
         self.kept.receive(batch)
         self.batches.append(batch)
 

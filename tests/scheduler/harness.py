@@ -39,12 +39,12 @@ LIMITS = ModelLimits(max_sequence_length=4096, end_ids=(999,))
 
 
 class Harness:
-    """A core, its workers, and what it has emitted.
+    """A core, its workers, and its output so far.
 
     Attributes:
         tokens: Emitted tokens by request id and sequence index.
         ended: Finish reasons by request id.
-        plans: Every step planned, described by `describe`.
+        plans: Every planned step, as text from `describe`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Harness:
         attention_windows: tuple[int, ...] = (),
         **config: Any,
     ) -> None:
-        """Create the core; `attention_windows` are the default for groups."""
+        """Create the core; `attention_windows` are the default windows of groups."""
         settings = {"tokens_per_block": 4, "vocab_size": VOCAB, "max_sequence_length": 4096, "scheduler_epoch": 7}
         self.config = CoreConfig(**(settings | config))
         chosen = scheduler or SimpleScheduler(CAPACITY_SCHEDULERS[capacity](), MICRO_BATCH_SCHEDULERS[batching]())
@@ -86,7 +86,7 @@ class Harness:
         after: FakeGroup | None = None,
         **more: Any,
     ) -> FakeGroup:
-        """Register a worker group, or re-register the one that it was `after` another epoch or scheduler.
+        """Register a worker group, or register it again after the end of the epoch `after`.
 
         Groups that have tiers (`has_tiers`) share them.
         """
@@ -210,7 +210,7 @@ class Harness:
         assert sequence.output.tolist() == known
 
     def submit(self, request_id: str, prompt: list[int] | int, max_tokens: int = 4, **spec: Any) -> list[Effect]:
-        """Submit a request; a number as prompt means that many unique tokens."""
+        """Submit a request; if the prompt is a number, it has that many unique tokens."""
         tokens = prompt if isinstance(prompt, list) else own_prompt(request_id, prompt)
         self.prompts[request_id] = tokens
         sampling = generation_pb2.SamplingConfig(beam_width=spec.get("beam_width", 1))
@@ -228,7 +228,7 @@ class Harness:
         )
 
     def turn(self) -> list[str]:
-        """Take one turn, after workers have reported stored blocks; return the planned steps."""
+        """Take one turn after workers have reported stored blocks; return the planned steps."""
         for group in self.groups.values():
             if (beat := group.take_beat(self.now_ns)) is not None:
                 self.handle(beat)
@@ -241,7 +241,7 @@ class Harness:
         self.handle(self.groups[name].run(self.now_ns))
 
     def fetch(self, name: str, most: int | None = None) -> list[str]:
-        """Execute the oldest fetch of a group, or a part of it, and take a turn."""
+        """Execute a group's oldest fetch, or a part of it, and take a turn."""
         self.handle(self.groups[name].fetch(self.now_ns, self.groups.values(), most))
         return self.turn()
 
@@ -274,7 +274,7 @@ class Harness:
         raise AssertionError("it does not come to an end")
 
     def wait_for_groups(self) -> bool:
-        """Advance until the first held-off group returns while requests wait; return False if there is none."""
+        """While requests wait, advance until the first held-off group returns; return False if none is held off."""
         held = [group.standing.held_until_ns for group in self.core.groups if group.is_held_off]
         if not held or not len(self.core.queue):
             return False
@@ -290,19 +290,19 @@ class Harness:
         self.turn()
 
     def kill(self, name: str) -> None:
-        """Let a worker die silently, until it times out."""
+        """Kill a worker silently, and wait until it times out."""
         del self.groups[name]
         self.advance(self.config.worker_timeout_ns // MS + 1)
 
     def cut(self, name: str) -> None:
-        """Let a worker die and close its connection."""
+        """Kill a worker and close its connection."""
         group = self.groups.pop(name)
         group.leave_blocks()
         self.handle(WorkerLost(self.now_ns, group.registration.connection))
         self.turn()
 
     def leave(self, name: str) -> None:
-        """Let a worker leave."""
+        """Shut a worker down."""
         group = self.groups.pop(name)
         self.handle(WorkerLeft(self.now_ns, group.registration.connection, group.epoch))
 
@@ -335,7 +335,7 @@ class Harness:
 
 
 def own_prompt(request_id: str, length: int) -> list[int]:
-    """Return tokens with which no other request id begins."""
+    """Return tokens that no other request's prompt begins with."""
     first = sum(ord(letter) * (7**index) for index, letter in enumerate(request_id)) % 900
     return [first] + [(first + index) % 900 for index in range(1, length)]
 

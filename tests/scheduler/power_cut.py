@@ -1,4 +1,4 @@
-"""A simulated disk that loses unsynced data, or any part of it, at a power cut."""
+"""A simulated disk that, at a power cut, loses all or any part of the unsynced data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler.journal.log_folder import LogFolder
 
 
 class PowerCut(BaseException):
-    """The process dies in the middle of an operation."""
+    """The process dies in the middle of a file operation."""
 
 
 @dataclass(slots=True)
@@ -28,8 +28,8 @@ class Disk:
     """One folder of files.
 
     Attributes:
-        operations_left: Operations until a PowerCut is raised; negative: never.
-        epoch: Contents of the lock, in the kernel's memory only.
+        operations_left: Operations until a PowerCut is raised; negative for never.
+        epoch: Contents of the lock, which is in the kernel's memory only.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Disk:
         self._unsynced_names.clear()
 
     def cut(self, dice: random.Random) -> None:
-        """Drop unsynced data, except some renames and a prefix or middle part of each write."""
+        """Drop unsynced data, except for some renames and a prefix or middle part of each write."""
         names = self._names_on_disk
         for changes in self._unsynced_names:
             if dice.random() < 0.5:
@@ -95,7 +95,7 @@ def _write(content: bytearray, offset: int, data: bytes) -> None:
 
 
 class FolderOnDisk(LogFolder):
-    """A process's view of the disk. A killed process leaves everything it has written to the next one."""
+    """A process's view of the disk. A process that is killed leaves everything it has written to the next one."""
 
     def __init__(self, disk: Disk) -> None:
         super().__init__(Path("/disk"))

@@ -1,4 +1,6 @@
-"""Adapters that requests can name: loaded by all workers or by none, stored in the journal, resolved on acceptance."""
+"""Adapters that requests can name are loaded by all workers or by none, stored in the journal, and resolved on
+acceptance.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +191,7 @@ async def test_a_worker_that_dies_meanwhile_is_not_waited_for(path: Path) -> Non
         def answer(epoch: int, name: str, where: str) -> worker_pb2.LoraResult | None:
             if epoch == 1:
                 return good(epoch, name, where)
-            cell.workers.epochs[:] = [1, 7]  # 2 is gone; 7 registered and was not asked
+            cell.workers.epochs[:] = [1, 7]  # 2 is gone; 7 has registered and was not asked
             return None if epoch == 2 else good(epoch, name, where)
 
         cell.workers.answer = answer

@@ -1,4 +1,4 @@
-"""Beam search in the core, computed by hand: blocks of 4 tokens; candidates are those of tests/fakes/model.py."""
+"""Beam search in the core, computed by hand. Blocks have 4 tokens; the candidates are those of tests/fakes/model.py."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ def ends(harness: Harness, request_id: str = "b") -> list[tuple[list[int], float
 
 
 def test_beams_fork_share_full_blocks_and_copy_the_last() -> None:
-    """From token t, the next are t+1 and t+2, with log probabilities -s and -2s, where s = (1 + t % 5) / 8."""
+    """Token t is followed by t+1 or t+2, with log probabilities -s and -2s, where s = (1 + t % 5) / 8."""
     harness = Harness()
     harness.add_group(num_blocks=16)
     harness.submit("b", PROMPT, 4, beam_width=2, num_sequences=2)
     # One lane computes the prompt; the other only has a row.
     assert harness.turn() == ["+b/0[0:5]"]
     assert harness.turn() == []
-    # [11] at -1/8 and [12] at -2/8: the second beam forks. Block 0 is shared, the fifth token's block is copied.
+    # [11] is at -1/8 and [12] at -2/8: the second beam forks. They share block 0; the block of the fifth token is
+    # copied.
     assert harness.step() == ["b/0 b/1"]
     plan = plans(harness)[-1]
     assert plan.forks == [Fork(0, 1, (0, 2))]
@@ -53,7 +54,8 @@ def test_beams_fork_share_full_blocks_and_copy_the_last() -> None:
     assert (plan.beam_rows, plan.beam_token_ids) == ([0, 1], [11, 12])
     # Beams cannot be planned before the result arrives.
     assert harness.turn() == []
-    # [11 12] at -3/8; [11 13] and [12 13] at -5/8: on a tie the better beam's child continues, in the other one's lane.
+    # [11 12] is at -3/8; [11 13] and [12 13] are at -5/8. On a tie, the better beam's child continues, in the other
+    # beam's lane.
     assert harness.step() == ["b/0 b/1"]
     plan = plans(harness)[-1]
     assert [(fork.from_row, fork.to_row) for fork in plan.forks] == [(0, 1)]
@@ -183,7 +185,9 @@ def test_too_few_blocks_pause_a_search_and_it_goes_on() -> None:
 
 
 def test_a_search_sets_blocks_aside_for_all_its_beams() -> None:
-    """Prompt and output take 3 blocks of 4; beams share the prompt's only full block: 3 + 2 * 2."""
+    """Prompt and output take 3 blocks of 4 tokens. Beams share the prompt's only full block, so three beams need 3 + 2
+    * 2 blocks.
+    """
     harness = Harness()
     harness.add_group(num_blocks=7)
     harness.submit("b", PROMPT, 8, beam_width=3)

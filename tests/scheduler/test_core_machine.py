@@ -1,6 +1,7 @@
-"""Random runs of the core: blocks are conserved, each request ends once, no token is lost or repeated, nothing starves.
+"""Random runs of the core: blocks are conserved, each request ends once, no token is lost or repeated, and nothing
+starves.
 
-Hypothesis finds small failures; the seeded runs cover many more states. A failing seed is printed and can be run alone:
+Hypothesis shrinks failures; the seeded runs cover many more states. A failing seed is printed and can be run alone:
 pytest tests/scheduler/test_core_machine.py --first-seed 1234 --seeds 1
 """
 
@@ -21,7 +22,7 @@ BEGINNINGS = (
     sorted(CAPACITY_SCHEDULERS),
     sorted(MICRO_BATCH_SCHEDULERS),
     [1, 2],
-    # Few seeds have chunks smaller than a block, as these take three times as many steps.
+    # Only a few seeds have chunks smaller than a block, since they take three times as many steps.
     [3, 8, 8, 1000, 1000, 1000],
     [True, True, False],
     [0, 0, 6],

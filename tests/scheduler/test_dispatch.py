@@ -20,7 +20,7 @@ WAIT_MS = 20_000
 
 
 async def test_no_message_waits_for_the_next_one_whatever_is_sent_meanwhile() -> None:
-    """A send may consume the notification of a message that the socket's descriptor then does not report."""
+    """A send may consume the notification of a message, so that the socket's descriptor does not report it."""
     limits = ModelLimits(max_sequence_length=64, end_ids=(2,), vocab_size=1000, hidden_size=8)
     dispatcher = Dispatcher("127.0.0.1", 0, limits=limits, heartbeat_interval_ms=500, worker_timeout_ms=2000)
     loop = asyncio.get_running_loop()

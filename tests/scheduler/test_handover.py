@@ -1,4 +1,4 @@
-"""Requests start on prefill groups and move to decode groups, with their blocks if these can be fetched."""
+"""Requests start on prefill groups and move to decode groups, together with their blocks if these can be fetched."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_when_the_prefill_worker_dies_the_decode_group_computes_what_it_has_not_
     harness.handle(fetch)
     harness.run()
     assert harness.ended["a"] is FinishReason.LENGTH
-    # Reports from before its restart are not used.
+    # Reports from before the restart are not used.
     assert decode.model.num_context_tokens == 23
     harness.check_is_empty()
 

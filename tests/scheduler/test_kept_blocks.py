@@ -26,8 +26,7 @@ def test_a_new_scheduler_has_only_the_newest_tokens_computed() -> None:
     group = new.add_group(after=before)
     new.submit("a again", known, 30)
     new.run()
-    # 5 blocks are full; the fifth was filled by the last step's token, and the step that would have reported it is
-    # undone.
+    # 5 blocks are full. The last step's token filled the fifth; the step that would have reported it is undone.
     assert new.core.lifecycle.requests["a again"].num_cached_tokens == 16
     assert group.model.num_context_tokens == 5
     new.check_is_empty()
@@ -82,8 +81,8 @@ def test_what_cannot_be_kept_is_refused(blocks: tuple[int, ...], hashes: tuple[i
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_is_kept_is_what_it_is_said_to_be(seed: int) -> None:
-    """Few blocks, common prefixes, and epochs that end at any time; the fake model checks the contents of each
-    block.
+    """There are few blocks, common prefixes, and epochs that end at any time; the fake model checks the contents of
+    each block.
     """
     dice = random.Random(seed)
     harness = Harness(pipeline_depth=2)

@@ -1,4 +1,4 @@
-"""The ledger has each request once, with the delivered tokens, whichever part dies."""
+"""The ledger lists each request once, with the delivered tokens, whichever component dies."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_a_request_is_counted_once_when_the_scheduler_died_before_or_after
 async def test_a_request_that_ends_as_the_ledger_opens_is_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The core has ended it, but the end is not committed yet."""
+    """The core has ended the request, but the end is not committed yet."""
     commits: list[tuple[Any, Any]] = []
     list_documents, is_held = Documents.list, asyncio.Event()
 
@@ -128,7 +128,7 @@ async def test_a_page_that_was_written_without_an_answer_is_not_written_twice(
 
 
 async def test_an_amended_end_amends_the_entry(tmp_path: Path) -> None:
-    """Also for a request that was read back long after it was recorded."""
+    """This also holds for a request that was read back long after it was recorded."""
     async with run_cell(**settings(tmp_path)) as cell:
         await cell.worker()
         await cell.submit("a", [1, 2, 3], max_tokens=6, keep_s=600, detached=True)

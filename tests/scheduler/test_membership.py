@@ -76,13 +76,13 @@ def test_a_silent_worker_is_given_up_and_its_requests_go_on_elsewhere() -> None:
     harness.add_group("h")
     dead = harness.groups["g"]
     harness.kill("g")
-    assert [group.group_id for group in harness.core.groups] == []  # `h` was silent just as long
+    assert [group.group_id for group in harness.core.groups] == []  # `h` was silent for just as long
     harness.add_group("h")
     harness.run()
     harness.check_is_empty()
     assert harness.ended == {"a": FinishReason.LENGTH}
     assert harness.core.lifecycle.requests["a"].num_recoveries == 1
-    # Messages of the dead worker are dropped and counted.
+    # Messages from the dead worker are dropped and counted.
     effects = harness.handle(dead.run(harness.now_ns))
     assert [type(effect) for effect in effects] == [EpochEnded]
     assert harness.core.totals.num_stale_messages == 1

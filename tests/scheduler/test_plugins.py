@@ -29,7 +29,7 @@ def shortest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def installed_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Build and install the example package where only this test finds it."""
+    """Build and install the example package where only this test can find it."""
     monkeypatch.syspath_prepend(install(EXAMPLE, tmp_path))
     importlib.invalidate_caches()
 
@@ -60,7 +60,9 @@ def test_a_plugin_that_nobody_offers_is_named() -> None:
 
 @pytest.mark.usefixtures("shortest_first")
 def test_an_installed_package_sees_all_requests_and_reorders_those_that_wait() -> None:
-    """Of 8 blocks of 4 tokens, a takes 5 until its end: only d fits beside it, and the others start by length."""
+    """There are 8 blocks of 4 tokens, of which a needs 5 until its end. Only d fits in addition; the others start in
+    order of length.
+    """
     harness = Harness(scheduler=load_scheduler("shortest_first", "max_utilization", "inflight_fused"))
     harness.submit("a", 12, 8)
     harness.add_group(num_blocks=8)

@@ -43,7 +43,7 @@ def test_clients_take_turns_by_what_they_are_charged() -> None:
         queue.push(request(name, client_id="heavy"))
     queue.push(request("x", client_id="light"))
     queue.push(request("y", client_id="light"))
-    # heavy 0, light 0 -> a (heavy 20), x (light 20), b (40), y (40), then heavy alone.
+    # heavy and light at 0 -> a (heavy at 20), x (light at 20), b (40), y (40), then only heavy.
     assert drain(queue) == "axbycd"
 
 
@@ -63,7 +63,7 @@ def test_a_client_that_was_away_does_not_catch_up() -> None:
     for _ in range(3):
         head = queue.head()
         assert head is not None
-        queue.take(head, 1)  # busy is at 60, the present client at 40
+        queue.take(head, 1)  # busy is at 60, the client that was there at 40
     for name in "xyz":
         queue.push(request(name, client_id="late"))  # starts at 40, not at 0
     queue.push(request("e", client_id="busy"))

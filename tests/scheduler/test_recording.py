@@ -113,7 +113,7 @@ class RecordedLife(Harness):
 
 
 def live(path: Path, seed: int = 1, capacity: str = "max_utilization") -> RecordedLife:
-    """Run pauses, cancels, deadlines, a death, a goodbye and prefix reuse on two groups."""
+    """Run pauses, cancellations, deadlines, a death, a goodbye and prefix reuse on two groups."""
     rng = random.Random(seed)
     life = RecordedLife(path, capacity=capacity, max_num_tokens=24)
     life.add_group("g", num_blocks=24, max_batch_size=6)
@@ -237,5 +237,5 @@ def test_a_changed_policy_gives_a_table_and_a_plot(tmp_path: Path, capfd: pytest
 
 
 def write(path: Path, records: list[pb.Record]) -> None:
-    """Write a recording of these records."""
+    """Write a recording with these records."""
     path.write_bytes(b"".join(frame(record) for record in records))

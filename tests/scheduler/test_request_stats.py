@@ -18,7 +18,7 @@ def state_of(harness: Harness) -> RequestState:
 
 
 def test_a_request_goes_through_its_states() -> None:
-    """A prompt of 10 tokens, 4 per step, blocks of 4 tokens; then 3 output tokens."""
+    """A prompt of 10 tokens is computed in steps of 4 tokens with blocks of 4 tokens; then follow 3 output tokens."""
     harness = Harness(pipeline_depth=1)
     harness.submit("a", 10, 3)
     assert (state_of(harness), stats_of(harness).paused) == (RequestState.PENDING, False)

@@ -76,7 +76,7 @@ def test_without_chunked_context_a_prompt_is_refused_that_no_workers_step_holds(
 
 @pytest.mark.parametrize("batching", ["inflight_fused", "inflight", "static"])
 def test_without_chunked_context_what_outgrew_a_step_is_computed_in_pieces(batching: str) -> None:
-    """The worker dies when prompt and output are longer than a step; then so does one with larger steps."""
+    """The worker dies when prompt and output are longer than a step; later, so does a worker with larger steps."""
     harness = Harness(enable_chunked_context=False, batching=batching)
     harness.add_group("g", max_num_tokens=8)
     harness.add_group("h", max_num_tokens=16)
@@ -123,7 +123,7 @@ def test_static_batches_run_in_lockstep_one_after_the_other() -> None:
         harness.submit(request_id, num_prompt, max_tokens)
     assert harness.turn() == ["+a[0:4]"]
     assert harness.step() == ["a[4:5] +b[0:3]"]
-    assert harness.step() == ["a b"]  # only once all context is computed
+    assert harness.step() == ["a b"]  # only once the whole context is computed
     assert harness.step() == ["b"]
     harness.finish_step()
     assert harness.core.current_stats(0).step.empty_generation_slots == 1  # takes the place of `a`, which has ended
@@ -234,7 +234,7 @@ def test_a_window_keeps_what_the_next_token_attends_to_and_no_block_more(window:
 
 
 def test_blocks_of_sink_tokens_stay_while_those_between_are_given_back() -> None:
-    """The last of 5 sink tokens is in the second block, so two blocks are kept."""
+    """The last of the 5 sink tokens is in the second block, so two blocks are kept."""
     harness = Harness(attention_windows=(6,), max_attention_window=6, sink_token_length=5, pipeline_depth=1)
     harness.add_group(num_blocks=8)
     harness.submit("a", 4, 25)  # 28 tokens, 7 blocks
@@ -259,8 +259,7 @@ def test_clients_share_a_step_and_do_not_wait_for_each_others_long_contexts() ->
     harness.submit("b", 6, 1, client_id="heavy")
     assert harness.turn() == ["+a[0:8]"]
     harness.submit("x", 6, 1, client_id="light")
-    # x needs less, so it is served first, and the rest goes to heavy. While x may return, heavy gets at most half a
-    # step.
+    # x needs less, so it is served first, and heavy gets the rest. While x may return, heavy gets at most half a step.
     assert schedule(harness) == ["+a[0:8]", "+x[0:6] a[8:10]", "a[10:14]", "+b[0:4]", "b[4:6]"]
 
 

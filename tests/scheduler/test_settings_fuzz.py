@@ -1,8 +1,8 @@
 """Random settings: accepted requests end correctly, others are rejected at once with the reason, and nothing stalls.
 
-The fake model checks each step against the contents of its KV cache, and the harness each token against the arithmetic.
-A failing seed is printed and can be run alone: pytest tests/scheduler/test_settings_fuzz.py --first-seed 123
---combinations 1
+The fake model checks each step against the contents of its KV cache, and the harness checks each token against the
+arithmetic. A failing seed is printed and can be run alone: pytest tests/scheduler/test_settings_fuzz.py --first-seed
+123 --combinations 1
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.scheduler.cell import MODEL
 from tests.scheduler.harness import MS, Harness
 
 PREFIX = list(range(7, 47))
-# Allowed errors of an accepted request for which no worker is large enough.
+# Errors with which an accepted request may end if no worker is large enough.
 TOO_LARGE = ("at most", "take more", "tokens of KV cache", "large enough in every respect")
 
 
@@ -101,7 +101,7 @@ class Run:
             batching=self.config.batching_type,
             **settings | {"max_sequence_length": 300, "vocab_size": 1000, "model_fingerprint": ""},
         )
-        # Windows follow from the model and a setting, so all workers have the same.
+        # Windows follow from the model and one setting, so all workers have the same ones.
         self.groups = {"g": draw_group(draw, self.config), "h": draw_group(draw, self.config)}
         self.groups["h"]["attention_windows"] = self.groups["g"]["attention_windows"]
         roles = draw.choice((("", ""), ("prefill", "decode"), ("decode", "prefill"), ("prefill", "both")))

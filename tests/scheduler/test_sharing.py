@@ -1,4 +1,4 @@
-"""Capacity reserved for other clients, and that nothing is reserved while one is alone."""
+"""Capacity is reserved for other clients, but not while a client is alone."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_clients_are_several_for_a_minute_after_the_last_request_of_the_other() 
 def test_among_clients_a_step_is_planned_just_before_the_one_in_flight_ends() -> None:
     clock = Clock()
     pace, alone = Pace(two_clients(clock)), Pace(Clients(clock))
-    # 10 ms, plus 1 ms for each of its context tokens; steps run one after another.
+    # 10 ms plus 1 ms per context token; steps run one after another.
     at_ns = 0
     for number in range(8):
-        assert pace.next_plan_ns(step_of(0, at_ns)) == 0  # too few to estimate
+        assert pace.next_plan_ns(step_of(0, at_ns)) == 0  # too few results for an estimate yet
         at_ns += (10 + number) * MS
         for each in (pace, alone):
             each.note_result(step_of(number, 0), at_ns)
@@ -126,7 +126,7 @@ def test_small_ones_overtake_what_waits_for_room_by_as_much_as_it_asks_for_and_n
     for number in range(60):
         harness.submit(f"s{number:02}", 4, 12, client_id="small")  # 4 blocks each
     harness.turn()
-    harness.submit("large", 4, 80, client_id="large")  # 21 blocks: space must be freed
+    harness.submit("large", 4, 80, client_id="large")  # 21 blocks, so space must be freed
     order = []
     for _ in range(2_000):
         if not harness.groups["g"].plans:
@@ -134,7 +134,7 @@ def test_small_ones_overtake_what_waits_for_room_by_as_much_as_it_asks_for_and_n
         harness.step()
         order += [name for name in harness.ended if name not in order]
     assert len(order) == 61
-    # It does not wait until all small ones are done.
+    # It does not wait until all the small ones are done.
     assert order.index("large") < 40
 
 
@@ -192,7 +192,7 @@ def test_what_starts_later_shares_the_prompt_of_what_runs_also_without_reuse() -
     harness.add_group(num_blocks=32, max_batch_size=3)
     harness.submit("x", 2, 2, client_id="other")
     harness.turn()
-    harness.submit("n", 41, 3, num_sequences=2)  # 10 blocks of the prompt, plus 1 each
+    harness.submit("n", 41, 3, num_sequences=2)  # 10 blocks for the prompt, plus 1 each
     assert harness.step() == ["+n/0[0:41] | x"]
     assert harness.step() == ["+n/1[40:41] | n/0"]
     assert harness.group().blocks.num_held == 12

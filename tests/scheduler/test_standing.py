@@ -38,7 +38,7 @@ LIES: dict[str, Lie] = {
 
 
 def run_beside(harness: Harness, fail: Callable[[], None], max_steps: int = 3_000) -> None:
-    """Run until all requests have ended; each step of the group `bad` fails by `fail`."""
+    """Run until all requests have ended; `fail` makes each step of the group `bad` fail."""
     harness.turn()
     for _ in range(max_steps):
         if not harness.core.lifecycle.num_unfinished:
@@ -74,7 +74,7 @@ def test_a_worker_that_answers_wrongly_costs_no_request_its_life(lie: Lie) -> No
     assert set(harness.ended.values()) == {FinishReason.LENGTH}
     assert harness.core.totals.num_worker_faults == num_lies > 1
     assert harness.core.totals.num_worker_deaths == harness.core.totals.num_quarantined == 0
-    # It was tried less and less often.
+    # The scheduler tried it less and less often.
     assert harness.group("bad").standing.num_faults == num_lies < 8
 
 

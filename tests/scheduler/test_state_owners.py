@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCHEDULER = Path(__file__).parents[2] / "scheduler"
-# Module -> its state classes, and the names by which other modules refer to their objects.
+# Module -> its state classes, and the names by which other modules refer to their instances.
 OWNERS = {
     "core/request.py": (
         {"Sequence", "Request", "RequestTimes", "BeamLanes"},
@@ -20,7 +20,7 @@ OWNERS = {
     "core/block_manager.py": ({"BlockManager"}, {"blocks"}),
     "core/block_tables.py": ({"BlockTables"}, {"tables"}),
 }
-# Attributes of these names also belong to plain records, such as plans and totals.
+# Plain records, such as plans and totals, have attributes of these names too.
 SHARED_NAMES = {
     "num_draft_tokens",
     "num_accepted_tokens",
@@ -32,7 +32,7 @@ SHARED_NAMES = {
 
 
 def attributes_of(module: str, classes: set[str]) -> set[str]:
-    """Return names that the classes assign in their methods or declare."""
+    """Return the attribute names that the classes declare or assign in their methods."""
     tree = ast.parse((SCHEDULER / module).read_text(encoding="utf-8"))
     found = set[str]()
     for node in ast.walk(tree):

@@ -31,7 +31,7 @@ NAMES = {
 
 
 def iterations(**settings: Any) -> tuple[Harness, list[dict[str, Any]]]:
-    """Return statistics of a busy run, as JSON."""
+    """Return the statistics of a busy run as JSON."""
     harness = Harness(pipeline_depth=1, max_num_tokens=24, **settings)
     harness.add_group(num_blocks=8, max_batch_size=3)
     for number in range(6):

@@ -120,7 +120,7 @@ def test_no_message_is_too_large_and_no_token_comes_before_its_outputs() -> None
         assert batch.ByteSize() < 10 * MIB
         seen += len(batch.outputs)
         num_tokens += len(batch.token_ids)
-        # The prompt's 20 pieces are sent with the first token, one more with each of the others.
+        # The first token brings the prompt's 20 pieces, and each other token one more.
         assert num_tokens <= max(seen - 19, 0)
         batches.append(batch)
     assert (seen, num_tokens) == (28, 9)

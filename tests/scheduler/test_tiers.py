@@ -16,7 +16,7 @@ STEP_BYTES = 32 << 20
 
 
 def stored(**group: Any) -> tuple[Harness, FakeGroup]:
-    """Return a worker group with an empty pool, and with the prompt's blocks in its tiers."""
+    """Return a worker group whose pool is empty and whose tiers hold the prompt's blocks."""
     harness = Harness(pipeline_depth=1)
     first = harness.add_group("g")
     harness.submit("first", PROMPT, 4)
@@ -95,7 +95,7 @@ def test_what_is_not_found_is_computed_and_not_looked_for_again() -> None:
     harness.run()
     assert (group.num_adopted, group.model.num_context_tokens) == (0, 22)
     assert harness.core.lifecycle.requests["a"].num_cached_tokens == 0
-    assert len(harness.group("h").stored) == 1  # from the first one's output
+    assert len(harness.group("h").stored) == 1  # from the first request's output
     harness.check_is_empty()
 
 

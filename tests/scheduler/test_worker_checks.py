@@ -1,4 +1,4 @@
-"""Messages that no correct worker sends are rejected at the edge; each case names its field."""
+"""The scheduler's edge rejects messages that no correct worker sends; each case names the invalid field."""
 
 from __future__ import annotations
 

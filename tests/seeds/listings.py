@@ -1,4 +1,4 @@
-"""Run unmodified listings from the documentation that this system implements."""
+"""Run unmodified listings from the documentation of the APIs that this system implements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGE = "tensorrt_llm"
 
 @contextmanager
 def tensorrt_llm() -> Iterator[None]:
-    """Let listings import `tensorrt_llm`."""
+    """Make `tensorrt_llm` importable for listings."""
     package = types.ModuleType(PACKAGE)
     package.__dict__.update(executor=executor, SamplingParams=executor.SamplingParams)
     sys.modules.update({PACKAGE: package, f"{PACKAGE}.executor": executor})
@@ -31,7 +31,7 @@ def tensorrt_llm() -> Iterator[None]:
 
 
 def run(listing: str, **names: Any) -> dict[str, Any]:
-    """Run a listing, which may use top-level await, with `names`; return all its names."""
+    """Run a listing with `names`; it may use top-level await. Return all its names."""
     code = compile(listing, "<listing>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     namespace: dict[str, Any] = {"tllm": executor, **names}
     result = eval(code, namespace)

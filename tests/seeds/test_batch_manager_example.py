@@ -1,4 +1,4 @@
-"""The example of the batch manager's documentation, which is C++, in Python."""
+"""The example in the batch manager's documentation, translated from C++ to Python."""
 
 from __future__ import annotations
 

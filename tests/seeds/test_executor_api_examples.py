@@ -1,6 +1,6 @@
 """The Executor API's documentation: its statements about requests, responses and results, and its examples.
 
-All its listings but one are C++; the tests have the closest Python.
+All listings but one are C++; the tests contain the closest Python.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def model(folders: Path) -> Any:
 
 
 def finish(executor: Executor, request_id: int) -> list[Response]:
-    """Return all responses of a request."""
+    """Return all responses to a request."""
     responses: list[Response] = []
     while not responses or not responses[-1].is_final:
         responses += executor.await_responses(request_id, timeout=60)
@@ -139,7 +139,7 @@ def test_additional_outputs(executor: Executor, model: Any) -> None:
 
 
 def test_num_return_sequences(executor: Executor) -> None:
-    """Each response has one sequence; isFinal is set once, when all have ended."""
+    """Each response has one sequence; isFinal is set only once, when all sequences have ended."""
     request = Request(PROMPT, 5, True, SamplingConfig(seed=1), end_id=0, num_return_sequences=3)
     results = [response.result for response in finish(executor, executor.enqueue_request(request))]
     assert {result.sequence_index for result in results if result} == {0, 1, 2}

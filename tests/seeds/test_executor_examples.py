@@ -405,7 +405,7 @@ class BatchScheduler:
 
 @pytest.fixture(scope="module")
 def first(folders: Path) -> Iterator[dict[str, Any]]:
-    """Return the names of the first example, whose executor the others use."""
+    """Return the names that the first example defines; the others use its executor."""
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.chdir(folders)
@@ -461,7 +461,7 @@ def test_results(first: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.usefixtures("in_folders")
 def test_iteration(first: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """The listing combines two alternatives, so the second finds nothing more; it needs an initial `prev_text`."""
+    """The listing combines two alternatives, so nothing is left for the second one; it needs an initial `prev_text`."""
     names = go_on(first, ITERATION, prev_text="")
     assert capsys.readouterr().out == names["output"].text == names["prev_text"]
 
@@ -528,8 +528,8 @@ class SeedWorker:
 def test_the_workers_listing_runs_on_our_executor(first: dict[str, Any]) -> None:
     """submit, _enqueue_request, generate_async and _handle_responses of the documentation's BaseWorker.
 
-    SeedWorker has the omitted parts; the result created by submit has other arguments than the listed class, so it is
-    created with those and a plain queue.
+    SeedWorker supplies the omitted parts. submit passes other arguments to the result than the listed class takes, so
+    the result is created with those of the class and a plain queue.
     """
 
     def make_result(request: GenerationRequest, **_: Any) -> Any:
@@ -578,7 +578,7 @@ def test_the_results_listing_reads_our_queue(first: dict[str, Any]) -> None:
 
 
 def test_the_batch_schedulers_listing_fills_the_same_batches() -> None:
-    """It is pseudo-code: its queue needs `peek`, and its requests run for one step each."""
+    """The listing is pseudocode: its queue needs `peek`, and its requests run for one step each."""
 
     class PeekQueue(Queue[Any]):
         def peek(self) -> Any:

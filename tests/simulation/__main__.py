@@ -84,7 +84,7 @@ def _until(seeds: range, end: float) -> Iterator[int]:
 
 
 def describe(outcome: Outcome) -> str:
-    """Return what failed, and how to reproduce it."""
+    """Return what failed and how to reproduce it."""
     kv = " --all-kv" if outcome.all_kv else ""
     lines = [f"seed {outcome.seed} ({outcome.name}) failed; python -m tests.simulation --seed {outcome.seed}{kv}"]
     return "\n  ".join(lines + outcome.problems[:_MOST_PROBLEMS])

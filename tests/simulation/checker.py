@@ -1,4 +1,6 @@
-"""Check the invariants at every event, whatever fails: commit before delivery, epochs, block conservation, one end."""
+"""Check the invariants at every event, whatever fails: commit before delivery, epochs, block conservation, and a single
+end.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ class Checker:
 
     Attributes:
         problems: Violations.
-        num_stale: Messages of stale epochs that were dropped.
-        finishes: Finish reason of each request, by scheduler.
+        num_stale: Number of messages dropped because of a stale epoch.
+        finishes: Finish reason of each request, per scheduler.
     """
 
     def __init__(self, disk: Disk) -> None:
@@ -64,7 +66,7 @@ class Checker:
         self.finishes.setdefault(request.request_id, []).append(reasons)
 
     def check_fed(self, call: object, message: object) -> None:
-        """Check that tokens fed to detokenizers are committed."""
+        """Check that tokens sent to detokenizers are committed."""
         if not isinstance(message, scheduler_pb2.FeedBatch):
             return
         names = self._streams.setdefault(call, {})
@@ -84,7 +86,7 @@ class Checker:
                 self.problems.append(f"R2: {job.request.request_id} shows {len(tokens)} tokens, {committed} are safe")
 
     def check_rest(self, core: SchedulerCore) -> None:
-        """Check that all blocks are free once everything has ended."""
+        """Check that all blocks are free once all requests have ended."""
         if core.lifecycle.num_unfinished:
             left = [item.request_id for item in core.lifecycle.requests.values() if item.times.finished_ns == 0]
             self.problems.append(f"R6: {left} have not ended")

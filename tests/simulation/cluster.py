@@ -1,4 +1,4 @@
-"""The parts as processes of simulated machines; each runs the real service's main function."""
+"""The components as processes of simulated machines; each runs the real service's main function."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SCHEDULER_PORT, WORKER_PORT, DETOKENIZER_PORT, ROUTER_PORT = 50052, 50053, 50054
 
 @dataclass
 class Shape:
-    """Numbers of parts, and their settings.
+    """Number of each component, and their settings.
 
     Attributes:
         step_s: Mean time of a worker's step.
         window: Maximum number of messages of a call in transit or unread.
-        transport: As in the configuration of the parts.
-        all_kv: Workers have roles and tiers; otherwise the seed draws whether they have.
+        transport: As in the components' configuration.
+        all_kv: Whether workers always have roles and tiers; otherwise the seed decides.
     """
 
     num_workers: int = 2
@@ -56,12 +56,12 @@ class Shape:
 
 
 class Cluster:
-    """All current parts by name.
+    """All current processes by name.
 
     Attributes:
-        processes: The newest process of each name.
+        processes: The newest process with each name.
         disk: The journal's.
-        workers: The newest worker of each name.
+        workers: The newest worker with each name.
         crashes: Processes that ended because of a bug.
     """
 
@@ -84,7 +84,7 @@ class Cluster:
         self.crashes: list[str] = []
         self.wall_shifts: dict[str, float] = {}
         self._watch = watch
-        # Whether workers share a host, and can adopt blocks computed by a dead worker.
+        # Whether workers share a host, so that they can adopt blocks that a dead worker computed.
         self.host = Host(store=[] if network.dice.random() < 0.6 else None)
         # Whether the first worker prefills and the others decode, and whether there are tiers. Drawn separately, so
         # that a seed's other choices do not change.
@@ -94,7 +94,7 @@ class Cluster:
             self.host.tier = {}
 
     def start_all(self) -> None:
-        """Start every part of the shape."""
+        """Start every process of the shape."""
         shape = self.shape
         self.start("scheduler")
         for kind, count in (
@@ -106,7 +106,7 @@ class Cluster:
                 self.start(f"{kind}-{number}")
 
     def start(self, name: str) -> Process:
-        """Start or restart a part."""
+        """Start or restart a process."""
         kind = name.partition("-")[0]
         mains: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
             "scheduler": self._scheduler,
@@ -121,7 +121,7 @@ class Cluster:
         return self.run(name, mains[kind])
 
     def retire(self, name: str) -> None:
-        """Send SIGTERM and stop resolving its name."""
+        """Send SIGTERM to a process and stop resolving its name."""
         for names in self.names.values():
             if name in names:
                 names.remove(name)
@@ -159,7 +159,7 @@ class Cluster:
         return list(self.names.get(name, ()))
 
     def alive(self, kind: str) -> list[str]:
-        """Return the names of running parts."""
+        """Return the names of running processes."""
         return [name for name, item in self.processes.items() if name.startswith(kind) and not item.is_dead]
 
     @property

@@ -123,7 +123,7 @@ async def _part(stage: Stage, dice: random.Random) -> None:
 
 async def _cut(stage: Stage, dice: random.Random) -> None:
     name, network = _any(stage, dice), stage.cluster.network
-    # A client has half a second to reconnect, for which such a network is too slow.
+    # A client has half a second to reconnect; this network is too slow for that.
     spares_clients = network.weather.slow_share > 0 and network.weather.slow_s >= _SLOW_S
 
     def matches(one: Process, other: Process) -> bool:

@@ -12,13 +12,15 @@ from tests.simulation.scenarios import Scenario, scenario
 from tests.simulation.stage import Stage
 from tests.simulation.workload import Job, jobs, long_request, request
 
-# When clients start, by the simulation's clock.
+# When clients start, on the simulation's clock.
 _CLIENTS_START_S = 0.5
 
 
 @scenario(12)
 def client_leaves(dice: random.Random) -> Scenario:
-    """While its request is queued, in prefill, or in decode: it is aborted within a second, and counted once."""
+    """A client leaves while its request is queued, in prefill or in decode: the request is aborted within a second and
+    counted once.
+    """
     leaving: list[Job] = []
     for number in range(3):
         job = Job(long_request(dice, number, dice.choice((4, 60)), 200), start_s=dice.uniform(0, 0.1))
@@ -47,7 +49,9 @@ def client_leaves(dice: random.Random) -> Scenario:
 
 @scenario(13)
 def deadline_passes(dice: random.Random) -> Scenario:
-    """In the queue: no worker ever runs it. In decode: earlier output is kept, the blocks are free."""
+    """A request whose deadline passes in the queue is never run; in decode it keeps its output so far, and its blocks
+    are freed.
+    """
     in_queue = dice.random() < 0.5
     late = [
         Job(long_request(dice, number, 5, 40), timeout_s=dice.uniform(0.3, 0.8), must_complete=False)
@@ -96,7 +100,7 @@ def slow_reader(dice: random.Random) -> Scenario:
 
 @scenario(15)
 def overload(dice: random.Random) -> Scenario:
-    """Ten times too many requests: rejected at once, with a retry hint; admitted requests complete."""
+    """With ten times too many requests, some are rejected at once with a retry hint; admitted requests complete."""
     work = [Job(request(dice, number), start_s=dice.uniform(0, 0.05), must_complete=False) for number in range(20)]
 
     def judge(stage: Stage) -> None:
@@ -117,7 +121,7 @@ def overload(dice: random.Random) -> Scenario:
 
 @scenario(19)
 def same_id_twice(dice: random.Random) -> Scenario:
-    """The same contents attach to the first; different ones are rejected."""
+    """A request with a known id attaches to the first one if its contents are the same; otherwise it is rejected."""
     first = Job(long_request(dice, 0, 6, 20))
     again = Job(_copy(first.request), start_s=dice.uniform(0, 0.6))
     other = Job(_copy(first.request), start_s=dice.uniform(0.1, 0.6), must_complete=False)
@@ -135,7 +139,7 @@ def same_id_twice(dice: random.Random) -> Scenario:
 
 @scenario(23)
 def hoarder(dice: random.Random) -> Scenario:
-    """One client asks for all that a worker holds, twice; the others' small requests are served meanwhile."""
+    """One client asks for everything that a worker has, twice; meanwhile, the small requests of others are served."""
     hoards = [Job(long_request(dice, number, 4, 40)) for number in range(2)]
     for hoard in hoards:
         hoard.request.client_id = "hoarder"
@@ -158,7 +162,7 @@ def hoarder(dice: random.Random) -> Scenario:
         if is_quiet and longest_s > 0.4:
             stage.problems.append(f"a small request took {longest_s:.3f} s beside large ones")
 
-    # 44 tokens are 11 blocks, so that at most four outputs fit at a time.
+    # 44 tokens take 11 blocks, so at most four outputs fit at a time.
     scheduler = {"capacity_policy": dice.choice(("guaranteed_no_evict", "max_utilization")), "max_worker_deaths": 100}
     scheduler["enable_block_reuse"] = dice.random() < 0.5
     shape = Shape(num_workers=1, num_blocks=44, scheduler=scheduler)

@@ -23,7 +23,7 @@ def _two_of_each() -> Shape:
 
 @scenario(7)
 def scheduler_killed(dice: random.Random) -> Scenario:
-    """SIGKILL the scheduler, also more than once: rebuilt from the journal."""
+    """SIGKILL the scheduler, possibly more than once: its state is rebuilt from the journal."""
     times = dice.choice((1, 1, 2, 3))
 
     async def inject(stage: Stage) -> None:
@@ -39,7 +39,7 @@ def scheduler_killed(dice: random.Random) -> Scenario:
 
 @scenario(8)
 def old_scheduler_returns(dice: random.Random) -> Scenario:
-    """A replaced scheduler keeps running: it is fenced, and exits."""
+    """A replaced scheduler keeps running; it is fenced and exits."""
     freezes = dice.random() < 0.6
 
     async def inject(stage: Stage) -> None:
@@ -92,7 +92,7 @@ def detokenizer_killed_in_a_character(dice: random.Random) -> Scenario:
 
 @scenario(10)
 def detokenizers_come_and_go(dice: random.Random) -> Scenario:
-    """From one to four and back to one, under load."""
+    """Scale detokenizers from one to four and back to one, under load."""
     work = [Job(request(dice, i), start_s=dice.uniform(0, 5)) for i in range(5)]
 
     async def inject(stage: Stage) -> None:
@@ -112,7 +112,7 @@ def detokenizers_come_and_go(dice: random.Random) -> Scenario:
 
 @scenario(11)
 def router_killed(dice: random.Random) -> Scenario:
-    """SIGKILL routers: clients resume at another, or at the same one when it is back."""
+    """SIGKILL routers: clients resume at another router, or at the same one when it is back."""
 
     async def inject(stage: Stage) -> None:
         for number in dice.sample(range(2), dice.choice((1, 2))):
@@ -127,7 +127,7 @@ def router_killed(dice: random.Random) -> Scenario:
 
 @scenario(18)
 def rolling_restart(dice: random.Random) -> Scenario:
-    """Every part is replaced under load, and connections are closed by age: no request fails."""
+    """Replace every component under load, and close old connections: no request fails."""
     work = [Job(request(dice, i), start_s=dice.uniform(0, 4)) for i in range(5)]
 
     async def inject(stage: Stage) -> None:
@@ -149,7 +149,7 @@ def rolling_restart(dice: random.Random) -> Scenario:
 
 @scenario(20)
 def journal_fails(dice: random.Random) -> Scenario:
-    """The disk is full, the tail of the journal is torn, or a record is damaged."""
+    """The disk is full, the end of the journal is torn, or a record is damaged."""
     kind = dice.choice(("full", "torn", "corrupt", "corrupt request"))
 
     async def inject(stage: Stage) -> None:
@@ -181,7 +181,7 @@ def journal_fails(dice: random.Random) -> Scenario:
 
 @scenario(21)
 def clocks_jump(dice: random.Random) -> Scenario:
-    """The wall clocks of all parts jump repeatedly: deadlines are kept, and nothing else changes."""
+    """The wall clocks of all processes jump repeatedly: deadlines are kept, and nothing else changes."""
     late = [
         Job(long_request(dice, 8 + number, 5, 200), timeout_s=dice.uniform(1.0, 3.0), must_complete=False)
         for number in range(2)

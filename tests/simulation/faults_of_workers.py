@@ -15,7 +15,7 @@ from tests.simulation.workload import Job, jobs, long_request, poison, request
 
 @scenario(1)
 def worker_killed_in_decode(dice: random.Random) -> Scenario:
-    """SIGKILL a worker: the stream continues on another."""
+    """SIGKILL a worker: the stream continues on another one."""
     name = f"worker-{dice.randrange(2)}"
 
     async def inject(stage: Stage) -> None:
@@ -72,7 +72,7 @@ def worker_killed_in_chunked_prefill(dice: random.Random) -> Scenario:
 
 @scenario(4)
 def worker_stands_still(dice: random.Random) -> Scenario:
-    """SIGSTOP a worker, or let its step hang; its messages after SIGCONT are of a stale epoch."""
+    """SIGSTOP a worker, or let its step hang; its messages after SIGCONT have a stale epoch."""
     name = f"worker-{dice.randrange(2)}"
     hangs = dice.random() < 0.4
 
@@ -155,9 +155,7 @@ def poisonous_request(dice: random.Random) -> Scenario:
 
 @scenario(22)
 def worker_lies(dice: random.Random) -> Scenario:
-    """A worker that returns wrong results temporarily or permanently, beside a healthy one: it is held off, and no
-    request fails.
-    """
+    """One of two workers returns wrong results, temporarily or permanently: it is held off, and no request fails."""
     work = jobs(dice, 4)
     name, num_lies = f"worker-{dice.randrange(2)}", dice.choice((1, 3, -1))
 
@@ -177,7 +175,7 @@ def worker_lies(dice: random.Random) -> Scenario:
 
 @scenario(16)
 def kv_exhausted(dice: random.Random) -> Scenario:
-    """More requests than blocks: pauses, and the same output."""
+    """There are more requests than blocks: some pause, and the output is the same."""
     work = [Job(long_request(dice, i, dice.randint(4, 16), dice.randint(10, 24))) for i in range(4)]
 
     def judge(stage: Stage) -> None:

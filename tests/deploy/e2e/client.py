@@ -1,6 +1,6 @@
 """Run in a client container: send concurrent requests to the service and report progress.
 
-Prints one JSON object per line: {"num_tokens": N} as output arrives, finally {"outputs": [...]} with one entry per
+Prints one JSON object per line: {"num_tokens": N} as output arrives, and finally {"outputs": [...]} with one entry per
 request.
 """
 
@@ -32,7 +32,9 @@ class Progress:
 
 
 async def run_one(client: AsyncClient, run: str, index: int, max_tokens: int, progress: Progress) -> dict[str, object]:
-    """Send one request, greedy if `index` is even, else seeded; check that each token arrives once and in order."""
+    """Send one request, greedy if `index` is even and seeded otherwise; check that each token arrives once and in
+    order.
+    """
     sampling = SamplingParams(
         max_tokens=max_tokens, temperature=0.0 if index % 2 == 0 else 0.8, seed=index, ignore_eos=True
     )
@@ -56,7 +58,7 @@ async def run_one(client: AsyncClient, run: str, index: int, max_tokens: int, pr
 
 
 def addresses_of(name: str, port: int) -> list[str]:
-    """Return all addresses of a headless Service, so that the first requests are distributed too."""
+    """Return all addresses of a headless Service, so that even the first requests are distributed."""
     return sorted({f"{info[4][0]}:{port}" for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)})
 
 

@@ -35,7 +35,7 @@ _POLL_S = 0.2
 
 
 class Cluster:
-    """Start everything on entry and remove it on exit. `pods` has the names of each part's running pods."""
+    """Start everything on entry and remove it on exit. `pods` maps each component to the names of its running pods."""
 
     def __init__(self) -> None:
         self._rendered = render("cpu")
@@ -64,11 +64,11 @@ class Cluster:
         self._remove_everything()
 
     def kill(self, pod: str) -> None:
-        """Send SIGKILL to the pod's process; podman restarts it, which it would not do after `podman kill`."""
+        """Send SIGKILL to the pod's process. Podman then restarts it; after `podman kill` it would not."""
         os.kill(int(podman("inspect", container_name(pod), "--format", "{{.State.Pid}}")), signal.SIGKILL)
 
     def scale(self, part: str, replicas: int) -> None:
-        """Change a part's number of pods; return when new ones are ready and old ones have stopped."""
+        """Change a component's number of pods; return when new pods are ready and old ones have stopped."""
         pods = self.pods[part]
         self.pods[part], leaving = pods[:replicas], pods[replicas:]
         with ThreadPoolExecutor() as threads:
@@ -155,7 +155,7 @@ def container_name(pod: str) -> str:
 
 
 def probe_succeeds(container: Manifest, address: str) -> bool:
-    """Run the container's readiness probe like the kubelet."""
+    """Run the container's readiness probe as the kubelet does."""
     probe = container["readinessProbe"]
     if "grpc" in probe:
         with grpc.insecure_channel(f"{address}:{probe['grpc']['port']}") as channel:
@@ -182,7 +182,7 @@ def _for_podman(deployment: Manifest, replicas: int) -> Manifest:
 
 
 def _owned_claim(claim: Manifest) -> Manifest:
-    """Make the pod's user the owner of the volume, like fsGroup in Kubernetes."""
+    """Make the pod's user the owner of the volume, as fsGroup does in Kubernetes."""
     claim = copy.deepcopy(claim)
     claim["metadata"]["annotations"] = {"volume.podman.io/uid": "65532", "volume.podman.io/gid": "65532"}
     return claim

@@ -1,4 +1,4 @@
-"""Streams from a client container continue unchanged while parts die, join and leave: `make e2e-containers`."""
+"""Streams read by a client container continue unchanged while components die, join and leave: `make e2e-containers`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_TOKENS = 256
 
 
 def metric(cluster: Cluster, pod: str, name: str) -> float:
-    """Return the sum of a metric's samples at a pod."""
+    """Return the sum of a pod's samples of a metric."""
     with urllib.request.urlopen(f"http://{cluster.metrics_address(pod)}/metrics", timeout=5) as answer:
         lines = answer.read().decode().splitlines()
     values = [
@@ -42,7 +42,7 @@ def await_metric(cluster: Cluster, pod: str, name: str, value: float, timeout_s:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster) -> list[Output]:
-    # A worker is ready when its model is loaded, and usable once it has registered with the scheduler.
+    # A worker is ready when its model is loaded, but usable only once it has registered with the scheduler.
     await_metric(cluster, cluster.pods["scheduler"][0], "num_worker_groups", 2, 30)
     for router in cluster.pods["router"]:
         await_metric(cluster, router, "num_live_detokenizers", 2, 30)
@@ -95,7 +95,7 @@ def test_nothing_is_lost_while_parts_die_and_scale(cluster: Cluster, undisturbed
     for key in ("token_ids", "text", "finish_reason"):
         assert [output[key] for output in outputs] == [output[key] for output in undisturbed]
     assert metric(cluster, cluster.pods["scheduler"][0], "num_worker_deaths_total") >= 1
-    # Check that no request, block or stream is left over.
+    # Check that no request, block or stream has leaked.
     scheduler = cluster.pods["scheduler"][0]
     await_metric(cluster, scheduler, "num_requests_running", 0, 10)
     await_metric(cluster, scheduler, "kv_cache_usage_perc", 0, 10)

@@ -17,12 +17,12 @@ _PROGRAM = Path(__file__).parent / "client.py"
 CLIENT = "midstream-e2e-client"
 
 Output = dict[str, Any]
-# Run this action once this share of all tokens has arrived.
+# Run this action once this fraction of all tokens has arrived.
 Event = tuple[float, Callable[[], object]]
 
 
 def stream(num_requests: int, max_tokens: int, events: Sequence[Event] = ()) -> list[Output]:
-    """Stream `num_requests` concurrently from a container and run `events` meanwhile, in order.
+    """Stream `num_requests` concurrent requests from a container, and run `events` in order meanwhile.
 
     Returns:
         One entry per request, as client.py prints it.

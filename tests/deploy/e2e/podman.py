@@ -1,4 +1,4 @@
-"""Call podman with its own settings, so that those of the machine do not change."""
+"""Call podman with a configuration of its own, so that the machine's is not changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ENVIRONMENT = os.environ | {"CONTAINERS_CONF": str(Path(__file__).parent / "con
 
 
 class PodmanError(Exception):
-    """A podman command failed; the message has its output."""
+    """A podman command failed; the message contains its output."""
 
 
 def podman(*arguments: str, stdin: str | None = None, check: bool = True, timeout_s: float = 120.0) -> str:
@@ -31,7 +31,7 @@ def podman(*arguments: str, stdin: str | None = None, check: bool = True, timeou
 
 
 def logs(container: str) -> str:
-    """Return the container's output from stdout and stderr."""
+    """Return the container's stdout and stderr."""
     result = subprocess.run(
         ["podman", "logs", container], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )

@@ -23,14 +23,14 @@ _START_TIMEOUT_S = 30.0
 
 
 class Prometheus:
-    """Run `prometheus` while entered, with the cluster's pods at that time."""
+    """A context manager that runs `prometheus` with the pods that the cluster has on entry."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self._folder = folder
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._address = f"127.0.0.1:{probe.getsockname()[1]}"
-        # The labels set by scrape.yaml in a Kubernetes cluster.
+        # The labels that scrape.yaml sets in a Kubernetes cluster.
         targets = [
             {
                 "targets": [cluster.metrics_address(pod)],
@@ -74,7 +74,7 @@ class Prometheus:
         self._process.wait(30)
 
     def query(self, expression: str) -> dict[tuple[tuple[str, str], ...], float]:
-        """Return labels -> value for each sample of an instant query.
+        """Return the samples of an instant query, as a map from labels to value.
 
         Raises:
             ValueError: The expression is invalid.

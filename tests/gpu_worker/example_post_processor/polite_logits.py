@@ -1,4 +1,4 @@
-"""Example logits post-processors: single, batched and failing ones."""
+"""Example logits post-processors: single, batched and failing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_worker.sampling.post_processors import BatchedLogitsPostProcessor, Logi
 
 
 class CountUp(LogitsPostProcessor):
-    """Choose the previous token plus the length of the client's name."""
+    """Choose the previous token id plus the length of the client's name."""
 
     def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
         """Give the chosen token the highest logit."""
@@ -22,7 +22,7 @@ class CountUp(LogitsPostProcessor):
 
 
 class CountUpTogether(BatchedLogitsPostProcessor):
-    """The same for all sequences at once; fails for the client `mallory`."""
+    """The same for all sequences in one call; fails for the client `mallory`."""
 
     def process(
         self,
@@ -43,7 +43,6 @@ class WrongShape(LogitsPostProcessor):
     """Return one logit too few."""
 
     def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
-        """Return the wrong shape."""
         return logits[1:]
 
 
@@ -51,5 +50,4 @@ class Raises(LogitsPostProcessor):
     """A processor that fails."""
 
     def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
-        """Raise an error."""
         raise RuntimeError("no idea")

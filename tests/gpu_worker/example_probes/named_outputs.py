@@ -16,7 +16,7 @@ class TopKLogits(OutputProbe):
     width = 3
 
     def compute(self, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:
-        """Return them, highest first."""
+        """Return the logits, highest first."""
         return logits.topk(self.width, dim=1).values
 
 
@@ -27,7 +27,7 @@ class Entropy(OutputProbe):
     layers = (0,)
 
     def compute(self, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:
-        """Return both for each position."""
+        """Return both values for each position."""
         log_probs = logits.log_softmax(dim=1)
         return torch.stack([-(log_probs.exp() * log_probs).sum(dim=1), states[0].norm(dim=1)], dim=1)
 
@@ -38,5 +38,4 @@ class Raises(OutputProbe):
     width = 1
 
     def compute(self, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:
-        """Raise an error."""
         raise RuntimeError("no idea")

@@ -35,7 +35,7 @@ LIMIT_S = 120
 
 @pytest.fixture(scope="session")
 def folder(folder: ModelFolder) -> ModelFolder:
-    """Return a model whose context can hold an agent's instructions, with a template that shows tools."""
+    """Return a model whose context can hold an agent's instructions, with a template that renders tools."""
     return dataclasses.replace(folder, max_sequence_length=1 << 18, chat_template=TEMPLATE)
 
 
@@ -48,8 +48,8 @@ def needed(name: str) -> str:
 
 @asynccontextmanager
 async def scripted_model(cluster: Cluster, tokenizer: Tokenizer, call: Callable[[str], str]) -> AsyncIterator[str]:
-    """Return a router's HTTP address; it answers requests that contain the file's text, and other requests with tools
-    by `call`.
+    """Return a router's HTTP address. It answers requests that contain the file's text, and answers other requests with
+    tools with `call`.
     """
     chat = ChatModel(model_format("hermes", ""))
     router = await cluster.add_router(await cluster.add_detokenizer(), chat=chat)
@@ -79,7 +79,7 @@ async def scripted_model(cluster: Cluster, tokenizer: Tokenizer, call: Callable[
 
 
 async def run(*command: str, folder: Path, **environment: str) -> str:
-    """Return a program's output."""
+    """Return the program's output."""
     (folder / "note.txt").write_text(SECRET + "\n")
     home = folder / "home"
     home.mkdir(exist_ok=True)

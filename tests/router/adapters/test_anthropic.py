@@ -174,7 +174,7 @@ async def test_an_error_ends_a_stream(cluster: Cluster, client: anthropic.AsyncA
 async def test_what_is_to_be_cached_is_kept(
     cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer
 ) -> None:
-    """A breakpoint at the system text keeps the tokens up to it, one at the end all of them."""
+    """A breakpoint at the system text keeps the tokens up to it; one at the end keeps all tokens."""
     hour_long = {"type": "ephemeral", "ttl": "1h"}
     system: list[Any] = [{"type": "text", "text": "Know this well.", "cache_control": hour_long}]
     said: list[Any] = [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]

@@ -1,4 +1,4 @@
-"""A call repeated with its Idempotency-Key attaches to the request of the first one."""
+"""A call repeated with the same Idempotency-Key attaches to the first call's request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official Triton client with a router on a real socket and a scripted scheduler."""
+"""The official Triton client, with a router on a real socket and a scripted scheduler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEXT = "Every part may die 🫠 and the text goes on."
 
 
 async def test_the_official_client(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    """Every request is answered with TEXT, in two pieces."""
+    """The answer to every request is TEXT, in two pieces."""
     router = await cluster.add_router(await cluster.add_detokenizer())
     ids = tokenizer.encode(TEXT)
     answered: set[str] = set()

@@ -1,4 +1,4 @@
-"""The official client with a router on a real socket and a scripted scheduler."""
+"""OpenAI's official client, with a router on a real socket and a scripted scheduler."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ CALLS = '[{"name": "weather", "parameters": {"city": "東京"}}, {"name": "weath
 async def test_another_router_takes_a_stream_up_when_one_is_killed(
     cluster: Cluster, router: Part, tokenizer: Tokenizer
 ) -> None:
-    """Nothing is lost or repeated, also with several sequences and with tool calls in the text."""
+    """Nothing is lost or repeated, even with several sequences or with tool calls in the text."""
     second = await cluster.add_router(await cluster.add_detokenizer("e"))
     assert router.http is not None
     assert second.http is not None
@@ -164,7 +164,7 @@ async def test_adapters_are_models(cluster: Cluster, router: Part, tokenizer: To
 
 
 async def test_every_error_has_its_status(cluster: Cluster, router: Part) -> None:
-    """As documented in docs/adapters.md."""
+    """The statuses are those documented in docs/adapters.md."""
     errors: list[tuple[MidstreamError, type[openai.APIStatusError], int]] = [
         (InvalidArgumentError("no", field="sampling.top_k"), openai.BadRequestError, 400),
         (UnsupportedError("no"), openai.BadRequestError, 400),

@@ -1,4 +1,4 @@
-"""A client generated from openengine's protos with a router on a real socket and a scripted scheduler."""
+"""A client generated from openengine's protos, with a router on a real socket and a scripted scheduler."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat,
 from router.pipeline.template_renderer import Renderer
 from tests.router.parsers.transcripts import OFFER, Named, model_format, summary
 
-# The template's loop over an assistant's calls, for a model with this format.
+# The loop over an assistant's calls in the chat template of a model with this format.
 TEMPLATES = {
     "hermes": """
         {%- for c in calls %}{{ '<tool_call>\\n{"name": "' }}{{ c.name }}{{ '", "arguments": ' }}
@@ -74,7 +74,7 @@ TEMPLATES = {
         {%- for k, v in c.arguments | items %}{{ '' if loop.first else ',' }}{{ k }}:{{ value(v) }}{% endfor %}
         {{- '}<tool_call|>' }}{% endfor %}""",
 }
-# A value that contains a format's own mark is ambiguous.
+# A value that contains one of the format's special tokens is ambiguous.
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=12)
 WEATHER = st.fixed_dictionaries(
     {},

@@ -1,4 +1,4 @@
-"""Grammars of strict tools, as interpreted by the library, on a tokenizer with the formats' marks."""
+"""Strict-tool grammars as the grammar library applies them, with a tokenizer that has each format's special tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def filled(text: str, arguments: str) -> str:
 def tokenizer(
     request: pytest.FixtureRequest, folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[llguidance.LLTokenizer, dict[str, int]]:
-    """Return a tokenizer with the marks as tokens, or without."""
+    """Return a tokenizer with or without the formats' special tokens."""
     source = json.loads((folder.path / "tokenizer.json").read_text(encoding="utf-8"))
     tokens = {}
     if request.param:
@@ -69,7 +69,7 @@ def tokenizer(
 
 
 def accepts(tokenizer: llguidance.LLTokenizer, guide: str, text: str) -> bool:
-    """Return whether the whole text follows the grammar and may end there."""
+    """Return whether the whole text matches the grammar and may end there."""
     matcher = compile_guide(Guide("ebnf", guide), tokenizer)
     return all(matcher.consume_token(token) for token in tokenizer.tokenize_str(text)) and matcher.is_accepting()
 

@@ -39,7 +39,7 @@ def test_what_is_no_call_is_text(tools: str, text: str) -> None:
 
 
 def cuttings(rng: random.Random, size: int, num_cuts: int) -> Iterator[list[int]]:
-    """Return positions at which to split a text of `size` characters: few, many, all."""
+    """Return positions at which to split a text of `size` characters: few, many, or all."""
     yield list(range(1, size))
     made = size - 1
     while made < num_cuts:
@@ -50,7 +50,9 @@ def cuttings(rng: random.Random, size: int, num_cuts: int) -> Iterator[list[int]
 
 @pytest.mark.parametrize("tools", FORMATS)
 def test_events_depend_on_the_text_so_far_alone(tools: str) -> None:
-    """At each split, the events equal those of the text so far, so a stream can be resumed by feeding that text."""
+    """At each split, the events equal those of the text so far, so feeding that text to a new parser resumes the
+    stream.
+    """
     rng = random.Random(tools)
     texts = [(item.text, item) for item in GOOD if item.tools == tools]
     texts += [(text, Transcript(tools, text)) for name, text in MALFORMED if name == tools and len(text) < 1000]
@@ -67,7 +69,7 @@ def test_events_depend_on_the_text_so_far_alone(tools: str) -> None:
 
 @pytest.mark.parametrize("tools", FORMATS)
 def test_no_text_breaks_a_parser_or_is_lost(tools: str) -> None:
-    """Feed pieces of markup in any order."""
+    """Pieces of markup arrive in any order."""
     marks = [
         *model_format(tools).marks,
         "[",

@@ -1,4 +1,4 @@
-"""Model output in each format, as in their chat templates, and its contents."""
+"""Model output in each format, as its chat template writes it, and the parsed contents."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Transcript:
     """A model's text and its contents.
 
     Attributes:
-        tools: Name of the format.
+        tools: Name of the tool-call format.
         reasons_by: Name of the reasoning format.
-        is_thinking: Whether the prompt has opened the reasoning.
+        is_thinking: Whether the prompt has opened a reasoning block.
     """
 
     tools: str
@@ -58,7 +58,7 @@ def model_format(tools: str, reasoning: str = "none") -> ModelFormat:
 
 
 def summary(events: list[Event]) -> tuple[str, str, list[Named]]:
-    """Return content, reasoning and calls."""
+    """Return the content, reasoning and calls."""
     content = "".join(event.text for event in events if isinstance(event, TextDelta))
     reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
     names = [event.name for event in events if isinstance(event, CallBegin)]
@@ -280,7 +280,7 @@ GOOD = [
     Transcript("gemma4", "<|channel>thought\n<channel|>Hello.", "Hello.", reasons_by="gemma4"),
 ]  # fmt: skip
 
-# Text that is not a call is unchanged.
+# Text that is not a call stays unchanged.
 MALFORMED = [
     ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": </tool_call> after'),
     ("hermes", "a <tool_call>{</tool_call> b"),

@@ -11,5 +11,5 @@ class OneAtATime(CapacityScheduler):
     """Start a request only on an empty group."""
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether nothing runs there, and the request fits until its end."""
+        """Return whether the group is empty and the request fits until its end."""
         return not group.active and has_room_to_the_end(request, group)

@@ -6,7 +6,7 @@ from scheduler.core.active_requests import KvCacheManager, LlmRequest, RequestLi
 
 
 class ShortestFirst(RequestListScheduler):
-    """Start requests that fit until their end, shortest first; nothing overtakes the first that does not fit."""
+    """Start the requests that fit until their end, shortest first; none overtakes the first one that does not fit."""
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager) -> None:
         super().__init__()
