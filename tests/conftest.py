@@ -34,7 +34,7 @@ _SHARING = (
     "service",
     "tracing",
 )
-# Files that take more than 20 s, longest first.
+# Files that take 20 s or more, longest first.
 _LONG = (
     "tests/simulation/test_simulation.py",
     "tests/faults/test_kill_at_every_step.py",
@@ -52,6 +52,17 @@ _LONG = (
     "tests/gpu_worker/test_embedded_requests.py",
     "tests/kernels/test_sanitized.py",
     "tests/faults/test_network.py",
+    "tests/benchmarks/test_gpu_benchmark.py",
+    "tests/integration/test_roles.py",
+    "tests/integration/test_journal.py",
+    "tests/integration/test_kv_tiers.py",
+    "tests/kernels/test_native_decoder.py",
+    "tests/gpu_worker/test_families.py",
+    "tests/integration/test_transformers_model.py",
+    "tests/seeds/test_executor_examples.py",
+    "tests/integration/test_serve.py",
+    "tests/router/test_standing_parts.py",
+    "tests/kernels/test_triton_compiles.py",
 )
 _SHARING_FILES = frozenset(f"{_INTEGRATION}test_{name}.py" for name in _SHARING)
 
