@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 import uuid
@@ -19,7 +18,8 @@ from midstream.client.features import Drafts, Guide, KvRetention
 from midstream.client.info import CellLoad, LoraInfo, ModelInfo, ServerInfo
 from midstream.client.request import Array, Message, SamplingParams, naming, set_fields, set_input, tensor_of
 from midstream.client.result import Embeddings
-from midstream.client.stream import BROKEN, FIRST_RETRY_S, LAST_RETRY_S, AsyncStream
+from midstream.client.retries import Retries
+from midstream.client.stream import AsyncStream
 from midstream.errors import InvalidArgumentError
 from midstream.rpc.errors import error_from_rpc
 from midstream.rpc.serving import DEFAULT_MAX_MESSAGE_BYTES, open_channel
@@ -60,7 +60,7 @@ class AsyncClient:
         Args:
             addresses: Routers as `host:port` or `dns:///host:port`, used in turn; if a request's router is lost, it
                 continues at another.
-            unavailable_timeout_s: How long a stream without a deadline waits for a router.
+            unavailable_timeout_s: How long a stream or `embed` waits for a router, unless its deadline is sooner.
             max_message_bytes: Largest message, each way.
             tls: `Tls(ca=FILE)`, with `cert` and `key` if routers require a client certificate; None: plain text.
             server_name: Name in the routers' certificates, if it is not their address.
@@ -243,21 +243,12 @@ class AsyncClient:
         set_fields(request, cache_salt=cache_salt)
         if dimensions is not None:
             set_fields(request, dimensions=dimensions)
-        loop = asyncio.get_running_loop()
-        deadline = None if timeout_s is None else loop.time() + timeout_s
-        give_up_at = deadline
-        metadata, delay = (("idempotency-key", uuid.uuid4().hex),), 0.0
+        metadata, retries = (("idempotency-key", uuid.uuid4().hex),), Retries(timeout_s, self._unavailable_timeout_s)
         while True:
-            left_s = None if deadline is None else max(deadline - loop.time(), 0.001)
             try:
-                answer = await self._next_stub().Embed(request, metadata=metadata, timeout=left_s)
+                answer = await self._next_stub().Embed(request, metadata=metadata, timeout=retries.left_s())
             except grpc.aio.AioRpcError as error:
-                if give_up_at is None:
-                    give_up_at = loop.time() + self._unavailable_timeout_s
-                if error.code() not in BROKEN or loop.time() + delay > give_up_at:
-                    raise error_from_rpc(error) from None
-                await asyncio.sleep(delay)
-                delay = min(max(2 * delay, FIRST_RETRY_S), LAST_RETRY_S)
+                await retries.wait(error.code(), error_from_rpc(error))
             else:
                 vectors = tuple(tuple(item.values) for item in answer.embeddings)
                 return Embeddings(vectors, usage_from_proto(answer.usage))

@@ -4,7 +4,7 @@
    sequence.
 2. If the call breaks without a final chunk, the stream continues at the next router: with `Resume` at those offsets or,
    if nothing was received yet, with the same `Generate`, which attaches to the first.
-3. It retries until the deadline or, without one, until nothing was received for `unavailable_timeout_s`.
+3. It retries until the deadline, and while something was received within `unavailable_timeout_s`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import grpc.aio
 
 from midstream.chunk import Chunk, FinishReason, SequenceEnds
 from midstream.client.result import Result
+from midstream.client.retries import BROKEN, Retries
 from midstream.errors import DeadlineError, ExecutionError, MidstreamError, UnavailableError
 from midstream.extras import TensorCursor
 from midstream.rpc.errors import error_from_rpc
@@ -28,10 +29,6 @@ from protos import loads_pb2, service_pb2
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-# Statuses of calls whose router dies or drains. CANCELLED comes from the server; the status of our own cancel is never
-# read.
-BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
-FIRST_RETRY_S, LAST_RETRY_S = 0.02, 0.5
 # After this long without output the router is probed, and replaced if it does not answer.
 _SILENCE_S, _ANSWER_S = 2.0, 3.0
 
@@ -62,16 +59,12 @@ class AsyncStream:
         self.num_resumes = 0
         self._request = request
         self._next_stub = next_stub
-        self._timeout_s = timeout_s
-        self._unavailable_timeout_s = unavailable_timeout_s
+        self._retries = Retries(timeout_s, unavailable_timeout_s)
         self._from_token = from_token
         self._offsets: dict[int, int] = {}
         self._ends = SequenceEnds()
         self._tensors: defaultdict[int, TensorCursor] = defaultdict(TensorCursor)
         self._call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse] | None = None
-        self._deadline: float | None = None
-        self._broken_since: float | None = None
-        self._delay = 0.0
         self._final: Chunk | None = None
         self._has_other_routers = has_other_routers
         self._last_read = 0.0
@@ -107,7 +100,7 @@ class AsyncStream:
             if not chunk.adds_to(expected) or self._ends.repeats(chunk):
                 continue
             self._offsets[chunk.sequence_index] = max(chunk.next_offset, expected)
-            self._broken_since, self._delay = None, 0.0
+            self._retries.progress()
             if chunk.is_final:
                 self._final = chunk
             return chunk
@@ -151,9 +144,7 @@ class AsyncStream:
 
     async def _open(self) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
         loop = asyncio.get_running_loop()
-        if self._deadline is None and self._timeout_s is not None:
-            self._deadline = loop.time() + self._timeout_s
-        timeout = None if self._deadline is None else max(self._deadline - loop.time(), 0.001)
+        timeout = self._retries.left_s()
         stub = self._next_stub()
         if self._request is not None and not self._offsets:
             call = stub.Generate(self._request, timeout=timeout)
@@ -192,7 +183,7 @@ class AsyncStream:
             self._watching = None
 
     async def _recover(self, error: grpc.aio.AioRpcError) -> None:
-        """Return the time at which to open the stream again; raise the error if it cannot be resumed."""
+        """Return when the stream is to be opened again; raise the error if it cannot be resumed."""
         if self._final is not None:
             # The router was lost between the final chunk and the status; the chunk has the same information.
             _raise_for(self._final)
@@ -201,23 +192,11 @@ class AsyncStream:
         await self._leave(error.code(), error_from_rpc(error))
 
     async def _leave(self, code: grpc.StatusCode, error: MidstreamError) -> None:
-        """Return the time at which to open the stream again at the next router; raise `error` if it cannot be
-        resumed.
-        """
+        """Return when the stream is to be opened again at the next router; raise `error` if it cannot be resumed."""
         self._stop_watching()
-        if code not in BROKEN:
-            raise error from None
-        now = asyncio.get_running_loop().time()
-        if self._broken_since is None:
-            self._broken_since = now
-        if self._deadline is not None and now >= self._deadline:
-            raise DeadlineError("the deadline passed") from None
-        if now - self._broken_since > self._unavailable_timeout_s:
-            raise error from None
+        await self._retries.wait(code, error)
         self._call = None
         self.num_resumes += 1
-        await asyncio.sleep(self._delay)
-        self._delay = min(max(2 * self._delay, FIRST_RETRY_S), LAST_RETRY_S)
 
 
 def _raise_for(chunk: Chunk) -> None:

@@ -1,0 +1,53 @@
+"""When a call that broke is made again, at another router."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from midstream.errors import DeadlineError, MidstreamError
+
+# Statuses of calls whose router dies or drains. CANCELLED comes from the server; the status of our own cancel is never
+# read.
+BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
+_FIRST_DELAY_S, _LAST_DELAY_S = 0.02, 0.5
+
+
+class Retries:
+    """Retries until the deadline and, without progress, for `unavailable_timeout_s` at most."""
+
+    def __init__(self, timeout_s: float | None, unavailable_timeout_s: float) -> None:
+        """`timeout_s` counts from the first call."""
+        self._timeout_s = timeout_s
+        self._unavailable_timeout_s = unavailable_timeout_s
+        self._deadline: float | None = None
+        self._broken_since: float | None = None
+        self._delay_s = 0.0
+
+    def left_s(self) -> float | None:
+        """Return the timeout of the next call; None if there is no deadline."""
+        if self._timeout_s is None:
+            return None
+        now = asyncio.get_running_loop().time()
+        if self._deadline is None:
+            self._deadline = now + self._timeout_s
+        return max(self._deadline - now, 0.001)
+
+    def progress(self) -> None:
+        """Note that a router answered."""
+        self._broken_since, self._delay_s = None, 0.0
+
+    async def wait(self, code: grpc.StatusCode, error: MidstreamError) -> None:
+        """Return when a call that ended with `code` is to be made again; raise `error` if it is not."""
+        if code not in BROKEN:
+            raise error from None
+        now = asyncio.get_running_loop().time()
+        if self._broken_since is None:
+            self._broken_since = now
+        if self._deadline is not None and now >= self._deadline:
+            raise DeadlineError("the deadline passed") from None
+        if now - self._broken_since > self._unavailable_timeout_s:
+            raise error from None
+        await asyncio.sleep(self._delay_s)
+        self._delay_s = min(max(2 * self._delay_s, _FIRST_DELAY_S), _LAST_DELAY_S)
