@@ -27,6 +27,7 @@ from kernels.dispatch import (
     rotate_and_store,
     sample,
     set_batch_invariant,
+    set_float8_inputs,
     store_kv,
 )
 from kernels.quantized_kv import KvScales
@@ -58,5 +59,6 @@ __all__ = [
     "rotate_and_store",
     "sample",
     "set_batch_invariant",
+    "set_float8_inputs",
     "store_kv",
 ]

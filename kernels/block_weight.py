@@ -38,6 +38,7 @@ class BlockWeight:
         minimum: Likewise; None: zero.
         group: Columns that share a scale.
         num_columns: K.
+        row_scale: Float32 [N], if all groups of each row of a float8 matrix have the same scale.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class BlockWeight:
     minimum: Tensor | None
     group: int
     num_columns: int
+    row_scale: Tensor | None = None
 
     def dense(self) -> Tensor:
         """Return the dequantized weights, float32 [N, K]."""
@@ -68,7 +70,10 @@ class BlockWeight:
     def to(self, device: torch.device) -> BlockWeight:
         """Return a copy on another device."""
         minimum = None if self.minimum is None else self.minimum.to(device)
-        return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), minimum=minimum)
+        row_scale = None if self.row_scale is None else self.row_scale.to(device)
+        return replace(
+            self, codes=self.codes.to(device), scale=self.scale.to(device), minimum=minimum, row_scale=row_scale
+        )
 
 
 def block_weight(rows: Tensor, weight_format: WeightFormat, num_columns: int) -> BlockWeight | None:
@@ -84,7 +89,10 @@ def block_weight(rows: Tensor, weight_format: WeightFormat, num_columns: int) ->
         group, scale = group * 2, scale[:, ::2]
         minimum = None if minimum is None else minimum[:, ::2]
     minimum = None if minimum is None else _smallest(minimum)
-    return BlockWeight(_KINDS[weight_format], codes, _smallest(scale), minimum, group, num_columns)
+    kind, row_scale = _KINDS[weight_format], None
+    if kind == "float8" and torch.equal(scale, scale[:, :1].expand_as(scale)):
+        row_scale = scale[:, 0].float().contiguous()
+    return BlockWeight(kind, codes, _smallest(scale), minimum, group, num_columns, row_scale)
 
 
 def _has_pairs(values: Tensor) -> bool:

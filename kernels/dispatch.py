@@ -31,6 +31,7 @@ from kernels.rms_norm import add_rms_norm as torch_add_rms_norm
 from kernels.rms_norm import rms_norm as torch_rms_norm
 from kernels.rotary import apply_rotary as torch_apply_rotary
 from kernels.rotate_and_store import rotate_and_store as torch_rotate_and_store
+from kernels.scaled_linear import can_scale, scaled_linear
 
 __all__ = [
     "activate",
@@ -52,6 +53,7 @@ __all__ = [
     "rotate_and_store",
     "sample",
     "set_batch_invariant",
+    "set_float8_inputs",
     "store_kv",
 ]
 
@@ -65,6 +67,7 @@ MAX_HEAD_DIM = 256
 _MAX_GATED_ROWS = 16
 _is_batch_invariant = False
 _segment_keys = 0
+_has_float8_inputs = False
 _attention = attention_choice.OWN
 
 
@@ -81,6 +84,14 @@ def set_batch_invariant(is_on: bool, max_sequence_length: int = 0) -> None:
     _is_batch_invariant = is_on
     if is_on:
         _segment_keys = triton.segment_keys_for(max_sequence_length)
+
+
+def set_float8_inputs(is_on: bool) -> None:
+    """Set, for this process, whether float8 weights with a scale per row are multiplied on CUDA as float8: the rows of
+    the input are rounded as well (`kernels.scaled_linear`). Off by default; not batch-invariant.
+    """
+    global _has_float8_inputs
+    _has_float8_inputs = is_on
 
 
 def describe(device: torch.device) -> str:
@@ -155,6 +166,9 @@ def block_linear(
     `activate` of that.
     """
     if _takes_triton(x):
+        if _has_float8_inputs and can_scale(x, weight):
+            product = scaled_linear(x, weight, bias, triton.quantize_rows)
+            return product if activation is None else activate(product, activation)
         return triton.block_linear(x, weight, bias, activation, is_batch_invariant=_is_batch_invariant)
     product = torch_linear(x, weight.dense().to(x.dtype), bias)
     return product if activation is None else torch_activate(product, activation)

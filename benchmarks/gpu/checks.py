@@ -225,6 +225,10 @@ def _check_matrix_kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> N
     for count in sorted({1, min(rows, 40), rows}):
         out = operations.quantized_linear(x[:count], units, scale, bias)
         report.error(f"int8 linear, {count} rows, {_name(dtype)}", exact.error(out, expected[:count]), LIMITS[dtype])
+    half = outer // 2 * 2
+    gated = operations.gated_linear(x, weight[:half], "silu")
+    expected = exact.activate(exact.linear(x, weight[:half], None), "silu")
+    report.error(f"gate, up and SiLU, {_name(dtype)}", exact.error(gated, expected), 2 * LIMITS[dtype])
     pairs = exact.lora_pairs([rank] * num_adapters, inner, outer, dtype)
     values, table = exact.lora_arena(pairs, device)
     adapters = torch.randint(-1, num_adapters, (rows,), dtype=torch.int32, device=device)

@@ -316,6 +316,7 @@ CANNOT_COMPILE = {
     ("short queries, float8 KV", 80),
     ("store, float8 KV", 80),
     ("norm, rotary and store, float8 KV", 80),
+    ("float8 rows", 80),
 }
 
 
@@ -410,6 +411,7 @@ CASES: dict[str, Callable[[], object]] = {
         for kind in ("int4", "float8")
         for n in (1, 64, 2048)
     },
+    "float8 rows": lambda: operations.quantize_rows(_meta(64, 14336)),
     "LoRA": lambda: operations.add_lora(
         _meta(64, 4096), _meta(64, 4096), _meta(1 << 20), _meta(8, 2, dtype=torch.int64), _ints(64), 64
     ),

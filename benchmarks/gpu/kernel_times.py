@@ -13,8 +13,9 @@ from torch import Tensor
 from benchmarks.gpu.model import TOKENS_PER_BLOCK, step_inputs
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.timing import graph_seconds, seconds
-from kernels import AttentionCase, KvScales, attention_choice
+from kernels import AttentionCase, BlockWeight, KvScales, attention_choice
 from kernels import triton as operations
+from kernels.scaled_linear import scaled_linear
 
 CUDA = torch.device("cuda")
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FEED_FORWARD, VOCAB = 32, 8, 128, 4096, 14336, 128256
@@ -106,7 +107,7 @@ def _measure_uneven_attention(report: Report) -> None:
 def measure_linear(report: Report) -> None:
     """Measure each matrix of a layer as a fraction of the memory bandwidth."""
     for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD)):
-        for num_rows in (1, 16, ROWS):
+        for num_rows in (1, 16, ROWS, 2048):
             _measure_linear_shape(report, outer, inner, num_rows)
 
 
@@ -114,11 +115,18 @@ def _measure_linear_shape(report: Report, outer: int, inner: int, num_rows: int)
     weights = [torch.randn(outer, inner, device=CUDA, dtype=torch.bfloat16) for _ in range(NUM_COPIES)]
     units = [torch.randint(-127, 128, (outer, inner), dtype=torch.int8, device=CUDA) for _ in range(NUM_COPIES)]
     scale = torch.rand(outer, device=CUDA)
+    ones = torch.ones(outer, inner // 128, device=CUDA)
+    floats = [
+        BlockWeight("float8", weight.to(torch.float8_e4m3fn).view(torch.uint8), ones, None, 128, inner, scale)
+        for weight in weights
+    ]
     x = torch.randn(num_rows, inner, device=CUDA, dtype=torch.bfloat16)
     variants: dict[str, Callable[[], object]] = {
         "cuBLAS": lambda: [torch.nn.functional.linear(x, weight) for weight in weights],
         "Triton": lambda: [operations.linear(x, weight) for weight in weights],
         "int8": lambda: [operations.quantized_linear(x, one, scale) for one in units],
+        "float8": lambda: [operations.block_linear(x, one) for one in floats],
+        "float8, scaled": lambda: [scaled_linear(x, one, None, operations.quantize_rows) for one in floats],
     }
     if outer == 2 * FEED_FORWARD:
         variants |= {
@@ -129,7 +137,7 @@ def _measure_linear_shape(report: Report, outer: int, inner: int, num_rows: int)
         }
     for name, run in variants.items():
         took = graph_seconds(run) / NUM_COPIES
-        share = outer * inner * (1 if name == "int8" else 2) / took / report.figures["bandwidth"]
+        share = outer * inner * (1 if name.startswith(("int8", "float8")) else 2) / took / report.figures["bandwidth"]
         report.note(
             f"linear {inner} → {outer}, {num_rows} rows, {name}", f"{took * 1e6:.1f} µs, {share:.0%} of the bandwidth"
         )

@@ -41,6 +41,8 @@ _KV_DTYPES = {
 _OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 # Least compute capability with float8 (Ada, Hopper).
 _FLOAT8_CAPABILITY = (8, 9)
+# Least one whose products of float8 take a scale for each row (Hopper).
+_FLOAT8_ROWS_CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,9 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     ranks = ALONE if links is None else links.ranks
     device = use_device(config, ranks)
     dtype = torch.float32 if device.type == "cpu" or config.weights == "f32" else torch.bfloat16
+    _check_activations(config, device)
     if device.type == "cuda":
+        kernels.set_float8_inputs(config.activations == "f8")
         kernels.set_batch_invariant(config.batch_invariant, config.max_sequence_length or folder.max_sequence_length)
     if config.sink_token_length < 0:
         raise ConfigError(f"is {config.sink_token_length}; at least 0", field="sink_token_length")
@@ -213,6 +217,16 @@ def _choose_attention(
         kernels.choose_attention("triton" if part.latent else config.attention, case, device)
     except ValueError as error:
         raise ConfigError(str(error), field="attention") from None
+
+
+def _check_activations(config: WorkerConfig, device: torch.device) -> None:
+    """Raise UnsupportedError or ConfigError if float8 activations are requested but impossible."""
+    if config.activations != "f8":
+        return
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLOAT8_ROWS_CAPABILITY:
+        raise UnsupportedError("f8 needs a GPU of compute capability 9.0; use auto", field="activations")
+    if config.batch_invariant:
+        raise ConfigError("f8 is not batch-invariant; use auto", field="activations")
 
 
 def _kv_dtype(config: WorkerConfig, device: torch.device, default: torch.dtype) -> torch.dtype:

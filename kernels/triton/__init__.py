@@ -8,6 +8,7 @@ from kernels.triton.activation import activate
 from kernels.triton.attention import paged_attention, segment_keys_for
 from kernels.triton.block_linear import block_linear
 from kernels.triton.dependent_launch import set_dependent_launch
+from kernels.triton.float8_rows import quantize_rows
 from kernels.triton.grouped_linear import grouped_linear
 from kernels.triton.kv_store import store_kv
 from kernels.triton.linear import gated_linear, linear, quantized_linear
@@ -27,6 +28,7 @@ __all__ = [
     "grouped_linear",
     "linear",
     "paged_attention",
+    "quantize_rows",
     "quantized_linear",
     "rms_norm",
     "rotate_and_store",

@@ -32,8 +32,9 @@ class WorkerConfig(ServiceConfig):
     )
     activations: str = setting(
         "auto",
-        "Activation type of quantized and bf16 layers on CPU kernels; auto: int16, with negligible loss.",
-        choices=("auto", "f32", "int16", "int8"),
+        "Activation type of quantized and bf16 layers on CPU kernels; auto: int16, with negligible loss. On a GPU f8 "
+        "multiplies float8 weights with a scale per row or matrix as float8.",
+        choices=("auto", "f32", "int16", "int8", "f8"),
     )
     kernels: str = setting("auto", "CPU kernel implementation.", choices=("auto", "native", "torch"))
     implementation: str = setting(

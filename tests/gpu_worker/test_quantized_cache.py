@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from gpu_worker.models.families import describe
 from kernels import dispatch
 from kernels import triton as operations
 from midstream.config import WorkerConfig
-from midstream.errors import UnsupportedError
+from midstream.errors import MidstreamError, UnsupportedError
 from tests.gpu_worker.tiny_models import ints
 
 CPU, META, FLOAT8 = torch.device("cpu"), torch.device("meta"), torch.float8_e4m3fn
@@ -123,6 +124,24 @@ def test_what_a_device_does_not_take_is_refused(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with pytest.raises(UnsupportedError, match=reason):
         loader._kv_dtype(WorkerConfig(kv=kv), torch.device(device), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "settings", "reason"),
+    [
+        ("cpu", (0, 0), {}, "needs a GPU of compute capability 9.0"),
+        ("cuda", (8, 9), {}, "needs a GPU of compute capability 9.0"),
+        ("cuda", (9, 0), {"batch_invariant": True}, "not batch-invariant"),
+        ("cuda", (9, 0), {}, ""),
+    ],
+)
+def test_where_float8_activations_are_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, capability: tuple[int, int], settings: dict[str, bool], reason: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    config = WorkerConfig(activations="f8", **settings)  # type: ignore[arg-type]
+    with pytest.raises(MidstreamError, match=reason) if reason else contextlib.nullcontext():
+        loader._check_activations(config, torch.device(device))
 
 
 def test_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,6 +262,15 @@ def test_blocks_are_unpacked(weight_format: WeightFormat, dtype: torch.dtype) ->
     assert torch.equal(alone, operations.block_linear(x, weight, bias, is_batch_invariant=True)[3:4])
 
 
+def test_a_gpus_own_conversion_of_float8_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = block_weight(random_blocks(WeightFormat.FP8, 37, 64), WeightFormat.FP8, 64)
+    x = torch.randn(3, 64)
+    assert weight is not None
+    out = operations.block_linear(x, weight)
+    monkeypatch.setitem(operations.block_linear.__globals__, "capability", lambda _: 89)
+    assert torch.equal(operations.block_linear(x, weight), out)
+
+
 def test_scales_that_columns_share_are_held_once() -> None:
     scale = torch.rand(5, 2).half()
     rows = int4_weight(torch.randint(0, 16, (5, 256), dtype=torch.uint8), scale, torch.full((5, 2), 8)).source

@@ -1,0 +1,107 @@
+"""Products of float8 matrices with inputs rounded to float8, compared with float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import kernels
+from kernels import BlockWeight, block_weight, dispatch
+from kernels import triton as operations
+from kernels.cpu import WeightFormat
+from kernels.cpu.blocks import random_blocks
+from kernels.scaled_linear import can_scale, quantize_rows, scaled_linear
+from tests.kernels import exact
+
+
+def float8_weight(num_rows: int, num_columns: int) -> BlockWeight:
+    """Return a random matrix with one scale per row."""
+    rows = random_blocks(WeightFormat.FP8, num_rows, num_columns).view(num_rows, -1, 36)
+    rows[:, :, :4] = rows[:, :1, :4].clone()
+    weight = block_weight(rows.flatten(1), WeightFormat.FP8, num_columns)
+    assert weight is not None
+    assert weight.row_scale is not None
+    return weight
+
+
+def test_rows_are_rounded_by_hand() -> None:
+    # The scales are 1, 2 and 0; of 16 and 18, which are as near to 17, 16 has the even mantissa.
+    x = torch.tensor([[448.0, -17.0, 0.0625], [-896.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
+    units, scale = quantize_rows(x)
+    assert units.tolist() == [[448.0, -16.0, 0.0625], [-448.0, 1.5, 0.0], [0.0, 0.0, 0.0]]
+    assert scale.tolist() == [[1.0], [2.0], [0.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernel_rounds_as_the_reference(dtype: torch.dtype) -> None:
+    """Except for numbers that are rounded up to a power of two: the interpreter loses the carry."""
+    x = torch.randn(7, 300).to(dtype)[:, 10:211]
+    x[2] = 0
+    (found, scale), (wanted, wanted_scale) = operations.quantize_rows(x), quantize_rows(x)
+    assert torch.equal(scale, wanted_scale)
+    codes, wanted_codes = found.view(torch.uint8), wanted.view(torch.uint8)
+    is_compared = wanted_codes & 7 != 0
+    assert is_compared.sum() > 1000
+    assert torch.equal(codes[is_compared], wanted_codes[is_compared])
+    assert not codes[2].any()
+
+
+def test_products_equal_float64_except_for_the_rounding_of_inputs() -> None:
+    weight = float8_weight(48, 96)
+    x, bias = torch.randn(9, 96).bfloat16(), torch.randn(48).bfloat16()
+    out = scaled_linear(x, weight, bias)
+    units, scale = quantize_rows(x)
+    rounded = units.double() * scale
+    assert exact.error(out, exact.linear(rounded, weight.dense(), bias)) < 4e-3  # bfloat16, twice
+    # Three mantissa bits: at most 1/16 of an element, or of the smallest normal number, 2^-6, times the scale.
+    assert ((rounded - x.double()).abs() <= torch.maximum(x.double().abs(), scale / 64) / 16).all()
+    assert exact.error(out, exact.linear(x, weight.dense(), bias)) < 0.04
+
+
+def test_a_gpu_accepts_the_layout_of_the_matrices() -> None:
+    """PyTorch's own checks of the arguments, with tensors without values in place of a GPU's."""
+    weight = float8_weight(48, 96)
+    with FakeTensorMode():
+        codes = torch.empty(48, 96, dtype=torch.uint8, device="cuda")
+        on_gpu = replace(weight, codes=codes, row_scale=torch.empty(48, device="cuda"))
+        out = scaled_linear(torch.empty(5, 96, dtype=torch.bfloat16, device="cuda"), on_gpu)
+    assert (out.shape, out.device.type, out.dtype) == ((5, 48), "cuda", torch.bfloat16)
+
+
+def test_what_float8_products_take() -> None:
+    x = torch.zeros(1, 96).bfloat16()
+    assert can_scale(x, float8_weight(48, 96))
+    assert not can_scale(x.float(), float8_weight(48, 96))
+    assert not can_scale(x, float8_weight(40, 96))
+    assert not can_scale(torch.zeros(1, 100).bfloat16(), float8_weight(48, 100))
+    grouped = block_weight(random_blocks(WeightFormat.FP8, 48, 96), WeightFormat.FP8, 96)
+    assert grouped is not None
+    assert not can_scale(x, grouped)
+
+
+def test_the_setting_chooses_between_float8_products_and_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "triton", operations, raising=False)
+    monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)
+    weight, x = float8_weight(48, 96), torch.randn(3, 96).bfloat16()
+    launched: list[Tensor] = []
+
+    def multiply(x: Tensor, *_: object, **__: object) -> Tensor:
+        launched.append(x)
+        return x[:, :48]
+
+    # In place of the kernel, which the interpreter cannot run in bfloat16.
+    monkeypatch.setattr(operations, "block_linear", multiply)
+    monkeypatch.setattr(operations, "quantize_rows", quantize_rows)
+    kernels.block_linear(x, weight)
+    assert len(launched) == 1
+    monkeypatch.setattr(dispatch, "_has_float8_inputs", True)
+    assert torch.equal(kernels.block_linear(x, weight), scaled_linear(x, weight))
+    gated = kernels.block_linear(x, weight, activation="relu")
+    assert torch.equal(gated, operations.activate(scaled_linear(x, weight), "relu"))
+    assert len(launched) == 1
+    kernels.block_linear(x.float(), weight)
+    assert len(launched) == 2
