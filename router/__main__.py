@@ -11,9 +11,10 @@ import sys
 from midstream.config import RouterConfig, load_config
 from midstream.errors import ExecutionError, MidstreamError
 from midstream.model.folder import open_model_folder
+from midstream.rpc.connection_guard import ConnectionGuard
 from midstream.rpc.health import Progress
 from midstream.rpc.open_files import raise_open_files_limit
-from midstream.rpc.serving import Server
+from midstream.rpc.serving import Server, max_connections
 from midstream.security.host_header import AllowedHosts
 from midstream.security.tls import Tls
 from midstream.telemetry import Metrics, configure_logging
@@ -48,6 +49,8 @@ from router.protocols.ledger import ledger_route
 from router.protocols.openai.app import OpenAiApi
 from router.protocols.responses.app import ResponsesApi
 from router.status import StatusFeed
+
+_SWITCH_INTERVAL_S = 0.0005
 
 
 async def serve(config: RouterConfig) -> None:
@@ -154,6 +157,7 @@ async def serve(config: RouterConfig) -> None:
     )
     parts = {"schedulers": cells.run(), "detokenizers": pool.run(), "status": status.run()}
     parts["batches"] = batches.runner.run()
+    parts["connections"] = ConnectionGuard(server.port, max_connections()).run()
     parts["health"] = watch_reach(cells, pool, progress)
     if config.throughput_log_s > 0:
         parts["throughput"] = log_throughput(seen, lambda: limits.num_open, config.throughput_log_s)
@@ -179,6 +183,8 @@ def main() -> int:
     try:
         config = load_config(RouterConfig, "router")
         configure_logging(config.name or f"router:{config.port}", level=config.log_level, style=config.log_format)
+        # Threads that parse and check requests compute in Python; the event loop waits this long for each turn.
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         asyncio.run(serve(config))
     except ExecutionError as error:
         print(f"router: {error}", file=sys.stderr)

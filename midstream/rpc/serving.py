@@ -99,8 +99,7 @@ class Server:
                 ("grpc.max_receive_message_length", max_request_bytes or max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-                # A share of the files that may be open, so that connections leave some to the rest of the process.
-                ("grpc.max_allowed_incoming_connections", raise_open_files_limit() // 4),
+                ("grpc.max_allowed_incoming_connections", max_connections()),
                 ("grpc.max_concurrent_streams", max_concurrent_streams),
                 # Limit of calls that have arrived but not started. By default gRPC cancels some at random beyond 1,000.
                 ("grpc.server.max_pending_requests", max_concurrent_streams),
@@ -216,6 +215,11 @@ def _collect_now_and_then() -> None:
         gc.collect()
         ended = time.monotonic()
         _next_collection = ended + max(_COLLECT_INTERVAL_S, ended - began)
+
+
+def max_connections() -> int:
+    """Return how many connections a server accepts: a share of the files that its process may open."""
+    return raise_open_files_limit() // 4
 
 
 def open_channel(

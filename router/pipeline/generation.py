@@ -63,6 +63,7 @@ from router.pipeline.request_checks import (
 )
 from router.pipeline.request_traces import RequestSpan, RequestTraces
 from router.pipeline.sampling_defaults import fill_sampling
+from router.pipeline.start_slots import StartSlots
 from router.pipeline.stream_limits import StreamLimits
 from router.pipeline.streams import ClientStream
 from router.pipeline.virtual_tokens import put_table_first, take_embeddings
@@ -511,6 +512,7 @@ class FrontDoor:
         self.draining = draining
         self._metrics = metrics
         self._limits = limits or StreamLimits()
+        self._starts = StartSlots()
         self._traces = traces
 
     async def start(self, request: pb.GenerateRequest, timeout_s: float | None, key: str = "") -> Output:
@@ -545,8 +547,11 @@ class FrontDoor:
         span = self._traces.begin("router.generate", request_id) if self._traces is not None else None
         request.trace_parent = str(span.span) if span is not None else ""
         try:
-            with naming_key(key):
-                generation = await self.runner.start(request, timeout_s, _canceller(), is_keyed=bool(key))
+            async with self._starts.hold(caller.name):
+                if timeout_s is not None:
+                    timeout_s -= time.monotonic() - arrival
+                with naming_key(key):
+                    generation = await self.runner.start(request, timeout_s, _canceller(), is_keyed=bool(key))
         except BaseException as error:
             release()
             admission.release()

@@ -5,18 +5,18 @@ A guide that does not compile within the limits is the client's error. Results o
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 
 from midstream.errors import InvalidArgumentError, OverloadedError, UnsupportedError
 from midstream.grammar.messages import Guide
 from midstream.grammar.process import LIMIT_S, GrammarProcess, is_available
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
+from router.pipeline.fair_threads import FairThreads
 
 MAX_CHECKED = 1024
-MAX_WAITING = 64
+# Guides that wait, in total and of one client.
+MAX_WAITING, MAX_WAITING_PER_CLIENT = 256, 32
 _FIELD = "guided_decoding.guide"
 KINDS = {
     pb.GUIDE_TYPE_JSON: "json",
@@ -27,7 +27,7 @@ KINDS = {
 
 
 class GrammarChecker:
-    """Checks guides one at a time; the process is started for the first one.
+    """Checks guides one at a time, of each client in turn; the process is started for the first one.
 
     Attributes:
         num_checked: Number of cached results.
@@ -37,9 +37,8 @@ class GrammarChecker:
         self._folder = folder
         self._limit_s = limit_s
         self._process: GrammarProcess | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._thread = FairThreads(1, "grammar", max_waiting_per_client=MAX_WAITING_PER_CLIENT)
         self._checked: OrderedDict[Guide, str] = OrderedDict()
-        self._num_waiting = 0
 
     @property
     def num_checked(self) -> int:
@@ -48,7 +47,7 @@ class GrammarChecker:
 
     def close(self) -> None:
         """Stop the thread and the process."""
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.close()
         self._drop()
 
     async def check(self, config: pb.GuidedDecodingConfig) -> None:
@@ -64,13 +63,9 @@ class GrammarChecker:
         if problem is None:
             if not is_available():
                 raise UnsupportedError("the grammar library is not installed on this router", field="guided_decoding")
-            if self._num_waiting >= MAX_WAITING:
+            if self._thread.num_waiting >= MAX_WAITING:
                 raise OverloadedError("too many grammars wait to be checked", field=_FIELD)
-            self._num_waiting += 1
-            try:
-                problem = await asyncio.get_running_loop().run_in_executor(self._thread, self._check, guide)
-            finally:
-                self._num_waiting -= 1
+            problem = await self._thread.run(lambda: self._check(guide))
             self._checked[guide] = problem
             if len(self._checked) > MAX_CHECKED:
                 self._checked.popitem(last=False)

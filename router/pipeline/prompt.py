@@ -4,10 +4,8 @@ loop.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
@@ -15,6 +13,7 @@ from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from router.pipeline.chat_template import ChatTemplate
+from router.pipeline.fair_threads import FairThreads
 
 _T = TypeVar("_T")
 # Shorter prompts are tokenized faster than a thread pool would return.
@@ -37,12 +36,13 @@ class PromptBuilder:
             ends = folder.end_ids[:1]
             ids = {"bos_token": folder.bos_id, "eos_token": ends[0] if ends else None, "pad_token": folder.pad_id}
             tokens = {name: self.tokenizer.token(value) or "" for name, value in ids.items() if value is not None}
-            self._template = ChatTemplate(folder.chat_template, tokens, num_threads)
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+            self._template = ChatTemplate(folder.chat_template, tokens, num_threads + 1)
+        # One client may use `num_threads`, so that another one finds a thread free.
+        self._threads = FairThreads(num_threads + 1, "tokenizer", num_per_client=num_threads)
 
     def close(self) -> None:
         """Stop the threads."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
         if self._template is not None:
             self._template.close()
 
@@ -83,7 +83,7 @@ class PromptBuilder:
     async def _run(self, num_characters: int, function: Callable[[], _T]) -> _T:
         if num_characters <= _INLINE_CHARACTERS:
             return function()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        return await self._threads.run(function)
 
     def _chat_ids(self, chat: pb.ChatInput) -> list[int]:
         if self._template is None:

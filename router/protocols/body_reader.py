@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from midstream.errors import InvalidArgumentError
 from router.authentication import current_caller
+from router.pipeline.fair_threads import FairThreads
 from router.protocols.body_budget import BodyBudget
 from router.protocols.openai.body import Body
 
@@ -23,7 +22,8 @@ class BodyReader:
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
-        self._parser = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+        # One at a time: parsers hold the GIL, and two would starve the loop for twice as long.
+        self._threads = FairThreads(1, "bodies")
 
     async def read(self, request: Request, make: Callable[[Body], _T]) -> _T:
         """Return the result of `make` for the parsed body; long bodies are parsed outside of the event loop.
@@ -43,6 +43,4 @@ class BodyReader:
                     raise InvalidArgumentError(f"the body has more than {limit} bytes")
             if len(data) <= _INLINE_BYTES:
                 return make(Body.parse(bytes(data)))
-            # One at a time: parsers hold the GIL, and two would starve the loop for twice as long.
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._parser, lambda: make(Body.parse(bytes(data))))
+            return await self._threads.run(lambda: make(Body.parse(bytes(data))))

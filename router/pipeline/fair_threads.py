@@ -1,0 +1,121 @@
+"""Threads for work that would block the event loop, shared between clients in turn.
+
+In a plain thread pool one client's work would wait behind all that another has sent before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from midstream.errors import OverloadedError
+from router.authentication import current_caller
+
+_T = TypeVar("_T")
+
+
+class FairThreads:
+    """Runs functions for the current caller; of those that wait, the next one is of the next client.
+
+    Attributes:
+        num_waiting: Functions that wait for a thread.
+    """
+
+    def __init__(
+        self, num_threads: int, name: str, *, num_per_client: int = 0, max_waiting_per_client: int = 0
+    ) -> None:
+        """Start no thread before it is needed.
+
+        Args:
+            num_threads: Functions that run at once.
+            name: Prefix of the threads' names.
+            num_per_client: How many of those may be one client's; 0: all.
+            max_waiting_per_client: Functions of a client that may wait; 0: any number.
+        """
+        self.num_waiting = 0
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._num_free = num_threads
+        self._num_per_client = num_per_client or num_threads
+        self._max_waiting_per_client = max_waiting_per_client
+        self._running = Counter[str]()
+        # By client; the first of those that may run is next.
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    def close(self) -> None:
+        """Stop the threads, when what runs has ended."""
+        self._threads.shutdown(cancel_futures=True)
+
+    async def run(self, function: Callable[[], _T]) -> _T:
+        """Run a function in a thread and return its result.
+
+        Raises:
+            OverloadedError: Too much of this client's work waits.
+        """
+        client, loop = current_caller.get().name, asyncio.get_running_loop()
+        await self._wait(client)
+        try:
+            work = self._threads.submit(function)
+        except BaseException:
+            self._release(client)
+            raise
+
+        def ended(_: Future[_T]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._release, client)
+
+        # A thread goes on with its function when nobody waits for the result any more.
+        work.add_done_callback(ended)
+        return await asyncio.wrap_future(work)
+
+    async def _wait(self, client: str) -> None:
+        """Wait for a thread, and take it."""
+        if self._num_free and self._running[client] < self._num_per_client and client not in self._waiting:
+            self._take(client)
+            return
+        own = self._waiting.setdefault(client, deque())
+        if self._max_waiting_per_client and len(own) >= self._max_waiting_per_client:
+            raise OverloadedError("too many requests of this client wait to be read")
+        turn = asyncio.get_running_loop().create_future()
+        own.append(turn)
+        self.num_waiting += 1
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._release(client)
+            else:
+                self._remove(client, turn)
+            raise
+
+    def _take(self, client: str) -> None:
+        self._num_free -= 1
+        self._running[client] += 1
+
+    def _release(self, client: str) -> None:
+        self._num_free += 1
+        self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]
+        self._start_next()
+
+    def _start_next(self) -> None:
+        for client in list(self._waiting):
+            if not self._num_free:
+                return
+            if self._running[client] < self._num_per_client:
+                turn = self._waiting[client][0]
+                self._remove(client, turn)
+                if client in self._waiting:  # it is last now
+                    self._waiting[client] = self._waiting.pop(client)
+                self._take(client)
+                turn.set_result(None)
+
+    def _remove(self, client: str, turn: asyncio.Future[None]) -> None:
+        self._waiting[client].remove(turn)
+        self.num_waiting -= 1
+        if not self._waiting[client]:
+            del self._waiting[client]

@@ -1,0 +1,50 @@
+"""A limit on requests of one client that start at the same time.
+
+All requests share the event loop. Without it a request would wait for a step of each of the thousand that another
+client has sent at once, again and again until it has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+
+_MAX_STARTS_PER_CLIENT = 16
+# A start that takes longer waits for another part, and costs the event loop nothing.
+_HOLD_S = 0.5
+
+
+class StartSlots:
+    """Lets a few requests of each client start at once; the others wait in order of arrival."""
+
+    def __init__(self, max_starts_per_client: int = _MAX_STARTS_PER_CLIENT, hold_s: float = _HOLD_S) -> None:
+        self._max_starts_per_client = max_starts_per_client
+        self._hold_s = hold_s
+        self._by_client: dict[str, asyncio.Semaphore] = {}
+        self._users = Counter[str]()
+
+    @contextlib.asynccontextmanager
+    async def hold(self, client: str) -> AsyncIterator[None]:
+        """Wait for a slot, and hold it until the context ends, but not for long."""
+        slots = self._by_client.setdefault(client, asyncio.Semaphore(self._max_starts_per_client))
+        self._users[client] += 1
+        try:
+            await slots.acquire()
+            held = [slots]
+
+            def release() -> None:
+                if held:
+                    held.pop().release()
+
+            timer = asyncio.get_running_loop().call_later(self._hold_s, release)
+            try:
+                yield
+            finally:
+                timer.cancel()
+                release()
+        finally:
+            self._users[client] -= 1
+            if not self._users[client]:
+                del self._users[client], self._by_client[client]

@@ -1,0 +1,60 @@
+"""Of each client, a few requests start at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+from router.pipeline.start_slots import StartSlots
+
+
+class Starts:
+    """Requests that record when they begin to start, and start once they are let go."""
+
+    def __init__(self, slots: StartSlots) -> None:
+        self.begun: list[str] = []
+        self._slots = slots
+        self._let_go = asyncio.Semaphore(0)
+
+    async def run(self, client: str) -> None:
+        async with self._slots.hold(client):
+            self.begun.append(client)
+            await self._let_go.acquire()
+
+    def let_go(self, count: int = 1) -> None:
+        for _ in range(count):
+            self._let_go.release()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_the_requests_of_a_flood_start_a_few_at_a_time_and_others_at_once() -> None:
+    starts = Starts(StartSlots(2))
+    tasks = [asyncio.create_task(starts.run("a")) for _ in range(5)]
+    await settle()
+    assert starts.begun == ["a", "a"]
+    tasks.append(asyncio.create_task(starts.run("b")))
+    await settle()
+    assert starts.begun == ["a", "a", "b"]
+    tasks.pop(4).cancel()  # one that waits
+    starts.let_go(5)
+    await asyncio.gather(*tasks)
+    assert starts.begun == ["a", "a", "b", "a", "a"]
+
+
+async def test_a_start_that_waits_for_another_part_holds_nobody_up() -> None:
+    starts = Starts(StartSlots(1, hold_s=0.01))
+    tasks = [asyncio.create_task(starts.run("a")) for _ in range(3)]
+    async with asyncio.timeout(10):
+        while len(starts.begun) < 3:  # noqa: ASYNC110 (a timer lets them begin)
+            await asyncio.sleep(0.001)
+    starts.let_go(3)
+    await asyncio.gather(*tasks)
+    one_more = asyncio.create_task(starts.run("a"))
+    last = asyncio.create_task(starts.run("a"))
+    await settle()
+    assert len(starts.begun) == 4  # each slot was released once
+    starts.let_go(2)
+    await asyncio.gather(one_more, last)
