@@ -22,12 +22,20 @@ import grpc.aio
 from midstream import __version__
 from midstream.chunk import FinishReason
 from midstream.client.result import Result
-from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
+from midstream.errors import (
+    ExecutionError,
+    InvalidArgumentError,
+    MidstreamError,
+    NotFoundError,
+    OverloadedError,
+    UnavailableError,
+)
 from protos import kserve_pb2 as pb
 from protos import kserve_pb2_grpc
 from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import key_of, make_repeatable, request_id_of
 from router.pipeline.prompt import PromptBuilder
+from router.pipeline.stream_slots import StreamSlots
 from router.protocols.kserve.ensemble import INPUTS, OUTPUTS, check_outputs, native_request, num_rows
 from router.protocols.kserve.outputs import piece_outputs, whole_outputs
 from router.protocols.kserve.tensors import InputTensor, fill_outputs, parse_inputs
@@ -50,6 +58,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self._front = front
         self._model = front.runner.model
         self._prompts = prompts
+        self._slots = StreamSlots()
         self._num_success = self._num_failures = self._success_ns = self._failure_ns = self._last_ms = 0
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: object) -> pb.ServerLiveResponse:  # noqa: N802
@@ -148,25 +157,28 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         """Run requests as they arrive; a failed request gets its own error response and does not affect the others."""
         responses: asyncio.Queue[pb.ModelStreamInferResponse | None] = asyncio.Queue(_MAX_WAITING)
-        is_broken = False
+        failure: MidstreamError | None = None
 
         async def read() -> None:
-            nonlocal is_broken
+            nonlocal failure
             try:
                 async with asyncio.TaskGroup() as group:
-                    async for request in request_iterator:
-                        group.create_task(self._stream(request, responses, context.time_remaining()))
+                    async for request, ended in self._slots.stream(request_iterator).requests():
+                        task = group.create_task(self._stream(request, responses, context.time_remaining()))
+                        task.add_done_callback(ended)
+            except* OverloadedError as errors:
+                failure = next(error for error in errors.exceptions if isinstance(error, OverloadedError))
             except* Exception:  # from gRPC: errors of requests are sent in the stream
                 logger.debug("a stream of requests broke", exc_info=True)
-                is_broken = True
+                failure = InvalidArgumentError("the message is not a ModelInferRequest")
             await responses.put(None)
 
         reading = asyncio.create_task(read())
         try:
             while (response := await responses.get()) is not None:
                 yield response
-            if is_broken:
-                raise InvalidArgumentError("the message is not a ModelInferRequest")
+            if failure is not None:
+                raise failure
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)

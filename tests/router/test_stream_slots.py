@@ -1,0 +1,90 @@
+"""Streams of requests hold a limited part of a router's memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from midstream.errors import OverloadedError
+from protos import kserve_pb2 as pb
+from router.authentication import Caller, current_caller
+from router.pipeline.stream_slots import StreamSlots
+
+
+class Stream:
+    """A client's stream; its requests are read in a task until their number is taken."""
+
+    def __init__(self, slots: StreamSlots, client: str) -> None:
+        self.queue: asyncio.Queue[pb.ModelInferRequest] = asyncio.Queue()
+        self.received: asyncio.Queue[Callable[[object], None]] = asyncio.Queue()
+        token = current_caller.set(Caller(client))
+        self.task = asyncio.create_task(self._read(slots))
+        current_caller.reset(token)
+
+    async def _messages(self) -> AsyncIterator[pb.ModelInferRequest]:
+        while True:
+            yield await self.queue.get()
+
+    async def _read(self, slots: StreamSlots) -> None:
+        async for _, ended in slots.stream(self._messages()).requests():
+            self.received.put_nowait(ended)
+
+    async def send(self, num_bytes: int = 0) -> Callable[[object], None]:
+        """Send a request; return the callback of its end, once it was read."""
+        self.queue.put_nowait(pb.ModelInferRequest(id="x" * num_bytes))
+        async with asyncio.timeout(10):
+            return await self.received.get()
+
+    async def close(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+async def test_the_stream_that_was_idle_longest_is_ended_for_one_that_needs_its_memory() -> None:
+    slots = StreamSlots(4, 2, min_idle_s=0.0)
+    first, second, other = Stream(slots, "a"), Stream(slots, "a"), Stream(slots, "b")
+    await asyncio.sleep(0)
+    third = Stream(slots, "a")
+    with pytest.raises(OverloadedError, match="idle"):
+        await asyncio.wait_for(first.task, 10)
+    for stream in (second, third, other):
+        (await stream.send())(None)
+        await stream.close()
+
+
+async def test_a_stream_whose_request_runs_is_not_ended_and_leaves_half_of_the_slots() -> None:
+    slots = StreamSlots(4, 2, min_idle_s=0.0)
+    streams = [Stream(slots, "a") for _ in range(2)]
+    ends = [await stream.send() for stream in streams]  # now both want to read on
+    newcomers = [Stream(slots, "a") for _ in range(2)]
+    ends += [await stream.send() for stream in newcomers]
+    assert not any(stream.task.done() for stream in (*streams, *newcomers))
+    for ended in ends:
+        ended(None)
+    for stream in (*streams, *newcomers):
+        await stream.close()
+
+
+async def test_requests_in_memory_hold_up_the_next_ones_of_their_client_alone() -> None:
+    slots = StreamSlots(4, 4, max_bytes_per_client=100_000)
+    large, other = Stream(slots, "a"), Stream(slots, "b")
+    ended = await large.send(50_000)
+    large.queue.put_nowait(pb.ModelInferRequest())
+    (await other.send())(None)
+    assert large.received.empty()
+    ended(None)
+    async with asyncio.timeout(10):
+        (await large.received.get())(None)
+    await large.close()
+    await other.close()
+
+
+async def test_a_stream_that_finds_no_slot_is_refused() -> None:
+    slots = StreamSlots(1, 1, min_idle_s=60.0, wait_s=0.0)
+    holding = Stream(slots, "a")
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="too many"):
+        await asyncio.wait_for(Stream(slots, "a").task, 10)
+    await holding.close()
