@@ -120,7 +120,7 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def start_service(folder: Path, arguments: argparse.Namespace) -> Iterator[Target]:
+def start_service(folder: Path, arguments: argparse.Namespace, router_flags: str = "") -> Iterator[Target]:
     """Run one router, scheduler, detokenizer and worker as processes on this machine."""
     scheduler, worker, detokenizer, grpc_port, http_port = free_ports(5)
     model = _without_end(folder / "smollm2")
@@ -135,7 +135,7 @@ def start_service(folder: Path, arguments: argparse.Namespace) -> Iterator[Targe
         "detokenizer": f"-m detokenizer --port {detokenizer} --schedulers 127.0.0.1:{scheduler} --model {model.path} "
         "--log-level warning",
         "router": f"-m router --port {grpc_port} --http-port {http_port} --schedulers 127.0.0.1:{scheduler} "
-        f"--model {model.path} --detokenizers 127.0.0.1:{detokenizer} --log-level warning",
+        f"--model {model.path} --detokenizers 127.0.0.1:{detokenizer} --log-level warning {router_flags}",
     }
     processes: dict[str, psutil.Popen] = {}
     try:

@@ -1,0 +1,182 @@
+"""Measure how an interactive client fares beside one that abuses the service: `python -m benchmarks.abuse [NAME ...]`.
+
+Starts a router, a scheduler, a detokenizer and a worker as processes, with two clients' tokens. A probe sends a short
+request over gRPC and one over HTTP every 0.2 s, in turns alone and while another process abuses the service with the
+second token (abuses.py); it is run at a lower priority, so that what it costs its client is not measured. Prints the
+times to the first token alone and beside each abuse, their ratios, and the probe's errors.
+
+The worker has no model and takes --step-ms for a step; with --real it has the embedded one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.abuse.abuses import ABUSES, NEED_A_MODEL
+from benchmarks.abuse.probe import Probe, Seen
+from benchmarks.control_plane import wait_until_whole
+from benchmarks.http_cost import ROOT, Target, start_service
+from midstream.client import AsyncClient
+
+PROBE, ABUSER = "token-of-the-probe", "token-of-the-abuser"
+MAX_RATIO = 3.0
+# After an abuse, for its client's connections to be closed.
+_PAUSE_S = 3.0
+_START_S, _STOP_S = 60.0, 5.0
+
+
+@dataclass
+class Result:
+    """What the probe observed by API, alone and beside an abuse.
+
+    Attributes:
+        abuser: How often the abuser had which result.
+        router_mb: Largest resident memory of the router at the end of a round.
+        probe_late_s: By how much the probe itself was late at most, which is due to the machine.
+    """
+
+    alone: dict[str, Seen] = field(default_factory=lambda: defaultdict(Seen))
+    beside: dict[str, Seen] = field(default_factory=lambda: defaultdict(Seen))
+    abuser: Counter[str] = field(default_factory=Counter)
+    router_mb: float = 0.0
+    probe_late_s: float = 0.0
+
+
+def quantile(times_s: list[float], part: float) -> float:
+    """Return the smallest of some times that at least this part of them does not exceed; infinite if there are none."""
+    ordered = sorted(times_s)
+    return ordered[max(-int(-part * len(ordered) // 1) - 1, 0)] if ordered else float("inf")
+
+
+def main() -> int:
+    """Run the rounds; fail if the probe had an error or its p99 rose more than threefold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"Of {', '.join(ABUSES)}. [all]")
+    parser.add_argument("--rounds", type=int, default=2, help="Of each abuse: alone, then beside it. [2]")
+    parser.add_argument("--seconds", type=float, default=5.0, help="Of each half of a round. [5]")
+    parser.add_argument("--real", dest="fake", action="store_false", help="A worker with the embedded model.")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="Duration of a step without a model. [20]")
+    arguments = parser.parse_args()
+    names = arguments.names or [name for name in ABUSES if not (arguments.fake and name in NEED_A_MODEL)]
+    if unknown := set(names) - set(ABUSES):
+        parser.error(f"no abuse is called {', '.join(sorted(unknown))}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes are stopped too
+    results: dict[str, Result] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = Path(folder) / "tokens"
+        tokens.write_text(f"{PROBE} probe\n{ABUSER} abuser\n")
+        flags = f"--auth token --auth-tokens {tokens}"
+        with start_service(Path(folder), arguments, router_flags=flags) as target:
+            asyncio.run(wait_until_served(target))
+            for name in names:
+                results[name] = asyncio.run(measure(target, name, arguments.rounds, arguments.seconds))
+                print(f"{name}: {summary(results[name])}", flush=True)
+    report(results, Console())
+    return 1 if any(problems(result) for result in results.values()) else 0
+
+
+async def wait_until_served(target: Target) -> None:
+    """Return once the service is ready."""
+    async with AsyncClient([target.grpc], token=PROBE) as client:
+        await wait_until_whole(client)
+    await Probe(target.grpc, target.http_port, PROBE).run(2)  # to warm up
+
+
+async def measure(target: Target, name: str, num_rounds: int, seconds: float) -> Result:
+    """Run the probe alone and beside an abuse, in turns."""
+    probe, result = Probe(target.grpc, target.http_port, PROBE), Result()
+    for _ in range(num_rounds):
+        for api, seen in (await probe.run(seconds)).items():
+            result.alone[api].add(seen)
+        result.probe_late_s = max(result.probe_late_s, probe.late_s)
+        async with running_abuser(target, name, result.abuser):
+            for api, seen in (await probe.run(seconds)).items():
+                result.beside[api].add(seen)
+            result.probe_late_s = max(result.probe_late_s, probe.late_s)
+            result.router_mb = max(result.router_mb, target.processes["router"].memory_info().rss / 1e6)
+        await asyncio.sleep(_PAUSE_S)
+    return result
+
+
+@contextlib.asynccontextmanager
+async def running_abuser(target: Target, name: str, outcomes: Counter[str]) -> AsyncIterator[None]:
+    """Run an abuse, which is in place inside the context; count its outcomes."""
+    ports = (target.grpc.rpartition(":")[2], str(target.http_port))
+    abuser = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.abuse.abuses", name, *ports, ABUSER),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert abuser.stdout is not None
+    try:
+        async with asyncio.timeout(_START_S):
+            line = await abuser.stdout.readline()
+        if line != b"ready\n":
+            raise RuntimeError(f"{name} did not start")
+        yield
+        abuser.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_S):
+                outcomes.update(json.loads(await abuser.stdout.readline()))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            abuser.kill()
+        await abuser.wait()
+
+
+def problems(result: Result) -> list[str]:
+    """Return what the abuse cost the probe beyond what is allowed."""
+    found = []
+    for api, beside in result.beside.items():
+        found += [f"{api}: {error}" for error in beside.errors]
+        ratio = quantile(beside.times_s, 0.99) / quantile(result.alone[api].times_s, 0.99)
+        if not ratio <= MAX_RATIO:
+            found.append(f"{api}: p99 is {ratio:.1f} times that alone")
+    return found
+
+
+def summary(result: Result) -> str:
+    """Return a result as a line."""
+    parts = []
+    for api, beside in result.beside.items():
+        alone = result.alone[api].times_s
+        middle, high = (
+            f"{1e3 * quantile(alone, part):.0f} -> {1e3 * quantile(beside.times_s, part):.0f} ms"
+            for part in (0.5, 0.99)
+        )
+        ratio = quantile(beside.times_s, 0.99) / quantile(alone, 0.99)
+        served = f"{len(beside.times_s)} of {len(beside.times_s) + len(beside.errors)}"
+        parts.append(f"{api} p50 {middle}, p99 {high} ({ratio:.1f} times), served {served}")
+        parts += [f"{count} x {error[:100]}" for error, count in Counter(beside.errors).most_common(3)]
+    parts.append(f"router {result.router_mb:.0f} MB, probe late by {1e3 * result.probe_late_s:.0f} ms")
+    parts.append(f"abuser {dict(result.abuser)}")
+    return "; ".join(parts)
+
+
+def report(results: dict[str, Result], console: Console) -> None:
+    """Print a table of all results."""
+    table = Table("beside", "API", "p50 alone, ms", "beside", "p99 alone, ms", "beside", "ratio", "errors")
+    for name, result in results.items():
+        for api, beside in result.beside.items():
+            alone = result.alone[api].times_s
+            quantiles = [1e3 * quantile(times, part) for part in (0.5, 0.99) for times in (alone, beside.times_s)]
+            ratio = quantiles[3] / quantiles[2]
+            table.add_row(name, api, *(f"{value:.0f}" for value in quantiles), f"{ratio:.1f}", str(len(beside.errors)))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""The verdict on an abuse is computed from what the probe observed."""
+
+from __future__ import annotations
+
+from benchmarks.abuse.__main__ import Result, problems, quantile
+from benchmarks.abuse.probe import Seen
+
+
+def test_quantiles_are_observed_values() -> None:
+    times = [float(number) for number in range(1, 101)]
+    assert [quantile(times, part) for part in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
+    assert quantile([2.0], 0.99) == 2.0
+    assert quantile([], 0.99) == float("inf")
+
+
+def test_errors_and_a_p99_of_more_than_three_times_alone_are_problems() -> None:
+    result = Result()
+    for api, beside in (("gRPC", [0.3]), ("HTTP", [0.4])):
+        result.alone[api] = Seen([0.1])
+        result.beside[api] = Seen(beside)
+    assert problems(result) == ["HTTP: p99 is 4.0 times that alone"]
+    result.beside["gRPC"].errors.append("UNAVAILABLE")
+    result.beside["HTTP"].times_s = []
+    assert problems(result) == ["gRPC: UNAVAILABLE", "HTTP: p99 is inf times that alone"]
