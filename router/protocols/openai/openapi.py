@@ -146,12 +146,11 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
     """Return the schemas shared by completions and chat completions."""
     words = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_WORD_CHARACTERS}
     return {
-        "model": names,
+        **_request_fields(names),
+        **_sampling_fields(),
         "max_tokens": _integer(1, 0xFFFFFFFF),
         "n": _integer(1, 128),
         "seed": {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 64) - 1},
-        "temperature": _number(0, 100),
-        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "top_k": _integer(-1, 0xFFFFFFFF),
         "min_p": _number(0, 1),
         "presence_penalty": _number(-2, 2),
@@ -170,7 +169,6 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
         "include_stop_str_in_output": _FLAG,
         "skip_special_tokens": _FLAG,
         "return_token_ids": _FLAG,
-        "stream": _FLAG,
         "stream_options": {"type": "object", "properties": {"include_usage": _FLAG}},
         "response_format": {
             "type": "object",
@@ -194,12 +192,28 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
                 "json_object": _FLAG,
             },
         },
-        "priority": _integer(-100, 100),
+        "detached": _FLAG,
+    }
+
+
+def _request_fields(names: Part) -> Part:
+    """Return the schemas that endpoints share with embeddings."""
+    return {
+        "model": names,
+        "user": _NAME,
         "request_id": _NAME,
         "cache_salt": _NAME,
-        "user": _NAME,
-        "detached": _FLAG,
+        "priority": _integer(-100, 100),
         "timeout_ms": _integer(1, 1 << 53),
+    }
+
+
+def _sampling_fields() -> Part:
+    """Return the schemas shared by all generating endpoints."""
+    return {
+        "temperature": _number(0, 100),
+        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "stream": _FLAG,
     }
 
 
@@ -207,15 +221,7 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
     """Return the paths of the endpoints for embeddings, scores and reranking."""
     text = {"type": "string", "minLength": 1}
     texts = {"type": "array", "items": text, "minItems": 1, "maxItems": 1024}
-    common = {
-        "model": names,
-        "user": _NAME,
-        "request_id": _NAME,
-        "cache_salt": _NAME,
-        "priority": _integer(-100, 100),
-        "timeout_ms": _integer(1, 1 << 53),
-        "pooling": {"enum": ["last", "mean"]},
-    }
+    common = {**_request_fields(names), "pooling": {"enum": ["last", "mean"]}}
     vectors = {
         **common,
         "input": inputs,
@@ -247,10 +253,8 @@ def _responses_fields(names: Part) -> Part:
         "previous_response_id": _TEXT,
         "store": _FLAG,
         "background": _FLAG,
-        "stream": _FLAG,
+        **_sampling_fields(),
         "max_output_tokens": _integer(1, 0xFFFFFFFF),
-        "temperature": _number(0, 100),
-        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "tools": {"type": "array", "items": _OBJECT},
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _OBJECT]},
         "parallel_tool_calls": _FLAG,
@@ -286,9 +290,7 @@ def _messages_fields(names: Part) -> Part:
         "max_tokens": _integer(1, 0xFFFFFFFF),
         "system": {"anyOf": [_TEXT, {"type": "array", "items": text}]},
         "stop_sequences": {"type": "array", "items": stop, "maxItems": MAX_STOP_WORDS},
-        "stream": _FLAG,
-        "temperature": _number(0, 100),
-        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        **_sampling_fields(),
         "top_k": _integer(0, 0xFFFFFFFF),
         "tools": {"type": "array", "items": tool},
         "tool_choice": _OBJECT,
