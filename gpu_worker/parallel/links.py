@@ -1,10 +1,14 @@
-"""Tensor communication between ranks through torch.distributed: NCCL between GPUs, gloo on CPUs.
+"""Tensor communication between ranks through torch.distributed: NCCL between GPUs, gloo on CPUs, where ranks on one
+host add through shared memory.
 
 All ranks of a stage must make the same calls in the same order; so must both ends of a link between stages.
 """
 
 from __future__ import annotations
 
+import logging
+import mmap
+import os
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -14,6 +18,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.shared_sums import SharedSums, can_share, find_memory, offer_memory
+
+logger = logging.getLogger(__name__)
 
 # Longer than any pause of a healthy rank within a step; the lifelines detect dead ranks earlier.
 _TIMEOUT = timedelta(minutes=10)
@@ -51,6 +58,27 @@ class RankLinks:
         # Creating a process group is collective: every rank takes part in creating all of them.
         groups = [dist.new_group(self._of_stage(stage), timeout=_TIMEOUT) for stage in range(ranks.pipeline_size)]
         self._stage_group = groups[ranks.stage]
+        self._shared = None if is_gpu else self._share_memory(store)
+
+    def _share_memory(self, store: Store) -> SharedSums | None:
+        """Return memory shared by all ranks of the stage; None if they cannot share any."""
+        size, rank = self.ranks.tensor_size, self.ranks.tensor_rank
+        if not can_share(size):
+            return None
+        name, handle = f"sums of stage {self.ranks.stage}", -1
+        memory: mmap.mmap | None
+        if rank == 0:
+            memory, handle = offer_memory(store, name, size)
+        else:
+            memory = find_memory(store, name)
+        has_memory = torch.tensor([memory is not None], dtype=torch.int32)
+        dist.all_reduce(has_memory, op=dist.ReduceOp.MIN, group=self._stage_group)
+        if rank == 0:
+            os.close(handle)
+        if memory is None or not has_memory:
+            logger.info("ranks of the stage are on several hosts: they add through gloo")
+            return None
+        return SharedSums(memory, rank, size, _TIMEOUT.total_seconds())
 
     def close(self) -> None:
         """Leave the group."""
@@ -63,6 +91,8 @@ class RankLinks:
         if self.ranks.tensor_size == 1:
             return x
         x = x.contiguous()
+        if self._shared is not None and x.dtype == torch.float32:
+            return self._shared.sum(x)
         if not self._is_ordered:
             dist.all_reduce(x, group=self._stage_group)
             return x
