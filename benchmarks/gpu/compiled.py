@@ -42,6 +42,7 @@ from kernels import Activation, BlockWeight, KvScales
 from kernels import triton as operations
 from kernels.block_weight import KINDS
 from kernels.triton import dependent_launch
+from kernels.triton.rank_sum import RankSum
 
 # Compute capabilities of Ampere, Hopper and Blackwell.
 CAPABILITIES = (80, 90, 100)
@@ -371,6 +372,11 @@ def _grouped_linear(num_rows: int) -> None:
     operations.grouped_linear(_meta(num_rows, 2048), _meta(64, 1408, 2048), _ints(num_rows))
 
 
+def _add_ranks(num_ranks: int) -> None:
+    addresses = torch.empty(num_ranks, dtype=torch.int64, device="meta")
+    RankSum(addresses, addresses, 0, 1 << 18, torch.bfloat16)(_meta(1, 4096))
+
+
 CASES: dict[str, Callable[[], object]] = {
     "decode, batch 64": lambda: _attend(64, 64),
     "decode, batch 1": lambda: _attend(1, 1, num_shares=50),
@@ -382,6 +388,7 @@ CASES: dict[str, Callable[[], object]] = {
     "prefill, head size 80": lambda: _attend(16384, 8, heads=(16, 16, 80)),
     "prefill, group of 3": lambda: _attend(16384, 8, heads=(9, 3, 64)),
     "batch-invariant": lambda: _attend(16384, 8, is_batch_invariant=True),
+    "sum of 8 ranks": lambda: _add_ranks(8),
     "norm": lambda: operations.rms_norm(_meta(64, 4096), _meta(4096), 1e-5),
     "head norm": lambda: operations.rms_norm(_meta(64, 32, 128), _meta(128), 1e-5),
     "residual norm": lambda: operations.add_rms_norm(_meta(64, 4096), _meta(64, 4096), _meta(4096), 1e-5),

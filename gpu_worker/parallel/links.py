@@ -1,5 +1,5 @@
-"""Tensor communication between ranks through torch.distributed: NCCL between GPUs, gloo on CPUs, where ranks on one
-host add through shared memory.
+"""Tensor communication between ranks through torch.distributed: NCCL between GPUs, gloo on CPUs. Small sums between the
+GPUs of a host, and sums between CPU ranks of a host, go through memory that they share.
 
 All ranks of a stage must make the same calls in the same order; so must both ends of a link between stages.
 """
@@ -11,6 +11,7 @@ import mmap
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,10 @@ from torch.distributed.distributed_c10d import Store
 
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.shared_sums import SharedSums, can_share, find_memory, offer_memory
+from gpu_worker.parallel.symmetric_sums import symmetric_sum
+
+if TYPE_CHECKING:
+    from kernels.triton.rank_sum import RankSum
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +63,9 @@ class RankLinks:
         # Creating a process group is collective: every rank takes part in creating all of them.
         groups = [dist.new_group(self._of_stage(stage), timeout=_TIMEOUT) for stage in range(ranks.pipeline_size)]
         self._stage_group = groups[ranks.stage]
+        # Made in the first sum, which is one of the warm-up.
+        self._has_tried_one_shot = False
+        self._one_shot: tuple[RankSum, object] | None = None
         self._shared = None if is_gpu else self._share_memory(store)
 
     def _share_memory(self, store: Store) -> SharedSums | None:
@@ -93,6 +101,12 @@ class RankLinks:
         x = x.contiguous()
         if self._shared is not None and x.dtype == torch.float32:
             return self._shared.sum(x)
+        if x.is_cuda:
+            if not self._has_tried_one_shot:
+                self._has_tried_one_shot = True
+                self._one_shot = symmetric_sum(self.ranks, self._stage_group, x.dtype, x.device)
+            if self._one_shot is not None and self._one_shot[0].takes(x):
+                return self._one_shot[0](x)
         if not self._is_ordered:
             dist.all_reduce(x, group=self._stage_group)
             return x

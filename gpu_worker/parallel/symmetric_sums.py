@@ -1,0 +1,49 @@
+"""One-shot sums of small tensors between the GPUs of a host, over PyTorch's symmetric memory."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from gpu_worker.parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from kernels.triton.rank_sum import RankSum
+
+logger = logging.getLogger(__name__)
+
+# Largest sum: 32 rows of 4,096 numbers in 16 bits. Every rank reads all parts, so larger ones are better left to NCCL.
+NUM_BYTES = 1 << 18
+
+
+def symmetric_sum(
+    ranks: Ranks, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
+) -> tuple[RankSum, object] | None:
+    """Return the one-shot sum of the ranks of a stage, and the memory to keep for it; None on all of them if one lacks
+    what it needs: Triton, and GPUs that can address each other's memory. All ranks of the stage call it together.
+    """
+    memory, addresses = None, None
+    try:
+        # Imported here because they need Triton, and a build of PyTorch for GPUs.
+        from torch.distributed import _symmetric_memory as symmetric
+
+        from kernels.triton.rank_sum import RankSum, signal_bytes
+
+        size = 2 * NUM_BYTES + signal_bytes(NUM_BYTES, ranks.tensor_size)
+        memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+        memory.zero_()
+        handle = symmetric.rendezvous(memory, group)
+        addresses = list(handle.buffer_ptrs)
+    except (ImportError, AttributeError, NotImplementedError, RuntimeError) as error:
+        logger.info("ranks add through NCCL: %s", error)
+    # No rank signals another before that one's memory is zero.
+    has_memory = torch.tensor([addresses is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(has_memory, op=dist.ReduceOp.MIN, group=group)
+    if addresses is None or not has_memory.item():
+        return None
+    parts = torch.tensor(addresses, dtype=torch.int64, device=device)
+    add = RankSum(parts, parts + 2 * NUM_BYTES, ranks.tensor_rank, NUM_BYTES, dtype)
+    return add, (memory, handle)

@@ -1,0 +1,68 @@
+"""Setting up one-shot sums on GPUs, with stand-ins for symmetric memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric
+
+from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.symmetric_sums import NUM_BYTES, symmetric_sum
+
+CPU = torch.device("cpu")
+RANKS = Ranks(rank=1, world_size=2, tensor_size=2)
+GROUP = cast("dist.ProcessGroup", object())
+
+
+@pytest.fixture
+def memories(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Stand in for symmetric memory; return another rank's memory and this one's, once they are made."""
+    made: list[Tensor] = []
+
+    def empty(size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made.extend(torch.full((size,), 255, dtype=dtype) for _ in range(2))
+        return made[1]
+
+    def rendezvous(memory: Tensor, group: object) -> Any:
+        assert group is GROUP
+        return SimpleNamespace(buffer_ptrs=[each.data_ptr() for each in made])
+
+    monkeypatch.setattr(symmetric, "empty", empty)
+    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    return made
+
+
+def test_memory_is_clear_before_it_is_used_and_small_sums_are_taken(memories: list[Tensor]) -> None:
+    made = symmetric_sum(RANKS, GROUP, torch.bfloat16, CPU)
+    assert made is not None
+    assert not memories[1].any()
+    add = made[0]
+    assert add._parts.tolist() == [memory.data_ptr() for memory in memories]
+    assert (add._signals - add._parts).tolist() == [2 * NUM_BYTES] * 2
+    # A turn's number for each block of 1,024 numbers and each rank.
+    assert len(memories[1]) == 2 * NUM_BYTES + NUM_BYTES // 2 // 1024 * 2 * 4
+    assert len(add._turns) == NUM_BYTES // 2 // 1024
+    assert add.takes(torch.empty(32, 4096, dtype=torch.bfloat16))
+    assert not add.takes(torch.empty(33, 4096, dtype=torch.bfloat16))
+    assert not add.takes(torch.empty(1, 4096))
+
+
+@pytest.mark.usefixtures("memories")
+def test_all_ranks_leave_it_if_one_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **_: x.zero_())
+    assert symmetric_sum(RANKS, GROUP, torch.bfloat16, CPU) is None
+
+
+@pytest.mark.usefixtures("memories")
+def test_a_gpu_without_peers_leaves_sums_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no peer access")
+
+    monkeypatch.setattr(symmetric, "rendezvous", refuse)
+    assert symmetric_sum(RANKS, GROUP, torch.bfloat16, CPU) is None

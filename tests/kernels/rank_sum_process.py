@@ -1,0 +1,55 @@
+"""Ranks of `RankSum` in Triton's interpreter, a process each: python -m tests.kernels.rank_sum_process FOLDER NUMBER.
+
+The folder has a file of each rank's memory, which stands in for a GPU's, and gets a file of each rank's sums.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from kernels.triton.rank_sum import RankSum, signal_bytes
+
+NUM_BYTES, DTYPE = 4096, torch.float16
+# Numbers of elements: some more than a block, some as many as there may be, one more than that.
+COUNTS = (5, 1500, 2049, 2048)
+
+
+def addends(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(count, generator=generator).to(DTYPE) for count in COUNTS]
+
+
+def run_rank(folder: Path, rank: int, num_ranks: int) -> None:
+    size = 2 * NUM_BYTES + signal_bytes(NUM_BYTES, num_ranks)
+    memories = [
+        torch.from_file(str(folder / f"memory-{other}"), shared=True, size=size, dtype=torch.uint8)
+        for other in range(num_ranks)
+    ]
+    parts = torch.tensor([memory.data_ptr() for memory in memories])
+    add = RankSum(parts, parts + 2 * NUM_BYTES, rank, NUM_BYTES, DTYPE)
+    sums = [add(x) for x in addends(rank) if add.takes(x)]
+    torch.cat(sums).view(torch.uint8).numpy().tofile(folder / f"sums-{rank}")
+
+
+def main() -> None:
+    folder, num_ranks = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    # Processes because the interpreter runs one kernel at a time; forked, so that they import everything once.
+    children = []
+    for rank in range(num_ranks):
+        child = os.fork()
+        if not child:
+            run_rank(folder, rank, num_ranks)
+            os._exit(0)
+        children.append(child)
+    sys.exit(any(os.waitpid(child, 0)[1] for child in children))
+
+
+if __name__ == "__main__":
+    main()
