@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Each address represents a host. As in pods, a component has the same port on all of them.
 FIRST, SECOND = "127.0.0.1", "127.0.0.2"
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class Cluster(NamedProcesses):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 NUM_TOKENS = 200
+# So slow that streams are still running when a part dies, also on a busy machine.
+STEP_MS = 20
 # The delay before `midstream up` restarts a process that has died for the first time.
 BACKOFF_S = 0.25
 
@@ -48,7 +50,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 async def test_streams_go_on_when_the_scheduler_is_killed(tmp_path: Path, kind: str) -> None:
-    with running(Parts(tmp_path, "--journal", kind)) as parts:
+    with running(Parts(tmp_path, "--journal", kind, step_ms=STEP_MS)) as parts:
         async with parts.stub() as stub:
             half_way = asyncio.Event()
             streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000, 3000)]
@@ -59,13 +61,13 @@ async def test_streams_go_on_when_the_scheduler_is_killed(tmp_path: Path, kind: 
             results = await asyncio.gather(*streams)
     for first, (received, longest) in zip((1000, 2000, 3000), results, strict=True):
         assert received == list(range(first + 1, first + 1 + NUM_TOKENS))
-        assert longest < 10, "a guard against hanging; the goal is measured on an idle machine"
+        assert longest < 40, "a guard against hanging; the goal is measured on an idle machine"
     print(f"longest time without a token: {max(longest for _, longest in results):.2f} s")
     assert '"num_unfinished": 3' in parts.log("scheduler")
 
 
 async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_on(tmp_path: Path, kind: str) -> None:
-    with running(Parts(tmp_path, "--journal", kind)) as parts:
+    with running(Parts(tmp_path, "--journal", kind, step_ms=STEP_MS)) as parts:
         async with parts.stub() as stub:
             # The limit must not apply to the scheduler's log, so make the journal larger than it.
             async for _ in stub.Generate(tokens([40_000] * 8000, max_tokens=1), timeout=60):
@@ -76,7 +78,7 @@ async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_o
             process = parts.processes["scheduler"]
             size = _num_journal_bytes(tmp_path)
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
-            assert await asyncio.to_thread(process.wait, 20) == 1
+            assert await asyncio.to_thread(process.wait, 60) == 1
             parts.start("scheduler")
             received, _ = await stream
     assert received == list(range(1001, 1001 + NUM_TOKENS))
@@ -100,7 +102,7 @@ def _remove_journal(folder: Path) -> None:
 async def test_a_journal_that_is_deleted_in_use_is_begun_anew_and_a_successor_goes_on(
     tmp_path: Path, kind: str
 ) -> None:
-    with running(Parts(tmp_path, "--journal", kind)) as parts:
+    with running(Parts(tmp_path, "--journal", kind, step_ms=STEP_MS)) as parts:
         async with parts.stub() as stub:
             half_way = asyncio.Event()
             streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000)]
@@ -118,7 +120,7 @@ async def test_a_journal_that_is_deleted_in_use_is_begun_anew_and_a_successor_go
 
 async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(tmp_path: Path, kind: str) -> None:
     path = str(tmp_path / "journal")
-    with running(Parts(tmp_path, "--journal", kind)) as parts:
+    with running(Parts(tmp_path, "--journal", kind, step_ms=STEP_MS)) as parts:
         async with parts.stub() as stub:
             await read(stub, 1000, asyncio.Event())
             port, worker_port = free_ports(2)
@@ -126,7 +128,7 @@ async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(tmp_pa
             command = python_command("scheduler", *flags, "--journal-path", path)
             successor = await asyncio.to_thread(subprocess.Popen, command, env=environment(), stderr=subprocess.DEVNULL)
             try:
-                assert await asyncio.to_thread(parts.processes["scheduler"].wait, 20) == 1
+                assert await asyncio.to_thread(parts.processes["scheduler"].wait, 60) == 1
                 assert successor.poll() is None
             finally:
                 successor.kill()

@@ -71,7 +71,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def run_cell(**settings: Any) -> AsyncIterator[Cell]:
-    values: dict[str, Any] = {"port": 0, "worker_port": 0, "journal": "off"} | settings
+    # The machine that runs the tests may stand still for some seconds.
+    values: dict[str, Any] = {"port": 0, "worker_port": 0, "journal": "off", "worker_timeout_ms": 60_000} | settings
     config = SchedulerConfig(**values)
     service = SchedulerService(config, MODEL)
     await service.start()

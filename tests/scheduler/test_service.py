@@ -191,21 +191,22 @@ async def test_abort_and_deadline_end_the_feed() -> None:
 async def test_a_worker_lost_in_the_middle_costs_no_token(how: str) -> None:
     # Only silence reveals a frozen worker; a dead worker closes its connection.
     timeout_ms = 400 if how == "freeze" else 600_000
+    num_tokens = 250
     async with run_cell(worker_timeout_ms=timeout_ms, heartbeat_interval_ms=50) as cell:
         first = await cell.worker(group_id="one", step_ms=5)
         feed = await Feed(cell.stub).open()
         for stream in range(4):
-            await cell.submit(f"r{stream}", [10 * stream, 3], 60)
+            await cell.submit(f"r{stream}", [10 * stream, 3], num_tokens)
             await feed.attach(stream, f"r{stream}")
+        await cell.worker(group_id="two")
         while len(feed.tokens.get(3, [])) < 10:
             await feed.read()
-        await cell.worker(group_id="two")
         getattr(first, how)()
         await feed.read_until(0, 1, 2, 3)
-        assert all(feed.tokens[stream] == list(range(4, 64)) for stream in range(4))
+        assert all(feed.tokens[stream] == list(range(4, 4 + num_tokens)) for stream in range(4))
         if how == "freeze":
             first.thaw()
-            await until(lambda: first.num_registrations == 2)
+            await until(lambda: first.num_registrations >= 2)
             assert cell.service.engine.core.totals.num_stale_messages > 0
         stats = await cell.stats()
         assert stats.kv_cache_stats.used_num_blocks == 0
