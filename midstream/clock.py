@@ -23,7 +23,7 @@ class SteadyClock:
 
         Args:
             wall_ns: Unix nanoseconds; default: the system's.
-            monotonic_ns: Nanoseconds since some time; default: the system's.
+            monotonic_ns: Nanoseconds since an arbitrary time; default: the system's.
             boot_id: Identifies the machine and boot for which `monotonic_ns` is valid; default: the system's.
         """
         self._wall_ns = wall_ns or time.time_ns

@@ -30,7 +30,7 @@ class MidstreamError(Exception):
 
     Attributes:
         message: What is wrong and what to do, in a sentence.
-        field: Path of the request field or flag at fault, such as `sampling.temperature`; empty when there is none.
+        field: Path of the request field or flag at fault, such as `sampling.temperature`; empty if there is none.
     """
 
     code: ClassVar[StatusCode] = StatusCode.INTERNAL

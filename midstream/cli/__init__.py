@@ -20,19 +20,19 @@ from midstream.python_process import python_command, python_environment
 COMMANDS = {
     "up": ("midstream.cli.up", "start everything on this machine"),
     "serve": ("midstream.cli.serve", "serve a model: `up` with the model as argument"),
-    "status": ("midstream.cli.status", "show running parts: addresses, epochs, health"),
+    "status": ("midstream.cli.status", "show running processes: addresses, epochs, health"),
     "down": ("midstream.cli.down", "stop everything after streams finish"),
     "generate": ("midstream.cli.generate", "stream the answer to one prompt"),
     "chat": ("midstream.cli.chat", "hold a conversation"),
-    "keys": ("midstream.cli.keys", "make a key pair for the link between scheduler and workers"),
-    "certificates": ("midstream.cli.certificates", "make certificates for parts and clients"),
+    "keys": ("midstream.cli.keys", "create a key pair for the connection between scheduler and workers"),
+    "certificates": ("midstream.cli.certificates", "create certificates for services and clients"),
     "models": ("midstream.cli.models", "list the supported model families"),
     "prepare": ("midstream.cli.prepare", "prepare a model folder"),
     "doctor": ("midstream.cli.doctor", "check this machine and suggest a fix for each problem"),
     "demo": ("midstream.cli.demo", "start everything, stream a few answers at once, stop"),
     "bench": ("midstream.cli.bench.command", "measure a running service"),
     "lora": ("midstream.cli.lora", "load, unload and list adapters"),
-    "top": ("midstream.cli.top.command", "watch requests, batches, KV blocks and every part, live"),
+    "top": ("midstream.cli.top.command", "show requests, batches, KV blocks and processes, live"),
     "stats": ("midstream.cli.stats", "show statistics of the scheduler's iterations"),
 }
 # Name -> (module, help). Run as separate processes, since services are not imported here; they parse all arguments.
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of the pipe has closed it
+    except BrokenPipeError:  # the reader has closed the pipe
         sys.stderr.close()
         return 1
     except OSError as error:

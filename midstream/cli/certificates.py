@@ -1,4 +1,4 @@
-"""`midstream certificates`: create a CA and certificates for parts and clients, signed by it."""
+"""`midstream certificates`: create a CA, and certificates for services and clients that it signs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names",
         nargs="+",
         metavar="NAME",
-        help=f"Names to issue certificates for: {', '.join(PARTS)} are parts; any other name is a client.",
+        help=f"Names to issue certificates for: {', '.join(PARTS)} are services; any other name is a client.",
     )
     parser.add_argument("--output", type=Path, default=Path(), metavar="FOLDER", help="Output directory. [.]")
     parser.add_argument(
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="Host name or address of a part; repeatable. [localhost, 127.0.0.1]",
+        help="Host name or address of a service; repeatable. [localhost, 127.0.0.1]",
     )
     parser.add_argument("--days", type=int, default=365, metavar="N", help="Validity in days. [365]")
 

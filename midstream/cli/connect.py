@@ -18,7 +18,7 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         "--address",
         action="append",
         metavar="HOST:PORT",
-        help="A router; repeatable. [those that `midstream up` started]",
+        help="Address of a router; repeatable. [the routers started by `midstream up`]",
     )
     add_credentials(parser)
     add_run_dir(parser)
@@ -30,17 +30,20 @@ def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None, 
     default = "the model's" if temperature is None else str(temperature)
     parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=f"0 is greedy. [{default}]")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="Keep the most likely tokens up to this probability. [the model's]"
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="Sample from the most likely tokens up to this cumulative probability. [model default]",
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="Keep the K most likely tokens; 0: all. [the model's]")
+    parser.add_argument("--top-k", type=int, metavar="K", help="Keep the K most likely tokens; 0: all. [model default]")
     parser.add_argument(
         "--min-p",
         type=float,
         metavar="P",
-        help="Keep tokens at least P times as likely as the most likely one. [the model's]",
+        help="Keep only tokens that are at least P times as likely as the most likely one. [model default]",
     )
     parser.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="Above 1: discourage repetition. [the model's]"
+        "--repetition-penalty", type=float, metavar="R", help="Above 1: discourage repetition. [model default]"
     )
     parser.add_argument("--presence-penalty", type=float, metavar="P", help="Penalty on tokens already generated. [0]")
     parser.add_argument(

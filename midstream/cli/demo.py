@@ -1,6 +1,6 @@
-"""`midstream demo`: start every part, stream several answers at once, print their speed, and stop.
+"""`midstream demo`: start all processes, stream several answers at once, print their speed, and stop.
 
-With `--kill`, parts are killed while answers stream (kill_demo.py).
+With `--kill`, processes are killed while answers stream (kill_demo.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routers", type=int, default=2, metavar="N", help="[2]")
     parser.add_argument("--detokenizers", type=int, default=2, metavar="N", help="[2]")
     parser.add_argument("--workers", type=int, metavar="N", help="[1, with --kill 2]")
-    parser.add_argument("--kill", action="store_true", help="Kill parts while answers stream; compare every token.")
+    parser.add_argument(
+        "--kill", action="store_true", help="Kill processes while answers stream, and compare every token."
+    )
     parser.add_argument("--kills", type=int, default=8, metavar="N", help="With --kill: number of kills. [8]")
     parser.add_argument("--record", type=Path, metavar="FILE", help="With --kill: write the view as an animated SVG.")
 

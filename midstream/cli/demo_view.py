@@ -21,7 +21,7 @@ _MAX_HEIGHT = 14
 
 
 class ShownAnswer(Protocol):
-    """The part of an answer that the view reads."""
+    """The attributes of an answer that the view reads."""
 
     prompt: str
     text: str
@@ -29,7 +29,7 @@ class ShownAnswer(Protocol):
 
 
 class DemoView:
-    """Shows `answers`, which change between calls. A context manager."""
+    """Context manager that shows `answers`, which change between updates."""
 
     def __init__(self, answers: Sequence[ShownAnswer], console: Console) -> None:
         self._answers = answers

@@ -1,4 +1,4 @@
-"""Shows a run's state: a table that changes in place on a terminal, a line per change elsewhere."""
+"""Show a run's state: a table that changes in place on a terminal, a line per change elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PHASE_STYLES = {
 
 
 class LiveDisplay(ABC):
-    """A view that a terminal shows inside the context; elsewhere, and after the context, changes are printed as
+    """Context manager that shows a live view on a terminal. Elsewhere, and after the context, it prints changes as
     lines.
     """
 
@@ -58,7 +58,7 @@ class LiveDisplay(ABC):
 
 
 class RunDisplay(LiveDisplay):
-    """Shows the progress of a run; call it with the state whenever that may have changed."""
+    """Show the progress of a run. Call it with the state whenever the state may have changed."""
 
     def __init__(self, console: Console) -> None:
         self._seen: dict[str, tuple[str, str]] = {}

@@ -40,7 +40,7 @@ _PACKAGES = {
 
 
 class Verdict(StrEnum):
-    """Result of a check. `slow`: a service runs, but below its normal speed; `fault`: a service does not run."""
+    """Result of a check. `slow`: a service would run below its normal speed; `fault`: a service would not run."""
 
     GOOD = "good"
     SLOW = "slow"
@@ -49,7 +49,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Finding of one check; `cure` is the suggested fix, empty if none is needed."""
+    """Outcome of one check; `cure` is the suggested fix, empty if none is needed."""
 
     name: str
     verdict: Verdict
@@ -137,7 +137,7 @@ def _compute() -> Iterator[Finding]:
             if not machine.cuda
             else (f"update the driver for CUDA {machine.cuda}, or install a PyTorch for the driver's; see nvidia-smi")
         )
-        yield Finding("GPU", Verdict.SLOW, f"PyTorch {machine.torch} finds none, but nvidia-smi is installed", cure)
+        yield Finding("GPU", Verdict.SLOW, f"PyTorch {machine.torch} finds no GPU, but nvidia-smi is installed", cure)
     else:
         yield Finding("GPU", Verdict.GOOD, f"none; PyTorch {machine.torch} runs on the CPU")
 
@@ -154,7 +154,7 @@ def _memory(model: str) -> Finding:
     if not is_hub_name(model):
         with contextlib.suppress(MidstreamError, OSError):  # the check of the model reports the reason
             wanted += sum(file.stat().st_size for file in open_model_folder(model).weight_files)
-    text = f"{available / _GIB:.1f} GiB free; the services and the weights take about {wanted / _GIB:.1f}"
+    text = f"{available / _GIB:.1f} GiB free; the services and the weights need about {wanted / _GIB:.1f}"
     if available < wanted:
         return Finding(
             "memory", Verdict.FAULT, text, "free memory, raise the container's limit, or use a smaller model"

@@ -61,7 +61,7 @@ async def _ask(host: str, port: int, path: str, context: ssl.SSLContext | None) 
 
 def _any_certificate() -> ssl.SSLContext:
     # Health is not secret and nothing is sent, so the server's certificate is not verified here. If the port requires a
-    # client certificate, that of the parts is presented.
+    # client certificate, this process presents its own.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     cert, key = (os.environ.get(name, "") for name in ("MIDSTREAM_TLS_CERT", "MIDSTREAM_TLS_KEY"))

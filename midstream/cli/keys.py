@@ -1,4 +1,4 @@
-"""`midstream keys`: a CURVE key pair for the scheduler or a worker."""
+"""`midstream keys`: create a CURVE key pair for the scheduler or a worker."""
 
 from __future__ import annotations
 

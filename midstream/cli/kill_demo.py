@@ -1,8 +1,8 @@
-"""`midstream demo --kill`: kill one part after the other while answers stream, and compare every token.
+"""`midstream demo --kill`: kill one process after another while answers stream, and compare every token.
 
 1. Each prompt is answered once without kills; these token ids are the reference.
-2. A few streams answer the same prompts again and again. Meanwhile parts are killed (SIGKILL), one kind after the
-   other; the next kill waits until every part is ready again.
+2. A few streams answer the same prompts again and again. Meanwhile processes are killed (SIGKILL), one kind after
+   another; the next kill waits until every process is ready again.
 3. Each finished answer is compared with its reference. The exit status is 1 unless all are identical.
 """
 
@@ -63,7 +63,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Kill:
-    """One kill of a part; times are of the monotonic clock, in seconds.
+    """One kill of a process; times are in seconds of the monotonic clock.
 
     Attributes:
         longest_gap_s: Longest time without output on any stream open at the time.
@@ -77,7 +77,7 @@ class Kill:
 
 
 class KillDemo:
-    """Run streams while parts are killed, and compare the answers.
+    """Run streams while processes are killed, and compare the answers.
 
     Attributes:
         current: The answer in progress on each stream.
@@ -100,8 +100,8 @@ class KillDemo:
 
         Args:
             generate: Answers a prompt at a temperature; survives the loss of a router.
-            state: Returns what runs.
-            state_changed: Is set whenever that changes.
+            state: Returns the current state of the run.
+            state_changed: Set whenever the state changes.
             num_kills: Kills to make.
             settle_s: Pause before each kill, and after the last.
             changed: Called with a line for the log, or with an empty one when only text has grown.
@@ -145,7 +145,7 @@ class KillDemo:
         return self.num_identical + len(self.differences)
 
     def longest_gaps(self) -> dict[str, float]:
-        """Longest gap of any stream, in seconds, by the kind of part that was killed."""
+        """Longest gap of any stream, in seconds, by the kind of the killed process."""
         gaps: dict[str, float] = {}
         for kill in self.kills:
             gaps[kill.kind] = max(gaps.get(kill.kind, 0.0), kill.longest_gap_s)
@@ -212,7 +212,7 @@ class KillDemo:
         with contextlib.suppress(ProcessLookupError):
             os.kill(part.pid, signal.SIGKILL)
         self._changed(f"killed {part.name} ({part.pid})")
-        # The health of the other parts counts too: a part that cannot reach the killed one is not ready.
+        # The health of the other processes counts too: one that cannot reach the killed process is not ready.
         while not self._is_back(part):
             self._state_changed.clear()
             await self._state_changed.wait()

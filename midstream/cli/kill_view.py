@@ -1,4 +1,4 @@
-"""The view of `midstream demo --kill`: streams, parts and kills on a terminal, numbered lines elsewhere."""
+"""The view of `midstream demo --kill`: streams, processes and kills on a terminal, numbered lines elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KillView(LiveDisplay):
         self._recording = recording
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
         self._num_answers = 0
-        # A part that restarts within one frame would never be shown in red.
+        # A process that restarts within one frame would never be shown in red.
         self._red_until_s: dict[str, float] = {}
         super().__init__(console, is_transient=False, frames_per_second=12)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from midstream.errors import ExecutionError
 from midstream.python_process import python_command, python_environment
 
-# A first build of the kernels takes most of it.
+# Most of it is for a first build of the kernels.
 _TIMEOUT_S = 300.0
 
 

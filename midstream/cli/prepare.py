@@ -29,11 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         choices=("int4", "int8"),
-        help="Quantize its linear layers: int4 in groups of 32, int8 by rows. Writes a compressed-tensors checkpoint "
-        "to --output, and reports the change in perplexity on a text.",
+        help="Quantize its linear layers: int4 in groups of 32, int8 per row. Writes a compressed-tensors "
+        "checkpoint to --output, and reports the change in perplexity on a text.",
     )
     parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="Text file for the perplexity. [the topics of Python's help()]"
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="Text file on which to measure the perplexity. [the topics of Python's help()]",
     )
 
 
@@ -65,7 +68,7 @@ def _quantize(arguments: argparse.Namespace, console: Console) -> int:
         return result.returncode
     report = json.loads(result.stdout.splitlines()[-1])
     _describe(open_model_folder(str(arguments.output)), console)
-    console.print(f"{report['matrices']} matrices are {arguments.weights}")
+    console.print(f"quantized {report['matrices']} matrices to {arguments.weights}")
     if "after" in report:
         change = report["after"] / report["before"] - 1
         console.print(

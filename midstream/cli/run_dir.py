@@ -151,7 +151,7 @@ class RunDir:
 
 
 def orphans(state: RunState | None) -> list[ProcessState]:
-    """Return the parts that are still running without a supervisor, which therefore are not restarted."""
+    """Return the processes that still run without a supervisor, and therefore are not restarted."""
     return [process for process in state.processes if is_alive(process)] if state is not None else []
 
 

@@ -1,4 +1,4 @@
-"""`midstream status`: running parts with address, uptime and health."""
+"""`midstream status`: running processes with address, uptime and health."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNSUPERVISED = (
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
     """Current state of one process. `health` is `serving` or a description of the problem; `epoch` is set for some
-    parts.
+    kinds.
     """
 
     process: ProcessState

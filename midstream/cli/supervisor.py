@@ -31,7 +31,7 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 10.0
 _MAX_HANG_S = 30.0
 _REWRITE_INTERVAL_S = 1.0
-# Longer than the services' drain timeout; and the limit for parts with nothing to drain, which are safe to kill.
+# Longer than the services' drain timeout. It also limits processes that have nothing to drain, which are safe to kill.
 _STOP_TIMEOUT_S, _QUICK_STOP_S = 40.0, 2.0
 # Time for open streams after Ctrl-C. Unfinished requests are in the journal and continue at the next start.
 HURRIED_STOP_S = 3.0
@@ -50,7 +50,7 @@ class Supervisor:
     """One run of a set of processes, from start to stop.
 
     Attributes:
-        state: What runs, as last written to the run directory.
+        state: The processes, as last written to the run directory.
     """
 
     def __init__(self, run_dir: RunDir, model: str, specs: Sequence[ProcessSpec], observer: Observer) -> None:
@@ -86,7 +86,7 @@ class Supervisor:
             OSError: The run directory cannot be written.
         """
         stop_orphans(self._run_dir.read_state())
-        self._run_dir.write_state(self.state)  # where nothing can be written, nothing starts
+        self._run_dir.write_state(self.state)  # if the state cannot be written, start nothing
         self._changed()
         lives = [asyncio.create_task(process.live(), name=process.name) for process in self._processes]
         try:
@@ -220,8 +220,8 @@ class _Process:
     async def _run_once(self) -> int:
         self._exited.clear()
         with self.log.open("ab") as log:
-            # A separate session, so that Ctrl-C in the terminal reaches only the supervisor, which stops the parts in
-            # order.
+            # A separate session, so that Ctrl-C in the terminal reaches only the supervisor, which stops the processes
+            # in order.
             process = await asyncio.create_subprocess_exec(
                 *self.spec.command,
                 stdin=asyncio.subprocess.DEVNULL,

@@ -22,7 +22,7 @@ from midstream.security.private_folder import is_private
 HOST = "127.0.0.1"
 # Below the kernel's ephemeral port range, so that a restarted process finds its port free.
 _SPARE_PORTS = range(20_000, 32_000)
-# The largest count of each part that one machine can reasonably carry.
+# The maximum number of processes of each kind that one machine can reasonably run.
 _MAX_REPLICAS = 64
 # Only routers have ports for clients, regardless of MIDSTREAM_HOST.
 _INNER = ("--host", HOST)
@@ -46,12 +46,12 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The number of processes of each part, and their model; a worker has tensor_parallel * pipeline_parallel
+    """The number of processes of each kind, and their model. A worker has tensor_parallel * pipeline_parallel
     processes.
 
     Attributes:
-        host: Address that routers listen on. All other parts listen on the loopback address.
-        port: gRPC port of the first router; 0: any free one; None: the default, or any free one where it is taken.
+        host: Address that routers listen on. All other processes listen on the loopback address.
+        port: gRPC port of the first router; 0: any free one; None: the default, or any free one if that is in use.
         http_port: The same for its HTTP port.
         served_model_name: Name of the model in the API; empty: its own.
         num_prefill_workers: Number of workers that prefill, while the others decode; 0: each does both.
@@ -84,7 +84,8 @@ class Topology:
                 raise ConfigError(f"{count} is not in 1..{_MAX_REPLICAS}", field=flag)
         if not 0 <= self.num_prefill_workers < self.num_workers:
             raise ConfigError(
-                f"{self.num_prefill_workers} of {self.num_workers} workers leave none to decode; raise --workers",
+                f"{self.num_prefill_workers} of {self.num_workers} workers would prefill, which leaves none to "
+                "decode; raise --workers",
                 field="--prefill-workers",
             )
 
@@ -263,8 +264,8 @@ _reserved: set[int] = set()
 def reserve_port(port: int) -> bool:
     """Reserve a port for the lifetime of this process; return False if it is in use or reserved by another supervisor.
 
-    Parts start to listen seconds after they are planned, and a killed part does not listen; the reservation keeps
-    another supervisor from choosing the port meanwhile.
+    Processes start to listen seconds after they are planned, and a killed process does not listen. The reservation
+    keeps another supervisor from choosing the port in the meantime.
     """
     if not is_free_port(port):
         return False

@@ -1,4 +1,4 @@
-"""`midstream up`: run every part of the service as a process on this machine."""
+"""`midstream up`: run a service on this machine, with a process for each of its components."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--http-port", type=int, metavar="N", help="HTTP port; 0: any free one. [MIDSTREAM_HTTP_PORT, 8000]"
     )
-    parser.add_argument("--served-model-name", default="", metavar="NAME", help="Model name in the API. [the model's]")
+    parser.add_argument(
+        "--served-model-name", default="", metavar="NAME", help="Model name in the API. [the model's own name]"
+    )
     parser.add_argument(
         "--api-key",
         action="append",
@@ -84,9 +86,9 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_run_dir(parser)
     parser.epilog = (
-        "Any service setting can be set by a variable: MIDSTREAM_MAX_BATCH_SIZE=64 midstream up. "
-        "`midstream scheduler --help` lists those of the scheduler, and so on. Only routers listen on --host; other "
-        "parts use the loopback address."
+        "Any service setting can be set by a variable: MIDSTREAM_MAX_BATCH_SIZE=64 midstream up. `midstream "
+        "scheduler --help` lists those of the scheduler, and so on. Only routers listen on --host; all other "
+        "processes use the loopback address."
     )
 
 
@@ -131,7 +133,7 @@ def prepare_model(model: str, console: Console) -> str:
     """Open the model before the services do, so that the progress of a download or of the first preparation is visible.
 
     Returns:
-        What services open: the folder, where the model comes from the Hub.
+        What services open: the folder, if the model comes from the Hub.
 
     Raises:
         ConfigError: The model does not exist or is damaged.

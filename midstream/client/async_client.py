@@ -61,7 +61,7 @@ class AsyncClient:
             addresses: Routers as `host:port` or `dns:///host:port`, used in turn; if a request's router is lost, it
                 continues at another.
             unavailable_timeout_s: How long a stream or `embed` waits for a router, unless its deadline is sooner.
-            max_message_bytes: Largest message, each way.
+            max_message_bytes: Maximum size of a message in either direction, in bytes.
             tls: `Tls(ca=FILE)`, with `cert` and `key` if routers require a client certificate; None: plain text.
             server_name: Name in the routers' certificates, if it is not their address.
             token: Bearer token, if routers require one. Do not send it over a network without TLS.
@@ -135,10 +135,10 @@ class AsyncClient:
             client_id: Client that the request belongs to, for fairness.
             cache_salt: Prefixes are shared only with requests of the same salt.
             detached: The request continues without a listener; reattach with `resume`.
-            lora: Name of a LoRA adapter that was loaded.
+            lora: Name of a loaded LoRA adapter.
             guided: Constraint on the output's format.
             logits_post_processor: Name of a post-processor installed on the workers.
-            prompt_adapter: Name of a prompt-tuning adapter that was loaded.
+            prompt_adapter: Name of a loaded prompt-tuning adapter.
             prompt_tuning_table: Or its virtual tokens [count, hidden size], such as a numpy array of float32 or
                 float16. Token id vocabulary size + i is row i; a prompt without such ids begins with all rows.
             prompt_embeddings: The prompt itself [tokens, hidden size], instead of the first four arguments.
@@ -232,7 +232,7 @@ class AsyncClient:
             normalize: Scale vectors to length 1.
             pooling: The hidden state at the last token, or the mean of all; None: as the model was trained.
             model: Name of the served model; empty: whichever is served.
-            lora: Name of a LoRA adapter that was loaded.
+            lora: Name of a loaded LoRA adapter.
             priority: -100..100; higher runs first.
             client_id: Client that the requests belong to, for fairness.
             cache_salt: Prefixes are shared only with requests of the same salt.

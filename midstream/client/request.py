@@ -34,7 +34,7 @@ class SamplingParams:
         embedding_bias: Added to the logits of token ids.
         num_return_sequences: Number of independent sequences; with beam search, number of beams to return (default:
             all).
-        log_probs: Report log probabilities of each token and of this many likeliest tokens.
+        log_probs: Report the log probabilities of each token and of this number of most likely tokens.
         prompt_log_probs: The same for the prompt's tokens from the second on.
         return_context_logits, return_generation_logits: Report logits, as tensors in the result.
         additional_outputs: Names of further tensors; True: of the prompt as well.
@@ -198,8 +198,8 @@ def _message(message: Message) -> pb.ChatMessage:
     unknown = message.keys() - texts.keys() - {"tool_calls"}
     if unknown or not texts.keys() <= set(pb.ChatMessage.DESCRIPTOR.fields_by_name):
         raise ValueError(
-            "a chat turn has texts role, content, reasoning_content, tool_call_id, name and a list tool_calls, "
-            f"not {message}"
+            "a chat turn may have the strings role, content, reasoning_content, tool_call_id and name, and a list "
+            f"tool_calls; got {message}"
         )
     calls = message.get("tool_calls")
     return pb.ChatMessage(tool_calls_json=json.dumps(calls) if calls else "", **texts)

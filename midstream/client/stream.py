@@ -37,7 +37,7 @@ class AsyncStream:
     """Iterate over it for chunks, or await `result()`. Leaving it before its end aborts the request (unless detached).
 
     Attributes:
-        request_id: The request's id; any client can resume by it.
+        request_id: The request's id; with it any client can resume the stream.
         num_resumes: Number of times the stream was reopened.
     """
 

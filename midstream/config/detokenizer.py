@@ -20,5 +20,5 @@ class DetokenizerConfig(GrpcServiceConfig):
     router_names: str = setting(
         "router", "Certificate names allowed to call as routers, comma-separated: kinds, DNS names or URIs."
     )
-    max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")
+    max_message_bytes: int = setting(64 << 20, "Maximum size of a gRPC message, in bytes.")
     max_pending_bytes: int = setting(8 << 20, "Bytes buffered per request for a slow router.")

@@ -31,13 +31,15 @@ class RouterConfig(GrpcServiceConfig):
     max_pending_bytes: int = setting(1 << 20, "Bytes buffered for a slow reader before its stream is closed.")
     max_tensor_bytes: int = setting(256 << 20, "Maximum bytes of logits and hidden states per request.")
     max_beam_width: int = setting(16, "Maximum beam width of a request.")
-    max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")
+    max_message_bytes: int = setting(64 << 20, "Maximum size of a gRPC message, in bytes.")
     allowed_hosts: str = setting(
         "",
-        "Comma-separated Host headers accepted on the HTTP port, * for any; empty: on a loopback address "
-        "the names of this machine, on other addresses any.",
+        "Comma-separated Host headers accepted on the HTTP port, * for any; empty: the names of this machine on a "
+        "loopback address, any name on other addresses.",
     )
-    max_body_bytes: int = setting(0, "Largest HTTP body; 0: 2 MiB and 128 bytes for each token of the context.")
+    max_body_bytes: int = setting(
+        0, "Maximum size of an HTTP body, in bytes; 0: 2 MiB plus 128 bytes per token of the context."
+    )
     max_concurrent_streams: int = setting(4096, "Maximum concurrent streams on this router.")
     max_streams_per_client: int = setting(
         1024, "Maximum concurrent streams per client, or per address without a client id."
@@ -56,25 +58,25 @@ class RouterConfig(GrpcServiceConfig):
     )
     anonymous_roles: str = setting(
         "",
-        "Roles of callers without credentials; empty: with auth none all on a loopback address and generate,observe on "
-        "others, else none. Beside auth token or mtls it can be observe, for monitoring.",
+        "Roles of callers without credentials. Empty: with auth none, all roles on a loopback address and "
+        "generate,observe on others; otherwise no role. With auth token or mtls it can be observe, for monitoring.",
     )
     share_prefix_cache: bool = setting(
         False,
-        "Share cached prefixes between authenticated clients. Faster if they send the same prompts, but lets "
-        "each detect by timing what others sent.",
+        "Share cached prefixes between authenticated clients. This is faster if they send the same prompts, but "
+        "clients can infer from timing what others sent.",
     )
     adapter_root: str = setting(
         "", "Folder from which adapters may be loaded by path; empty: requests can only name loaded adapters."
     )
     tls_require_client_cert: bool = setting(False, "Accept only clients with a certificate signed by the CAs.")
     unavailable_timeout_s: float = setting(
-        30.0, "Seconds that a request without a deadline waits for an unavailable part."
+        30.0, "Seconds that a request without a deadline waits for an unavailable component."
     )
     response_ttl_s: int = setting(7 * 24 * 3600, "Seconds that a response of the Responses API is stored.")
-    max_file_bytes: int = setting(200 << 20, "Largest file that clients may upload for batches.")
-    file_ttl_s: int = setting(30 * 24 * 3600, "Seconds that files, and outputs of batches, are stored at most.")
-    max_batch_lines: int = setting(64, "Lines of batches that this router runs at once.")
+    max_file_bytes: int = setting(200 << 20, "Maximum size of a file that clients may upload for batches, in bytes.")
+    file_ttl_s: int = setting(30 * 24 * 3600, "Maximum seconds that files and batch outputs are stored.")
+    max_batch_lines: int = setting(64, "Maximum number of batch lines that this router runs concurrently.")
     trace_ratio: float = setting(1.0, "Fraction, 0 to 1, of requests traced if the client sends no traceparent.")
     tool_parser: str = setting(
         "auto", "Format of the model's tool calls; auto: detected from its chat template; none: not parsed."

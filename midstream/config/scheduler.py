@@ -43,7 +43,7 @@ class SchedulerConfig(GrpcServiceConfig):
         0, "Maximum attention window in tokens; 0: the model's. Must equal the workers'."
     )
     sink_token_length: int = setting(
-        0, "First tokens attended to beside max_attention_window; 0: none. Must equal the workers'."
+        0, "Number of initial tokens attended to in addition to max_attention_window; 0: none. Must equal the workers'."
     )
     enable_block_reuse: bool = setting(True, "Reuse KV blocks of shared prefixes.")
     enable_chunked_context: bool = setting(True, "Split long contexts over several steps.")
@@ -65,18 +65,20 @@ class SchedulerConfig(GrpcServiceConfig):
     max_finished_tokens: int = setting(16_777_216, "Maximum prompt and output tokens kept of finished requests.")
     ledger_ttl_s: int = setting(90 * 24 * 3600, "Seconds that the ledger keeps a request's usage; 0: no ledger.")
     max_stored_bytes: int = setting(
-        16 << 30, "Bytes of files and batches that one client may store; without authentication, all clients."
+        16 << 30,
+        "Bytes of files and batches that one client may store; without authentication, the limit for all clients "
+        "together.",
     )
     journal: str = setting(
         "log", "Journal that stores requests and tokens.", choices=("off", "log", "sqlite", "postgres")
     )
     journal_path: str = setting(
         "",
-        "Folder of a log, or file of a journal in SQLite; empty: scheduler-PORT.journal or scheduler-PORT.sqlite in "
-        "$MIDSTREAM_HOME (~/.cache/midstream).",
+        "Path of the journal: a folder for a log, a file for SQLite. Empty: scheduler-PORT.journal or "
+        "scheduler-PORT.sqlite in $MIDSTREAM_HOME (~/.cache/midstream).",
     )
     journal_url: str = setting("", "libpq connection string of the PostgreSQL journal; empty: the PG* variables.")
     standby: bool = setting(False, "Start as standby: wait for the journal's lease, then take over.")
     record: str = setting("", "File to which all events and plans are appended, for `midstream replay`; empty: none.")
-    scheduler_plugin: str = setting("", "Entry point of a custom scheduler, in the group midstream.schedulers.")
-    max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")
+    scheduler_plugin: str = setting("", "Entry point of a custom scheduler in the group midstream.schedulers.")
+    max_message_bytes: int = setting(64 << 20, "Maximum size of a gRPC message, in bytes.")

@@ -47,11 +47,14 @@ class WorkerConfig(ServiceConfig):
         0, "Maximum attention window in tokens; 0: the model's. Must equal the scheduler's."
     )
     sink_token_length: int = setting(
-        0, "First tokens attended to beside max_attention_window; 0: none. Must equal the scheduler's."
+        0,
+        "Number of initial tokens attended to in addition to max_attention_window; 0: none. Must equal the "
+        "scheduler's.",
     )
     free_memory_fraction: float = setting(
         0.9,
-        "Fraction of the memory left after loading and warm-up for the KV pool on a GPU; on a CPU a quarter of it.",
+        "Fraction of the memory left after loading and warm-up that the KV pool gets on a GPU. On a CPU the pool "
+        "gets a quarter of that, at most 4 GiB.",
     )
     max_kv_tokens: int = setting(0, "Maximum tokens in the KV pool; 0: limited only by the memory fraction.")
     shared_kv_folder: str = setting(
@@ -61,7 +64,8 @@ class WorkerConfig(ServiceConfig):
     )
     host_kv_bytes: int = setting(
         0,
-        "Bytes of shared_kv_folder for full KV blocks of CPU workers that outlive eviction and the worker; 0: none.",
+        "Bytes of shared_kv_folder that keep full KV blocks of CPU workers after their eviction and after the "
+        "worker's death; 0: none.",
     )
     disk_kv_folder: str = setting(
         "", "Folder on disk, accessible only to this user, that keeps full KV blocks of CPU workers; empty: none."
@@ -69,7 +73,8 @@ class WorkerConfig(ServiceConfig):
     disk_kv_bytes: int = setting(16 << 30, "Maximum bytes of one model's blocks in disk_kv_folder.")
     role: str = setting(
         "both",
-        "prefill: compute prompts and hand requests over to decode workers; decode: take these; both: any request.",
+        "prefill: compute prompts and hand requests over to decode workers; decode: generate for these requests; "
+        "both: any request.",
         choices=("both", "prefill", "decode"),
     )
     kv_transfer_host: str = setting(
@@ -77,20 +82,24 @@ class WorkerConfig(ServiceConfig):
     )
     kv_transfer_port: int = setting(0, "Port for kv_transfer_host; 0: any free one.")
     kv_transfer_bytes: int = setting(
-        1 << 28, "Bytes of fetched KV blocks that a decode worker holds for requests which have not started there."
+        1 << 28, "Bytes of fetched KV blocks that a decode worker holds for requests that have not started there."
     )
     max_batch_size: int = setting(256, "Maximum sequences per step.")
     max_num_tokens: int = setting(0, "Maximum tokens per step; 0: 2048 on a GPU, 256 on a CPU.")
     max_sequence_length: int = setting(0, "Maximum tokens of prompt and output; 0: the model's limit.")
     lora_host_cache_bytes: int = setting(1 << 30, "Bytes of adapters cached in host memory.")
     lora_device_cache_percent: float = setting(
-        0.05, "Fraction, 0 to 1, of the memory left after weights and KV pool for adapters in use."
+        0.05, "Fraction, 0 to 1, of the memory left after weights and KV pool to use for the adapters on the device."
     )
     lora_num_host_module_layer: int = setting(
-        0, "Host adapter cache in ranks of one module in one layer, instead of lora_host_cache_bytes; 0: unused."
+        0,
+        "Size of the host adapter cache in ranks of one module in one layer, instead of lora_host_cache_bytes; 0: "
+        "unused.",
     )
     lora_num_device_module_layer: int = setting(
-        0, "Device adapter cache in ranks of one module in one layer, instead of lora_device_cache_percent; 0: unused."
+        0,
+        "Size of the device adapter cache in ranks of one module in one layer, instead of lora_device_cache_percent; "
+        "0: unused.",
     )
     lora_max_adapter_size: int = setting(64, "Maximum adapter rank.")
     logits_post_processors: str = setting("", "Additional logits post-processors: comma-separated NAME=module:Class.")

@@ -69,7 +69,7 @@ class Request:
     Attributes:
         input_token_ids: The prompt.
         max_tokens: Tokens to generate.
-        streaming: Respond after each token or few; else once at the end of each sequence.
+        streaming: Respond as tokens are generated; otherwise once, at the end of each sequence.
         return_all_generated_tokens: Each streamed response carries all tokens so far.
         prompt_tuning_config: A table of virtual tokens, or the name of an adapter.
         logits_post_processor_name: A post-processor registered in the workers; BATCHED_POST_PROCESSOR_NAME is

@@ -43,7 +43,7 @@ class KvCacheConfig:
         max_tokens: Maximum tokens in the pool; the smaller of this and the memory fraction applies.
         max_attention_window: Tokens attended to.
         sink_token_length: Initial tokens that remain visible outside the window, which must be set.
-        free_gpu_memory_fraction: Share, 0 to 1, of the memory left after loading.
+        free_gpu_memory_fraction: Fraction, 0 to 1, of the memory left after loading.
         host_cache_size: Bytes of a second tier in host memory for full blocks evicted from the pool.
         tokens_per_block: Size of a block.
     """
@@ -87,7 +87,7 @@ class PeftCacheConfig:
         num_host_module_layer: Host cache size in ranks of one module in one layer; overrides `host_cache_size`.
         num_device_module_layer: The same for the device; overrides `device_cache_percent`.
         max_adapter_size: Largest rank of an adapter.
-        device_cache_percent: Share, 0 to 1, of the memory left after weights and KV pool.
+        device_cache_percent: Fraction, 0 to 1, of the memory left after weights and KV pool.
         host_cache_size: Bytes of the host cache.
     """
 
@@ -116,11 +116,11 @@ class PeftCacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How a copy of the model is divided among processes.
+    """How a copy of the model is sharded across processes.
 
     Attributes:
-        tensor_parallel_size: Ranks that divide each layer.
-        pipeline_parallel_size: Stages that divide the layers.
+        tensor_parallel_size: Number of ranks that share each layer.
+        pipeline_parallel_size: Number of stages that the layers are divided into.
     """
 
     tensor_parallel_size: int = 1

@@ -20,7 +20,8 @@ _TOKENIZER_FILES = (
 
 
 def with_tokenizer(engine_dir: str, tokenizer_dir: str | None, target: Path) -> str:
-    """Return a folder with the engine's weights and the other's tokenizer: `engine_dir` itself if it has both.
+    """Return a folder with the engine's weights and the given tokenizer: `engine_dir` itself if that is its own
+    tokenizer.
 
     Args:
         engine_dir: Model folder, GGUF file, or `smollm2`; a folder may lack a tokenizer.

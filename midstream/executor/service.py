@@ -32,7 +32,7 @@ class LocalService:
 
         Args:
             model: As for `midstream up --model`.
-            parts: Numbers of parts, as flags of `midstream up`: `routers`, `detokenizers`, `workers`,
+            parts: Numbers of processes, as flags of `midstream up`: `routers`, `detokenizers`, `workers`,
                 `tensor-parallel`, ...
             environment: MIDSTREAM_* variables, in addition to those of this process.
             tokenizer_dir: Folder of the tokenizer, if it is not the model's.

@@ -57,7 +57,7 @@ class IterationStats:
 
     @property
     def num_queued_requests(self) -> int:
-        """Number of requests that wait to be scheduled."""
+        """Number of requests waiting to be scheduled."""
         return self._count("numQueuedRequests")
 
     @property
@@ -98,7 +98,7 @@ class IterationStats:
 
 
 def sum_up(cells: Sequence[Mapping[str, object]]) -> IterationStats:
-    """Combine the iterations of several cells: counts, blocks and bytes are summed; of iteration numbers and latencies
+    """Combine the iterations of several cells: counts, blocks and bytes are summed; for iteration numbers and latencies
     the maximum is used.
     """
     if len(cells) < 2:

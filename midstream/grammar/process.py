@@ -30,7 +30,7 @@ class GrammarProcess:
 
         Args:
             folder: The model.
-            limit_s: Time limit of an answer, and of compiling a guide.
+            limit_s: Time limit for an answer, and for compiling a guide.
             memory_bytes: Address space of the process.
         """
         self._connection, other = socket.socketpair()

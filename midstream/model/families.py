@@ -1,4 +1,6 @@
-"""The families of models that are served, and how. Tests run every entry; `docs/models.md` is generated from them."""
+"""The supported model families and how each is served. Tests run every entry; `docs/models.md` is generated from
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ class ServedFamily:
 
     Attributes:
         types: `model_type` of config.json.
-        on_cpu: What computes it on a CPU: our kernels, our decoder in PyTorch operations, or transformers' code.
+        on_cpu: The implementation used on a CPU: our kernels, our PyTorch decoder, or transformers.
         notes: Special features.
         reads_gguf: Whether GGUF files are read as well as safetensors.
         takes_drafts: Whether requests may use speculative decoding.

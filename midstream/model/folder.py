@@ -34,7 +34,8 @@ _NAMES = {
     ),
 }  # fmt: skip
 
-# Where config.json lists what each layer is instead of their number: names, or one letter each.
+# Keys under which config.json lists the type of each layer instead of the number of layers: as names, or as a string of
+# letters.
 _LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern")
 # Without attention the sequence length is unlimited, and config.json does not set one.
 UNLIMITED_LENGTH = 1 << 17
@@ -54,7 +55,7 @@ _MAX_JSON_BYTES = 256 << 20
 # Larger files are identified by samples: the first and last bytes, which include headers, and some between.
 _MAX_DIGESTED_BYTES = 256 << 20
 _NUM_SAMPLES, _SAMPLE_BYTES = 128, 64 << 10
-# Far above any model, so that a hostile file cannot make a service allocate memory by such a number.
+# Far above any real model's values. A hostile file must not make a service allocate memory according to such a number.
 _MAX_DIMENSION = 1 << 24
 _MAX_LAYERS = 1 << 12
 
@@ -101,7 +102,7 @@ def open_model_folder(model: str) -> ModelFolder:
         model: `smollm2` (the embedded model), a .gguf file, a folder, or a name on the Hugging Face Hub (hub.py).
 
     Raises:
-        ConfigError: Nothing is there, a file is missing or damaged; names the file.
+        ConfigError: The model does not exist, or a file is missing or damaged; the error names the file.
         UnsupportedError: A GGUF file of an unknown architecture or tokenizer.
     """
     path = Path(model).expanduser()
@@ -264,11 +265,13 @@ def _manifest(path: Path, weight_files: tuple[Path, ...]) -> dict[str, Any]:
             return _make_manifest(path, folder.name, str(folder))
     manifest = _read_json(path / _MANIFEST)
     if manifest.get("version") != _MANIFEST_VERSION or not {"name", "fingerprint", "files"} <= manifest.keys():
-        raise ConfigError(f"{path / _MANIFEST} is not of this version; delete it to make it anew", field="model")
+        raise ConfigError(
+            f"{path / _MANIFEST} was written by another version; delete it to have it created again", field="model"
+        )
     for file in (path / "config.json", *weight_files):
         if manifest["files"].get(file.name) != file.stat().st_size:
             raise ConfigError(
-                f"{file} is not the file that {_MANIFEST} describes; delete {_MANIFEST} if the change is meant",
+                f"{file} is not the file that {_MANIFEST} describes; delete {_MANIFEST} if the change is intended",
                 field="model",
             )
     return manifest
@@ -297,8 +300,8 @@ def _make_manifest(path: Path, name: str, source: str) -> dict[str, Any]:
 
 
 def _file_digest(file: Path) -> bytes:
-    """Return a sha256 that identifies a file: of all bytes, or of samples of large files. Every part opens the model,
-    and reading 36 GB from slow storage takes minutes. Different weights differ in every sample.
+    """Return a sha256 that identifies a file: of all bytes, or of samples of large files. Every process opens the
+    model, and reading 36 GB from slow storage takes minutes. Different weights differ in every sample.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:

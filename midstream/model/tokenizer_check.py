@@ -40,7 +40,10 @@ def check_tokenizer(file: Path, text: str) -> None:
         for step in _steps(fields.get(part)):
             expansion *= _expansion(step)
         if expansion > MAX_EXPANSION:
-            raise ConfigError(f"the {part} in {file} makes up to {expansion} characters of one", field="model")
+            raise ConfigError(
+                f"the {part} in {file} may expand one character to {expansion}; at most {MAX_EXPANSION} are allowed",
+                field="model",
+            )
     # Byte-level tokenizers without a normalizer need no trial, so they start sooner.
     if fields.get("normalizer") is None and not any("pattern" in step for step in steps):
         return
@@ -94,7 +97,7 @@ def main() -> int:
     ids = tokenizer.encode(probe).ids
     tokenizer.decode(ids)
     if len(ids) > 4 * MAX_EXPANSION * len(probe):
-        print(f"{len(probe)} characters give {len(ids)} tokens", file=sys.stderr)
+        print(f"{len(probe)} characters became {len(ids)} tokens", file=sys.stderr)
         return 1
     return 0
 

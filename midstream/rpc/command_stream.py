@@ -61,7 +61,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
         Args:
             kind: Kind of the service, for the log.
             target: Its address.
-            max_message_bytes: Largest message, each way.
+            max_message_bytes: Maximum size of a message in either direction, in bytes.
             tls: Certificates; None: plain text.
             server_name: Name that its certificate must carry; empty: its address.
             silence_s: Maximum time without a message before the stream is closed; 0: as keepalive allows.
@@ -96,7 +96,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
 
     @abstractmethod
     def _lose(self) -> None:
-        """Handle that the stream broke or could not be opened."""
+        """Handle a stream that broke or could not be opened."""
 
     def _hello(self) -> CommandT | None:
         """Return the first command to send, if any."""
@@ -123,7 +123,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
                 except* (grpc.aio.AioRpcError, OSError) as group:
                     level = logging.INFO if self.is_open else logging.DEBUG
                     extra = {self._kind: self.target, "reason": str(group.exceptions[0])[:200]}
-                    logger.log(level, "no stream to %s %s", self._kind, self.target, extra=extra)
+                    logger.log(level, "cannot open the stream to %s %s", self._kind, self.target, extra=extra)
                 except* Exception:
                     # A bug on either side must not stall the stream.
                     logger.exception("the stream to %s %s failed", self._kind, self.target)
@@ -170,7 +170,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
             if self._num_failures < _MAX_FAILURES:
                 raise
             self._num_failures = 0
-            logger.warning("no frames to %s %s, so gRPC is used: %s", self._kind, self.target, error)
+            logger.warning("no frame connection to %s %s, using gRPC: %s", self._kind, self.target, error)
             return None
         self._num_failures = 0
         return connection

@@ -26,7 +26,7 @@ Receive = Callable[[AsyncIterator[Any]], Awaitable[Any]]
 RETRY_AFTER_KEY = "retry-after-ms"
 FIELD_KEY = "midstream-field"
 _MAX_FIELD_CHARACTERS = 256
-# A status message is sent as percent-encoded metadata; clients accept 8 KiB of metadata by default.
+# A status message is sent as percent-encoded metadata. Clients accept 8 KiB of metadata by default.
 _MAX_DETAIL_CHARACTERS = 800
 _Context = grpc.aio.ServicerContext[Any, Any]
 _AdmitCall = Callable[[_Context], Callable[[], None] | None]

@@ -1,4 +1,4 @@
-"""Frames between parts: length-prefixed protobuf messages on a socket, as specified in protos/frames.proto.
+"""Frames between services: length-prefixed protobuf messages on a socket, as specified in protos/frames.proto.
 
 Messages are handled as they are read and written as they are created, without a task, future or wake-up per message;
 messages posted in one iteration of the event loop are written together. While a connection's buffer is full
@@ -62,10 +62,10 @@ class FrameHandler(Protocol):
         """Handle a message; an error closes the connection."""
 
     def resume(self) -> None:
-        """Handle that the connection is writable again."""
+        """Handle a connection that is writable again."""
 
     def lose(self, error: Exception | None) -> None:
-        """Handle the end of the connection, whether by an error or by closing. Called once."""
+        """Handle the end of the connection, whether it failed or was closed. Called once."""
 
 
 class FrameConnection(asyncio.Protocol):
@@ -88,7 +88,7 @@ class FrameConnection(asyncio.Protocol):
         """Create one end of a connection that is not connected yet.
 
         Args:
-            max_message_bytes: Largest message accepted.
+            max_message_bytes: Maximum size of a received message, in bytes.
             handler: Receives the messages.
             keepalive_s: Silence after which the peer is pinged.
             timeout_s: Silence after which the connection is closed.
@@ -219,7 +219,7 @@ class FrameConnection(asyncio.Protocol):
         while end - at >= _HEAD.size and self._error is None:
             length, kind = _HEAD.unpack_from(source, at)
             if not 1 <= length <= (self._max_bytes if self.is_open else _TOKEN_BYTES + 1):
-                raise FrameError(f"a frame of {length} bytes")
+                raise FrameError(f"invalid frame length: {length} bytes")
             stop = at + _LENGTH_BYTES + length
             if stop > end:
                 break
@@ -239,13 +239,13 @@ class FrameConnection(asyncio.Protocol):
                 self.open(welcome=False)
                 self.on_welcome()
             else:
-                raise FrameError(f"a frame of kind {kind} before the connection is open")
+                raise FrameError(f"unexpected frame kind {kind} before the connection is open")
         elif kind == Kind.MESSAGE:
             self.handler.take(body)
         elif kind == Kind.PING:
             self._write(Kind.PONG)
         elif kind != Kind.PONG:
-            raise FrameError(f"a frame of kind {kind}")
+            raise FrameError(f"unknown frame kind {kind}")
 
     def _look(self) -> None:
         silent_s = self._loop.time() - self._heard_at
@@ -305,7 +305,7 @@ class _Unknown:
         self._forget = forget
 
     def take(self, body: bytes) -> None:
-        raise FrameError("a message before the hello")
+        raise FrameError("message received before the hello")
 
     def resume(self) -> None:
         pass
@@ -456,7 +456,7 @@ async def connect(
         offer: The other side's answer over gRPC.
         target: Its gRPC address.
         handler: Receives the messages.
-        max_message_bytes: Largest message accepted.
+        max_message_bytes: Maximum size of a received message, in bytes.
         tls: Certificates; None: plain text.
         server_name: Name that its certificate must carry; empty: its address.
         keepalive_s: Silence after which the peer is pinged.
@@ -488,7 +488,7 @@ async def connect(
             with contextlib.suppress(NotImplementedError, OSError):
                 _, connection = await loop.create_unix_connection(make, f"\0{offer.unix_name}")
                 if not _is_own(connection):
-                    connection.fail(FrameError("another user's socket"))
+                    connection.fail(FrameError("the socket belongs to another user"))
                     connection = None
         if connection is None:
             host = target.rpartition(":")[0].strip("[]")
@@ -511,7 +511,7 @@ class _Waiting:
         self._welcomed = welcomed
 
     def take(self, body: bytes) -> None:
-        raise FrameError("a message before the welcome")
+        raise FrameError("message received before the welcome")
 
     def resume(self) -> None:
         pass

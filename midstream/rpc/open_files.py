@@ -1,10 +1,10 @@
-"""The limit on open files, and so on connections, of this process."""
+"""The limit on this process's open files, and so on its connections."""
 
 from __future__ import annotations
 
 import resource
 
-# More than any part needs, but few enough that closing all descriptors after a fork is quick.
+# More than any process needs, but few enough that closing all descriptors after a fork is quick.
 _ENOUGH = 65_536
 
 

@@ -1,7 +1,9 @@
-"""The lifecycle of a gRPC service: start, report progress, drain, stop; and channels to it.
+"""gRPC server lifecycle (start, report progress, drain, stop), and client channels.
 
-server = Server("scheduler", config.host, config.port, progress) add_SchedulerServicer_to_server(servicer, server.grpc)
-await server.start() await server.run_until_signal(drain=servicer.drain, drain_timeout_s=config.drain_timeout_s)
+server = Server("scheduler", config.host, config.port, progress)
+add_SchedulerServicer_to_server(servicer, server.grpc)
+await server.start()
+await server.run_until_signal(drain=servicer.drain, drain_timeout_s=config.drain_timeout_s)
 """
 
 from __future__ import annotations
@@ -77,10 +79,10 @@ class Server:
         Args:
             name: Full protobuf name of the service (`midstream.v1.Scheduler`), for health and reflection.
             host: Address to listen on.
-            port: 0 takes a free one.
+            port: 0 chooses a free one.
             progress: Source of the health status.
-            max_message_bytes: Largest message in either direction.
-            max_request_bytes: Largest received message; 0: as max_message_bytes.
+            max_message_bytes: Maximum size of a message in either direction, in bytes.
+            max_request_bytes: Maximum size of a received message; 0: as max_message_bytes.
             max_concurrent_streams: Concurrent calls on one connection.
             tls: Certificates; None: plain text.
             admit: Called before each method with its full name.
@@ -101,14 +103,14 @@ class Server:
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
                 ("grpc.max_allowed_incoming_connections", max_connections()),
                 ("grpc.max_concurrent_streams", max_concurrent_streams),
-                # Limit of calls that have arrived but not started. By default gRPC cancels some at random beyond 1,000.
+                # Limit on calls that have arrived but not started. By default gRPC cancels some at random beyond 1,000.
                 ("grpc.server.max_pending_requests", max_concurrent_streams),
                 ("grpc.server.max_pending_requests_hard_limit", 2 * max_concurrent_streams),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-                # With probes, the window of a stream that nobody reads grows to a megabyte.
+                # With bandwidth probes, the flow-control window of a stream that nobody reads grows to a megabyte.
                 ("grpc.http2.bdp_probe", 0 if receive is not None else 1),
-                # Else a second process would share the port in silence.
+                # Otherwise a second process could silently share the port.
                 ("grpc.so_reuseport", 0),
             ],
         )
@@ -181,9 +183,9 @@ class Server:
         """Set NOT_SERVING, reject new calls, and give those in progress up to `drain_timeout_s`.
 
         Args:
-            drain: Returns when the service has nothing left to do; streams still open then are cut. Without it, calls
-                in progress are waited for.
-            drain_timeout_s: Limit of both.
+            drain: Awaited until the service has no work left; calls still open then are cancelled. If None, wait for
+                the calls in progress instead.
+            drain_timeout_s: Timeout in either case.
         """
         self._progress.set_reason("draining", stands=True)
         self.draining.set()
@@ -194,8 +196,8 @@ class Server:
             stopping.add(asyncio.create_task(self.grpc.stop(0)))
         _, stopping = await asyncio.wait(stopping, timeout=_COLLECT_INTERVAL_S)
         while stopping:
-            # The server waits until the last call object is gone, and one that an exception's traceback holds in a
-            # reference cycle goes only when it is collected.
+            # The server waits until the last call object is freed. One that an exception's traceback holds in a
+            # reference cycle is freed only by the garbage collector.
             _collect_now_and_then()
             _, stopping = await asyncio.wait(stopping, timeout=_COLLECT_INTERVAL_S)
         if self._beat is not None:
@@ -208,7 +210,7 @@ class Server:
 
 
 def _collect_now_and_then() -> None:
-    """Collect garbage for all servers that stop, for at most half of the time, because a large heap takes long."""
+    """Collect garbage for all stopping servers, for at most half of the time, because a large heap takes long."""
     global _next_collection
     began = time.monotonic()
     if began >= _next_collection:
@@ -234,9 +236,9 @@ def open_channel(
 
     Args:
         target: `host:port`, or `dns:///host:port` for all addresses of a name in turn.
-        max_message_bytes: Largest message, each way.
+        max_message_bytes: Maximum size of a message in either direction, in bytes.
         tls: Certificates; None: plain text.
-        server_name: Name that the server's certificate must carry, where that is not the target's.
+        server_name: Name that the server's certificate must carry, if it differs from the target's.
         token: Bearer token that goes with each call.
     """
     options = channel_options(max_message_bytes)
@@ -257,13 +259,13 @@ def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[
         *_KEEPALIVE,
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        # A part that was killed is back within a second or two; waiting longer than it takes would show to clients.
+        # A killed process is back within a second or two; a longer wait would be visible to clients.
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.max_reconnect_backoff_ms", 250),
-        # Despite its name, how long one attempt may take: long enough for TLS on a slow network or a busy machine, and
-        # short enough for hosts that are gone without a word.
+        # Despite its name, this is the time limit for one attempt. It is long enough for TLS on a slow network or a
+        # busy machine, and short enough for hosts that have disappeared without closing their connections.
         ("grpc.min_reconnect_backoff_ms", 3_000),
-        # A channel's back-off is its own, also where several point at one address.
+        # Each channel has its own backoff, even if several use the same address.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.lb_policy_name", "round_robin"),
     ]

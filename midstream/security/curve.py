@@ -87,11 +87,11 @@ def read_key_pair(path: str, field: str) -> KeyPair:
     """Return the key pair in a file.
 
     Raises:
-        ConfigError: The file is missing or empty, or holds no pair; names `field`.
+        ConfigError: The file is missing or empty, or contains no key pair; the error names `field`.
     """
     public, secret = _read(path, field)
     if secret is None:
-        raise ConfigError(f"{path} holds no secret key", field=field)
+        raise ConfigError(f"{path} contains no secret key", field=field)
     _check(secret, path, field)
     if zmq.curve_public(secret) != public:
         raise ConfigError(f"the keys in {path} do not match", field=field)
@@ -102,7 +102,7 @@ def read_public_key(path: str, field: str) -> bytes:
     """Return the public key in a file.
 
     Raises:
-        ConfigError: The file is missing or empty, or holds no key; names `field`.
+        ConfigError: The file is missing or empty, or contains no key; the error names `field`.
     """
     return _read(path, field)[0]
 
@@ -111,11 +111,11 @@ def read_public_keys(folder: str, field: str) -> frozenset[bytes]:
     """Return the public keys in the files *.key of a folder.
 
     Raises:
-        ConfigError: The folder is missing or empty, or holds a damaged file; names `field`.
+        ConfigError: The folder is missing or empty, or contains a damaged file; the error names `field`.
     """
     keys = frozenset(read_public_key(str(path), field) for path in _key_files(folder, field))
     if not keys:
-        raise ConfigError(f"{folder} holds no file NAME.key, so no worker could connect", field=field)
+        raise ConfigError(f"{folder} contains no file NAME.key, so no worker could connect", field=field)
     return keys
 
 
@@ -141,7 +141,7 @@ def _key_files(folder: str, field: str) -> Iterator[Path]:
 def _read(path: str, field: str) -> tuple[bytes, bytes | None]:
     try:
         if Path(path).stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is no key file", field=field)
+            raise ConfigError(f"{path} is not a key file", field=field)
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path!r} cannot be used: {error}", field=field) from None
@@ -155,4 +155,4 @@ def _check(key: bytes, path: str, field: str) -> None:
     except Exception:  # noqa: BLE001 (it fails in many ways)
         decoded = b""
     if len(decoded) != _KEY_BYTES or not any(decoded):
-        raise ConfigError(f"{path} holds an empty or damaged key", field=field)
+        raise ConfigError(f"{path} contains an empty or damaged key", field=field)

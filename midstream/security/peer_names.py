@@ -1,7 +1,7 @@
 """Authorization of peers on internal ports by the names in their certificates.
 
-The same authority may sign certificates of parts and of clients, so a valid certificate is not enough: a part's carries
-its kind as the URI `spiffe://DOMAIN/.../KIND` or as the DNS name `KIND`.
+The same authority may sign certificates of services and of clients, so a valid certificate is not enough. A service's
+certificate carries its kind as the URI `spiffe://DOMAIN/.../KIND` or as the DNS name `KIND`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PeerCertificate:
 
     @property
     def is_of_a_part(self) -> bool:
-        """Whether the certificate names a kind of part, so that it is not a client's."""
+        """Return whether the certificate names a kind of service, and so is not a client's."""
         return _PARTS.include(self.dns_names, self.uris)
 
 
@@ -86,7 +86,8 @@ def admit_peers(config: GrpcServiceConfig, peers_of: Callable[[str], PeerNames])
         if not allowed.include(certificate.dns_names, certificate.uris):
             shown = ", ".join([*certificate.uris, *certificate.dns_names]) or "no name"
             raise PermissionDeniedError(
-                f"{method} is for {' or '.join(sorted(allowed.names))}; the certificate has {shown[:200]}"
+                f"{method} may be called only by {' or '.join(sorted(allowed.names))}; the certificate has "
+                f"{shown[:200]}"
             )
 
     return admit

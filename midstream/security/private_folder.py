@@ -1,4 +1,4 @@
-"""Check folders in locations that others can write to."""
+"""Check folders in locations that other users can write to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from pathlib import Path
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether it is a folder, not a link, that only this user can access. Raises: OSError: It does not exist."""
+    """Return whether `folder` is a folder, not a link, that only this user can access.
+
+    Raises:
+        OSError: It does not exist.
+    """
     status = folder.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077

@@ -30,7 +30,7 @@ class SecureChannel(grpc.aio.Channel):
 
         Args:
             open_channel: Opens one with the newest certificates.
-            refresh: A number that changes with the certificates.
+            refresh: Returns a number that changes with the certificates.
             token: Bearer token; empty: none.
         """
         self._open = open_channel

@@ -159,7 +159,7 @@ class Tls:
             if "ca" in self._paths:
                 context.load_verify_locations(self._paths["ca"])
         except (ssl.SSLError, OSError) as error:
-            raise ConfigError(f"{self._paths['ca']} holds no certificates: {error}", field="tls_ca") from None
+            raise ConfigError(f"{self._paths['ca']} contains no certificates: {error}", field="tls_ca") from None
         try:
             if "cert" in self._paths:
                 # A key with a password would ask for it on the terminal.

@@ -157,7 +157,7 @@ class _BoundedHTTPServer(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an exception of a handler; the library would print it in between log lines."""
+        """Log an exception of a handler; the library would print it among the log lines."""
         error = sys.exception()
         # A client need not wait for its response.
         level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR

@@ -1,16 +1,16 @@
-"""Request tracing: each part exports spans of its work on a request to an OpenTelemetry collector.
+"""Request tracing: each process exports spans of its work on a request to an OpenTelemetry collector.
 
 One request's trace:
 
 1. A client sends W3C's `traceparent`, or none. The router's span is its child, or the root of a new trace, and goes
    with the request as `GenerateRequest.trace_parent`: to the scheduler, its journal, the worker and the detokenizer.
-2. The scheduler's span is the router's child. Its id is derived from the router's, so every part that has
+2. The scheduler's span is the router's child. Its id is derived from the router's, so every process that has
    `trace_parent` can compute it, including a scheduler that took over. Under it are the time in the queue, prefill and
    decoding.
 3. The worker adds a span for each step to the scheduler's span, the detokenizer one for each stream to the router's.
 
 A span is created when the operation it describes has ended; no span is kept open, so none is lost with its process.
-Without a collector's address no part creates a Tracer, and OpenTelemetry is not imported.
+Without a collector's address no process creates a Tracer, and OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Tracer:
             from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
             from opentelemetry.trace.status import Status, StatusCode
         except ImportError as error:
-            reason = f"it needs `pip install midstream[tracing]` ({error})"
+            reason = f"needs `pip install midstream[tracing]` ({error})"
             raise ConfigError(reason, field="otlp_endpoint") from None
         exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"), timeout=_SEND_TIMEOUT_S)
         self._processor = BatchSpanProcessor(exporter, _MAX_QUEUED_SPANS, _SEND_INTERVAL_MS, _MAX_BATCH)

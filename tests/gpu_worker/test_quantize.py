@@ -83,7 +83,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     )
     assert prepare.run(arguments) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert "21 matrices are int4" in output
+    assert "quantized 21 matrices to int4" in output
     assert "too short" in output
     assert json.loads((tmp_path / "made/config.json").read_text())["quantization_config"]["format"] == "pack-quantized"
     arguments.output = None

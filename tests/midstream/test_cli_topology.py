@@ -131,5 +131,5 @@ def test_the_first_workers_prefill() -> None:
     specs = plan_processes(Topology(num_workers=3, num_prefill_workers=2), is_free=lambda _: True)
     roles = [spec.flags[spec.flags.index("--role") + 1] for spec in specs if spec.kind == "gpu_worker"]
     assert roles == ["prefill", "prefill", "decode"]
-    with pytest.raises(ConfigError, match="leave none to decode"):
+    with pytest.raises(ConfigError, match="leaves none to decode"):
         Topology(num_workers=2, num_prefill_workers=2)

@@ -31,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", help="Sweep: uniform requests at these concurrencies.")
     parser.add_argument("--num-prompt-tokens", type=int, default=128, help="Prompt length of a sweep. [128]")
     parser.add_argument("--max-tokens", type=int, default=128, help="Output length of a sweep. [128]")
-    parser.add_argument("--request-rate", type=float, help="Poisson arrivals per second instead of a concurrency.")
+    parser.add_argument(
+        "--request-rate",
+        type=float,
+        help="Sweep: Poisson arrivals at this rate (requests/s) instead of a fixed concurrency.",
+    )
     parser.add_argument("--repeat", type=int, default=1, help="Runs of each workload. [1]")
     parser.add_argument("--seed", type=int, default=0, help="Seed for prompts and arrival times. [0]")
     parser.add_argument("--json", type=Path, help="Write the results to this file.")
@@ -39,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; 1 when a request failed."""
+    """Run the command; return 1 if a request failed."""
     if arguments.request_rate is not None and arguments.request_rate <= 0:
         raise InvalidArgumentError("must be above 0", field="--request-rate")
     if arguments.quick:

@@ -69,7 +69,7 @@ async def run_workload(
     """Send the workload and wait until it completes.
 
     Args:
-        addresses: Routers, used in turn.
+        addresses: Routers, used in round-robin order.
         workload: What to send.
         request_rate: Poisson arrivals per second; None sends as fast as the workload's concurrency allows.
         seed: Seed for the arrival times.

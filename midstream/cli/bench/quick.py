@@ -1,7 +1,7 @@
 """`midstream bench --quick`: compare the service with this machine's limits.
 
-One stream reads all weights for each token, so memory limits it; many streams share each weight that is read, so matrix
-products limit them too.
+A single stream reads all weights for each token, so it is limited by memory bandwidth. Concurrent streams share each
+weight read, so they are limited by matrix products too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUM_PROMPT_TOKENS, _NUM_TOKENS = 64, 48
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; 1 when a request failed. The service must run on this machine to be compared with it."""
+    """Run the command; return 1 if a request failed. The service must run on this machine to be compared with it."""
     console = Console(highlight=False)
     with console.status("Measuring this machine"):
         machine = ask_machine(with_limits=True)
@@ -68,7 +68,7 @@ def table_of(machine: Machine, model: ModelFolder | None, one: Summary, many: Su
         num_bytes = sum(file.stat().st_size for file in model.weight_files)
         most = machine.read_bytes_per_s / num_bytes
         limit = f"{most:.0f} tokens/s"
-        share = f"{rate / most:.0%} of reading {num_bytes / 1e6:,.0f} MB of weights a token"
+        share = f"{rate / most:.0%} of reading {num_bytes / 1e6:,.0f} MB of weights per token"
     table.add_row("one stream", f"{rate:.1f} tokens/s", limit, share)
     gain = many.tokens_per_s / rate if rate else 0.0
     table.add_row(f"{_NUM_STREAMS} streams", f"{many.tokens_per_s:.1f} tokens/s", "", f"{gain:.1f} times one stream")

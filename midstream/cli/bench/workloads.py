@@ -31,8 +31,8 @@ class Workload:
     Attributes:
         name: As in the tables.
         requests: In order of arrival.
-        concurrency: Requests in flight at most.
-        counts_input: Throughput is of prompt tokens instead of output tokens.
+        concurrency: Maximum requests in flight.
+        counts_input: Whether throughput counts prompt tokens instead of output tokens.
     """
 
     name: str
@@ -57,7 +57,9 @@ def mixed(generator: random.Random) -> Workload:
 
 
 def prefix(generator: random.Random) -> Workload:
-    """64 concurrent requests with a shared prefix of 512 tokens, 32 own tokens and 32 output tokens."""
+    """Return 64 concurrent requests with a shared prefix of 512 tokens, 32 prompt tokens of their own and 32 output
+    tokens.
+    """
     shared = _tokens(generator, 512)
     return Workload("prefix", tuple(BenchRequest(shared + _tokens(generator, 32), 32) for _ in range(64)), 64)
 

@@ -116,7 +116,7 @@ def _parts(status: status_pb2.SystemStatus) -> Table:
     table.add_column("detail", ratio=3, no_wrap=True, overflow="ellipsis")
     for part in status.parts:
         text, style = _STATES.get(part.state, ("?", "yellow"))
-        # As Text, so that a part's name is not parsed as markup.
+        # As Text, so that a process's name is not parsed as markup.
         table.add_row(part.kind, Text(part.name), Text(text, style=style), Text(part.detail, style="dim"))
     return table
 

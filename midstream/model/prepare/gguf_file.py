@@ -78,7 +78,7 @@ class _Reader:
         entries = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 16:
-            raise ValueError(f"general.alignment is {alignment}")
+            raise ValueError(f"general.alignment must be in 1..{1 << 16}; got {alignment}")
         start = -(-self._place // alignment) * alignment
         tensors = {
             entry.name: TensorEntry(entry.name, entry.shape, entry.type, start + entry.offset) for entry in entries
@@ -88,7 +88,7 @@ class _Reader:
     def _tensor(self) -> TensorEntry:
         name, num_dims = self._string(), self._number("I")
         if not 0 < num_dims <= _MAX_DIMS:
-            raise ValueError(f"the tensor {name} has {num_dims} dimensions")
+            raise ValueError(f"the tensor {name} must have 1 to {_MAX_DIMS} dimensions; got {num_dims}")
         shape = tuple(self._number("Q") for _ in range(num_dims))
         kind, offset = self._number("I"), self._number("Q")
         if offset > self._size:

@@ -76,7 +76,9 @@ def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
     assert isinstance(hidden_size, int)
     if not isinstance(num_heads, int) or num_heads <= 0:
-        raise ConfigError(f"{architecture}.attention.head_count is {num_heads}", field="model")
+        raise ConfigError(
+            f"{architecture}.attention.head_count must be a positive integer; got {num_heads}", field="model"
+        )
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     assert not isinstance(tokens, (int, float))
     config: dict[str, object] = {
