@@ -214,7 +214,6 @@ class TokenFile(_WatchedFile[tuple[str, _Grant]]):
     def client(self, name: str) -> Caller | None:
         """Return a client by name, with all roles and the quota of its first token; None if the client no longer has a
         token.
-        more.
         """
         grants = [grant for known, grant in self.entries().values() if known == name]
         return Caller(name, True, *grants[0]) if grants else None
@@ -262,7 +261,7 @@ def _grant(words: list[str]) -> _Grant:
         low = -_MAX_PRIORITY if name == "priority" else 1
         high = _MAX_PRIORITY if name == "priority" else _MAX_QUOTA
         if name not in _QUOTAS or name in values:
-            raise InvalidArgumentError(f"quotas are {', '.join(_QUOTAS)}, each at most once")
+            raise InvalidArgumentError(f"quotas must be among {', '.join(_QUOTAS)}, each at most once")
         if not re.fullmatch(r"-?[0-9]{1,12}", value) or not low <= int(value) <= high:
             raise InvalidArgumentError(f"{name} must be in {low}..{high}")
         values[name] = int(value)
@@ -341,7 +340,7 @@ class Authenticator:
         """Return the caller.
 
         Args:
-            authorization: The header or metadata of that name; empty where there is none.
+            authorization: The header or metadata of that name; empty if there is none.
             certificate: The verified client certificate.
             address: The client's address.
             roles: Roles of which the caller needs one.
@@ -378,7 +377,7 @@ class Authenticator:
         name = next(iter(certificate.common_names), "") if self._by_certificate else ""
         if self._by_certificate and (name or not is_anonymous_enough):
             if certificate.is_of_a_part:
-                raise UnauthenticatedError("the certificate is that of a part; a client needs one of its own")
+                raise UnauthenticatedError("the certificate is a service's; a client needs one of its own")
             if not 0 < len(name) <= _MAX_CLIENT_ID:
                 raise UnauthenticatedError("a client certificate with a common name is required")
             roles, quota = self._roles.grant_of(name) if self._roles is not None else (DEFAULT_ROLES, Quota())

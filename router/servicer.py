@@ -25,7 +25,7 @@ from router.pipeline.request_checks import check_adapter_path, check_model
 from router.status import StatusFeed
 
 _CALL_TIMEOUT_S = 10.0
-# Of one response: gRPC clients accept messages up to 4 MiB by default.
+# Maximum tensor bytes in one response: gRPC clients accept messages up to 4 MiB by default.
 _MAX_TENSOR_BYTES = 2 << 20
 _POOLING = {
     service_pb2.POOLING_UNSPECIFIED: None,
@@ -203,7 +203,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
     async def GetStatus(  # noqa: N802
         self, request: status_pb2.GetStatusRequest, context: object
     ) -> AsyncIterator[status_pb2.SystemStatus]:
-        """Stream the status of every part, once or continuously."""
+        """Stream the status of every process, once or continuously."""
         async with contextlib.aclosing(self._status.watch()) as states:
             async for state in states:
                 yield state

@@ -43,8 +43,11 @@ _RATIOS = {
 
 @dataclass(frozen=True, slots=True)
 class IterationStats:
-    """One iteration; `fields` has all values under TensorRT-LLM's JSON names. Attributes: cells: If this is a sum over
-    several cells, their iterations.
+    """One iteration.
+
+    Attributes:
+        fields: All values under TensorRT-LLM's JSON names.
+        cells: The iterations of the cells, if this is their sum.
     """
 
     fields: Mapping[str, object]

@@ -150,10 +150,12 @@ class Tracer:
         Args:
             name: Name of the span.
             parent: Its parent; None makes it a root and requires `span`.
-            start_ns: Start, Unix nanoseconds. end_ns: End.
+            start_ns: Start, in Unix nanoseconds.
+            end_ns: End, in Unix nanoseconds.
             attributes: Attributes of the span.
             span: Its ids, if others know them; else generated.
-            error: Error message; empty: no error. events: (name, Unix nanoseconds) within it.
+            error: Error message; empty: no error.
+            events: (name, Unix nanoseconds) of events within the span.
             is_server: Whether it handles a call from outside.
         """
         if span is None:

@@ -1,7 +1,7 @@
-"""The dashboard: a page that shows the state of every part, and its feed.
+"""The dashboard: a page that shows the state of every process, and its feed.
 
 The page loads only from this router: its styles and scripts are served here, and its content security policy forbids
-anything else. The feed is the stream of GetStatus as server-sent events, a JSON object each, with the router's
+anything else. The feed is the stream of GetStatus as server-sent events, each with a JSON object, with the router's
 authentication; the page sends the bearer token that its user typed.
 """
 

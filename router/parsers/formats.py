@@ -58,9 +58,9 @@ class ToolFormat:
     """How a model writes tool calls.
 
     Attributes:
-        script: Parses them.
-        marks: Begin and end calls; if they are special tokens, the text must keep special tokens.
-        ends_reasoning: The marks that never occur within reasoning.
+        script: Parses the calls.
+        marks: Markers that begin and end calls; if they are special tokens, the text must keep special tokens.
+        ends_reasoning: The markers that never occur within reasoning.
         make_id: Makes a call's id as the template expects it, from 16 random bytes, the tool's name and the index.
         grammar: Grammar of calls that follow a schema, by the model's template; None: not available.
         arguments_are_text: The model's template expects the arguments of earlier calls as text, not as an object.

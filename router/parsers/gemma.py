@@ -9,7 +9,7 @@ from router.parsers.machine import Call, Machine, Script, Steps
 
 
 def between(opening: str, closing: str, quote: str) -> Script:
-    """Return the script for a model with these marks."""
+    """Return the script for a model with these markers."""
 
     def script(machine: Machine) -> Steps[None]:
         while (yield from machine.text_until(opening)):

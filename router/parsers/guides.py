@@ -1,8 +1,8 @@
 """Grammars that constrain calls to their tools' schemas, in the model's own format.
 
 They are written in llguidance's Lark dialect. Text is free until a call begins; from there on the grammar applies, so
-that with `auto` the model chooses whether to call, and its arguments match the schema. A mark that is a single token is
-that token in the grammar, since text never matches it.
+that with `auto` the model chooses whether to call, and its arguments match the schema. A marker that is a single token
+is written as that token in the grammar, since text never matches it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from router.parsers.machine import Schema
 
-# As json.dumps writes: with free white space a small model may write nothing else.
+# Formatting as in json.dumps. With free white space a small model may write nothing else.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TEXT = r"TEXT: /(.|\n)*/"
 _SPACE = r"SPACE: /\s*/"
@@ -53,10 +53,10 @@ def auto_guide(
     Args:
         grammar: The model's format.
         tools: Schemas of parameters, by name.
-        strict: Tools whose arguments must match their schema; others take any object.
-        tokens: Marks that are one token, with its id.
-        max_calls: 1: at most one call; None: any number.
-        thinking: Marks of the model's reasoning, where they may come first.
+        strict: Tools whose arguments must match their schema; others accept any object.
+        tokens: Markers that are a single token, with its id.
+        max_calls: 1 for at most one call; None for any number.
+        thinking: Markers of the model's reasoning, if it may come first.
     """
     strict = frozenset(strict)
     spell = _Speller(tokens)

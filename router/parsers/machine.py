@@ -196,7 +196,7 @@ class Machine:
     def take_balanced(self, *stops: str, quotes: str = '"') -> Steps[tuple[str, bool]]:
         """Consume the text from an opening bracket to the matching one; return it, and whether the match was found.
 
-        Incomplete: text up to a stop outside of strings (the stop stays), or to the end.
+        Without a match, consume the text up to a stop outside of strings (not including it), or to the end.
         """
         outside = re.compile("|".join([f"[{quotes}(){{}}\\[\\]]", *map(re.escape, stops)]))
         position = depth = 0

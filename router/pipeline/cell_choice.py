@@ -1,10 +1,10 @@
 """Chooses the cell for a request: the one with the least work to do for it, including the work queued before it.
 
-What cells have cached is known from their KV events (kv_index). Where none has any of the prompt, requests with the
-same beginning go to the same cell, unless that one is clearly busier than the least busy one.
+What cells have cached is known from their KV events (kv_index). If no cell has any of the prompt, requests with the
+same beginning go to the same cell, unless it is clearly busier than the least busy one.
 
-A call with an idempotency key has a home instead, chosen by its request id: a repetition, through any router, must find
-the first one, whatever cells were busy or down then.
+A call with an idempotency key instead goes to a home cell that its request id determines. A repeated call, through any
+router, must find the first one, whichever cells were busy or down then.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Protocol, TypeVar
 from router.pipeline.kv_index import KvIndex, PromptBlocks
 
 _PREFIX_TOKENS = 64
-# Load that the cell with the prefix may have above the least busy one.
+# Limit on the load of the cell with the prefix, relative to the least busy one.
 _BUSY_FACTOR, _BUSY_MARGIN = 1.25, 8
-# A request of a cell weighs as much as this many tokens that are to be computed.
+# Weight of one request of a cell, in prompt tokens to compute.
 _TOKENS_PER_REQUEST = 32
 
 

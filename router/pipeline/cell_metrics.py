@@ -1,7 +1,8 @@
 """Exports the load behind a router as metrics, under the names that gateways' endpoint pickers read from model servers.
 
-Schedulers export their own load as `midstream:NAME`. A gateway sees routers only, so these repeat the sum over the
-schedulers that answer, as of their last poll, under vLLM's names alone: sums over `midstream:NAME` count nothing twice.
+Schedulers export their own load as `midstream:NAME`. A gateway sees only routers, so these metrics repeat the sum over
+the reachable schedulers, as of their last poll. They have only vLLM's names, so that sums over `midstream:NAME` count
+nothing twice.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class CellMetrics(Collector):
 
         Args:
             model: Name of the model, for the label.
-            loads: Return the last loads of the cells that are up.
+            loads: Returns the last loads of the cells that are up.
         """
         self._model, self._loads = model, loads
 
@@ -41,7 +42,9 @@ class CellMetrics(Collector):
         )
         yield self._gauge("num_requests_running", "Requests that hold KV blocks, in all cells.", running)
         yield self._gauge("num_requests_waiting", "Requests in the queues of all cells.", waiting)
-        yield self._gauge("kv_cache_usage_perc", "Held share of all cells' KV blocks.", num_held / max(num_blocks, 1))
+        yield self._gauge(
+            "kv_cache_usage_perc", "Fraction of all cells' KV blocks that is held.", num_held / max(num_blocks, 1)
+        )
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(ALIAS_PREFIX + name, text, labels=_LABELS)

@@ -35,11 +35,11 @@ class Cell:
 
     Attributes:
         name: Its address.
-        stub: Calls of requests, and those that show whether requests would be answered.
-        watch_stub: All other calls, over a separate connection, so that watchers cannot fill that of requests.
-        load: Its requests, from its last report and what was submitted since.
+        stub: For calls that run requests, and those that show whether requests would be answered.
+        watch_stub: For all other calls; a separate connection, so that watchers cannot saturate that of requests.
+        load: Number of its requests: those in its last report and those submitted since.
         reports: Its last report.
-        index: What its workers have cached, as far as it is followed.
+        index: The prefixes its workers have cached, as known from its KV events.
         features: Features of its workers; None if unknown.
         is_up: Whether its last poll succeeded.
         has_workers: Whether it had workers at its last successful poll.
@@ -133,7 +133,7 @@ class Cell:
                     if not self.index.apply(batch):
                         break
             except grpc.aio.AioRpcError as error:
-                logger.debug("KV events of %s: %s", self.name, error.details())
+                logger.debug("cannot follow the KV events of %s: %s", self.name, error.details())
             finally:
                 stream.cancel()
             await asyncio.sleep(_POLL_S)
@@ -168,7 +168,7 @@ class Cells:
                         cell.follow()
                 await asyncio.sleep(_POLL_S if self.cells else 0.01)
                 if discovering.done():
-                    discovering.result()  # raises what ended it
+                    discovering.result()  # raises the task's error
         finally:
             discovering.cancel()
             await asyncio.gather(*(cell.close() for cell in self.cells.values()))

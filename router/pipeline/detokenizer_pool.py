@@ -146,7 +146,7 @@ class DetokenizerPool:
 
     async def run(self) -> None:
         """Keep the links connected until cancelled."""
-        async with self._running:  # one that ends with an error ends all
+        async with self._running:  # an error in one task ends all
             try:
                 await self._discovery.run()
                 await asyncio.Event().wait()

@@ -1,9 +1,9 @@
 """Embeddings and scores: each input is a native request for one token, of which only a tensor is used.
 
-So inputs are batched with all other requests, their prefixes are cached, and the loss of any part is recovered from.
-The vector is the model's last hidden state, normed, at the input's last token (last-token pooling), or its mean over
-all tokens of the input (mean pooling, for which no cached prefix is used). A score is the probability of one of two
-tokens as the answer to a query and a document.
+So inputs are batched with all other requests, their prefixes are cached, and they survive the loss of any process. The
+vector is the model's last hidden state, after the final norm, at the input's last token (last-token pooling), or its
+mean over all tokens of the input (mean pooling, for which no cached prefix is used). A score is the probability of one
+of two tokens as the answer to a query and a document.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import keep
 
 MAX_INPUTS = 2048
-# Inputs of one call that run at once.
+# Maximum concurrent inputs of one call.
 _NUM_CONCURRENT = 64
 _INPUT_FIELDS = ("input", "prompt", "token_ids", "chat")
 
@@ -38,17 +38,17 @@ _T = TypeVar("_T")
 
 
 class Pooling(StrEnum):
-    """Which of an input's tokens its vector is made of."""
+    """How the hidden states of an input's tokens become its vector."""
 
     LAST = "last"
     MEAN = "mean"
 
 
 def pooling_of(folder: Path) -> Pooling | None:
-    """Return the pooling that the model was trained for, by sentence-transformers' `1_Pooling/config.json`.
+    """Return the pooling that the model was trained for, according to sentence-transformers' `1_Pooling/config.json`.
 
     Returns:
-        None if it is neither of ours; LAST without that file.
+        None if it is neither LAST nor MEAN; LAST if the model has no such file.
 
     Raises:
         ConfigError: The file is not JSON.
@@ -171,7 +171,9 @@ class Embedder:
         """
         pooling = pooling or self._pooling
         if pooling is None:
-            raise UnsupportedError("must be set: the model's own (1_Pooling/config.json) is not known", field="pooling")
+            raise UnsupportedError(
+                "must be set: the model's 1_Pooling/config.json names no supported pooling", field="pooling"
+            )
         if shape.dimensions is not None and not 1 <= shape.dimensions <= self._model.hidden_size:
             raise InvalidArgumentError(f"must be in 1..{self._model.hidden_size}", field="dimensions")
         is_mean = pooling is Pooling.MEAN
@@ -207,7 +209,9 @@ class Embedder:
     ) -> tuple[list[_T], Usage]:
         """Return for each input what `read` makes of the tensor `output`, and the total usage."""
         if len(inputs) > MAX_INPUTS:
-            raise InvalidArgumentError(f"has {len(inputs)}; at most {MAX_INPUTS}", field=inputs[0].field.split("[")[0])
+            raise InvalidArgumentError(
+                f"has {len(inputs)} inputs; must have at most {MAX_INPUTS}", field=inputs[0].field.split("[")[0]
+            )
         requests = list(_requests(base, inputs, output, is_kept=bool(key)))
         found: dict[int, _T] = {}
         usages: list[Usage] = []
@@ -285,7 +289,7 @@ def _are_finite(values: Vector) -> bool:
 
 
 def _mean(values: Vector, num_states: int) -> Vector:
-    """Return the mean of vectors, rounded once for each value."""
+    """Return the mean of vectors, each value rounded once."""
     width = len(values) // num_states
     return [math.fsum(values[column::width]) / num_states for column in range(width)]
 

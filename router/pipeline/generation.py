@@ -215,8 +215,8 @@ class Runner:
             prompts: Converts requests' inputs to token ids.
             cells: Schedulers.
             pool: Detokenizers.
-            max_pending_bytes: Bytes that may wait for one slow reader.
-            unavailable_timeout_s: How long to wait for an unreachable part if there is no deadline.
+            max_pending_bytes: Maximum bytes pending for one slow reader.
+            unavailable_timeout_s: How long to wait for an unreachable component if there is no deadline.
             max_tensor_bytes: Limit on a request's output tensors.
             sampling_defaults: Defaults of unset sampling parameters.
             share_prefix_cache: Whether authenticated clients share prefixes.
@@ -336,7 +336,7 @@ class Runner:
         return self.cells.choose(request.token_ids.values, request.cache_salt)
 
     def give_up_at(self, deadline: float | None) -> float:
-        """Return the event-loop time until which to wait for an unreachable part."""
+        """Return the event-loop time until which to wait for an unreachable component."""
         limit = asyncio.get_running_loop().time() + self._unavailable_timeout_s
         return limit if deadline is None else min(limit, deadline)
 

@@ -13,13 +13,13 @@ from google.protobuf.message import DecodeError
 from midstream.errors import DeadlineError, InvalidArgumentError, OverloadedError
 from router.authentication import current_caller
 
-# Messages being read at once, in total and of one client; others wait, unread, where HTTP/2's flow control holds them.
+# Maximum messages being read at once, in total and per client. Others wait unread, held back by HTTP/2's flow control.
 _MAX_MESSAGES, _MAX_MESSAGES_PER_CLIENT = 128, 32
 _MESSAGE_TIMEOUT_S = 30.0
 # Health checks need no credentials, so they have slots of their own: small messages that arrive at once.
 _MAX_CHECKS, _MAX_CHECKS_PER_CLIENT = 1024, 32
 _CHECK_TIMEOUT_S = 2.0
-# Requests of one client that wait for a slot, and for how long.
+# Maximum requests of one client that wait for a slot, and their maximum wait.
 _MAX_WAITING = 1024
 _WAIT_S = 5.0
 
@@ -76,7 +76,7 @@ class _Pool:
     @contextlib.asynccontextmanager
     async def _slot_of(self, client: str) -> AsyncIterator[None]:
         if self._users[client] >= self._max_messages_per_client + _MAX_WAITING:
-            raise OverloadedError("too many requests of this client have not arrived in full")
+            raise OverloadedError("too many requests of this client are still being received; retry later")
         own = self._by_client.setdefault(client, asyncio.Semaphore(self._max_messages_per_client))
         self._users[client] += 1
         try:
@@ -86,7 +86,7 @@ class _Pool:
                         await held.enter_async_context(own)
                         await held.enter_async_context(self._all)
                 except TimeoutError:
-                    raise OverloadedError("too many requests have not arrived in full") from None
+                    raise OverloadedError("too many requests are still being received; retry later") from None
                 yield
         finally:
             self._users[client] -= 1

@@ -25,11 +25,13 @@ class RouterMetrics:
     def __init__(self, metrics: Metrics, *, logs_requests: bool = False) -> None:
         self.num_tokens = self.num_ended = 0
         self._request_level = logging.INFO if logs_requests else logging.DEBUG
-        self.first_token: Histogram = metrics.histogram("time_to_first_token_seconds", "Arrival to first output.")
+        self.first_token: Histogram = metrics.histogram(
+            "time_to_first_token_seconds", "Time from arrival to first output."
+        )
         self.inter_token: Histogram = metrics.histogram(
             "inter_token_latency_seconds", "Time per token after the first."
         )
-        self.request: Histogram = metrics.histogram("e2e_request_latency_seconds", "Arrival to last output.")
+        self.request: Histogram = metrics.histogram("e2e_request_latency_seconds", "Time from arrival to last output.")
         self.success: Counter = metrics.counter("request_success", "Ended requests.", ("finished_reason",))
         self.tokens: Counter = metrics.counter("relayed_tokens", "Tokens sent to clients.")
 

@@ -69,12 +69,12 @@ class Account:
         now = self._clock()
         limit = self.quota.max_concurrent
         if limit and self.num_running >= limit:
-            message = f"max_concurrent: {self._client} has {self.num_running} requests on this router, its limit"
+            message = f"max_concurrent: {self._client} has reached its limit of {limit} running requests on this router"
             raise OverloadedError(message, retry_after_ms=_BUSY_RETRY_MS)
         for rate in (self._requests, self._tokens):
             wait_s = rate.seconds_until(1, now) if rate is not None else 0.0
             if rate is not None and wait_s > 0:
-                message = f"{rate.name}_per_minute: {self._client} has used its {rate.limit} on this router"
+                message = f"{rate.name}_per_minute: {self._client} has used its limit of {rate.limit} on this router"
                 raise OverloadedError(message, retry_after_ms=max(math.ceil(wait_s * 1000), _MIN_RETRY_MS))
         if self._requests is not None:
             self._requests.take(1, now)
@@ -124,7 +124,7 @@ class Quotas:
         self._accounts: dict[str, Account] = {}
         self._requests: Counter = metrics.counter("client_requests", "Requests by authenticated client.", ("client",))
         self._refused: Counter = metrics.counter(
-            "client_refused_requests", "Requests beyond a quota.", ("client", "quota")
+            "client_refused_requests", "Requests rejected for exceeding a quota.", ("client", "quota")
         )
         self._tokens: Counter = metrics.counter(
             "client_tokens", "Prompt and output tokens by authenticated client.", ("client", "kind")

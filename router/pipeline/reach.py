@@ -1,4 +1,4 @@
-"""Health of the router: it is unhealthy if it cannot reach the parts that requests need."""
+"""Health of the router: it is unhealthy if it cannot reach the components that requests need."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
 
 _LOOK_S = 0.5
-# A killed part restarts sooner; meanwhile requests wait here.
+# A killed process restarts sooner than this; meanwhile requests wait here.
 UNREACHED_S = 10.0
 
 
 async def watch_reach(
     cells: Cells, pool: DetokenizerPool, progress: Progress, *, unreached_s: float = UNREACHED_S
 ) -> None:
-    """Report the router as unhealthy until each part has responded once, and whenever one has not for `unreached_s`.
+    """Report the router as unhealthy until each component has responded once, and whenever one has not for
+    `unreached_s`.
 
     A scheduler has responded when its loads arrive over the connection that requests use; they include its workers.
     """

@@ -121,7 +121,10 @@ def check_request(
     Args:
         request: The request as received.
         model: The served model.
-        max_beam_width: Maximum beam width. Raises: InvalidArgumentError: A field is invalid; the error names it.
+        max_beam_width: Maximum beam width.
+
+    Raises:
+        InvalidArgumentError: A field is invalid; the error names it.
         NotFoundError: The named model is not the served one.
     """
     for field in ("request_id", "client_id", "cache_salt", "logits_post_processor_name"):
@@ -146,13 +149,13 @@ def check_request(
 def check_model(name: str, model: ModelFolder) -> None:
     """Raise NotFoundError unless `name` is empty or the name of the served model."""
     if name and name != model.name:
-        raise NotFoundError(f"no model {name[:MAX_NAME]!r} here; this is {model.name!r}", field="model")
+        raise NotFoundError(f"the model {name[:MAX_NAME]!r} is not served here; this is {model.name!r}", field="model")
 
 
 def check_name(value: str, field: str) -> None:
     """Raise InvalidArgumentError if a name is too long."""
     if len(value) > MAX_NAME:
-        raise InvalidArgumentError(f"has {len(value)} characters; at most {MAX_NAME}", field=field)
+        raise InvalidArgumentError(f"has {len(value)} characters; must have at most {MAX_NAME}", field=field)
 
 
 def check_adapter_path(path: str, root: str, field: str) -> None:
@@ -234,7 +237,8 @@ def check_tensors(request: pb.GenerateRequest, model: ModelFolder, max_tensor_by
     num_bytes = tensor_bytes(request, len(request.token_ids.values), model.vocab_size, model.hidden_size)
     if num_bytes > max_tensor_bytes:
         raise InvalidArgumentError(
-            f"logits and hidden states for prompt and max_tokens take {num_bytes} bytes; at most {max_tensor_bytes}",
+            f"logits and hidden states for prompt and max_tokens take {num_bytes} bytes; must be at most "
+            f"{max_tensor_bytes}",
             field="output",
         )
 
@@ -249,7 +253,7 @@ def check_sampling(sampling: pb.SamplingConfig, model: ModelFolder) -> None:
     _Range(0, model.max_sequence_length).check(sampling.no_repeat_ngram_size, "sampling.no_repeat_ngram_size")
     _Range(0, model.max_sequence_length).check(sampling.min_tokens, "sampling.min_tokens")
     if sampling.beam_width > 1 and sampling.num_return_sequences > sampling.beam_width:
-        raise InvalidArgumentError("is more than the beam width", field="sampling.num_return_sequences")
+        raise InvalidArgumentError("must be at most the beam width", field="sampling.num_return_sequences")
     for token_id, bias in sampling.embedding_bias.items():
         _check_ids((token_id,), model.vocab_size, "sampling.embedding_bias")
         _FINITE.check(bias, "sampling.embedding_bias")
@@ -343,7 +347,7 @@ def _check_words(words: Iterable[str], limit: int, field: str) -> None:
             raise InvalidArgumentError("must not contain an empty word", field=field)
         if len(word) > MAX_STOP_WORD_CHARACTERS:
             raise InvalidArgumentError(
-                f"holds a word of {len(word)} characters; at most {MAX_STOP_WORD_CHARACTERS}", field=field
+                f"contains a word of {len(word)} characters; must be at most {MAX_STOP_WORD_CHARACTERS}", field=field
             )
 
 
@@ -355,7 +359,7 @@ def _check_ids(ids: Iterable[int], vocab_size: int, field: str) -> None:
 
 def _at_most(value: int, limit: int, field: str) -> None:
     if value > limit:
-        raise InvalidArgumentError(f"is {value}; at most {limit}", field=field)
+        raise InvalidArgumentError(f"is {value}; must be at most {limit}", field=field)
 
 
 def _reports_prompt(request: pb.GenerateRequest) -> bool:

@@ -1,7 +1,7 @@
 """The router's trace span of each traced request, which covers the time that the client waits.
 
 The client's `traceparent` comes as gRPC metadata or as an HTTP header; `admit` and `TracedApp` store it in a context
-variable. Of the requests without one, a share is sampled for new traces.
+variable. Of the requests without one, a fraction is sampled and starts new traces.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RequestSpan:
     """A span from a request's arrival to its last output.
 
     Attributes:
-        span: Parent of the other parts' spans.
+        span: Parent of the other services' spans.
     """
 
     def __init__(

@@ -24,7 +24,8 @@ def sampling_defaults(model: ModelFolder) -> pb.SamplingConfig:
         check_sampling(sampling, model)
     except (InvalidArgumentError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"{model.path / 'generation_config.json'}: {error}; --generation-config none ignores it", field="model"
+            f"{model.path / 'generation_config.json'}: {error}; use --generation-config none to ignore it",
+            field="model",
         ) from None
     return sampling
 

@@ -60,12 +60,12 @@ class StreamLimits:
         """
         if self.num_open >= self._max_streams:
             raise OverloadedError(
-                f"this router has {self.num_open} such streams, its limit; try another",
+                f"this router has reached its limit of {self.num_open} such streams; try another router",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
         if self._open[client] >= self._max_streams_per_client:
             raise OverloadedError(
-                f"this client has {self._open[client]} such streams on this router, its limit",
+                f"this client has reached its limit of {self._open[client]} such streams on this router",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
         self.num_open += 1

@@ -1,7 +1,7 @@
 """Checks prompt embeddings and prompt-tuning tables, and assigns them token ids starting at the vocabulary size.
 
-Other parts see one form: token ids, and a table whose row i has the id vocab_size + i. A prompt given as embeddings
-becomes a table with all of its rows in order; a table for a prompt without such ids is prepended to it.
+The rest of the service sees one form: token ids, and a table whose row i has the id vocab_size + i. A prompt given as
+embeddings becomes a table with all of its rows in order; a table for a prompt without such ids is prepended to it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ def check_virtual_tokens(request: pb.GenerateRequest, model: ModelFolder) -> Non
     elif not tuning.name:
         raise InvalidArgumentError("must have a name or a table", field="prompt_tuning")
     if request.output.HasField("prompt_log_probs"):
-        raise InvalidArgumentError("virtual tokens have none", field="output.prompt_log_probs")
+        raise InvalidArgumentError(
+            "is not supported with virtual tokens, which have no log probabilities", field="output.prompt_log_probs"
+        )
     if request.output.HasField("exclude_input_from_output") and not request.output.exclude_input_from_output:
-        raise InvalidArgumentError("virtual tokens have no text", field="output.exclude_input_from_output")
+        raise InvalidArgumentError(
+            "must not be false with virtual tokens, which have no text", field="output.exclude_input_from_output"
+        )
 
 
 def num_token_ids(request: pb.GenerateRequest, model: ModelFolder) -> int:
@@ -49,7 +53,7 @@ def num_token_ids(request: pb.GenerateRequest, model: ModelFolder) -> int:
 
 
 def take_embeddings(request: pb.GenerateRequest, model: ModelFolder) -> None:
-    """Convert a checked prompt of embeddings into a table of virtual tokens and their ids."""
+    """Convert checked prompt embeddings into a table of virtual tokens and their ids."""
     if request.WhichOneof("input") == "prompt_embeddings":
         request.prompt_tuning.table.CopyFrom(request.prompt_embeddings)
         first, count = model.vocab_size, request.prompt_embeddings.shape[0]

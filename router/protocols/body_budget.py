@@ -8,7 +8,7 @@ from types import TracebackType
 from midstream.errors import OverloadedError
 from midstream.model.folder import ModelFolder
 
-# For guides, tools and everything but the prompt; and bytes per token of the context, in the most verbose JSON.
+# Bytes for guides, tools and everything but the prompt, and bytes per token of the context in the most verbose JSON.
 _FIXED_BYTES, _BYTES_PER_TOKEN = 2 << 20, 128
 # Number of largest bodies that may be received at once, in total and from one client.
 _BODIES, _BODIES_PER_CLIENT = 16, 4

@@ -30,13 +30,13 @@ from router.pipeline.request_checks import fit_to_context
 
 # Retention priority of prefixes that a client wants cached: above the default of 35.
 _KEPT_PRIORITY = 80
-# Tokens at the end of a prompt that are searched for an opening of the reasoning.
+# Number of tokens at the end of a prompt in which to look for an opening of the reasoning.
 _NUM_TAIL = 16
-# Tokens of a prediction that are verified in one step.
+# Number of tokens of a prediction that are verified in one step.
 _NUM_DRAFTS = 8
 _ANY_JSON: Schema = {"anyOf": [{"type": "object"}, {"type": "array"}]}
 _SWITCHES = ("enable_thinking", "thinking")
-# Efforts that templates support, and further ones of some APIs.
+# Reasoning efforts that templates support, and those that only some APIs have.
 _EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
 EFFORTS = tuple(_EFFORTS)
 
@@ -47,9 +47,9 @@ class ChatModel:
 
     Attributes:
         format: How it writes calls and reasoning.
-        template: Its chat template; empty where it has none.
-        tokens: Marks of the format that are one token, which grammars must name by its id.
-        has_special_marks: Some are special tokens, which the text must then keep.
+        template: Its chat template; empty if it has none.
+        tokens: Markers of the format that are a single token, which grammars must name by id.
+        has_special_marks: Some markers are special tokens, so the text must keep special tokens.
     """
 
     format: ModelFormat = field(default_factory=ModelFormat)
@@ -91,7 +91,7 @@ class Tools:
     """A request's tools.
 
     Attributes:
-        schemas: JSON schema of each tool's parameters, by name; empty where none may be called.
+        schemas: JSON schema of each tool's parameters, by name; empty if none may be called.
         definitions: In OpenAI's format for the chat template; empty to omit them from the prompt.
         choice: The model decides, must call one, or must call `named`.
         strict: Tools whose arguments must match their schemas, if there is a grammar for the model's format.
@@ -113,7 +113,7 @@ class Conversation:
     Attributes:
         request: The native request; its input is `chat` until `prepare`.
         prediction: Text that the answer is expected to repeat.
-        num_prompt_tokens: 0 before `prepare`, and where the prompt need not be rendered for it.
+        num_prompt_tokens: 0 before `prepare`, and if `prepare` need not render the prompt.
         is_thinking: The prompt has opened the reasoning.
     """
 
@@ -221,7 +221,7 @@ class Conversation:
             except ValueError:
                 schema = None
             return self._json_guide(schema) if isinstance(schema, dict) else None
-        # The client's own grammar starts at the first token: all text is the answer.
+        # The client's own grammar applies from the first token, so there is no reasoning: all text is the answer.
         self.is_thinking = False
         return None
 

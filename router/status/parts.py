@@ -1,4 +1,4 @@
-"""The status of each part, including recently lost ones. Pure: time is an argument."""
+"""The status of each part (a process of the service), including recently lost ones. Pure: time is an argument."""
 
 from __future__ import annotations
 

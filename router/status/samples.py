@@ -27,7 +27,7 @@ class Samples:
 
     Attributes:
         kept: Oldest first.
-        last_number: Number of the newest; they are counted from 1.
+        last_number: Number of the newest sample, counted from 1.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
     Args:
         bounds: Upper bounds of the buckets, ascending from above 0; there is one more bucket above them.
-        counts: How many are in each, at least one in all.
+        counts: Number of values in each bucket; at least one in total.
         share: 0 to 1.
     """
     rank, below = share * sum(counts), 0

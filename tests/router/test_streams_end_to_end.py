@@ -235,5 +235,5 @@ async def test_what_the_service_says_of_itself(cluster: Cluster, open_client: Op
     assert (await client.server_info()).router_id == "r"
     assert [load.cell for load in await client.loads()] == [cluster.scheduler_address]
     assert [item["iter"] async for item in client.iteration_stats(follow=True)] == ["0", "1", "2"]
-    with pytest.raises(errors.NotFoundError, match="no model"):
+    with pytest.raises(errors.NotFoundError, match="is not served here"):
         await client.model_info("gpt-5")

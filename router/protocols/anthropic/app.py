@@ -80,8 +80,8 @@ class MessagesApi:
     async def _job(self, request: Request, *, needs_limit: bool) -> MessagesJob:
         version = request.headers.get("anthropic-version")
         if version not in _VERSIONS:
-            what = f"{version[:32]!r} is not known" if version else "must be set"
-            raise InvalidArgumentError(f"{what}; this is {_VERSIONS[0]}", field="anthropic-version")
+            what = f"{version[:32]!r} is not supported" if version else "must be set"
+            raise InvalidArgumentError(f"{what}; use {_VERSIONS[0]}", field="anthropic-version")
         return await self._bodies.read(request, lambda body: read_messages(body, self._chat, needs_limit=needs_limit))
 
     async def _keep(self, native: pb.GenerateRequest, prefixes: Mapping[int, pb.GenerateRequest | None]) -> int:

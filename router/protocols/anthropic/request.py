@@ -30,8 +30,8 @@ class Breakpoint:
 
     Attributes:
         duration_s: How long to keep it, in seconds.
-        num_turns: Turns of the conversation in the prefix, the system's among them; 0: only the tools.
-        num_characters: Of the last of those turns; None: all of it, and a prefix that ends with the prompt.
+        num_turns: Turns of the conversation in the prefix, including the system turn; 0: only the tools.
+        num_characters: Characters of the last of those turns in the prefix; None: the whole turn.
     """
 
     duration_s: int
@@ -90,7 +90,9 @@ class _Reading:
             raise InvalidArgumentError("must be ephemeral", field=control.path("type"))
         ttl = control.choice("ttl", tuple(_TTLS_S)) or "5m"
         if len(self.breakpoints) == _MAX_BREAKPOINTS:
-            raise InvalidArgumentError(f"at most {_MAX_BREAKPOINTS} in a request", field=block.path("cache_control"))
+            raise InvalidArgumentError(
+                f"must occur at most {_MAX_BREAKPOINTS} times in a request", field=block.path("cache_control")
+            )
         self.breakpoints.append(Breakpoint(_TTLS_S[ttl], len(self.turns), num_characters))
 
 
@@ -111,7 +113,7 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
     for message in body.objects("messages"):
         _message(message, reading)
     if not any(turn.role == "user" for turn in reading.turns) or reading.turns[-1].role == "assistant":
-        raise InvalidArgumentError("must begin with the user's and end with the user's turn", field="messages")
+        raise InvalidArgumentError("must begin and end with a user turn", field="messages")
     reading.mark(body)
     request = pb.GenerateRequest(
         request_id=body.text("request_id") or "",

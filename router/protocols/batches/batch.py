@@ -19,7 +19,7 @@ from router.protocols.batches.files import FILE_PREFIX, NS_PER_S
 BATCH_PREFIX = "batch_"
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 _KIND = "batch"
-# How long a batch can be retrieved after it has ended, at least.
+# Minimum time for which a batch can be retrieved after it has ended.
 _KEEP_S = 30 * 24 * 3600
 _USAGE = ("input_tokens", "output_tokens", "total_tokens", "cached_tokens", "reasoning_tokens")
 
@@ -30,8 +30,8 @@ class Batch:
 
     Attributes:
         output_ttl_s: How long its output and error files are stored.
-        num_parts: Parts whose output is stored.
-        num_output_bytes, num_error_bytes: Sizes of what is stored of the two files.
+        num_parts: Number of parts whose output is stored.
+        num_output_bytes, num_error_bytes: Bytes stored so far of the two files.
         digest: Of the body that created it, to recognize a repeated call.
     """
 

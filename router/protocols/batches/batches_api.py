@@ -76,7 +76,7 @@ class BatchesApi:
         cell, _ = await self._files.get(owner, batch.input_file_id)
         key = check_key(request.headers.get(HEADER))
         cell, batch.id = await claim(self._documents, cell, owner, key, PATH, batch.id)
-        # First, since a batch that is not in the queue would never run.
+        # Add it to the queue first, since a batch that is not in the queue would never run.
         await self._leases.add(cell, owner, batch.id)
         await self._batches.create(cell, owner, batch)
         _, stored = await self._batches.get(owner, batch.id)
@@ -133,7 +133,7 @@ class BatchesApi:
     async def _cancel(self, request: Request) -> Response:
         def cancel(batch: Batch) -> None:
             if batch.status in ENDED:
-                raise InvalidArgumentError(f"is {batch.status}: it cannot be cancelled any more", field="batch_id")
+                raise InvalidArgumentError(f"is {batch.status} and can no longer be cancelled", field="batch_id")
             if batch.status not in ("cancelling", "finalizing"):
                 batch.enter("cancelling")
 
@@ -151,7 +151,8 @@ def _metadata(body: Body) -> dict[str, str] | None:
         value = found.text(name) or ""
         if len(name) > _MAX_METADATA_KEY or len(value) > _MAX_METADATA_VALUE or len(metadata) >= _MAX_METADATA:
             message = (
-                f"takes {_MAX_METADATA} names of {_MAX_METADATA_KEY} and values of {_MAX_METADATA_VALUE} characters"
+                f"must have at most {_MAX_METADATA} entries, with names of at most {_MAX_METADATA_KEY} characters and "
+                f"values of at most {_MAX_METADATA_VALUE}"
             )
             raise InvalidArgumentError(message, field="metadata")
         metadata[name] = value

@@ -43,7 +43,7 @@ async def post(app: ASGIApp, path: str, body: bytes, headers: dict[str, str]) ->
     async def receive() -> Message:
         nonlocal is_read
         if is_read:
-            await asyncio.Event().wait()  # connected until the response is whole
+            await asyncio.Event().wait()  # connected until the response is complete
         is_read = True
         return {"type": "http.request", "body": body, "more_body": False}
 

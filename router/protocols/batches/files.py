@@ -1,6 +1,7 @@
 """Files of clients: each is stored as a document that describes it and chunks with its contents.
 
-A file exists once its description is written, which is last. Chunks without one expire as the file would have.
+A file exists once its description is written, which happens last. Chunks without a description expire as the file would
+have.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Files:
         return found.cell, _info(found)
 
     async def list(self, owner: str, *, after: str, limit: int, ascending: bool, purpose: str) -> list[FileInfo]:
-        """Return the files after the id `after`; only those with this purpose, unless it is empty."""
+        """List the files after the id `after`, filtered by `purpose` if it is not empty."""
         infos: list[FileInfo] = []
         while len(infos) < limit:
             found = await self._documents.newest(_FILE, owner, after=after, limit=limit, ascending=ascending)

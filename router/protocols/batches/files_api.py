@@ -68,7 +68,7 @@ class FilesApi:
             except NotFoundError:
                 pass
             else:
-                file_id = new_id(FILE_PREFIX)  # of the same contents, to be compared
+                file_id = new_id(FILE_PREFIX)  # a second file, to compare the contents
         num_bytes, digest = await self._files.write(
             cell, owner, file_id, contents, expires_at=created_at + self._ttl_s, limit=self._max_file_bytes
         )
@@ -133,7 +133,7 @@ def checked_ttl(value: object, field: str) -> int:
     """Return a lifetime in seconds.
 
     Raises:
-        InvalidArgumentError: It is no number in the range that OpenAI has.
+        InvalidArgumentError: It is not a number in the range that OpenAI allows.
     """
     text = str(value)
     if not (text.isascii() and text.isdigit() and MIN_TTL_S <= int(text[:9]) <= MAX_TTL_S):

@@ -1,8 +1,8 @@
 """The queue of unfinished batches, with a lease for the router that runs each batch.
 
 An entry's document names its holder, which writes it again about every second. A router that sees the same version for
-long enough, by its own clock, takes it over, so the clocks of routers need not agree. It does no harm if the holder is
-still alive, since it writes the same as the new one.
+long enough, by its own clock, takes it over, so the clocks of routers need not agree. This is harmless if the old
+holder is still alive, since both write the same output.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Leases:
         try:
             entries = await self._documents.waiting(cell, _KIND, _MAX_SEEN)
         except MidstreamError:
-            # Nobody could renew meanwhile.
+            # While the cell is unreachable no router can renew its lease.
             self._seen = {key: (version, now) for key, (version, _) in self._seen.items()}
             return []
         known = {(cell, entry.id) for entry in entries}
@@ -96,7 +96,7 @@ class Leases:
             except NotFoundError:
                 return
             except MidstreamError as error:
-                logger.info("cannot renew a batch's lease now: %s", error.message)
+                logger.info("cannot renew the lease of a batch now: %s", error.message)
                 continue
             if not version:
                 return
@@ -108,7 +108,7 @@ class Leases:
             async with asyncio.timeout(_GIVE_BACK_S):
                 await self._put(lease.cell, lease.owner, lease.batch_id, lease.version, "")
         except (MidstreamError, TimeoutError) as error:
-            logger.info("a batch is taken over only later: %s", error)
+            logger.info("cannot release the lease of a batch; it expires later: %s", error)
 
     async def remove(self, lease: Lease) -> None:
         """Remove the entry of a batch that has ended."""

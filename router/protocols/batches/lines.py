@@ -49,7 +49,7 @@ def read_line(number: int, data: bytes, endpoint: str) -> Line:
     """Parse a line of the input file.
 
     Raises:
-        InvalidArgumentError: It is no request of the batch's endpoint.
+        InvalidArgumentError: It is not a request to the batch's endpoint.
     """
     try:
         fields = json.loads(data, parse_constant=refuse_constant)
@@ -66,7 +66,7 @@ def read_line(number: int, data: bytes, endpoint: str) -> Line:
     if fields.get("method") != "POST":
         raise InvalidArgumentError("must be POST", field="method")
     if fields.get("url") != endpoint:
-        raise InvalidArgumentError(f"must be {endpoint}, as the batch's", field="url")
+        raise InvalidArgumentError(f"must be {endpoint}, the batch's endpoint", field="url")
     if not isinstance(body, dict):
         raise InvalidArgumentError("must be an object", field="body")
     for name in ("stream", "background"):
@@ -85,7 +85,7 @@ async def check_lines(lines: AsyncIterator[bytes], endpoint: str) -> tuple[int, 
             line = read_line(count, data, endpoint)
             name = hashlib.blake2b(line.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
             if name in seen:
-                raise InvalidArgumentError("is that of an earlier line", field="custom_id")
+                raise InvalidArgumentError("is already used by an earlier line", field="custom_id")
             seen.add(name)
         except InvalidArgumentError as error:
             errors.append(_error("invalid_line", error.message, error.field, count + 1))

@@ -2,8 +2,8 @@
 
 1. A new batch joins a queue in the scheduler's documents; each router polls it and leases free batches (lease.py). When
    a router dies, another takes over its batches.
-2. The input is checked as a whole. Then its lines run as calls of the router's own endpoint, with an idempotency key
-   each: a line that is repeated by any router attaches to its first execution.
+2. The input is checked as a whole. Then its lines run as calls to the router's own endpoint, each with an
+   idempotency key: a line that any router repeats attaches to its first execution.
 3. Lines are stored in parts, in the order of the input. A part's output is a function of its lines, so it does not
    matter if two routers store it. Lines not stored when a router dies are requested again, but not computed again.
 4. When all parts are stored the output and error files appear, and the batch ends.
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.5
 _MAX_BATCHES = 16
 _PART_LINES = 32
-# Parts that run while an earlier one still has lines to finish.
+# Maximum parts that run at once while the first of them still has unfinished lines.
 _PARTS_AT_ONCE = 4
 _CHUNK_CHARACTERS = 1 << 20
 # Below all interactive requests, `flex` (-50) included.
@@ -49,7 +49,7 @@ _RETRIED = frozenset({408, 429, 499, 503})
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 # How long running lines may take to finish when a batch is cancelled.
 _CANCEL_GRACE_S = 10.0
-# A line may time out this much before its batch expires, since the clock is read separately for each.
+# A line may time out this long before its batch expires, since the clock is read separately for each.
 _CLOCK_S = 0.5
 _PIECES = {"cancelled": "the batch was cancelled", "expired": "the batch's completion window has ended"}
 
@@ -81,7 +81,7 @@ class BatchRunner:
             draining: Set when this router takes no more work.
             metrics: Metrics of the router.
             caller_of: Returns a batch's owner by name; None if it may no longer call.
-            max_lines: Lines of all batches that run at once.
+            max_lines: Maximum concurrent lines of all batches.
         """
         self._app = app
         self._cells = cells
@@ -94,7 +94,7 @@ class BatchRunner:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._num_running: Gauge = metrics.gauge("num_running_batches", "Batches that this router runs.")
         self._num_running.set_function(lambda: len(self._running))
-        self._lines: Counter = metrics.counter("batch_lines", "Lines of batches answered.", ("status",))
+        self._lines: Counter = metrics.counter("batch_lines", "Batch lines answered.", ("status",))
 
     async def run(self) -> None:
         """Run batches until cancelled."""
@@ -135,7 +135,7 @@ class BatchRunner:
             await self._leases.remove(lease)
         except MidstreamError as error:
             # Its lease expires by itself, and the router that takes it retries.
-            logger.warning("batch %s cannot go on now: %s", lease.batch_id, error.message)
+            logger.warning("batch %s cannot continue now: %s", lease.batch_id, error.message)
         except asyncio.CancelledError:
             keeping.cancel()
             working.cancel()
@@ -165,11 +165,11 @@ class BatchRunner:
             if batch.status == "failed":
                 return
             if Role.GENERATE not in current_caller.get().roles:
-                error = {"code": "permission_denied", "message": "the client may not run requests any more"}
+                error = {"code": "permission_denied", "message": "the client is no longer allowed to run requests"}
                 await self._fail(lease, [{**error, "param": None, "line": None}])
                 return
         except NotFoundError:
-            error = {"code": "input_file_deleted", "message": "does not exist any more", "param": "input_file_id"}
+            error = {"code": "input_file_deleted", "message": "no longer exists", "param": "input_file_id"}
             await self._fail(lease, [{**error, "line": None}])
             return
         await _Run(self, lease, batch, lines).run()
@@ -360,7 +360,7 @@ class _Run:
             try:
                 self._batch = await self._runner.current(self._lease)
             except MidstreamError as error:
-                logger.info("cannot look at batch %s now: %s", self._lease.batch_id, error.message)
+                logger.info("cannot read the status of batch %s now: %s", self._lease.batch_id, error.message)
             self._look()
 
     def _look(self) -> None:

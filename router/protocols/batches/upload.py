@@ -84,7 +84,7 @@ class Form:
             return
         self._field += data[start:end]
         if len(self._field) > _MAX_FIELD_BYTES or len(self.fields) >= _MAX_FIELDS:
-            raise InvalidArgumentError("the form has too many fields, or too long ones")
+            raise InvalidArgumentError("the form has too many fields, or a field is too long")
 
     def _end_part(self) -> None:
         if self._name != _FILE:

@@ -44,7 +44,7 @@ class ScoreJob(EmbeddingJob):
     """A call of /score.
 
     Attributes:
-        pairs: Places in `inputs` of the two texts of each score.
+        pairs: Indexes in `inputs` of the two texts of each score.
     """
 
     pairs: list[tuple[int, int]]
@@ -118,7 +118,7 @@ def read_rerank(body: Body) -> RerankJob:
     top_n = body.integer("top_n")
     inputs = [EmbedInput("query", query), *(_named("documents", i, text) for i, text in enumerate(documents))]
     returns_documents = body.flag("return_documents") is not False
-    # As in vLLM, 0 is all.
+    # As in vLLM, 0 means all documents.
     pairs = [(0, index) for index in range(1, len(inputs))]
     num_returned = min(top_n or len(documents), len(documents))
     return RerankJob(*_common(body, inputs, RERANK), pairs, num_returned, returns_documents)

@@ -98,12 +98,12 @@ def _parse(item: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> In
         data = raw or b""
         num_values = len(data) // _RAW_ONLY[datatype]
     elif datatype not in _CONTENTS:
-        raise ValueError(f"of unknown type {datatype!r}")
+        raise ValueError(f"has the unknown type {datatype!r}")
     else:
         values = _unpack(datatype, raw) if raw is not None else getattr(item.contents, _CONTENTS[datatype])[:]
         num_values = len(values)
     if num_values != prod(shape):
-        raise ValueError(f"has {num_values} elements, and its shape {list(shape)} says {prod(shape)}")
+        raise ValueError(f"has {num_values} elements; its shape {list(shape)} requires {prod(shape)}")
     return InputTensor(item.name, datatype, shape, values, data)
 
 

@@ -140,7 +140,9 @@ class OpenAiApi:
         check_model(body.text("model") or "", self._model)
         ids = body.token_ids("tokens")
         if len(ids) > self._model.max_sequence_length:
-            raise InvalidArgumentError(f"has {len(ids)}; at most {self._model.max_sequence_length}", field="tokens")
+            raise InvalidArgumentError(
+                f"has {len(ids)} token ids; must have at most {self._model.max_sequence_length}", field="tokens"
+            )
         if max(ids, default=0) >= self._model.vocab_size:
             raise InvalidArgumentError(f"must be in 0..{self._model.vocab_size - 1}", field="tokens")
         text = self._prompts.tokenizer.decode(ids, skip_special_tokens=False)

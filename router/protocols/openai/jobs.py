@@ -237,7 +237,7 @@ def _prompts(body: Body) -> list[str | list[int]]:
     if not isinstance(value, list) or not value:
         raise InvalidArgumentError("must be text, token ids, or an array of either", field="prompt")
     if len(value) > _MAX_PROMPTS and not isinstance(value[0], int):
-        raise InvalidArgumentError(f"has {len(value)} prompts; at most {_MAX_PROMPTS}", field="prompt")
+        raise InvalidArgumentError(f"has {len(value)} prompts; must have at most {_MAX_PROMPTS}", field="prompt")
     if isinstance(value[0], int):
         return [token_ids(value, "prompt")]
     prompts: list[str | list[int]] = []

@@ -118,7 +118,7 @@ def _guide(body: Body) -> pb.GuidedDecodingConfig | None:
         guides += _named_guides(structured, "")
     found = [guide for guide in guides if guide is not None]
     if len(found) > 1:
-        raise InvalidArgumentError("only one kind of guided decoding at once", field="response_format")
+        raise InvalidArgumentError("must not be combined with another kind of guided decoding", field="response_format")
     return found[0] if found else None
 
 

@@ -37,7 +37,7 @@ class Reply(ComputedResponse):
         self._positions = [Position() for _ in job.requests]
         self._echoed: list[EchoedPrompt | None] = []
         self._usages: list[Usage] = []
-        self._metrics: list[PerfMetrics] = []  # where there was a prediction
+        self._metrics: list[PerfMetrics] = []  # if there was a prediction
 
     async def compute(self, events: EventStream) -> Response | None:
         """Return the complete response, or write it as events."""

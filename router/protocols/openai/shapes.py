@@ -21,8 +21,8 @@ class Shape(Protocol):
     """The output format of one of the two endpoints.
 
     Attributes:
-        prefix: Of the response's id.
-        name: The response's `object`, and chunk_name that of one event.
+        prefix: Prefix of the response's id.
+        name: `object` of the response; chunk_name is that of one event.
         request_id: Of the job; set before anything is read.
         envelope: Further fields of a response, and of each event.
     """
@@ -97,7 +97,7 @@ class CompletionShape:
             return None
         token_ids = list(chunk.token_ids)
         values, tops = self._rows(log_probs) if log_probs else ([], [])
-        # An echoed prompt is in the tokens, and its log probabilities, if any, are elsewhere.
+        # `token_ids` includes an echoed prompt; its log probabilities, if requested, are in `prompt_log_probs`.
         num_prompt = len(token_ids) - len(values)
         if num_prompt > 0:
             known, known_tops = self._rows(prompt) if prompt else ([], [])

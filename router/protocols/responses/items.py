@@ -74,7 +74,7 @@ class Turns:
                 output = pb.ChatMessage(role="tool", tool_call_id=_call_id(item), content=_text(item, "output"))
                 self.turns.append(output)
             else:
-                reason = "only messages, reasoning, and calls of functions and custom tools with their outputs"
+                reason = "only messages, reasoning, function and custom tool calls, and their outputs"
                 raise UnsupportedError(f"{reason} are supported", field=item.path("type"))
         self._close()
 

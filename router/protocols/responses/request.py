@@ -18,7 +18,8 @@ from router.protocols.responses.items import CUSTOM_SCHEMA, Item, Turns, input_i
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 
 
-# Tools that clients send unasked, and that the model is not offered: searches of the server, and groups of functions.
+# Tools that clients send by default and that are not offered to the model: the server's web search, and groups of
+# functions.
 _LEFT_OUT = ("web_search", "namespace")
 
 
@@ -150,7 +151,10 @@ def _refuse_values(body: Body) -> None:
         raise InvalidArgumentError("must be an object", field="metadata")
     is_short = all(isinstance(value, str) and len(value) <= _MAX_VALUE and len(key) <= _MAX_KEY for key, value in pairs)
     if len(pairs) > _MAX_METADATA or not is_short:
-        reason = f"allows {_MAX_METADATA} pairs of strings, of at most {_MAX_KEY} and {_MAX_VALUE} characters"
+        reason = (
+            f"must have at most {_MAX_METADATA} pairs of strings, with keys of at most {_MAX_KEY} characters and "
+            f"values of at most {_MAX_VALUE}"
+        )
         raise InvalidArgumentError(reason, field="metadata")
 
 

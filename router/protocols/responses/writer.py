@@ -97,7 +97,7 @@ class ResponseWriter:
         return events
 
     def end(self, chunk: Chunk, usage: Fields) -> list[Fields]:
-        """Return the events that come after all output; `chunk` is the last of it."""
+        """Return the events that come after all output; `chunk` is the last chunk of it."""
         is_whole = chunk.finish_reason is FinishReason.STOP
         events = self._close("completed" if is_whole else "incomplete")
         status = status_of(chunk)
