@@ -42,7 +42,7 @@ def _load_plugin(name: str) -> RequestScheduler | CapacityScheduler | MicroBatch
     if name not in found:
         known = ", ".join(sorted(found)) or "none"
         raise ConfigError(
-            f"no installed package offers {name!r} under {ENTRY_POINT_GROUP}; there is {known}",
+            f"no installed package offers {name!r} under {ENTRY_POINT_GROUP}; available: {known}",
             field="scheduler_plugin",
         )
     offered = found[name].load()

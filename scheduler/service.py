@@ -274,7 +274,7 @@ def check(config: SchedulerConfig) -> None:
     """Raise ConfigError if settings conflict or no request could run under them."""
     for name, least in _LEAST.items():
         if getattr(config, name) < least:
-            raise ConfigError(f"is {getattr(config, name)}; at least {least}", field=name)
+            raise ConfigError(f"is {getattr(config, name)}; must be at least {least}", field=name)
     if config.max_context_chunk and not config.enable_chunked_context:
         raise ConfigError("has no meaning without enable_chunked_context; leave it out", field="max_context_chunk")
     if config.sink_token_length and not config.max_attention_window:
@@ -282,7 +282,7 @@ def check(config: SchedulerConfig) -> None:
 
 
 def _admit(config: SchedulerConfig) -> Admit | None:
-    """Return the admission check that restricts each method to the parts allowed to call it."""
+    """Return the admission check that restricts each method to the services allowed to call it."""
     routers = PeerNames(config.router_names, "router_names")
     detokenizers = PeerNames(config.detokenizer_names, "detokenizer_names")
     feeds = {f"/{SERVICE_NAME}/TokenFeed", f"/{SERVICE_NAME}/OpenTokenFeed"}
@@ -362,7 +362,7 @@ def _postgres_stores(config: SchedulerConfig) -> tuple[Store, DocumentStore]:
         from scheduler.journal.postgres import PostgresStore
         from scheduler.journal.postgres_documents import PostgresDocuments
     except ImportError as error:
-        raise ConfigError(f"it needs `pip install midstream[postgres]` ({error})", field="journal") from None
+        raise ConfigError(f"needs `pip install midstream[postgres]` ({error})", field="journal") from None
     holder = config.name or f"{socket.gethostname()}:{config.port}"
     store = PostgresStore(config.journal_url, holder, is_standby=config.standby)
     return store, PostgresDocuments(config.journal_url, holder)

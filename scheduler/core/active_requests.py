@@ -30,7 +30,7 @@ class LlmRequest:
 
     Attributes:
         request_id, client_id, priority: As set by the client.
-        prompt_len: Tokens of the prompt. max_new_tokens: Most output tokens over all sequences.
+        prompt_len: Tokens of the prompt. max_new_tokens: Maximum output tokens over all sequences.
         num_generated_tokens: Output tokens over all sequences so far.
         state: Its stage.
         is_queued: It holds no blocks.
@@ -120,7 +120,7 @@ class RequestListScheduler(ABC):
         """Store the limits that a policy may need.
 
         Args:
-            max_num_requests: Most sequences that the group runs at the same time.
+            max_num_requests: Maximum sequences that the group runs at the same time.
             kv_cache_manager: Its blocks.
         """
         self.max_num_requests = max_num_requests

@@ -15,22 +15,26 @@ def impossible(spec: RequestSpec, config: CoreConfig) -> Failure | None:
         return Failure(INVALID_ARGUMENT, "the prompt is empty", "token_ids")
     num_ids = config.vocab_size + spec.num_virtual_tokens
     if max(spec.prompt) >= num_ids:
-        return Failure(INVALID_ARGUMENT, f"token ids are below {num_ids}", "token_ids")
+        return Failure(INVALID_ARGUMENT, f"token ids must be below {num_ids}", "token_ids")
     if spec.max_tokens < 1 < spec.beam_width:
-        return Failure(INVALID_ARGUMENT, "beams need at least 1", "max_tokens")
+        return Failure(INVALID_ARGUMENT, "must be at least 1 with beam search", "max_tokens")
     if len(spec.prompt) + spec.max_tokens > config.max_sequence_length:
         most = config.max_sequence_length
-        return Failure(INVALID_ARGUMENT, f"prompt and output take more than the model's {most} tokens", "max_tokens")
+        return Failure(
+            INVALID_ARGUMENT, f"prompt and output must have at most {most} tokens, the model's limit", "max_tokens"
+        )
     if spec.tensor_bytes > config.max_tensor_bytes:
         most = config.max_tensor_bytes
-        return Failure(INVALID_ARGUMENT, f"asks for {spec.tensor_bytes} bytes of tensors; at most {most}", "output")
+        return Failure(
+            INVALID_ARGUMENT, f"requires {spec.tensor_bytes} bytes of tensors; must be at most {most}", "output"
+        )
     if not config.enable_chunked_context and len(spec.prompt) > config.max_num_tokens:
         return _prompt_too_long(config.max_num_tokens)
     return None
 
 
 def _prompt_too_long(most: int) -> Failure:
-    return Failure(INVALID_ARGUMENT, f"without chunked context a prompt has at most {most} tokens", "token_ids")
+    return Failure(INVALID_ARGUMENT, f"without chunked context a prompt must have at most {most} tokens", "token_ids")
 
 
 def too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: int) -> Failure:
@@ -39,17 +43,21 @@ def too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: int
     most = max(group.max_batch_size for group in groups)
     if request.num_rows > most:
         field = "sampling.beam_width" if spec.beam_width > 1 else "sampling.num_return_sequences"
-        return Failure(INVALID_ARGUMENT, f"the workers run at most {most} at once", field)
+        return Failure(INVALID_ARGUMENT, f"must be at most {most}, the workers' limit", field)
     most = max(group.registration.max_sequence_length for group in groups)
     if spec.max_num_tokens >= most:
-        return Failure(INVALID_ARGUMENT, f"prompt and output take more than the workers' {most} tokens", "max_tokens")
+        return Failure(
+            INVALID_ARGUMENT, f"prompt and output must have at most {most} tokens, the workers' limit", "max_tokens"
+        )
     if not any(group.takes_prompt(request) for group in groups):
         return _prompt_too_long(max(group.max_num_tokens for group in groups))
     if not any(group.adapters.fits_alone(spec) for group in groups):
-        return Failure(INVALID_ARGUMENT, f"{spec.lora_name!r} takes more than the workers' adapter cache", "lora.name")
+        return Failure(
+            INVALID_ARGUMENT, f"{spec.lora_name!r} does not fit into the workers' adapter cache", "lora.name"
+        )
     needed = min(group.blocks_alone(request) for group in groups) * tokens_per_block
     most = max(group.blocks.num_blocks for group in groups) * tokens_per_block
     if needed > most:
-        message = f"prompt and output may take {needed} tokens of KV cache, the workers have {most}"
+        message = f"prompt and output may need {needed} tokens of KV cache; the workers have {most}"
         return Failure(INVALID_ARGUMENT, message, "max_tokens")
     return Failure(INVALID_ARGUMENT, "no single worker is large enough in every respect", "max_tokens")

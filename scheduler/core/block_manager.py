@@ -80,7 +80,9 @@ class BlockManager:
 
     @property
     def is_conserved(self) -> bool:
-        """Return whether rule R5 holds, from independent counters: free + cached + held blocks equal all blocks."""
+        """Return whether no block is lost or counted twice: free + cached + held == num_blocks, from independent
+        counters.
+        """
         return len(self._free) + self._num_cached + self.num_held == self.num_blocks
 
     def occupancy(self, blocks_per_cell: int) -> tuple[list[int], list[int], list[int]]:
@@ -212,7 +214,7 @@ class BlockManager:
                 self._put_cached(block, now_ns)
 
     def check(self, tables: Iterable[Iterable[int]]) -> list[str]:
-        """Check rule R5 in full, for tests and idle periods.
+        """Check in full that no block is lost or counted twice, for tests and idle periods.
 
         Args:
             tables: Blocks that each live sequence holds.
@@ -225,7 +227,7 @@ class BlockManager:
             for block in table:
                 owners[block] += 1
         problems = [
-            f"block {block} has {count} owners, {self._num_owners[block]} are counted"
+            f"block {block} has {count} owners, but {self._num_owners[block]} are counted"
             for block, count in enumerate(owners)
             if count != self._num_owners[block]
         ]

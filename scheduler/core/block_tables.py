@@ -85,7 +85,8 @@ class BlockTables:
             sequence: One without a table.
             leader: Another sequence of its request that has a table; they share the prompt's full blocks.
             adoptions: Queue for full blocks that a dead worker or tiers may hold; None: there are none.
-            is_stored: Whether the block with a hash can be adopted; the first that cannot ends them. None: all can.
+            is_stored: Returns whether the block with a hash can be adopted. Adoption ends at the first one that cannot.
+            None: all can.
 
         Returns:
             Number of leading blocks that other sequences compute or computed.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from scheduler.core.request import Request
 from scheduler.core.worker_group import StartCost, WorkerGroup
 
-# One part in this many of a group's rows and blocks is reserved for clients with less than an equal share.
+# A group reserves 1/_RESERVED_PART of its rows and blocks for clients with less than an equal share.
 _RESERVED_PART = 16
 
 

@@ -59,7 +59,7 @@ class SchedulerCore:
     """All requests and worker groups of one scheduler.
 
     Attributes:
-        queue: Requests that wait for a group.
+        queue: Requests waiting for a group.
         lifecycle: All requests by id.
         membership: The worker groups.
         totals: Counts since the start.

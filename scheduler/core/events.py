@@ -84,7 +84,7 @@ class WorkerRegistered:
     Attributes:
         connection: The edge's identifier of the connection; messages to the group are sent there.
         max_batch_size: Rows. max_num_tokens: Tokens in one step.
-        lora_cache_bytes: Device memory for adapters. max_loras: How many typical ones fit.
+        lora_cache_bytes: Device memory for adapters. max_loras: Number of typical adapters that fit.
         kept_blocks: Blocks whose contents are kept from an earlier epoch. kept_hashes: Their content hashes.
         kv_store: Groups with the same name can adopt blocks of dead groups with that name; empty: adoption is off.
         tier_store: Groups with the same name share the tiers below their pools; empty: no tiers.

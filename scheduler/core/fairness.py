@@ -72,8 +72,9 @@ class Holdings:
 class Pace:
     """Decides when to plan the step after the one in flight.
 
-    At once while there is one client. With several, just before the step in flight is expected to end, so that a new
-    request waits for one step and not for two. A wrong estimate leaves the worker idle for one round trip.
+    With one client, it is planned at once. With several, it is planned just before the step in flight is expected to
+    end, so that a new request waits for one step and not for two. A wrong estimate leaves the worker idle for one round
+    trip.
     """
 
     def __init__(self, clients: Clients) -> None:

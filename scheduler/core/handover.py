@@ -33,10 +33,10 @@ class Transfer:
 
     Attributes:
         sequence: The one whose leading blocks are fetched; the request's others share them.
-        num_known: Its tokens when it started on the source.
+        num_known: Its known tokens when it started on the source.
         num_blocks: How many of its leading blocks are to be fetched.
         planned: (step, leading blocks that are computed once it is done), in the order of steps.
-        num_asked: Leading blocks that the target was asked for, or has.
+        num_asked: Leading blocks that the target was asked to fetch, or already has.
         missing: Hashes not yet reported by the target.
     """
 

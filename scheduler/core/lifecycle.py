@@ -79,20 +79,26 @@ class Lifecycle:
             if known.spec.digest == spec.digest:
                 self._effects.append(Accepted(known, is_attached=True))
             else:
-                self._refuse(spec, ALREADY_EXISTS, "another request has this id", "request_id")
+                self._refuse(spec, ALREADY_EXISTS, "another request has this id; choose a new one", "request_id")
             return None
         if self.is_draining:
             self._refuse(spec, UNAVAILABLE, "the scheduler is draining")
             return None
         if self._queue.is_full:
-            self._refuse(spec, RESOURCE_EXHAUSTED, f"{len(self._queue)} requests wait already")
+            self._refuse(
+                spec, RESOURCE_EXHAUSTED, f"the queue is full: {len(self._queue)} requests are waiting; retry later"
+            )
             return None
         failure = impossible(spec, self._config)
         if failure is not None:
             self._effects.append(Refused(spec.request_id, failure))
             return None
         if spec.tensor_bytes and not self._make_room(spec.tensor_bytes):
-            self._refuse(spec, RESOURCE_EXHAUSTED, "other requests' logits and hidden states fill the memory for them")
+            self._refuse(
+                spec,
+                RESOURCE_EXHAUSTED,
+                "the memory for logits and hidden states is in use by other requests; retry later",
+            )
             return None
         request = self._take_in(spec)
         self._queue.push(request)

@@ -120,19 +120,19 @@ class Membership:
         )
         for field, given, needed in wanted:
             if given != needed:
-                return field, f"{field} is {given}, this scheduler needs {needed}"
+                return field, f"{field} is {given}; this scheduler requires {needed}"
         for field in ("num_blocks", "max_batch_size", "max_num_tokens", "max_sequence_length"):
             if getattr(event, field) < 1:
-                return field, f"{field} is {getattr(event, field)}, at least 1 is needed"
+                return field, f"{field} is {getattr(event, field)}; must be at least 1"
         limit = config.max_attention_window
         if limit and not all(0 < window <= limit for window in event.attention_windows):
-            return "attention_windows", f"a layer attends to more than max_attention_window, {limit} tokens"
+            return "attention_windows", f"a layer attends to more than max_attention_window ({limit} tokens)"
         if event.num_blocks > _MAX_NUM_BLOCKS:
-            return "num_blocks", f"num_blocks is {event.num_blocks}, at most {_MAX_NUM_BLOCKS} are supported"
+            return "num_blocks", f"num_blocks is {event.num_blocks}; must be at most {_MAX_NUM_BLOCKS}"
         if event.role and event.role not in set(Role):
-            return "role", f"role is {event.role!r}, not one of {', '.join(Role)}"
+            return "role", f"role is {event.role!r}; must be one of {', '.join(Role)}"
         if not event.group_id:
-            return "group_id", "group_id is empty"
+            return "group_id", "group_id must not be empty"
         return _problem_of_kept(event)
 
     def beat(self, event: WorkerBeat) -> None:
@@ -301,7 +301,7 @@ class Membership:
 
     def _quarantine(self, request: Request) -> None:
         self._totals.num_quarantined += 1
-        message = f"{len(request.died_on)} workers in a row died while they ran this request"
+        message = f"{len(request.died_on)} workers in a row died while running this request"
         self._lifecycle.end(request, FinishReason.ERROR, Failure(INTERNAL, message))
 
     def _check_alive(self, epoch: int, now_ns: int) -> None:
@@ -368,7 +368,7 @@ def _problem_of_kept(event: WorkerRegistered) -> tuple[str, str] | None:
     """
     kept = set(event.kept_blocks)
     if not len(event.kept_blocks) == len(kept) == len(event.kept_hashes):
-        return "kept_blocks", "kept_blocks must name each block once, with one of kept_hashes each"
+        return "kept_blocks", "kept_blocks must name each block once, and kept_hashes must have one hash for each"
     if kept and max(kept) >= event.num_blocks:
-        return "kept_blocks", f"block {max(kept)} is kept, there are {event.num_blocks}"
+        return "kept_blocks", f"kept_blocks names block {max(kept)}; there are only {event.num_blocks} blocks"
     return None

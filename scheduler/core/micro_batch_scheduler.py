@@ -8,7 +8,7 @@ from scheduler.core.request import Sequence
 from scheduler.core.steps import StepBuilder
 from scheduler.core.worker_group import WorkerGroup
 
-# One part in this many of a step's context tokens is for clients other than the one served first.
+# A step keeps 1/_PART_FOR_OTHERS of its context tokens for clients other than the one served first.
 _PART_FOR_OTHERS = 16
 
 
@@ -41,7 +41,7 @@ class InflightFused(MicroBatchScheduler):
 
 
 def _a_whole_context_waits(group: WorkerGroup) -> bool:
-    """Return whether a context that must not be split does not fit beside generation; generation then skips this
+    """Return whether a context that must not be split does not fit along with generation; generation then skips this
     step.
     """
     if group.config.enable_chunked_context or not group.last_generation.rows:

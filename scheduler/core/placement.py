@@ -1,6 +1,6 @@
 """Placement: starts a queued request on the worker group that has the longest cached prefix and the least work.
 
-A prefix counts that is in the group's pool, or can be fetched from its tiers.
+A prefix counts if it is in the group's pool or can be fetched from its tiers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from scheduler.core.stats import Totals
 from scheduler.core.timers import Clock
 from scheduler.core.worker_group import WorkerGroup
 
-# A generating sequence weighs as much as this many context tokens when groups are compared.
+# Weight of a generating sequence, in context tokens, when groups are compared.
 _TOKENS_PER_ACTIVE_SEQUENCE = 16
-# Heads of the queue that are considered while the first of them has to wait.
+# Maximum heads of the queue to consider while the first of them has to wait.
 _MAX_LOOKED_AT = 8
 
 

@@ -22,7 +22,7 @@ from typing import overload
 
 from scheduler.core.request import Request
 
-# Idle clients that are remembered in addition to twice the number of waiting requests.
+# Number of idle clients to remember, in addition to twice the number of waiting requests.
 _MAX_IDLE_CLIENTS = 64
 
 
@@ -145,7 +145,7 @@ class RequestQueue:
     def __init__(self, max_size: int, tokens_per_block: int = 1) -> None:
         self.max_size = max_size
         self._tokens_per_block = tokens_per_block
-        self.num_tokens = 0  # known tokens that wait to be computed
+        self.num_tokens = 0  # known tokens waiting to be computed
         self._waiting: dict[Request, int] = {}
         # By order; requests taken meanwhile stay in place until they reach the head.
         self._returned: list[tuple[tuple[int, int], int, Request]] = []
@@ -153,7 +153,7 @@ class RequestQueue:
         self._returned_requests: set[Request] = set()
         self._fair: dict[int, _FairQueue] = {}
         self._priorities: list[int] = []  # highest first
-        self._num_charged: dict[Request, int] = {}  # rows that requests were charged for, until they end
+        self._num_charged: dict[Request, int] = {}  # rows charged to each request; removed when it ends
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -265,7 +265,7 @@ class RequestQueue:
         """Return how much more the client of `other` may be charged before the client of `request` would be served as
         well.
 
-        Both are new requests and heads of their clients. Negative: it has already had more.
+        Both are new requests and heads of their clients. A negative amount means that it has already been charged more.
         """
         if request.spec.priority != other.spec.priority:
             return -1.0

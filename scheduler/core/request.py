@@ -525,7 +525,7 @@ class Request:
         self.times.last_token_ns = max(sequence.last_token_ns for sequence in self.sequences)
 
     def fail(self, failure: Failure | None) -> None:
-        """Set why the request ends in error; None: it does not."""
+        """Set the failure with which the request ends; None: no failure."""
         self.failure = failure
 
     def attach(self) -> None:

@@ -1,6 +1,6 @@
 """Fault record of a worker group, kept across epochs, to tell faulty workers from requests that crash workers.
 
-A *fault* is the worker's own: an invalid result, a message that cannot be processed, a missing result. It is no
+A *fault* is the worker's own: an invalid result, a message that cannot be processed, a missing result. It is not
 evidence against any request. A *death* (the process is gone, silent, or makes no progress) may be caused by a request,
 but several in a row without a successful step in between count against the worker too.
 

@@ -33,7 +33,7 @@ class StepBuilder:
     Attributes:
         paused_requests: Requests paused before the step.
         num_tokens_left: Remaining token budget of the step.
-        num_stalled: Sequences that no block is available for.
+        num_stalled: Sequences for which no block is available.
     """
 
     def __init__(self, group: WorkerGroup, time_ns: int, ordinal: int, paused_requests: list[Request]) -> None:
@@ -78,7 +78,7 @@ class StepBuilder:
 
         Args:
             sequence: One of `group.context`.
-            max_tokens: Most tokens in the chunk.
+            max_tokens: Maximum tokens in the chunk.
 
         Returns:
             Tokens in the chunk; 0 if the sequence must wait for blocks that another one is about to compute, or if
@@ -379,7 +379,7 @@ class Results:
         effects: list[Effect],
         try_again: Callable[[WorkerGroup, Request], None],
     ) -> None:
-        """Call `try_again` to queue a request again that its worker could not run yet."""
+        """`try_again` is called to queue a request again that its worker could not run yet."""
         self.reports_iterations = True
         self._last: tuple[InFlightStep, StepDone, int] | None = None
         self._lifecycle = lifecycle
@@ -397,17 +397,19 @@ class Results:
         num_tokens = len(event.token_ids)
         if event.num_tokens:
             if len(event.num_tokens) != step.num_sampled or sum(event.num_tokens) != num_tokens:
-                return f"{len(event.num_tokens)} rows with {num_tokens} tokens, {step.num_sampled} rows were asked for"
+                return (
+                    f"{len(event.num_tokens)} rows with {num_tokens} tokens, but {step.num_sampled} rows were requested"
+                )
         elif num_tokens != step.num_sampled:
-            return f"{num_tokens} tokens, {step.num_sampled} were asked for"
+            return f"{num_tokens} tokens, but {step.num_sampled} were requested"
         if num_tokens and max(event.token_ids) >= vocab_size:
             return f"token {max(event.token_ids)} is not in the vocabulary"
         if not event.missing_blocks.issubset(step.adoption.blocks):
-            return "a block is missing that was not asked for"
+            return "missing_blocks names a block that was not requested"
         if (event.failures or event.outputs) and (problem := self._rows_problem(step, event)):
             return problem
         if max(event.num_draft_tokens, event.num_accepted_tokens) > sum(step.draft_limits.values()):
-            return f"{event.num_draft_tokens} drafts, {sum(step.draft_limits.values())} were allowed"
+            return f"{event.num_draft_tokens} draft tokens, but at most {sum(step.draft_limits.values())} were allowed"
         if group.num_waiting or event.num_tokens or event.num_drafts or event.candidate_log_probs:
             return _runs_problem(step, event)
         return ""
@@ -716,21 +718,21 @@ def memory_of(groups: list[WorkerGroup]) -> tuple[int, int, int]:
 def _runs_problem(step: InFlightStep, event: StepDone) -> str:
     """Return the problem with runs and candidates whose total is correct; empty if there is none."""
     if len(event.num_drafts) not in (0, step.num_sampled):
-        return f"{len(event.num_drafts)} numbers of drafts for {step.num_sampled} rows"
+        return f"num_drafts has {len(event.num_drafts)} entries for {step.num_sampled} rows"
     num_candidates = start = 0
     counts, drafts = event.num_tokens or [1] * step.num_sampled, event.num_drafts or [0] * step.num_sampled
     for sequence, count, num_drafts in zip(step.sampled(), counts, drafts, strict=True):
         beams = sequence.request.beams
         tokens, start = event.token_ids[start : start + count], start + count
         if num_drafts > step.draft_limits.get(sequence, 0):
-            return f"{num_drafts} drafts of a row that may verify {step.draft_limits.get(sequence, 0)}"
+            return f"{num_drafts} drafts for a row that may verify at most {step.draft_limits.get(sequence, 0)}"
         if beams is None:
             if not 1 <= count <= 1 + num_drafts:
-                return f"{count} tokens of a row that verified {num_drafts} drafts"
+                return f"{count} tokens for a row that verified {num_drafts} drafts"
             continue
         num_candidates += count
         if count > beams.search.num_candidates or len(set(tokens)) != count:
-            return f"{count} candidates for a beam, which takes {beams.search.num_candidates} different ones"
+            return f"{count} candidates for a beam, which requires {beams.search.num_candidates} different ones"
     if num_candidates != len(event.candidate_log_probs):
         return f"{len(event.candidate_log_probs)} log probabilities for {num_candidates} candidates"
     if not all(map(math.isfinite, event.candidate_log_probs)):

@@ -1,9 +1,8 @@
 """A worker group as the core sees it: its blocks, its rows, and what runs on it.
 
-A request is *started* on a group: each of its sequences gets a row and blocks for all its known tokens; blocks with
-the same tokens are shared. Its *context* phase computes the known tokens chunk by chunk; the last chunk
-samples a token and the *generation* phase begins, one token a step. `release` undoes all of this, whatever the
-reason.
+A request is *started* on a group: each of its sequences gets a row and blocks for all its known tokens; blocks with the
+same tokens are shared. Its *context* phase computes the known tokens chunk by chunk; the last chunk samples a token and
+the *generation* phase begins, one token per step. `release` undoes all of this, whatever the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from scheduler.core.standing import Standing
 from scheduler.core.timers import Clock
 
 _BY_ROW = attrgetter("row")
-# Limit of the data that a step copies from tiers or a dead worker's pool: a few tens of milliseconds.
+# Limit on the data that a step copies from tiers or a dead worker's pool: a few tens of milliseconds.
 _MAX_ADOPTED_BYTES, _MAX_ADOPTED_BLOCKS = 32 << 20, 1024
 
 
@@ -484,7 +483,7 @@ class WorkerGroup:
         sequence.clear_placement()
 
     def held_tables(self) -> Iterable[Iterable[int]]:
-        """Yield the blocks of each sequence on the group, for the full check of R5."""
+        """Yield the blocks of each sequence on the group, for `BlockManager.check`."""
         for request in self.active:
             for sequence in request.placed_sequences:
                 yield sequence.held_blocks

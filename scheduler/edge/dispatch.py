@@ -199,7 +199,7 @@ class Dispatcher:
         connection = frames[0]
         try:
             if len(frames) != 2:
-                raise ValueError(f"{len(frames) - 1} frames, 1 is expected")
+                raise ValueError(f"{len(frames) - 1} frames; must be 1")
             event = decode_worker_message(frames[1], connection, self._clock.now_ns())
             if isinstance(event, StepDone) and connection in self._outputs:
                 return self._with_outputs(event, self._outputs.pop(connection))
@@ -240,7 +240,7 @@ class Dispatcher:
             held.num_bytes += len(data)
         if held.num_bytes > self._max_held_bytes:
             del self._outputs[connection]
-            raise WrongMessageError(f"step_outputs of a step are above {self._max_held_bytes} bytes")
+            raise WrongMessageError(f"the step_outputs of a step exceed {self._max_held_bytes} bytes")
 
     def _with_outputs(self, event: StepDone, held: _HeldOutputs) -> StepDone:
         if (held.epoch, held.step_id) != (event.epoch, event.step_id):

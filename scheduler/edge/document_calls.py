@@ -41,7 +41,7 @@ class DocumentCalls:
         if len(request.data) > _COUNTED_BYTES:
             usage = await self._documents.usage(key.owner)
             if usage.num_bytes + len(request.data) > self._max_owner_bytes:
-                message = f"the client stores {usage.num_bytes} bytes, of {self._max_owner_bytes}; delete files"
+                message = f"the client stores {usage.num_bytes} of at most {self._max_owner_bytes} bytes; delete files"
                 raise OverloadedError(message, retry_after_ms=_RETRY_AFTER_MS)
         stored = await self._documents.put(
             key,

@@ -52,7 +52,7 @@ class FeedSession:
         elif kind == "stop":
             self._stop(command.stop, feed)
         else:
-            raise InvalidArgumentError("hello may come only once, and a command must be set", field="command")
+            raise InvalidArgumentError("hello must come only once, and a command must be set", field="command")
 
     def collect(self) -> scheduler_pb2.FeedBatch | None:
         """Return a batch with all new data, or None."""

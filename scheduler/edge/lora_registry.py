@@ -97,7 +97,7 @@ class Adapters:
             MidstreamError: The name is taken by another path, no worker is connected, or the adapter does not fit.
         """
         if not 0 < len(name) <= MAX_NAME:
-            raise InvalidArgumentError(f"has {len(name)} characters; 1 to {MAX_NAME}", field=f"{field}name")
+            raise InvalidArgumentError(f"has {len(name)} characters; must have 1 to {MAX_NAME}", field=f"{field}name")
         if not PurePath(path).is_absolute() or "\0" in path:
             raise InvalidArgumentError("must be an absolute path", field=f"{field}path")
         known, loading = self._known.get(name), self._loading.get(name)

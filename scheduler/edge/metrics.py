@@ -29,11 +29,15 @@ class SchedulerCollector(Collector):
         yield from self._counters()
         totals = self._core.totals
         yield _histogram(
-            "time_to_first_token_seconds", "From submission to the first token.", totals.time_to_first_token
+            "time_to_first_token_seconds", "Time from submission to the first token.", totals.time_to_first_token
         )
-        yield _histogram("inter_token_latency_seconds", "Between tokens of a sequence.", totals.inter_token_latency)
-        yield _histogram("e2e_request_latency_seconds", "From submission to the end.", totals.e2e_request_latency)
-        yield _histogram("request_queue_time_seconds", "From submission to the first step.", totals.request_queue_time)
+        yield _histogram(
+            "inter_token_latency_seconds", "Time between tokens of a sequence.", totals.inter_token_latency
+        )
+        yield _histogram("e2e_request_latency_seconds", "Time from submission to the end.", totals.e2e_request_latency)
+        yield _histogram(
+            "request_queue_time_seconds", "Time from submission to the first step.", totals.request_queue_time
+        )
 
     def _gauges(self) -> Iterator[Metric]:
         core = self._core
@@ -44,10 +48,14 @@ class SchedulerCollector(Collector):
         yield _gauge("num_requests_waiting", "Requests in the queue.", len(core.queue))
         num_prompt_tokens = core.queue.num_tokens + sum(group.num_context_tokens for group in groups)
         yield _gauge("num_prompt_tokens_waiting", "Prompt tokens to be computed.", num_prompt_tokens)
-        yield _gauge("kv_cache_usage_perc", "Held share of the KV blocks, 0 to 1.", num_held / max(num_blocks, 1))
+        yield _gauge(
+            "kv_cache_usage_perc", "Fraction of the KV blocks that is held, 0 to 1.", num_held / max(num_blocks, 1)
+        )
         yield _gauge("num_worker_groups", "Worker groups that are registered.", len(groups))
         num_held_off = sum(group.is_held_off for group in groups)
-        yield _gauge("num_worker_groups_held_off", "Those that get nothing to run for a while.", num_held_off)
+        yield _gauge(
+            "num_worker_groups_held_off", "Worker groups that are held off after faults or deaths.", num_held_off
+        )
         info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache.", labels=("block_size", "num_gpu_blocks"))
         info.add_metric((str(core.config.tokens_per_block), str(num_blocks)), 1.0)
         yield info

@@ -96,7 +96,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.SubmitResponse:
         """Accept a request, or attach to the known request with the same id."""
         if not request.request.request_id:
-            raise InvalidArgumentError("it is empty", field="request_id")
+            raise InvalidArgumentError("must not be empty", field="request_id")
         if request.request.keep_s:
             await self._kept.find(request.request.request_id)
         if request.request.request_id not in self._engine.core.lifecycle.requests:
@@ -210,7 +210,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         """Return the served model."""
         model = self._model
         if request.model not in ("", model.name):
-            raise NotFoundError(f"{request.model!r} is not served here, {model.name!r} is", field="model")
+            raise NotFoundError(f"{request.model!r} is not served here; the model is {model.name!r}", field="model")
         features = [set(group.registration.features) for group in self._engine.core.groups]
         return loads_pb2.ModelInfo(
             model=model.name,

@@ -113,7 +113,7 @@ class Documents:
         if not 0 < len(key.id) <= MAX_KEY_CHARS or len(key.owner) > MAX_KEY_CHARS or "\0" in key.id + key.owner:
             raise InvalidArgumentError(f"must be 1 to {MAX_KEY_CHARS} characters without NUL", field="id")
         if len(data) > MAX_DOCUMENT_BYTES:
-            message = f"has {len(data)} bytes; at most {MAX_DOCUMENT_BYTES}: split it over several documents"
+            message = f"has {len(data)} bytes; must have at most {MAX_DOCUMENT_BYTES}; split it into several documents"
             raise InvalidArgumentError(message, field="data")
         return await self._call(self._store.put, key, data, self._clock.now_ns(), expires_ns, if_version)
 

@@ -213,7 +213,7 @@ class LogStore(Store):
             self._folder.open()
             with self._folder:
                 if (other := self._folder.epoch()) > epoch:
-                    raise DeposedError(f"scheduler epoch {epoch} is over: {other} writes to {self._folder.path}")
+                    raise DeposedError(f"scheduler epoch {epoch} is over: epoch {other} writes to {self._folder.path}")
                 for name in self._folder.names():
                     if name.endswith(_SUFFIX):
                         self._folder.rename(name, name + _DAMAGED)
@@ -238,7 +238,7 @@ class LogStore(Store):
             self._folder.check_names([segment.name for segment in self._segments])
             self._checked_at = now
         if (epoch := self._folder.epoch()) != self._epoch:
-            raise DeposedError(f"scheduler epoch {self._epoch} is over: {epoch} writes to {self._folder.path}")
+            raise DeposedError(f"scheduler epoch {self._epoch} is over: epoch {epoch} writes to {self._folder.path}")
 
     def _failure(self, what: str, error: OSError) -> JournalError:
         return JournalError(f"{self._folder.path} cannot be {what}: {error}")
@@ -365,8 +365,8 @@ class LogStore(Store):
     def _note_damage(self, segment: _Segment, offset: int) -> None:
         """Record that records are missing after the last one read, so that their changes are unknown."""
         logger.error(
-            "the journal's file %s is damaged at byte %d: going on behind it; "
-            "the file is kept as *%s, check the disk that it is on",
+            "the journal file %s is damaged at byte %d; continuing after the damage. The file is kept as *%s; check "
+            "its disk",
             self._folder.path / segment.name,
             offset,
             _DAMAGED,
@@ -394,8 +394,8 @@ def _read_header(name: str, data: bytes, folder: Path) -> pb.JournalSegment | No
         header = pb.JournalSegment.FromString(first.payload)
         if header.version > VERSION:
             raise ConfigError(
-                f"{folder / name} was written by a newer version (format {header.version}, this one knows {VERSION}); "
-                "use that version, or another folder",
+                f"{folder / name} was written by a newer version (format {header.version}; this version supports "
+                f"{VERSION}); use that version, or another folder",
                 field="journal_path",
             )
         return header

@@ -120,8 +120,8 @@ class PostgresStore(Store):
             assert isinstance(epoch, int)
             if version > SCHEMA_VERSION:
                 raise ConfigError(
-                    f"the journal was written by a newer version (schema {version}, this one knows {SCHEMA_VERSION}); "
-                    "use that version, or another database",
+                    f"the journal was written by a newer version (schema {version}; this version supports "
+                    f"{SCHEMA_VERSION}); use that version, or another database",
                     field="journal_url",
                 )
             if not is_free and not is_over and (self._is_standby or holder != self._holder):

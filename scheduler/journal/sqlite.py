@@ -67,7 +67,7 @@ class SqliteStore(Store):
     def _look_for_truncation(self) -> None:
         """Log and count a truncated journal, which SQLite would treat as a new, empty database."""
         if self.path.exists() and self.path.stat().st_size == 0:
-            logger.error("the journal %s was truncated: what it held is gone", self.path)
+            logger.error("the journal %s was truncated; its contents are lost", self.path)
             self._num_damaged += 1
 
     def _open(self, least_epoch: int) -> None:
@@ -79,8 +79,8 @@ class SqliteStore(Store):
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version > SCHEMA_VERSION:
             raise ConfigError(
-                f"{self.path} was written by a newer version (schema {version}, this one knows {SCHEMA_VERSION}); "
-                "use that version, or another file",
+                f"{self.path} was written by a newer version (schema {version}; this version supports "
+                f"{SCHEMA_VERSION}); use that version, or another file",
                 field="journal_path",
             )
         if torn:
@@ -134,7 +134,7 @@ class SqliteStore(Store):
         self.close()
         try:
             if (other := self._epoch_there()) > epoch:
-                raise DeposedError(f"scheduler epoch {epoch} is over: {other} writes to {self.path}")
+                raise DeposedError(f"scheduler epoch {epoch} is over: epoch {other} writes to {self.path}")
             self._set_aside(LostError("it was deleted or truncated while it was in use"))
             self._open(least_epoch=epoch)
         except (sqlite3.Error, OSError) as error:
@@ -228,7 +228,7 @@ class SqliteStore(Store):
     def _check_epoch(self) -> None:
         (epoch,) = self._connected.execute("SELECT epoch FROM writer").fetchone()
         if epoch != self._epoch:
-            raise DeposedError(f"scheduler epoch {self._epoch} is over: {epoch} writes to {self.path}")
+            raise DeposedError(f"scheduler epoch {self._epoch} is over: epoch {epoch} writes to {self.path}")
 
     @property
     def _connected(self) -> sqlite3.Connection:

@@ -88,7 +88,7 @@ class SqliteDocuments(SqlDocuments):
     def _check_epoch(self, connection: sqlite3.Connection) -> None:
         (epoch,) = connection.execute("SELECT epoch FROM writer").fetchone()
         if epoch != self._epoch:
-            raise UnavailableError(f"scheduler epoch {self._epoch} is over: {epoch} writes to {self._path}")
+            raise UnavailableError(f"scheduler epoch {self._epoch} is over: epoch {epoch} writes to {self._path}")
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Execute]:

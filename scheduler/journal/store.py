@@ -111,7 +111,7 @@ class Store(ABC):
             DeposedError: Another one has done so.
             JournalError: This kind of journal cannot be begun anew.
         """
-        raise JournalError("it is lost, and this kind of journal cannot be begun anew")
+        raise JournalError("it is lost, and a journal of this kind cannot be started anew")
 
     @abstractmethod
     def close(self) -> None:

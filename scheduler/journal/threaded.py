@@ -174,7 +174,7 @@ class ThreadedJournal(Journal):
         self.num_damaged = replayed.num_damaged
         if replayed.num_damaged:
             logger.error(
-                "the journal is damaged: going on from its last valid record",
+                "the journal is damaged; continuing from its last valid record",
                 extra={"num_damaged": replayed.num_damaged},
             )
         if replayed.num_foreign:

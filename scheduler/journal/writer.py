@@ -18,7 +18,8 @@ from scheduler.journal.adapters import encode_adapter
 from scheduler.journal.records import StoredRequest, add_beam_steps, add_end, add_finish, encode_request
 from scheduler.journal.store import Transaction, seal
 
-# Compaction costs about what it writes, so it waits until the commits are as large, and at least this large.
+# Compaction costs about as much as it writes, so it waits until the commits are as large as that, and at least this
+# large.
 MIN_COMPACTION_BYTES = 1 << 20
 
 

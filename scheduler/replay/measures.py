@@ -15,7 +15,7 @@ from scheduler.core.stats import IterationStats
 
 _NS_PER_S = 1e9
 _NS_PER_MS = 1e6
-# Time is cut into this many buckets at most; when it takes more, two become one.
+# Maximum number of time buckets; beyond it, pairs of buckets are merged.
 _MAX_BUCKETS = 512
 
 

@@ -39,7 +39,7 @@ class Recorder:
         """Open the file, drop an incomplete last frame, and record the start of a core.
 
         Raises:
-            ConfigError: The file cannot be written, or is something else.
+            ConfigError: The file cannot be written, or is not a recording.
         """
         try:
             # `touch` first: a recording holds prompts, so only its owner may read it.

@@ -95,7 +95,7 @@ def decode_event(record: pb.Record) -> Event:
     """Return the event in a record that is not a start record.
 
     Raises:
-        ValueError: It holds no event that this version knows.
+        ValueError: It contains no event that this version knows.
     """
     kind, time_ns = record.WhichOneof("event"), record.time_ns
     if kind == "turn":
@@ -125,7 +125,7 @@ def decode_event(record: pb.Record) -> Event:
     for event_type, name in _OF_A_REQUEST.items():
         if kind == name:
             return event_type(time_ns, getattr(record, name))
-    raise ValueError(f"a record holds {kind or 'no event'}")
+    raise ValueError(f"unknown event kind in a record: {kind or 'none'}")
 
 
 def encode_config(config: CoreConfig) -> pb.RecordedCoreConfig:

@@ -106,9 +106,9 @@ def _difference(record: pb.Record, effects: list[Effect]) -> str:
                 before, after = (str(getattr(plan, item.name)).replace("\n", " ") for plan in (was, now))
                 return f"step {was.step_id} of {was.group_id}: {item.name} was {before}, is {after}"
     if len(record.plans) != len(replayed.plans):
-        return f"it planned {len(record.plans)} steps, and plans {len(replayed.plans)}"
+        return f"{len(record.plans)} steps were recorded, but the replay planned {len(replayed.plans)}"
     was_ended, is_ended = ([end.request_id for end in ends] for ends in (record.ends, replayed.ends))
-    return f"requests that end were {was_ended}, are {is_ended}, or end otherwise"
+    return f"the recorded requests that ended are {was_ended}, the replayed ones {is_ended}, or their ends differ"
 
 
 def _kind(event: Event) -> str:
@@ -181,8 +181,10 @@ def main(words: Sequence[str] | None = None) -> int:
         ("max-batch-size", "sequences in one step"),
         ("num-blocks", "KV blocks of each worker group"),
     ):
-        parser.add_argument(f"--{name}", type=_positive, default=0, metavar="N", help=f"What if: so many {text}.")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="Draw what happened over time to a PNG or SVG file.")
+        parser.add_argument(
+            f"--{name}", type=_positive, default=0, metavar="N", help=f"What if: this number of {text}."
+        )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="Plot the run over time to a PNG or SVG file.")
     arguments = parser.parse_args(words)
     try:
         return _run(arguments)

@@ -172,7 +172,7 @@ class Simulation:
                 self.core.next_turn_ns or 1 << 62,
             )
             if at_ns == 1 << 62:
-                raise RuntimeError("requests wait for something that never comes")
+                raise RuntimeError("the simulation is stuck: requests are waiting, but no event is left")
             self.now_ns = max(self.now_ns, at_ns)
             while self._heap and self._heap[0][0] <= self.now_ns:
                 self._handle(heapq.heappop(self._heap)[2])

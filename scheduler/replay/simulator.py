@@ -134,17 +134,24 @@ def _parser() -> argparse.ArgumentParser:
         prog="midstream simulate", description="Run the real scheduler core with simulated workers, in virtual time."
     )
     add = parser.add_argument
-    add("--num-workers", type=int, nargs="+", default=[1], metavar="N", help="Worker groups; several: side by side.")
+    add(
+        "--num-workers",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="Number of worker groups; several numbers are compared.",
+    )
     add(
         "--prefill-workers", type=int, nargs="+", default=[0], metavar="N",
-        help="How many of them prefill while the others decode; several: side by side. 0: all do both. [0]",
+        help="How many of them prefill while the others decode; several numbers are compared. 0: all do both. [0]",
     )  # fmt: skip
-    add("--request-rate", type=float, default=4.0, metavar="R", help="Requests per second in all, Poisson. [4]")
-    add("--duration", type=float, default=60.0, metavar="SECONDS", help="How long requests arrive. [60]")
-    add("--seed", type=int, default=0, metavar="N", help="Of arrivals and lengths. [0]")
+    add("--request-rate", type=float, default=4.0, metavar="R", help="Total requests per second; Poisson arrivals. [4]")
+    add("--duration", type=float, default=60.0, metavar="SECONDS", help="Time during which requests arrive. [60]")
+    add("--seed", type=int, default=0, metavar="N", help="Seed for arrivals and lengths. [0]")
     add("--policy", choices=sorted(CAPACITY_SCHEDULERS), default="guaranteed_no_evict", help="Capacity policy.")
     add("--batching-type", choices=sorted(MICRO_BATCH_SCHEDULERS), default="inflight_fused", help="Batching type.")
-    add("--max-queue-size", type=int, default=4096, metavar="N", help="Requests that may wait. [4096]")
+    add("--max-queue-size", type=int, default=4096, metavar="N", help="Maximum waiting requests. [4096]")
     for name in ("num_blocks", "max_batch_size", "max_num_tokens", "tokens_per_block"):
         default = getattr(fleet, name)
         add(
@@ -154,8 +161,8 @@ def _parser() -> argparse.ArgumentParser:
         ("step_us", "Fixed cost of a step"),
         ("context_token_us", "Cost of a context token"),
         ("generation_row_us", "Cost of a generating row"),
-        ("wire_us", "To the worker and back"),
-        ("block_us", "To move a KV block from a prefill to a decode worker"),
+        ("wire_us", "Round trip to the worker"),
+        ("block_us", "Time to move a KV block from a prefill to a decode worker"),
     ):
         default = getattr(cost, name)
         add("--" + name.replace("_", "-"), type=float, metavar="US", help=f"{text}, microseconds. [{default:g}]")
@@ -165,9 +172,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.request_rate <= 0 or arguments.duration <= 0:
-        raise ConfigError("rate and duration are above 0", field="--request-rate")
+        raise ConfigError("rate and duration must be above 0", field="--request-rate")
     if not all(1 <= count <= MAX_WORKERS for count in arguments.num_workers):
-        raise ConfigError(f"a cell has 1 to {MAX_WORKERS} worker groups", field="--num-workers")
+        raise ConfigError(f"a cell must have 1 to {MAX_WORKERS} worker groups", field="--num-workers")
     fleets = [pair for pair in product(arguments.num_workers, arguments.prefill_workers) if 0 <= pair[1] < pair[0]]
     if len(fleets) < len(arguments.num_workers):
         raise ConfigError("at least one worker must be left to decode", field="--prefill-workers")

@@ -14,7 +14,7 @@ MAX_NAME = 256
 _MAX_TEXT = 1 << 16
 _MAX_FEATURES = 256
 _MAX_BYTES = 1 << 50
-# Numbers that end in 32-bit fields of other messages, summed over requests or groups.
+# Numbers that end up in 32-bit fields of other messages, summed over requests or groups.
 _MAX_COUNT = 1 << 24
 _MAX_STATUS_CODE = 16
 _MAX_DIMENSIONS = 8
@@ -61,7 +61,7 @@ def _check_registration(message: worker_pb2.Register) -> None:
     if not message.group_id.isprintable():
         raise WrongMessageError("group_id has unprintable characters")
     if len(message.features) > _MAX_FEATURES:
-        raise WrongMessageError(f"features has {len(message.features)} entries, at most {_MAX_FEATURES}")
+        raise WrongMessageError(f"features has {len(message.features)} entries; must have at most {_MAX_FEATURES}")
     for feature in message.features:
         _check_text("features", feature, MAX_NAME)
     _check_range("world_size", (message.world_size,), _MAX_COUNT)
@@ -79,7 +79,7 @@ def _check_result(result: worker_pb2.StepResult) -> None:
     if len(result.num_drafts) not in (0, num_rows):
         raise WrongMessageError(f"num_drafts has {len(result.num_drafts)} entries for {num_rows} rows")
     if not all(map(math.isfinite, result.candidate_log_probs)):
-        raise WrongMessageError("candidate_log_probs holds a number that is not finite")
+        raise WrongMessageError("candidate_log_probs contains a number that is not finite")
     if len(set(result.missing_blocks)) != len(result.missing_blocks):
         raise WrongMessageError("missing_blocks names a block twice")
     for item in result.errors:
@@ -99,7 +99,7 @@ def _check_row_outputs(outputs: worker_pb2.RowOutputs) -> None:
     if outputs.HasField("log_probs"):
         _check_log_probs("log_probs", outputs.log_probs)
         if len(outputs.log_probs.token_log_probs) != 1:
-            raise WrongMessageError(f"log_probs is of {len(outputs.log_probs.token_log_probs)} tokens, not of one")
+            raise WrongMessageError(f"log_probs has {len(outputs.log_probs.token_log_probs)} tokens; must have 1")
     if outputs.HasField("prompt_log_probs"):
         _check_log_probs("prompt_log_probs", outputs.prompt_log_probs)
     for tensor in outputs.tensors:
@@ -112,7 +112,7 @@ def _check_log_probs(field: str, rows: generation_pb2.LogProbs) -> None:
     if lengths != (num_rows, num_top, num_top):
         raise WrongMessageError(f"{field} has {lengths} ranks, top ids and top values for {num_rows} x {rows.top_k}")
     if not all(map(_is_log_prob, rows.token_log_probs)) or not all(map(_is_log_prob, rows.top_log_probs)):
-        raise WrongMessageError(f"{field} holds NaN or infinity")
+        raise WrongMessageError(f"{field} contains NaN or infinity")
 
 
 def _is_log_prob(value: float) -> bool:
@@ -125,10 +125,10 @@ def _check_tensor(tensor: generation_pb2.Tensor) -> None:
     if tensor.dtype not in _ITEM_BYTES:
         raise WrongMessageError(f"tensors.dtype is {tensor.dtype}, which is unknown")
     if not 1 <= len(tensor.shape) <= _MAX_DIMENSIONS:
-        raise WrongMessageError(f"tensors.shape has {len(tensor.shape)} dimensions, 1 to {_MAX_DIMENSIONS}")
+        raise WrongMessageError(f"tensors.shape has {len(tensor.shape)} dimensions; must have 1 to {_MAX_DIMENSIONS}")
     num_bytes = math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]
     if num_bytes != len(tensor.data):
-        raise WrongMessageError(f"tensors.data has {len(tensor.data)} bytes, its shape says {num_bytes}")
+        raise WrongMessageError(f"tensors.data has {len(tensor.data)} bytes; its shape requires {num_bytes}")
     _check_range("tensors.data_offset", (tensor.data_offset,), _MAX_BYTES)
 
 
@@ -151,9 +151,9 @@ def _check_error(error: generation_pb2.ErrorInfo) -> None:
 
 def _check_text(field: str, text: str, most: int) -> None:
     if len(text) > most:
-        raise WrongMessageError(f"{field} has {len(text)} characters, at most {most}")
+        raise WrongMessageError(f"{field} has {len(text)} characters; must have at most {most}")
 
 
 def _check_range(field: str, values: Sequence[int] | Iterable[int], most: int) -> None:
     if any(value > most for value in values):
-        raise WrongMessageError(f"{field} is above {most}")
+        raise WrongMessageError(f"{field} must be at most {most}")

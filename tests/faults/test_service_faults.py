@@ -48,7 +48,7 @@ async def test_a_journal_with_a_torn_tail_and_a_damaged_record_costs_no_token(
     log = processes.log("scheduler")
     processes.start("scheduler")
     await streams.check()
-    assert f"the journal's file {segment} is damaged at byte" in processes.log("scheduler")[len(log) :]
+    assert f"the journal file {segment} is damaged at byte" in processes.log("scheduler")[len(log) :]
     await all_blocks_are_back(processes)
 
 

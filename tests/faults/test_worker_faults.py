@@ -125,7 +125,7 @@ async def test_a_request_that_kills_workers_is_ended_and_its_neighbours_finish(
             await asyncio.sleep(0.05)
 
     supervisor = asyncio.create_task(supervise())
-    with pytest.raises(ExecutionError, match="died while they ran this request"):
+    with pytest.raises(ExecutionError, match="died while running this request"):
         await client.generate(token_ids=[777], timeout_s=100).result()
     # A worker that the request killed may still appear to run for a moment.
     await neighbours.check()

@@ -158,9 +158,9 @@ class Life:
         for request_id, reason in self.harness.ended.items():
             request = self.harness.core.lifecycle.requests[request_id]
             if request.failure is not None:
-                assert any(word in request.failure.message for word in ("take", "run at most", "died", "deadline")), (
-                    request.failure
-                )
+                assert any(
+                    word in request.failure.message for word in ("at most", "does not fit", "need", "died", "deadline")
+                ), request.failure
             elif request_id in self.undisturbed:
                 assert reason is FinishReason.LENGTH
                 for sequence in request.sequences:

@@ -51,7 +51,7 @@ def test_what_no_worker_can_hold_is_refused_and_does_not_block_the_queue() -> No
     failures = {name: request.failure for name, request in harness.core.lifecycle.requests.items()}
     assert failures["fits"] is None
     assert failures["large"] is not None
-    assert "20 tokens of KV cache, the workers have 16" in failures["large"].message
+    assert "20 tokens of KV cache; the workers have 16" in failures["large"].message
     assert failures["wide"] is not None
     assert failures["wide"].field == "sampling.num_return_sequences"
 

@@ -68,7 +68,8 @@ def test_without_chunked_context_a_prompt_is_refused_that_no_workers_step_holds(
     assert harness.ended == {"long": FinishReason.ERROR}
     failure = harness.core.lifecycle.requests["long"].failure
     assert failure is not None
-    assert (failure.field, failure.message) == ("token_ids", "without chunked context a prompt has at most 256 tokens")
+    message = "without chunked context a prompt must have at most 256 tokens"
+    assert (failure.field, failure.message) == ("token_ids", message)
     harness.submit("short", 256, 4)
     harness.run()
     assert harness.ended["short"] is FinishReason.LENGTH

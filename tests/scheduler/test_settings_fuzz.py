@@ -24,7 +24,7 @@ from tests.scheduler.harness import MS, Harness
 
 PREFIX = list(range(7, 47))
 # Errors with which an accepted request may end if no worker is large enough.
-TOO_LARGE = ("at most", "take more", "tokens of KV cache", "large enough in every respect")
+TOO_LARGE = ("at most", "does not fit", "tokens of KV cache", "large enough in every respect")
 
 
 def draw_config(draw: random.Random) -> SchedulerConfig:

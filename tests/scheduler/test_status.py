@@ -114,4 +114,4 @@ def test_a_group_that_is_held_off_says_for_how_long_and_why() -> None:
     status = ask(report(harness), harness)
     (group,) = status.groups
     assert (group.num_faults, group.held_off_ms, status.counts.num_worker_faults) == (1, 1000, 1)
-    assert group.last_fault == "wrong result: 0 tokens, 1 were asked for"
+    assert group.last_fault == "wrong result: 0 tokens, but 1 were requested"
