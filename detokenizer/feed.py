@@ -201,7 +201,7 @@ class FeedPool:
 
     async def run(self) -> None:
         """Keep the feeds open until cancelled."""
-        async with self._running:  # one that ends with an error ends all
+        async with self._running:  # an error in one task ends all
             await self._discovery.run()
             await asyncio.Event().wait()
 

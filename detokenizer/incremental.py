@@ -16,7 +16,7 @@ from midstream.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Most tokens held without a complete character (one has 4 bytes at most); bounds the cost of each further token.
+# Maximum tokens held without a complete character, which has at most 4 bytes; bounds the cost of each further token.
 _MAX_WAITING = 32
 _REPLACEMENT = "\ufffd"
 

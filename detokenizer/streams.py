@@ -24,7 +24,7 @@ from protos import detokenizer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-# Of one sequence in one message to the router, and of one message, which its last request may exceed.
+# Maximum bytes of one sequence in one message to the router, and of one message, which its last request may exceed.
 MAX_TENSOR_BYTES = 8 << 20
 
 

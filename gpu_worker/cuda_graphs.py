@@ -2,7 +2,7 @@
 
 A step arrives as CPU tensors. It is laid out in one pinned buffer as the smallest recorded shape that it fits in
 expects it, copied to that graph's inputs, and the graph is replayed. There are shapes for decode steps, in which every
-sequence has one token and is sampled, and for mixed steps of up to 512 tokens: prompts beside decodes, and drafts to
+sequence has one token and is sampled, and for mixed steps of up to 512 tokens: prompts next to decodes, and drafts to
 verify. Padding rows have no keys, or no tokens, and write no slot. Each shape has a second graph for steps with LoRA
 adapters, which names them by slots on the device. Larger steps, which the device computes for longer than the host
 needs to launch them, are copied over and run eagerly; so are all steps of a model on transformers' code that turns out
@@ -46,7 +46,7 @@ from gpu_worker.sampling.draws import DrawParams, RecordedDraws
 logger = logging.getLogger(__name__)
 
 _NO_SLOT = -1
-# Of mixed steps: tokens, and sequences beside the largest batch.
+# Of mixed steps: numbers of tokens, and of sequences in addition to the largest batch.
 _MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512)
 _MIXED_ROWS = (8, 64)
 
@@ -199,7 +199,7 @@ class GraphDecoder:
         # The parts of a step, and the used part of the block tables if they are sent whole: filled by one copy.
         most = max(sum(shape.sizes()) + shape.num_rows * max_blocks for shape in self._shapes)
         self._arena = torch.zeros(most, dtype=torch.int32, device=device)
-        # The last number is where changes that a step does not have go.
+        # The last element receives the padding of a step's list of changes.
         self._entries = torch.zeros(max_batch_size * max_blocks + 1, dtype=torch.int32, device=device)
         self._tables = self._entries[:-1].view(max_batch_size, max_blocks)
         # State after the steps launched so far have run.
@@ -290,7 +290,7 @@ class GraphDecoder:
                     self._logits = self._decoder.forward(inputs)
                 run = functools.partial(self._run, inputs, changes, shape.num_rows)
                 self._graphs[shape, has_adapters] = record(run)
-        # What was run for that changed the first entry.
+        # Capturing ran forward passes that changed the first entry.
         self._entries.zero_()
         self._known_tables.fill(0)
         if self._draws is not None and kernels.can_sample(self._logits):

@@ -1,7 +1,8 @@
 """Writes a quantized copy of a model folder: `python -m gpu_worker.quantize`, run by `midstream prepare --weights`.
 
 Matrices of linear layers are rounded to the nearest level. int4: groups of 32 columns scaled to their range, in
-compressed-tensors' `pack-quantized`; int8: per row, in `int-quantized`. Embeddings, heads, routers and vectors stay.
+compressed-tensors' `pack-quantized`; int8: per row, in `int-quantized`. Embeddings, heads, routers and vectors are not
+quantized.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from midstream.model.folder import ModelFolder, open_model_folder, staging_folde
 
 GROUP = 32
 _SHARD_BYTES = 4 << 30
-# Small tensors, and those read by single rows.
+# Not quantized: small tensors, and those of which single rows are read.
 _LEFT_ALONE = re.compile(r"(embed|wte|lm_head|embed_out|router|norm|shared_expert_gate)|\.gate$")
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP, "dynamic": False}
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}

@@ -53,7 +53,8 @@ class Worker:
     """Runs the scheduler's steps on one model until stopped."""
 
     def __init__(self, config: WorkerConfig, folder: ModelFolder, group: RankGroup | None = None) -> None:
-        """Load the model; `group` is the group of ranks that share a divided model, in which this process is rank 0.
+        """Load the model; `group` is the group of ranks that the model is sharded across, in which this process is rank
+        0.
 
         Raises:
             ConfigError: The model folder or a setting is wrong.

@@ -43,12 +43,12 @@ def paged_attention(
     q [M, Hq, D] holds the sequences' queries one after another: sequence i has rows query_starts[i]:query_starts[i + 1]
     (query_starts [B + 1]), the last of its context_lens[i] positions. Its position p is in block
     block_tables[i, p // block_size] of the caches [num_blocks, block_size, Hk, D]. With a window, a query sees only
-    that many keys, itself included. A softcap c bends scores s to c * tanh(s / c); 0: it does not. sinks [Hq] are one
+    that many keys, itself included. With a softcap c above 0, scores s become c * tanh(s / c). sinks [Hq] are one
     more score for each query head, which takes weight but has no value. With a chunk, no query sees keys before the
-    last multiple of it. Beside its window a query sees the first num_sink_tokens keys. The values' heads may be
+    last multiple of it. In addition to its window a query sees the first num_sink_tokens keys. The values' heads may be
     narrower, [..., Dv].
 
-    A query's bits do not depend on what else is asked in the call: keys are taken in tiles counted from position 0 and
+    A query's bits do not depend on the other queries of the call: keys are taken in tiles counted from position 0 and
     queries in tiles of constant height, so each matrix product has one shape.
     """
     out = torch.zeros(*q.shape[:-1], v_cache.shape[-1], dtype=q.dtype, device=q.device)

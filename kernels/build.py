@@ -33,14 +33,14 @@ ISA_FLAGS = {
 }
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c"})
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
-# Instruction sets, the fastest first, with the processor flags, as /proc/cpuinfo names them, that each needs.
+# Instruction sets, fastest first, with the processor flags that each needs, as /proc/cpuinfo names them.
 ISA_NEEDS: dict[str, frozenset[str]] = {
     "amx": _AVX512 | {"amx_tile", "amx_bf16"},
     "avx512": _AVX512,
     "avxvnni": _AVX2 | {"avx_vnni"},
     "avx2": _AVX2,
 }
-# The build that serves an instruction set, where it has another name.
+# The build that serves an instruction set, if it has another name.
 BUILD_OF = {"amx": "avx512"}
 
 

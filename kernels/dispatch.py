@@ -1,6 +1,6 @@
 """Chooses the implementation of each operation.
 
-Tensors on a CPU take the PyTorch references. On CUDA an operation uses our Triton kernels, or without Triton the
+On a CPU, operations use the PyTorch references. On CUDA an operation uses our Triton kernels, or without Triton the
 PyTorch reference; attention uses flash-attn or FlashInfer where `choose_attention` chose it. A batch-invariant process
 uses only Triton.
 """
@@ -61,7 +61,7 @@ _HAS_TRITON = torch.cuda.is_available() and importlib.util.find_spec("triton") i
 if _HAS_TRITON:
     from kernels import triton
 
-# Of the Triton kernels of attention.
+# Maximum head size of the Triton attention kernels.
 MAX_HEAD_DIM = 256
 # Rows up to which a product and its activation in one kernel of ours replace a product by cuBLAS and another kernel.
 _MAX_GATED_ROWS = 16
@@ -336,9 +336,9 @@ def paged_attention(
     q [M, Hq, D] holds the sequences' queries one after another: sequence i has rows query_starts[i]:query_starts[i + 1]
     (query_starts [B + 1]), at least one, the last of its context_lens[i] positions. Its position p is in block
     block_tables[i, p // block_size] of the caches [num_blocks, block_size, Hk, D]. With a window, a query sees only
-    that many keys, itself included. A softcap c bends scores s to c * tanh(s / c); 0: it does not. sinks [Hq] are one
+    that many keys, itself included. With a softcap c above 0, scores s become c * tanh(s / c). sinks [Hq] are one
     more score for each query head, which takes weight but has no value. With a chunk, no query sees keys before the
-    last multiple of it. Beside its window a query sees the first num_sink_tokens keys. The values' heads may be
+    last multiple of it. In addition to its window a query sees the first num_sink_tokens keys. The values' heads may be
     narrower, [..., Dv]. With max_queries, no sequence has more queries, some may have none, and rows of q past the last
     query give zeros, or with flash-attn or FlashInfer anything.
     """

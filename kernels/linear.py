@@ -12,8 +12,8 @@ ROW_TILE = 8
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x @ weight.T + bias`: x [M, K], weight [N, K], bias [N] -> [M, N].
 
-    On CPU a row's bits do not depend on M or on its place: BLAS picks another kernel, with another order of
-    summation, for small M, so rows go through it in tiles of one constant height.
+    On CPU a row's bits do not depend on M or on its place: for small M, BLAS picks another kernel with another order of
+    summation, so rows go through it in tiles of one constant height.
     """
     if x.device.type != "cpu":
         return functional.linear(x, weight, bias)

@@ -135,7 +135,7 @@ class InputBatch:
 
     def _check(self, rows: IntArray) -> None:
         if rows.min() < 0 or rows.max() >= self.rows.num_rows or not self.rows.is_active[rows].all():
-            raise ExecutionError("the step names a row that holds no sequence")
+            raise ExecutionError("the step names an empty row")
 
     def _prefills(self, step: Step) -> tuple[list[ContextChunk], IntArray]:
         """Return the context chunks and the rows that sample."""
@@ -149,7 +149,9 @@ class InputBatch:
             known = int(self.rows.lengths[row])
             is_failed = row in self.rows.failed
             if not is_failed and not (0 <= start < start + length <= known):
-                raise ExecutionError(f"tokens {start} to {start + length} of row {row}, which has {known}")
+                raise ExecutionError(
+                    f"the step computes tokens {start} to {start + length} of row {row}, which has only {known}"
+                )
             contexts.append(ContextChunk(row, start, length, samples=start + length == known))
         return contexts, np.array([chunk.row for chunk in contexts if chunk.samples], dtype=np.int32)
 

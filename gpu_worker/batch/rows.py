@@ -216,7 +216,9 @@ class Rows:
         if tokens.min() < 0 or tokens.max() >= num_ids:
             return InvalidArgumentError(f"a token id lies outside 0..{num_ids - 1}", field="token_ids")
         if len(blocks) > self.block_tables.shape[1]:
-            return InvalidArgumentError("the block table is longer than the longest sequence")
+            return InvalidArgumentError(
+                f"the block table has {len(blocks)} blocks; must have at most {self.block_tables.shape[1]}"
+            )
         if len(blocks) and (blocks.min() < 0 or blocks.max() >= self._pool_size):
             return InvalidArgumentError("a block id lies outside the pool")
         wanted = [token for token, _ in new.sampling.embedding_bias] + list(new.sampling.end_ids)

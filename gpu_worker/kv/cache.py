@@ -36,8 +36,8 @@ class KvCache:
         keys, values: Each [num_layers, num_blocks, tokens_per_block, num_kv_heads, head_dim]; a decoder may order the
             numbers inside a block differently. With an integer type on a CPU head_dim includes the scales. Latent
             attention stores no separate values: their head_dim is 0. Layers without attention have none.
-        key_scales, value_scales: Of a quantized cache that holds them apart, as on a GPU: float32, as keys and values
-            without head_dim. Empty for others.
+        key_scales, value_scales: Scales of a quantized cache that stores them separately, as on a GPU: float32, shaped
+            like keys and values without head_dim. Empty otherwise.
         states: Float32 [num_recurrent_layers, num_blocks, state_size], after the last token of each block.
         block_hashes: [num_blocks], content hashes kept by KeptBlocks; in the shared store if there is one.
     """

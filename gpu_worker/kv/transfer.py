@@ -70,7 +70,7 @@ class BlockSource:
         """Parse Register.kv_source.
 
         Raises:
-            ValueError: It is none.
+            ValueError: It is not a source.
         """
         address, token, *key = text.split(" ")
         return cls(address, bytes.fromhex(token), key[0].encode() if key else b"", store)
@@ -199,7 +199,7 @@ class ZmqTransport:
         """Connect.
 
         Raises:
-            TransferError: The source is none.
+            TransferError: The source is invalid.
         """
         self._source, self._kind = source, kind
         self._store = store if store is not None and store.name == source.store else None
@@ -230,7 +230,7 @@ class ZmqTransport:
                     raise TransferError("no answer in time")
                 reply = blocks_pb2.BlockReply.FromString(self._socket.recv())
                 if reply.hash != value:
-                    raise TransferError("the answer is of another block")
+                    raise TransferError("the answer is for another block")
                 yield value, self._contents(reply) if reply.is_found else None, reply.checksum
         except (zmq.ZMQError, DecodeError, OSError, ValueError) as error:
             raise TransferError(str(error)) from None

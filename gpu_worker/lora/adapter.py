@@ -84,15 +84,15 @@ def padded_rank(rank: int) -> int:
 
 
 def module_shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of each linear layer that supports LoRA."""
+    """Return the input and output sizes of each linear layer that supports LoRA."""
     shapes = {**_attention_shapes(description), **_recurrent_shapes(description)}
     held = set[str]().union(*(layer_modules(description, i) for i in range(description.num_layers)))
     return {module: shape for module, shape in shapes.items() if module in held}
 
 
 def layer_modules(description: DecoderDescription, layer: int) -> set[str]:
-    """Return the modules of a layer. Experts of a mixture are not included: they are stacked tensors, not linear
-    modules.
+    """Return the modules of a layer. The experts of a mixture of experts are not included: they are stacked tensors,
+    not linear modules.
     """
     d, modules = description, set[str]()
     if d.recurrent[layer] is not None:

@@ -25,7 +25,7 @@ from gpu_worker.lora.inputs import AdapterTokens
 from gpu_worker.models.description import DecoderDescription
 from midstream.errors import OverloadedError
 
-# Adapters on the device at a time.
+# Maximum adapters on the device at a time.
 MAX_SLOTS = 1024
 
 

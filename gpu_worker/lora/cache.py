@@ -178,7 +178,7 @@ class AdapterCache(Generic[P]):
         num_bytes = self.size_of(adapter)
         if num_bytes > self.device_bytes:
             raise InvalidArgumentError(
-                f"{path} takes {num_bytes} bytes, the workers' adapter cache has {self.device_bytes}", field="path"
+                f"{path} requires {num_bytes} bytes; the workers' adapter cache has {self.device_bytes}", field="path"
             )
         with self._lock:
             self._unloaded.discard(adapter.fingerprint)

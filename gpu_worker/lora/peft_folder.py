@@ -40,8 +40,8 @@ _OFF: tuple[object, ...] = (None, False, 0, "none", "", [], {})
 _INITS: tuple[object, ...] = (None, True, False, "gaussian", "eva", "orthogonal", "lora_ga")
 
 
-_NO_EXPERTS = "is not supported: experts take no LoRA adapters"
-NO_LORA = "LoRA is not supported for a model that runs on transformers' code"
+_NO_EXPERTS = "is not supported: experts do not support LoRA adapters"
+NO_LORA = "LoRA is not supported for a model that uses the transformers implementation"
 
 
 def read_adapter(
@@ -55,12 +55,12 @@ def read_adapter(
 ) -> Adapter:
     """Return the adapter in the folder `path`.
 
-    path: Absolute path.
+    Args:
+        path: Absolute path.
         description: The model that the adapter must fit.
         max_rank: Largest rank allowed.
-        max_bytes: Largest weight file allowed, in bytes.
+        max_bytes: Maximum size of the weight file, in bytes.
         root: Folder that must contain `path`; empty: no restriction.
-        root: Folder that must contain it; empty: it may be anywhere.
         takes_lora: Whether the model supports LoRA adapters and not only prompt adapters.
 
     Raises:
@@ -94,7 +94,7 @@ def _read(path: Path, max_bytes: int) -> bytes:
             raise _wrong(f"{path} is missing")
         size = path.stat().st_size
         if size > max_bytes:
-            raise _wrong(f"{path} has {size} bytes; at most {max_bytes}")
+            raise _wrong(f"{path} has {size} bytes; must have at most {max_bytes}")
         return path.read_bytes()
     except (OSError, ValueError) as error:
         raise _wrong(f"{path} cannot be read: {error}") from None
@@ -117,9 +117,9 @@ def _tensors(path: Path, data: bytes) -> dict[str, Tensor]:
         raise _wrong(f"{path} is not a readable safetensors file: {error}") from None
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
-            raise _wrong(f"{path}: {name} is {tensor.dtype}; float32, float16 and bfloat16 are read")
+            raise _wrong(f"{path}: {name} is {tensor.dtype}; must be float32, float16 or bfloat16")
         if not torch.isfinite(tensor).all():
-            raise _wrong(f"{path}: {name} holds numbers that are not finite")
+            raise _wrong(f"{path}: {name} contains numbers that are not finite")
     return tensors
 
 
@@ -177,10 +177,10 @@ class _Lora:
                     left.difference_update(names)
             layers.append(pairs)
         if left:
-            reason = _NO_EXPERTS if ".experts." in min(left) else "belongs to no linear layer of this model"
+            reason = _NO_EXPERTS if ".experts." in min(left) else "does not belong to a linear layer of this model"
             raise _wrong(f"{self._weights_path}: {min(left)} {reason}")
         if not any(layers):
-            raise _wrong(f"{self._weights_path} holds no tensors")
+            raise _wrong(f"{self._weights_path} contains no tensors")
         return tuple(layers)
 
     def _expected(self) -> set[str]:
@@ -197,7 +197,7 @@ class _Lora:
             matched = {path for path in paths if _is_suffix(str(target), path)}
             if not matched:
                 known = ", ".join(suffix.rpartition(".")[2] for suffix in self._paths)
-                raise _wrong(f"{self._config_path}: target_modules: {target!r} is none of {known}")
+                raise _wrong(f"{self._config_path}: target_modules: {target!r} must be one of {known}")
             expected |= matched
         return expected
 

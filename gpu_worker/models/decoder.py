@@ -430,7 +430,7 @@ class TorchDecoder:
             return ShortConvLayer(kind, inputs[0], conv, bias, output)
         assert w.step_bias is not None
         assert w.decay_logs is not None
-        # Small, and powers of e are taken of them.
+        # These are small, and they are exponentiated.
         step_bias, decay_rates = (
             tensor.float().to(self._device) for tensor in (w.step_bias, -torch.exp(w.decay_logs.float()))
         )

@@ -86,9 +86,9 @@ class DeltaNet:
 
     Attributes:
         key_heads, value_heads: Each key head serves as many value heads.
-        key_dim, value_dim: Numbers of a head.
+        key_dim, value_dim: Sizes of a head.
         kernel: Tokens that the convolution of queries, keys and values covers.
-        is_in_turn: Whether rows of the input matrices stand in turn for each key head, in two matrices; else there are
+        is_in_turn: Whether the rows of the input matrices are interleaved by key head, in two matrices; else there are
             four: queries, keys and values; gates; corrections; decays.
     """
 
@@ -116,7 +116,7 @@ class Mamba:
 
     Attributes:
         num_heads, head_dim: Of its values.
-        num_groups, state_dim: Heads of a group share what their values are stored under and read with.
+        num_groups, state_dim: Heads of a group share the keys that values are stored under and read with.
         kernel: Tokens that the convolution covers.
         step_limits: Lowest and highest step.
         has_norm: Whether gated outputs are normed in their groups.
@@ -155,7 +155,7 @@ class ShortConv:
     """A gated convolution over the last tokens, used instead of attention (LFM2).
 
     Attributes:
-        size: Channels.
+        size: Number of channels.
         kernel: Tokens that the convolution covers.
     """
 
@@ -200,7 +200,7 @@ class DecoderDescription:
         norm: RMS norm, or layer norm, which subtracts the mean.
         norm_offset: Added to the norms' weights.
         has_norm_bias: Norms of the residual stream have biases.
-        position_offset: Each embedding has row position_offset + position of a learned table added; None: it has not.
+        position_offset: Row position_offset + position of a learned table is added to each embedding; None: no table.
         norm_place: Norms are before attention and feed-forward network, after them, or both.
         is_parallel: Attention and feed-forward network read the same normed input.
         qk_norm: Norm of queries and keys: of each head, or of all heads of a token together.
@@ -208,9 +208,9 @@ class DecoderDescription:
         rotary: By layer; None: no rotary embedding.
         windows: By layer, the tokens attended to; None: all.
         num_sink_tokens: First tokens of a sequence that layers with a window also attend to.
-        chunks: By layer, attention does not look past multiples of so many positions; None: it does.
+        chunks: By layer, the size of the chunks that attention is limited to; None: no chunks.
         scale: Factor of the attention scores.
-        softcap: Bends attention scores s to softcap * tanh(s / softcap); 0: it does not.
+        softcap: Attention scores s become softcap * tanh(s / softcap); 0: no soft cap.
         has_sinks: Each query head has one more score, which takes weight but has no value.
         has_output_gate: The output of attention is multiplied by a sigmoid gate; queries and gates of a head are
             adjacent.

@@ -108,7 +108,7 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
         kernels.set_float8_inputs(config.activations == "f8")
         kernels.set_batch_invariant(config.batch_invariant, config.max_sequence_length or folder.max_sequence_length)
     if config.sink_token_length < 0:
-        raise ConfigError(f"is {config.sink_token_length}; at least 0", field="sink_token_length")
+        raise ConfigError(f"is {config.sink_token_length}; must be at least 0", field="sink_token_length")
     if config.sink_token_length and not config.max_attention_window:
         raise ConfigError("has no meaning without max_attention_window; leave it out", field="sink_token_length")
     started = time.perf_counter()
@@ -116,7 +116,7 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     if description is None:
         if links is not None:
             raise UnsupportedError(
-                "a model that runs on transformers' code cannot be divided among ranks", field="model"
+                "a model that uses the transformers implementation cannot be sharded across ranks", field="model"
             )
         refuse_quantized(folder)
         return _load_from_transformers(config, folder, device, dtype)
@@ -127,7 +127,7 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     if library is not None and config.kv == "f8":
         raise UnsupportedError("a KV cache in f8 needs a GPU", field="kv")
     if description.latent is not None and kv_dtype in LARGEST:
-        raise UnsupportedError(f"latent attention takes no KV cache in {config.kv}", field="kv")
+        raise UnsupportedError(f"latent attention does not support a KV cache in {config.kv}", field="kv")
     part_weights: DecoderWeights | ShardWeights = weights if ranks.is_alone else ShardWeights(weights, shard)
     decoder: PartDecoder
     if library is None:
@@ -166,7 +166,7 @@ def _refuse_other_heads(folder: ModelFolder) -> None:
 
 
 def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescription | None:
-    """Return the description for native execution, or None if the model is to run with transformers' code."""
+    """Return the description for native execution, or None if the model is to use the transformers implementation."""
     if config.implementation == "transformers":
         return None
     try:
@@ -177,7 +177,7 @@ def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescri
     except UnsupportedError as error:
         if config.implementation == "native":
             raise
-        logger.info("%s runs on transformers' code with paged attention: %s", folder.name, error)
+        logger.info("%s uses the transformers implementation with paged attention: %s", folder.name, error)
         return None
 
 
@@ -192,7 +192,7 @@ def _load_from_transformers(
     decoder = TransformersDecoder(folder, dtype, device, config.weights, *limits)
     _choose_attention(config, decoder.description, dtype, kv_dtype, device)
     kind, took = kernels.describe(device), time.perf_counter() - started
-    logger.info("loaded %s (transformers' code) on %s with %s in %.1f s", folder.name, device, kind, took)
+    logger.info("loaded %s (transformers implementation) on %s with %s in %.1f s", folder.name, device, kind, took)
     # Whether transformers' code reads anything back from the device depends on the model and on its version.
     can_record = False if config.sink_token_length else None
     return LoadedModel(decoder.description, decoder, device, dtype, kv_dtype, can_record=can_record, takes_lora=False)
@@ -260,7 +260,7 @@ def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: R
 
     reason = what_is_missing(description) or supports(dims_of(description))
     if ranks.tensor_size > 1:
-        reason = "its layers are split among ranks"
+        reason = "its layers are sharded across ranks"
     if reason is None:
         library = load_library()
         if library is not None:

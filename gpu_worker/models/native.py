@@ -75,7 +75,7 @@ class CpuDecoder:
         """Load and pack the weights, showing the progress.
 
         Args:
-            description: Of the model.
+            description: Description of the model.
             weights: Its weights.
             library: The kernels.
             num_threads: Compute threads, the caller's among them.

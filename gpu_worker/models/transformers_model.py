@@ -200,7 +200,7 @@ class _PagedPass:
 
 
 class TransformersDecoder:
-    """A causal language model that runs with transformers' code.
+    """A causal language model that uses the transformers implementation.
 
     Attributes:
         description: Description of the model; settings of native models only are empty.

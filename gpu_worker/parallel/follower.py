@@ -42,7 +42,7 @@ class RankExecutor:
 
         Raises:
             ConfigError: The model folder or a setting is wrong.
-            UnsupportedError: The model cannot be divided.
+            UnsupportedError: The model cannot be sharded.
         """
         torch.set_num_threads(num_threads(config))
         self._config, self._links = config, group.links
@@ -146,7 +146,7 @@ def follow(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
 
     Raises:
         ConfigError: The model folder or a setting is wrong.
-        UnsupportedError: The model cannot be divided.
+        UnsupportedError: The model cannot be sharded.
     """
     executor = RankExecutor(config, folder, group)
     metrics, progress = Metrics(), Progress()

@@ -47,7 +47,7 @@ def as_stage(part: PartDecoder, description: DecoderDescription, links: GroupLin
 
 
 class PipelineDecoder:
-    """A decoder whose layers are divided among stages."""
+    """A decoder whose layers are split across stages."""
 
     def __init__(
         self,

@@ -41,7 +41,10 @@ class Ranks:
                 field="tensor_parallel",
             )
         if not 0 <= self.rank < self.world_size or self.local_rank < 0:
-            raise ConfigError(f"rank {self.rank} of {self.world_size}, local {self.local_rank}", field="RANK")
+            raise ConfigError(
+                f"must be less than WORLD_SIZE ({self.world_size}); got {self.rank}, with LOCAL_RANK {self.local_rank}",
+                field="RANK",
+            )
 
     @property
     def tensor_rank(self) -> int:
@@ -71,7 +74,7 @@ class Ranks:
             return cls()
         for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
             if world_size > 1 and not environment.get(name):
-                raise ConfigError(f"is not set, and WORLD_SIZE is {world_size}", field=name)
+                raise ConfigError(f"must be set if WORLD_SIZE is {world_size}", field=name)
         pipeline_size = config.pipeline_parallel
         return cls(
             rank=_number(environment, "RANK", 0),

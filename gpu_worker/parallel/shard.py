@@ -1,9 +1,9 @@
 """The part of a decoder that one rank holds.
 
-Layers are divided among pipeline stages; within a stage each tensor rank has some KV heads with all their query heads,
+Layers are split across pipeline stages; within a stage each tensor rank has some KV heads with all their query heads,
 some features of each feed-forward network and each expert, and some of the vocabulary. Nothing needs to divide evenly.
 With more tensor ranks than KV heads, several ranks hold the same KV head and divide its query heads. Recurrent layers
-are not divided: each tensor rank computes all of them.
+are not sharded: each tensor rank computes all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gpu_worker.models.description import DecoderDescription, Mixture
 from gpu_worker.parallel.ranks import Ranks
 from midstream.errors import ConfigError
 
-# Feature ranges are aligned to this size where possible: that of blocks of quantized weights and kernel tiles.
+# Feature ranges are aligned to this where possible; quantized blocks and kernel tiles have this size.
 _FEATURE_UNIT = 32
 
 
@@ -65,15 +65,19 @@ def shard_of(description: DecoderDescription, ranks: Ranks) -> Shard:
     """
     d, rank, size = description, ranks.tensor_rank, ranks.tensor_size
     if ranks.pipeline_size > d.num_layers:
-        raise ConfigError(f"{ranks.pipeline_size} stages for {d.num_layers} layers", field="pipeline_parallel")
+        raise ConfigError(
+            f"{d.num_layers} layers cannot be split across {ranks.pipeline_size} pipeline stages",
+            field="pipeline_parallel",
+        )
     sizes = (d.num_heads, d.intermediate_size, *(m.expert_size for m in d.mixtures if m is not None))
     if size > min(filter(None, sizes)):
-        raise ConfigError(f"{size} ranks for {d.num_heads} heads", field="tensor_parallel")
+        raise ConfigError(f"{d.num_heads} heads cannot be sharded across {size} ranks", field="tensor_parallel")
     layers = stage_layers(d, ranks.pipeline_size)[ranks.stage]
     heads, kv_heads = _heads(d, rank, size)
     if d.qk_norm == "row" and size > d.num_kv_heads:
         raise ConfigError(
-            f"{size} ranks for {d.num_kv_heads} KV heads that are normed together", field="tensor_parallel"
+            f"{d.num_kv_heads} KV heads that are normed together cannot be sharded across {size} ranks",
+            field="tensor_parallel",
         )
     num_tokens = -(-d.vocab_size // size)
     return Shard(
@@ -127,7 +131,10 @@ def _heads(d: DecoderDescription, rank: int, size: int) -> tuple[range, range]:
     kv_head = rank * d.num_kv_heads // size
     sharing = [other for other in range(size) if other * d.num_kv_heads // size == kv_head]
     if len(sharing) > queries:
-        raise ConfigError(f"{size} ranks for {d.num_heads} heads, {queries} to a KV head", field="tensor_parallel")
+        raise ConfigError(
+            f"{d.num_heads} heads, {queries} to a KV head, cannot be sharded across {size} ranks",
+            field="tensor_parallel",
+        )
     own = _span(queries, sharing.index(rank), len(sharing))
     first = kv_head * queries
     return range(first + own.start, first + own.stop), range(kv_head, kv_head + 1)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 # Below this temperature the most likely token is practically certain, and dividing logits by it might overflow.
 MIN_TEMPERATURE = 1e-6
-# Changed logits end here: divided by the lowest temperature they are still finite.
+# Limit on modified logits: divided by the lowest temperature, they are still finite.
 _LARGEST_LOGIT = 1e30
 # Number of most likely tokens to try first; if their probability does not reach top_p, all are used.
 _NUM_CANDIDATES = 256

@@ -16,7 +16,7 @@ import kernels
 from gpu_worker.batch.staging import PinnedBuffers
 from gpu_worker.sampling.distribution import argmax
 
-# 4-byte words of a row's parameters.
+# Number of 4-byte words of a row's parameters.
 WORDS = 8
 # Marks the token of a row whose logits are not finite.
 IS_BROKEN = -1

@@ -1,4 +1,4 @@
-"""Modifies logits before sampling, as requests ask.
+"""Modifies logits before sampling, as requested.
 
 In this order: bias, penalties, end tokens banned until min_tokens, bad words, repeated n-grams. All depend only on the
 row's tokens, so a rebuilt row continues unchanged. Rows without such parameters are skipped.
@@ -135,7 +135,8 @@ def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) ->
         by_row[places] = values
         return send(by_row[keys // width], device)
 
-    # A token that occurs more than once is read before any write, and written with one value.
+    # Gather all logits before scattering: a token may occur more than once, and every occurrence must write the same
+    # value.
     seen = keys(known)
     places_seen = send(seen, device)
     repetition = spread([item.repetition_penalty for item in sampling], seen)

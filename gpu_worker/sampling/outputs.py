@@ -22,7 +22,7 @@ from gpu_worker.models.decoder import Decoder, Probe
 from gpu_worker.sampling.output_probes import OutputProbe, run_probe
 from midstream.errors import MidstreamError
 
-# Positions whose logits are computed at once; it bounds the memory for a long prompt.
+# Number of positions whose logits are computed at once; it bounds the memory for a long prompt.
 _NUM_POSITIONS = 128
 
 

@@ -34,8 +34,8 @@ from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamErro
 _IS_EMPTY = -2
 # Features that `choose` supports. The rest read the logits on the host, or need an answer before the next step.
 _ON_DEVICE = STEERING | Feature.LOG_PROBS | Feature.TOP_P_DECAY | Feature.GUIDED
-NOT_FINITE = ExecutionError("the model gave logits that are not finite")
-_NOTHING_LEFT = InvalidArgumentError("no token is left that the request allows", field="sampling")
+NOT_FINITE = ExecutionError("the model returned logits that are not finite")
+_NOTHING_LEFT = InvalidArgumentError("the request's constraints allow no token", field="sampling")
 
 
 @dataclass(frozen=True, slots=True)

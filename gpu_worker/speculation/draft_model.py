@@ -43,7 +43,7 @@ def load_draft_model(config: WorkerConfig, target: DecoderDescription) -> Loaded
     model = load_model(config, open_model_folder(config.draft_model))
     if model.description.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"has {model.description.vocab_size} tokens, the model {target.vocab_size}", field="draft_model"
+            f"has {model.description.vocab_size} tokens; the model has {target.vocab_size}", field="draft_model"
         )
     return model
 

@@ -106,7 +106,7 @@ class Embedding:
     def __init__(self, table: Tensor, weight_format: WeightFormat, width: int) -> None:
         """Refer to a table [num_rows, width] of float32, bfloat16, or uint8 rows of Q4_1 or Q8_0 blocks.
 
-        Raises ValueError where format and table do not fit each other.
+        Raises ValueError if format and table do not fit each other.
         """
         dtypes = {WeightFormat.F32: torch.float32, WeightFormat.BF16: torch.bfloat16}
         row_width = width // 32 * GGUF_BLOCK_BYTES[weight_format] if weight_format in GGUF_BLOCK_BYTES else width
@@ -154,7 +154,7 @@ class NativeDecoder:
         _check("cos", cos, torch.float32, (*cos.shape[:-1], dims.num_angles))
         _check("sin", sin, torch.float32, tuple(cos.shape))
         if any(layer.table is not None and not 0 <= layer.table < num_tables for layer in layers):
-            raise ValueError(f"a layer's table is none of {num_tables}")
+            raise ValueError(f"a layer's table must be one of {num_tables}")
         if query_scales is not None:
             _check("query_scales", query_scales, torch.float32, (num_positions,))
         self._threads, self._library, self.dims = threads, threads.library, dims
@@ -249,7 +249,7 @@ class NativeDecoder:
         block_tables: Tensor,
         adapters: Sequence[PackedLora | None] | None,
     ) -> tuple[BatchStruct, object]:
-        """Return the batch as the kernels' structure, and the objects that must outlive it."""
+        """Return the batch as a C struct for the kernels, and the objects that must outlive it."""
         num_sequences = context_lens.shape[0]
         _check("positions", positions, torch.int32, (num_tokens,))
         _check("slot_mapping", slot_mapping, torch.int32, (num_tokens,))
@@ -366,7 +366,9 @@ def _check_mixture(dims: DecoderDims, mixture: PackedMixture, index: int) -> Non
 
 
 def _mixture_struct(mixture: PackedMixture | None) -> tuple[MixtureStruct, object] | None:
-    """Return the mixture as the kernels' structure, and the objects that must outlive it."""
+    """Return the mixture of experts as a C struct for the kernels, and the arrays that must outlive it; None if there
+    is none.
+    """
     if mixture is None:
         return None
     kind = LinearStruct * len(mixture.experts)

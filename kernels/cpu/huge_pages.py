@@ -41,7 +41,7 @@ def empty_bytes(num_bytes: int) -> Tensor:
 def _new_chunk(num_bytes: int) -> Tensor:
     whole = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
     memory = mmap.mmap(-1, whole + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A hint: where the system has no huge pages, the memory is ordinary.
+    # A hint: if the system has no huge pages, the memory is ordinary.
     with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     chunk = torch.frombuffer(memory, dtype=torch.uint8)

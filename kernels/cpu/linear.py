@@ -48,7 +48,7 @@ class InputFormat(IntEnum):
 
     F32 = 0  # not rounded
     INT8 = 1
-    INT16 = 2  # as exact as float32 sums, and faster
+    INT16 = 2  # as accurate as float32 accumulation, and faster
 
 
 BLOCK = 32
@@ -90,7 +90,7 @@ class PackedLinear:
         self.is_gated = is_gated
         self.rounds_input = library.has_integer_products(int(weight_format), int(input_format))
         if is_gated and (len(parts) != 2 or parts[0].shape != parts[1].shape or bias is not None):
-            raise ValueError("a gated layer has two parts of one shape and no bias")
+            raise ValueError("a gated layer must have two parts of one shape and no bias")
         order = _gated_order(self.num_outputs, library.panel()) if is_gated else torch.arange(self.num_outputs)
         order = order.int()
         sizes = (int(weight_format), len(order), self.num_inputs)
@@ -109,7 +109,7 @@ class PackedLinear:
     def followed_by(self, other: PackedLinear) -> PackedLinear:
         """Append the outputs of another layer that has the same input; return this layer."""
         if self.is_gated or other.is_gated or other.num_inputs != self.num_inputs or self._next is not None:
-            raise ValueError("only a single layer that is not gated is followed by one of as many inputs")
+            raise ValueError("only a single layer that is not gated can be followed by one with as many inputs")
         self._next = other  # the kernels point to it
         self.struct.next = ctypes.addressof(other.struct)
         self.num_outputs += other.num_outputs
@@ -118,7 +118,7 @@ class PackedLinear:
     def __call__(self, x: Tensor, threads: ThreadPool) -> Tensor:
         """Return x [M, K] times the weights, plus bias -> [M, N], float32."""
         if self.is_gated:
-            raise ValueError("a gated layer runs inside a decoder only")
+            raise ValueError("a gated layer runs only inside a decoder")
         if x.dtype != torch.float32 or x.shape[1:] != (self.num_inputs,) or not x.is_contiguous():
             raise ValueError(f"x is {x.dtype} {list(x.shape)}: expected contiguous float32 [M, {self.num_inputs}]")
         out = torch.empty(x.shape[0], self.num_outputs)
@@ -145,7 +145,7 @@ def _num_inputs(library: Library, stacked: Tensor, weight_format: WeightFormat, 
 def _checked_order(order: Tensor, num_inputs: int) -> Tensor:
     order = order.int().contiguous()
     if not torch.equal(order.sort().values, torch.arange(num_inputs, dtype=torch.int32)):
-        raise ValueError(f"input_order is not a permutation of {num_inputs} numbers")
+        raise ValueError(f"input_order must be a permutation of {num_inputs} numbers")
     return order
 
 

@@ -37,7 +37,7 @@ class PackedLora:
 
 
 def lora_shapes(dims: DecoderDims) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of each linear layer that an adapter may modify."""
+    """Return the input and output sizes of each linear layer that an adapter may modify."""
     q_size, kv_size = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
     return {
         "q": (dims.hidden_size, q_size),

@@ -49,7 +49,7 @@ def find_difference(library: Library) -> str | None:
                 return f"its {weight_format.name} linear layer differs from the reference"
             # There is a way to compute for each number of rows; all have the same sums.
             if not all(torch.equal(output, outputs[0][: len(output)]) for output in outputs):
-                return f"its {weight_format.name} linear layer differs with the number of rows"
+                return f"its {weight_format.name} linear layer gives different results for different numbers of rows"
     for cache_dtype in TOLERANCES:
         if not _is_decoder_right(library, threads, cache_dtype, generator):
             return f"its decoder with a {cache_dtype} cache differs from the reference"

@@ -13,7 +13,7 @@ class ThreadPool:
     def __init__(self, library: Library, num_threads: int, cpus: Sequence[int] | None = None) -> None:
         """Start num_threads - 1 threads, pinned to these processors (one each) if they are given.
 
-        Raises RuntimeError where the library is to use AMX and the system does not allow it.
+        Raises RuntimeError if the library is to use AMX and the system does not allow it.
         """
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}: expected at least 1")

@@ -74,24 +74,24 @@ def having(name: str, tensor: Tensor) -> Callable[[Tensors], None]:
         ({}, without(Q.format(1, "B")), r"adapter_model.safetensors: .*layers\.1\..*lora_B.weight is missing"),
         ({}, having(Q.format(2, "A"), torch.ones(4, 63)), r"lora_A.weight is \[4, 63\], expected \[4, 64\]"),
         ({}, having(Q.format(0, "B"), torch.ones(64, 5)), r"lora_B.weight is \[64, 5\], expected \[64, 4\]"),
-        ({}, having(Q.format(3, "A"), torch.ones(4, 64)), r"layers\.3\..* belongs to no linear layer"),
-        ({}, having("lm_head.weight", torch.ones(2)), "lm_head.weight belongs to no linear layer"),
+        ({}, having(Q.format(3, "A"), torch.ones(4, 64)), r"layers\.3\..* does not belong to a linear layer"),
+        ({}, having("lm_head.weight", torch.ones(2)), "lm_head.weight does not belong to a linear layer"),
         (
             {},
             having("base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight", torch.ones(4, 64)),
-            r"experts\.0.* is not supported: experts take no LoRA adapters",
+            r"experts\.0.* is not supported: experts do not support LoRA adapters",
         ),
         (
             {},
             having(Q.format(0, "A"), torch.full((4, 64), torch.nan)),
-            "lora_A.weight holds numbers that are not finite",
+            "lora_A.weight contains numbers that are not finite",
         ),
         ({}, having(Q.format(0, "A"), torch.ones(4, 64, dtype=torch.int32)), "lora_A.weight is torch.int32"),
         ({"r": 8}, None, r"lora_A.weight is \[4, 64\], expected \[8, 64\]"),
         ({"r": 65}, None, "adapter_config.json: rank 65; this worker supports 1 to 64"),
         ({"r": "4"}, None, "adapter_config.json: r is '4', not a number"),
         ({"lora_alpha": None}, None, "lora_alpha is None, not a number"),
-        ({"target_modules": ["q_proj", "lm_head"]}, None, "target_modules: 'lm_head' is none of q_proj, k_proj"),
+        ({"target_modules": ["q_proj", "lm_head"]}, None, "target_modules: 'lm_head' must be one of q_proj, k_proj"),
         ({"target_modules": ["q_proj", "v_proj"]}, None, r"v_proj.lora_A.weight is missing"),
     ],
 )
@@ -142,7 +142,7 @@ def test_files_that_are_none(tmp_path: Path, description: DecoderDescription) ->
     with pytest.raises(InvalidArgumentError, match=r"adapter_config.json is not JSON"):
         read(folder, description)
     folder = write(tmp_path / "y", CONFIG, good_tensors())
-    with pytest.raises(InvalidArgumentError, match=r"adapter_model.safetensors has \d+ bytes; at most 100"):
+    with pytest.raises(InvalidArgumentError, match=r"adapter_model.safetensors has \d+ bytes; must have at most 100"):
         read(folder, description, max_bytes=100)
     (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(InvalidArgumentError, match="not a readable safetensors file"):

@@ -217,7 +217,7 @@ def damage(name: str, change: Callable[[dict[str, Tensor]], object]) -> tuple[di
         ("w8a8", lambda t: t.pop("weight_scale"), "a.weight is of type torch.int8, and there is no scale"),
         ("awq", lambda t: t.pop("scales"), "lack the tensor a.scales"),
         ("awq", lambda t: t.update(scales=t["scales"][:, :9].contiguous()), "weights of a do not fit together"),
-        ("gptq", lambda t: t["g_idx"].fill_(0), "g_idx does not give every group as many columns"),
+        ("gptq", lambda t: t["g_idx"].fill_(0), "g_idx must assign the same number of columns to every group"),
         ("fp8", lambda t: t["weight"].view(torch.uint8).fill_(127), "a.weight contains NaN"),
         ("fp8", lambda t: t.update(weight=t["weight"].to(torch.float8_e5m2)), "is of type torch.float8_e5m2"),
         ("w4a16", lambda t: t.update(weight_shape=torch.tensor([64, 128])), "weights of 2 bits; supported are 4 and 8"),

@@ -241,7 +241,9 @@ def test_a_lora_adapter_is_refused_as_it_is_read(gemma2: tuple[torch.nn.Module, 
     model, folder = gemma2
     make_lora(model, tmp_path / "lora", seed=1, r=4, target_modules=["q_proj"])
     runner = make_runner(folder, implementation="transformers")
-    with pytest.raises(UnsupportedError, match="LoRA is not supported for a model that runs on transformers' code"):
+    with pytest.raises(
+        UnsupportedError, match="LoRA is not supported for a model that uses the transformers implementation"
+    ):
         runner.adapters.load(str(tmp_path / "lora")).result()
     assert runner.adapters.device_bytes == 0
 
@@ -290,11 +292,13 @@ def test_what_we_do_not_compute_runs_by_transformers_code(tmp_path: Path, caplog
     make_tiny_model(tmp_path, "GPTNeoX")
     with caplog.at_level(logging.INFO):
         make_runner(tmp_path)
-    assert "runs on transformers' code with paged attention: model: architecture 'gpt_neox'" in caplog.text
+    assert "uses the transformers implementation with paged attention: model: architecture 'gpt_neox'" in caplog.text
     with pytest.raises(UnsupportedError, match="'gpt_neox'"):
         make_runner(tmp_path, implementation="native")
     config = WorkerConfig(device="cpu", num_threads=1, tensor_parallel=2)
-    with pytest.raises(UnsupportedError, match="runs on transformers' code cannot be divided among ranks") as raised:
+    with pytest.raises(
+        UnsupportedError, match="uses the transformers implementation cannot be sharded across ranks"
+    ) as raised:
         load_model(config, open_model_folder(str(tmp_path)), cast("RankLinks", SimpleNamespace(ranks=ALONE)))
     assert raised.value.field == "model"
 

@@ -68,7 +68,7 @@ def describe(
     d = description
     if d.num_heads % d.num_kv_heads or any(r is not None and r.dim % 2 for r in d.rotary) or d.head_dim < 1:
         raise ConfigError(
-            f"{d.num_heads} heads, {d.num_kv_heads} KV heads of size {d.head_dim} do not fit", field="model"
+            f"{d.num_heads} heads, {d.num_kv_heads} KV heads of size {d.head_dim} do not fit together", field="model"
         )
     if sink_token_length and any(description.chunks):
         raise ConfigError("is not defined for layers that attend to chunks; use 0", field="sink_token_length")

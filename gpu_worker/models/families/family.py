@@ -125,7 +125,7 @@ class Settings:
         found = next((key for key in (name, *others) if self._values.get(key) is not None), name)
         value = self.get(found, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ConfigError(f"config.json: {found} is {value!r}", field="model")
+            raise ConfigError(f"config.json: {found} must be a positive integer; got {value!r}", field="model")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -136,7 +136,7 @@ class Settings:
         """
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"config.json: {name} is {value!r}", field="model")
+            raise ConfigError(f"config.json: {name} must be a number; got {value!r}", field="model")
         return float(value)
 
     def layers(self, name: str) -> list[Any] | None:
@@ -150,7 +150,7 @@ class Settings:
             return None
         num_layers = self.size("num_hidden_layers")
         if not isinstance(values, list) or len(values) != num_layers:
-            raise ConfigError(f"config.json: {name} does not have {num_layers} entries", field="model")
+            raise ConfigError(f"config.json: {name} must have {num_layers} entries", field="model")
         return values
 
     def refuse(self, **wanted: Any) -> None:
@@ -241,5 +241,5 @@ def windows_of(s: Settings, window: object, kinds: list[Any] | None) -> tuple[in
     if unknown:
         raise UnsupportedError(f"layers of type {', '.join(unknown)} are not supported", field="model")
     if window is not None and (not isinstance(window, int) or window <= 0):
-        raise ConfigError(f"config.json: sliding_window is {window!r}", field="model")
+        raise ConfigError(f"config.json: sliding_window must be a positive number; got {window!r}", field="model")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

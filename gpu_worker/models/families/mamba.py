@@ -42,7 +42,9 @@ def _limits(s: Settings) -> tuple[float, float]:
     try:
         return float(low), float(high["__float__"] if isinstance(high, Mapping) else high)
     except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"config.json: time_step_limit is {[low, high]!r}", field="model") from None
+        raise ConfigError(
+            f"config.json: time_step_limit must be two numbers; got {[low, high]!r}", field="model"
+        ) from None
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
@@ -83,7 +85,7 @@ def _read_nemotron(config: Mapping[str, Any]) -> DecoderDescription:
     if isinstance(kinds, str):
         kinds = [_KINDS.get(kind, kind) for kind in kinds]
     if not isinstance(kinds, list) or not kinds:
-        raise ConfigError(f"config.json: layers_block_type is {kinds!r}", field="model")
+        raise ConfigError(f"config.json: layers_block_type must be a list; got {kinds!r}", field="model")
     kinds = [_OTHER_NAMES.get(str(kind), str(kind)) for kind in kinds]
     unknown = sorted(set(kinds) - set(_KINDS.values()))
     if unknown:

@@ -20,13 +20,13 @@ _SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
 def rotary_table(
     rope: Mapping[str, Any], dim: int, num_positions: int, factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines by position, each float32 [num_positions, dim / 2].
+    """Return cosines and sines by position, each float32 [num_positions, dim / 2].
 
     Args:
         rope: `rope_theta`, and `rope_type` with its settings as in config.json.
         dim: Elements of a head that are rotated.
         num_positions: Rows of the table.
-        factors: Divides the frequencies, [dim / 2], in place of `rope`'s own scaling (GGUF files carry it so).
+        factors: Divides the frequencies, [dim / 2], in place of `rope`'s own scaling (as stored in GGUF files).
 
     Raises:
         UnsupportedError: Another `rope_type`.

@@ -56,7 +56,7 @@ def read_scheme(folder: ModelFolder) -> Scheme | None:
 
 
 def refuse_quantized(folder: ModelFolder) -> None:
-    """Raise UnsupportedError if the checkpoint is quantized; used for models that run with transformers' code."""
+    """Raise UnsupportedError if the checkpoint is quantized; used for models with the transformers implementation."""
     scheme = read_scheme(folder)
     if scheme is not None:
         _refuse(f"{folder.architecture} does not run natively, so its {scheme.method!r} weights are not supported")

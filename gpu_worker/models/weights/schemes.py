@@ -110,7 +110,7 @@ def _gptq(module: Module, scheme: Scheme) -> Weight:
     if groups is not None and not torch.equal(groups.long(), torch.arange(num_columns) * num_groups // num_columns):
         order = groups.long().argsort(stable=True)
         if not torch.equal(groups.long()[order], torch.arange(num_columns) * num_groups // num_columns):
-            raise ValueError("g_idx does not give every group as many columns")
+            raise ValueError("g_idx must assign the same number of columns to every group")
         levels = levels[:, order]
     return (int4_weight if num_bits == 4 else affine8_weight)(levels, scale, zero, order)
 
@@ -135,7 +135,7 @@ def _compressed(module: Module) -> Weight:
     if groups is not None and int(groups.min()) >= 0:
         order = groups.long().argsort(stable=True)
         if bool((groups.bincount() != num_columns // scale.shape[1]).any()):
-            raise ValueError("weight_g_idx does not give every group as many columns")
+            raise ValueError("weight_g_idx must assign the same number of columns to every group")
         levels = levels[:, order]
     return (int4_weight if num_bits == 4 else affine8_weight)(levels, scale, zero, order)
 

@@ -169,7 +169,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             except* OverloadedError as errors:
                 failure = next(error for error in errors.exceptions if isinstance(error, OverloadedError))
             except* Exception:  # from gRPC: errors of requests are sent in the stream
-                logger.debug("a stream of requests broke", exc_info=True)
+                logger.debug("a request stream broke", exc_info=True)
                 failure = InvalidArgumentError("the message is not a ModelInferRequest")
             await responses.put(None)
 
