@@ -144,7 +144,7 @@ class GenerateRequest(google.protobuf.message.Message):
     restart. 0: as long as the scheduler keeps any finished request (finished_ttl_s).
     """
     attachment: builtins.bytes
-    """Data of the protocol adapter that rebuilds its response. No other part reads it; clients leave it unset."""
+    """Data of the protocol adapter that rebuilds its response. No other service reads it; clients leave it unset."""
     @property
     def token_ids(self) -> global___TokenIds:
         """Token ids in 0..vocab_size-1. The router always sends this form to the scheduler."""
@@ -342,7 +342,7 @@ class SamplingConfig(google.protobuf.message.Message):
     top_k: builtins.int
     """Sample only from the k most likely tokens. 0 means all. Default 0."""
     top_p: builtins.float
-    """Sample only from the most likely tokens with this total probability. (0, 1], default 1."""
+    """Sample only from the most likely tokens up to this cumulative probability. (0, 1], default 1."""
     top_p_decay: builtins.float
     """top_p is multiplied by the decay after each token, down to the minimum; a reset id restores it. Decay and minimum
     (0, 1], default 1 and 1e-6.
@@ -831,8 +831,8 @@ global___SpeculativeConfig = SpeculativeConfig
 @typing.final
 class Tensor(google.protobuf.message.Message):
     """A dense tensor in row-major order, little endian, or a piece of one: some of its rows. In responses pieces are at
-    most about a megabyte and arrive in order; after the loss of a part of the service they may start again
-    from the beginning: then discard earlier pieces.
+    most about a megabyte and arrive in order; after the loss of a process they may start again from the
+    beginning: then discard earlier pieces.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

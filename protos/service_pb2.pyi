@@ -86,7 +86,7 @@ class EmbedRequest(google.protobuf.message.Message):
     """As in GenerateRequest. With several inputs, -0, -1, … is added for each one."""
     model: builtins.str
     dimensions: builtins.int
-    """Keep this many values of each vector, the first ones. Default: hidden_size."""
+    """Number of values to keep of each vector, the first ones. Default: hidden_size."""
     normalize: builtins.bool
     """Scale vectors to length 1. Default true."""
     client_id: builtins.str

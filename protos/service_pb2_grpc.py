@@ -136,7 +136,8 @@ class MidstreamServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Returns a vector for each input: the model's last hidden state, normed, at the input's last token or their mean.
+        """Returns a vector for each input: the model's last hidden state after the final norm, at the input's last
+        token or their mean.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -199,7 +200,7 @@ class MidstreamServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """The status of every part, once or periodically.
+        """The status of every process, once or periodically.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

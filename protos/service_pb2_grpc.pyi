@@ -47,7 +47,9 @@ class MidstreamStub:
         protos.service_pb2.EmbedRequest,
         protos.service_pb2.EmbedResponse,
     ]
-    """Returns a vector for each input: the model's last hidden state, normed, at the input's last token or their mean."""
+    """Returns a vector for each input: the model's last hidden state after the final norm, at the input's last
+    token or their mean.
+    """
 
     GetModelInfo: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.GetModelInfoRequest,
@@ -100,7 +102,7 @@ class MidstreamStub:
         protos.status_pb2.GetStatusRequest,
         protos.status_pb2.SystemStatus,
     ]
-    """The status of every part, once or periodically."""
+    """The status of every process, once or periodically."""
 
 class MidstreamAsyncStub:
     Generate: grpc.aio.UnaryStreamMultiCallable[
@@ -127,7 +129,9 @@ class MidstreamAsyncStub:
         protos.service_pb2.EmbedRequest,
         protos.service_pb2.EmbedResponse,
     ]
-    """Returns a vector for each input: the model's last hidden state, normed, at the input's last token or their mean."""
+    """Returns a vector for each input: the model's last hidden state after the final norm, at the input's last
+    token or their mean.
+    """
 
     GetModelInfo: grpc.aio.UnaryUnaryMultiCallable[
         protos.loads_pb2.GetModelInfoRequest,
@@ -180,7 +184,7 @@ class MidstreamAsyncStub:
         protos.status_pb2.GetStatusRequest,
         protos.status_pb2.SystemStatus,
     ]
-    """The status of every part, once or periodically."""
+    """The status of every process, once or periodically."""
 
 class MidstreamServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -215,7 +219,9 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         request: protos.service_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.service_pb2.EmbedResponse, collections.abc.Awaitable[protos.service_pb2.EmbedResponse]]:
-        """Returns a vector for each input: the model's last hidden state, normed, at the input's last token or their mean."""
+        """Returns a vector for each input: the model's last hidden state after the final norm, at the input's last
+        token or their mean.
+        """
 
     @abc.abstractmethod
     def GetModelInfo(
@@ -288,6 +294,6 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         request: protos.status_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.status_pb2.SystemStatus], collections.abc.AsyncIterator[protos.status_pb2.SystemStatus]]:
-        """The status of every part, once or periodically."""
+        """The status of every process, once or periodically."""
 
 def add_MidstreamServicer_to_server(servicer: MidstreamServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

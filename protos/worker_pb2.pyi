@@ -185,8 +185,8 @@ class Register(google.protobuf.message.Message):
     blocks are kept. Must equal the scheduler's.
     """
     role: builtins.str
-    """prefill: computes prompts, and hands requests over to other groups; decode: takes these; both, or empty: any
-    request.
+    """prefill: computes prompts, and hands requests over to other groups; decode: takes over such requests; both, or
+    empty: any request.
     """
     kv_source: builtins.str
     """Address from which other workers fetch blocks of this worker's pool; passed to them unchanged. Empty: none."""
