@@ -1,4 +1,7 @@
-"""Many requests to the embedded model with random features: each gives bit-identical output alone."""
+"""Many requests to the embedded model with random features: each gives bit-identical output alone.
+
+MIDSTREAM_MIXTURE=100 pytest tests/gpu_worker/test_mixture.py runs more of them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import os
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -35,7 +39,7 @@ from tests.gpu_worker.whole import Contents, Whole, contents
 pytestmark = pytest.mark.timeout(600)
 
 TOKENIZER = Tokenizer.from_file(str(open_model_folder("smollm2").path / "tokenizer.json"))
-NUM_REQUESTS = 64
+NUM_REQUESTS = int(os.environ.get("MIDSTREAM_MIXTURE", "64"))
 END_IDS = (0, 2)
 NUM_ROWS = 256
 # Number of outputs that are recomputed with transformers and PEFT.
