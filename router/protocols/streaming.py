@@ -63,16 +63,18 @@ class ComputedResponse(Response):
         events = EventStream(send)
         try:
             response = await self.compute(events)
-        except Exception as caught:  # noqa: BLE001 (it is logged)
-            error = shown(caught)
-            if events.has_begun:
-                # A client that reads too slowly would not read this either: close the connection.
-                if not isinstance(error, OverloadedError):
-                    await events.write(self.failure(error), more=False)
-                return
-            response = self.refusal(error)
+        except Exception as error:  # noqa: BLE001 (it is logged)
+            response = await self._fail(events, shown(error))
         if response is not None:
             await response(scope, receive, send)
+
+    async def _fail(self, events: EventStream, error: MidstreamError) -> Response | None:
+        if not events.has_begun:
+            return self.refusal(error)
+        # A client that reads too slowly would not read this either: close the connection.
+        if not isinstance(error, OverloadedError):
+            await events.write(self.failure(error), more=False)
+        return None
 
 
 async def _while_connected(receive: Receive, work: Coroutine[object, object, None]) -> None:
