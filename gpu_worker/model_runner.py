@@ -39,7 +39,7 @@ from gpu_worker.limits import runs_ahead as may_run_ahead
 from gpu_worker.lora.adapter import zero_adapter
 from gpu_worker.lora.cache import adapter_cache
 from gpu_worker.lora.rows import RowAdapters
-from gpu_worker.models.decoder import ForwardInputs, GreedyDecoder
+from gpu_worker.models.decoder import ChoosingDecoder, ForwardInputs
 from gpu_worker.models.loader import LoadedModel, load_model, num_threads
 from gpu_worker.sampling.beams import Candidates
 from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints, Guides
@@ -328,10 +328,10 @@ class ModelRunner:
         """Run the model and sample; return None if no row samples."""
         is_guided = self._guides.ask(rows, [chunk.row for chunk in prepared.contexts])
         probe = self._reporter.probe(prepared)
-        if self._greedy is not None and probe is None and not is_guided and self._sampler.is_greedy(rows):
-            chosen = self._greedy.choose(inputs)
+        if self._choosing is not None and probe is None and not is_guided and self._sampler.is_plain(rows):
+            chosen = self._choosing.choose(inputs, self._sampler.draws(rows))
             if chosen is not None:
-                return self._sampler.sample_greedy(chosen[0].numpy(), chosen[1].numpy()), Reports()
+                return self._sampler.sample_chosen(chosen[0].numpy(), chosen[1].numpy()), Reports()
         logits = self.model.decoder.forward(inputs, probe)
         reports = Reports() if probe is None else self._reporter.collect(prepared, probe, logits)
         constraints = self._guides.answer() if is_guided else UNCONSTRAINED
@@ -442,7 +442,7 @@ class ModelRunner:
         self.kv = KvCache(model.part, num_blocks, tokens_per_block, model.kv_dtype, model.device, store)
         model.decoder.use_cache(self.kv)
         # Queried only once, because the call takes longer than all other overhead of a one-row step.
-        self._greedy = model.decoder if isinstance(model.decoder, GreedyDecoder) else None
+        self._choosing = model.decoder if isinstance(model.decoder, ChoosingDecoder) else None
         self._rows = Rows(
             self._config.max_batch_size,
             self.max_sequence_length,
@@ -455,7 +455,7 @@ class ModelRunner:
         self._batch = InputBatch(self._rows, tokens_per_block, adapters, drafter)
         is_replicated = self._config.replicate_post_processors and self._leader is not None
         replicate = self._leader.post_process if is_replicated and self._leader is not None else None
-        self._sampler = Sampler(self._rows, self.post_processors, replicate)
+        self._sampler = Sampler(self._rows, self.post_processors, replicate, model.threads)
         self._reporter = Reporter(self._rows, model.decoder, self.output_probes)
         self._guides = Guides(self._rows, lambda: GrammarProcess(self._folder))
 

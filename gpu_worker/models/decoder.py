@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         RecurrentWeights,
     )
     from gpu_worker.parallel.shard_weights import ShardWeights
+    from kernels.cpu import Draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +105,14 @@ class Decoder(Protocol):
 
 
 @runtime_checkable
-class GreedyDecoder(Protocol):
-    """A decoder with a greedy path that is cheaper than `Decoder.forward` followed by an argmax."""
+class ChoosingDecoder(Protocol):
+    """A decoder with a way to the next tokens that is cheaper than `Decoder.forward` followed by sampling."""
 
-    def choose(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
-        """Run the step as `Decoder.forward` does; return the most likely tokens, int32 [S], and their logits [S].
+    def choose(self, inputs: ForwardInputs, draws: Draws | None = None) -> tuple[Tensor, Tensor] | None:
+        """Run the step as `Decoder.forward` does; return the next tokens, int32 [S], and the highest logits [S].
 
-        Ties go to the first token; the logit is NaN if any of the row is. None: the step needs `forward`.
+        Without draws all rows are greedy. Ties go to the first token; the logit is NaN if any of the row is. None: the
+        step needs `forward`.
         """
 
 

@@ -11,14 +11,14 @@ import torch
 
 import kernels
 from gpu_worker.lora.sizes import device_cache_bytes
-from gpu_worker.models.decoder import Decoder, PartDecoder, TorchDecoder
+from gpu_worker.models.decoder import Decoder, TorchDecoder
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.models.families import describe, family_of
 from gpu_worker.parallel.pipeline import as_stage
 from gpu_worker.parallel.ranks import ALONE, Ranks
 from gpu_worker.parallel.shard import Shard, shard_of, whole_shard
 from gpu_worker.parallel.tensor_ranks import ONE_RANK
-from kernels.cpu import Library, load_library, supports
+from kernels.cpu import Library, ThreadPool, load_library, supports
 from kernels.quantized_kv import LARGEST
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, UnsupportedError
@@ -57,6 +57,7 @@ class LoadedModel:
         takes_lora: Whether its linear layers support LoRA adapters.
         divided: The part held here; None: the whole model.
         adapter_bytes: Memory for LoRA adapters on the device.
+        threads: Threads of the CPU kernels, which sample; None: PyTorch does.
     """
 
     description: DecoderDescription
@@ -69,6 +70,7 @@ class LoadedModel:
     takes_lora: bool = True
     divided: Shard | None = None
     adapter_bytes: int = 0
+    threads: ThreadPool | None = None
 
     @property
     def shard(self) -> Shard:
@@ -129,7 +131,7 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     if description.latent is not None and kv_dtype in LARGEST:
         raise UnsupportedError(f"latent attention does not support a KV cache in {config.kv}", field="kv")
     part_weights: DecoderWeights | ShardWeights = weights if ranks.is_alone else ShardWeights(weights, shard)
-    decoder: PartDecoder
+    decoder: TorchDecoder | CpuDecoder
     if library is None:
         decoder = TorchDecoder(description, part_weights, dtype, device, shard, links or ONE_RANK)
         kind = kernels.describe(device)
@@ -140,6 +142,9 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     adapter_bytes = device_cache_bytes(config, description, dtype.itemsize, device)
     if isinstance(decoder, TorchDecoder):
         decoder.reserve_adapters(adapter_bytes, config.lora_max_adapter_size)
+        threads = _sampling_threads(config, device)
+    else:
+        threads = decoder.threads
     logger.info("loaded %s on %s with %s in %.1f s", folder.name, device, kind, time.perf_counter() - started)
     # Attention over latent vectors or with sink tokens, and recurrences, are PyTorch's own operations, which read sizes
     # back from the device.
@@ -156,6 +161,7 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
         takes_host_inputs=library is not None,
         divided=divided,
         adapter_bytes=adapter_bytes,
+        threads=threads,
     )
 
 
@@ -195,7 +201,16 @@ def _load_from_transformers(
     logger.info("loaded %s (transformers implementation) on %s with %s in %.1f s", folder.name, device, kind, took)
     # Whether transformers' code reads anything back from the device depends on the model and on its version.
     can_record = False if config.sink_token_length else None
-    return LoadedModel(decoder.description, decoder, device, dtype, kv_dtype, can_record=can_record, takes_lora=False)
+    return LoadedModel(
+        decoder.description,
+        decoder,
+        device,
+        dtype,
+        kv_dtype,
+        can_record=can_record,
+        takes_lora=False,
+        threads=_sampling_threads(config, device),
+    )
 
 
 def _choose_attention(
@@ -270,6 +285,12 @@ def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: R
         raise ConfigError(f"the CPU kernels cannot run this model: {reason}", field="kernels")
     logger.warning("the CPU kernels cannot run this model; using PyTorch operations instead: %s", reason)
     return None
+
+
+def _sampling_threads(config: WorkerConfig, device: torch.device) -> ThreadPool | None:
+    """Return threads of the CPU kernels for a model that does not run on them itself; None on a GPU."""
+    library = None if device.type != "cpu" or config.kernels == "torch" else load_library()
+    return None if library is None else ThreadPool(library, num_threads(config))
 
 
 def use_device(config: WorkerConfig, ranks: Ranks = ALONE) -> torch.device:

@@ -24,6 +24,7 @@ from gpu_worker.parallel.shard_weights import ShardWeights
 from kernels.cpu import (
     DecoderDims,
     DecoderLayer,
+    Draws,
     Embedding,
     InputFormat,
     Library,
@@ -61,7 +62,11 @@ class _PackedLayer:
 
 
 class CpuDecoder:
-    """A decoder with `num_threads` threads that computes in float32, except for the inputs of quantized layers."""
+    """A decoder with `num_threads` threads that computes in float32, except for the inputs of quantized layers.
+
+    Attributes:
+        threads: Its threads.
+    """
 
     def __init__(
         self,
@@ -86,7 +91,7 @@ class CpuDecoder:
         self._description = description = self._shard.part
         self._library = library
         self._input_format = _INPUT_FORMATS[activations]
-        self._threads = ThreadPool(library, num_threads)
+        self.threads = ThreadPool(library, num_threads)
         if self._shard.is_first:
             self._embedding = weights.embedding()
             self._head = self._pack(LinearWeights(weights.head() or self._embedding))
@@ -148,7 +153,7 @@ class CpuDecoder:
             for i, layer in enumerate(self._layers)
         ]
         self._native = NativeDecoder(
-            self._threads, dims_of(self._description), layers, self._cos, self._sin, self._query_scales
+            self.threads, dims_of(self._description), layers, self._cos, self._sin, self._query_scales
         )
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
@@ -158,8 +163,8 @@ class CpuDecoder:
             probe.last = hidden
         return self.logits(hidden if len(inputs.sampled) == len(hidden) else hidden[inputs.sampled])
 
-    def choose(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
-        """Run a whole greedy step in one call of the kernels; return None if the step needs more than that."""
+    def choose(self, inputs: ForwardInputs, draws: Draws | None = None) -> tuple[Tensor, Tensor] | None:
+        """Run a whole step in one call of the kernels; return None if the step needs more than that."""
         if self._table is None or inputs.virtual is not None or not len(inputs.sampled):
             return None
         assert self._native is not None
@@ -175,6 +180,7 @@ class CpuDecoder:
             self._final_norm,
             self._head,
             _by_sequence(inputs),
+            draws,
         )
 
     def embed(self, inputs: ForwardInputs) -> Tensor:

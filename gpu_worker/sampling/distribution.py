@@ -8,16 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 # Below this temperature the most likely token is practically certain, and dividing logits by it might overflow.
 MIN_TEMPERATURE = 1e-6
 # Limit on modified logits: divided by the lowest temperature, they are still finite.
 _LARGEST_LOGIT = 1e30
-# Number of most likely tokens to try first; if their probability does not reach top_p, all are used.
-_NUM_CANDIDATES = 256
-# Probabilities are summed in blocks of this many, then the selected block is searched.
-_BLOCK = 256
 
 
 def bounded(logits: Tensor, *, is_banned: Tensor) -> Tensor:
@@ -38,48 +33,42 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     return best.int().masked_fill_(~torch.isfinite(logits.gather(1, best[:, None]).squeeze(1)), -1)
 
 
-def top_threshold(probabilities: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32]) -> Tensor:
-    """Return the smallest probability that passes top_k (0: all) and then top_p: [num_rows, V] -> [num_rows, 1]."""
-    num_tokens = probabilities.shape[1]
-    width = min(num_tokens, _NUM_CANDIDATES)
-    is_limited = (top_k > 0) & (top_k < num_tokens)
-    is_wide = is_limited & (top_k > width)
-    threshold, reaches = _threshold_within(probabilities, top_k, top_p, width)
-    wide = np.flatnonzero(is_wide | ~reaches)
-    if len(wide):
-        places = torch.from_numpy(wide).to(probabilities.device)
-        threshold[places], _ = _threshold_within(probabilities[places], top_k[wide], top_p[wide], num_tokens)
-    return threshold
+def weights(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Return each token's weight e^((logit - highest) / temperature): float32 [num_rows, V].
 
+    Weights are rounded to a multiple of a quantum with which float64 sums of a row are exact in any order. They are
+    computed of single operations, as the CPU kernels do, so that the bits are the same.
 
-def _threshold_within(
-    probabilities: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32], width: int
-) -> tuple[Tensor, NDArray[np.bool_]]:
-    """Return the threshold computed from only the `width` most likely tokens, and whether these suffice to determine
-    it.
+    Args:
+        logits: Float32 [num_rows, V]; the highest of each row is finite.
+        temperature: Float32 [num_rows], positive.
     """
-    device, num_tokens = probabilities.device, probabilities.shape[1]
-    is_limited = torch.from_numpy((top_k > 0) & (top_k < num_tokens)).to(device)[:, None]
-    limit = torch.from_numpy(top_k).to(device).long()[:, None]
-    limit = torch.where(is_limited, limit, num_tokens)
-    values = _largest(probabilities, width)
-    # Sequential within a row, so that a prefix is the same for any width.
-    cumulative = torch.cumsum(values, dim=1, dtype=torch.float64)
-    mass = torch.where(is_limited, cumulative.gather(1, limit.clamp(max=width) - 1), 1.0)
-    wanted = torch.from_numpy(top_p).to(device)[:, None] * mass
-    num_kept = torch.minimum((cumulative < wanted).sum(dim=1, keepdim=True) + 1, limit)
-    reaches = (num_kept <= width).squeeze(1).cpu().numpy()
-    return values.gather(1, num_kept.clamp(max=width) - 1), reaches
+    x = (logits - logits.amax(dim=1, keepdim=True)) / temperature[:, None]
+    x = x.clamp(min=-80.0)
+    n = torch.round(x * 1.44269504088896341)
+    r = x - n * 0.693359375
+    r = r + n * 2.12194440e-4
+    p = r * 1.9875691500e-4 + 1.3981999507e-3
+    for coefficient in (8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = p * r + coefficient
+    p = r * r * p + r + 1.0
+    found = p * ((n.int() + 127) << 23).view(torch.float32)
+    # Adding this number rounds anything below it to the quantum, its last place.
+    small = 2.0 ** ((logits.shape[1] - 1).bit_length() - 30)
+    return torch.where(found < small, found + small - small, found)
 
 
-def _largest(values: Tensor, width: int) -> Tensor:
-    """Return the `width` largest values of each row, in descending order."""
-    if values.device.type != "cpu":
-        return torch.topk(values, width, dim=1).values
-    found = values.numpy()  # numpy's partition and sort are several times faster here
-    if width < found.shape[1]:
-        found = np.partition(found, found.shape[1] - width, axis=1)[:, -width:]
-    return torch.from_numpy(np.sort(found, axis=1)[:, ::-1].copy())
+def threshold(weights: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32]) -> Tensor:
+    """Return the least weight that passes top_k (0: all) and then top_p (1: all): [num_rows, V] -> [num_rows, 1]."""
+    device, num_tokens = weights.device, weights.shape[1]
+    limit = torch.from_numpy(np.where((top_k > 0) & (top_k < num_tokens), top_k, num_tokens)).to(device)
+    limit = limit.long()[:, None]
+    likeliest = weights.sort(dim=1, descending=True).values
+    sums = torch.cumsum(likeliest, dim=1, dtype=torch.float64)
+    share = torch.from_numpy(top_p).to(device)[:, None]
+    num_kept = (sums < share * sums.gather(1, limit - 1)).sum(dim=1, keepdim=True) + 1
+    num_kept = torch.where(share < 1, torch.minimum(num_kept, limit), limit)
+    return likeliest.gather(1, num_kept - 1)
 
 
 def invert(weights: Tensor, numbers: Tensor) -> Tensor:
@@ -89,21 +78,8 @@ def invert(weights: Tensor, numbers: Tensor) -> Tensor:
         weights: Float32 [num_rows, V], non-negative, not all zero. An index of weight zero is never returned.
         numbers: Float64 [num_rows], in [0, 1).
     """
-    num_rows, num_tokens = weights.shape
-    blocks = functional.pad(weights, (0, -num_tokens % _BLOCK)).view(num_rows, -1, _BLOCK)
-    before = torch.cumsum(_block_sums(blocks), dim=1, dtype=torch.float64)
-    targets = numbers[:, None] * before[:, -1:]
-    block = torch.searchsorted(before, targets, right=True)
-    targets = targets - torch.where(block > 0, before.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks[torch.arange(num_rows, device=weights.device), block.squeeze(1)]
-    place = torch.searchsorted(torch.cumsum(inside, dim=1, dtype=torch.float64), targets, right=True)
-    # A block's sum may differ from the sum of its parts by rounding: then take its last token with weight.
-    last = _BLOCK - 1 - (inside > 0).flip(1).int().argmax(dim=1, keepdim=True)
-    return (block * _BLOCK + torch.minimum(place, last)).squeeze(1)
-
-
-def _block_sums(blocks: Tensor) -> Tensor:
-    if blocks.device.type != "cpu":
-        return blocks.sum(dim=2)
-    # PyTorch splits a sum among threads depending on the number of rows; numpy's order is fixed.
-    return torch.from_numpy(blocks.numpy().sum(axis=2))
+    sums = torch.cumsum(weights, dim=1, dtype=torch.float64)
+    place = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True)
+    # The product may be rounded up to the total: then the last token with weight is taken.
+    last = weights.shape[1] - 1 - (weights > 0).flip(1).int().argmax(dim=1, keepdim=True)
+    return torch.minimum(place, last).squeeze(1)

@@ -21,13 +21,29 @@ from gpu_worker.sampling.distribution import bounded
 STEERING = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS | Feature.BAD_WORDS | Feature.NGRAMS
 
 
-def steer(logits: Tensor, state: Rows, rows: IntArray) -> None:
-    """Modify `logits` [len(rows), vocab_size] of `rows` in place."""
+Before = list[tuple[Tensor, Tensor]]
+
+
+def steer(
+    logits: Tensor, state: Rows, rows: IntArray, places: IntArray | None = None, before: Before | None = None
+) -> None:
+    """Modify `logits` [len(rows), vocab_size] of `rows` in place.
+
+    Args:
+        logits: The logits.
+        state: The rows.
+        rows: Those of the logits.
+        places: Which of them to modify; None: all.
+        before: Gets what was modified: indices into the flat logits, and the values there before. A later change may
+            repeat an index of an earlier one.
+    """
     features = state.features[rows]
+    if places is not None:
+        features = np.where(np.isin(np.arange(len(rows)), places), features, 0)
     used = Feature(int(np.bitwise_or.reduce(features)))
     for feature, change in _CHANGES:
         if feature in used:
-            change(logits, state, rows, np.flatnonzero(features & feature).tolist())
+            change(logits, state, rows, np.flatnonzero(features & feature).tolist(), before)
 
 
 def allow(logits: Tensor, raw: Tensor, places: list[int], masks: list[NDArray[np.uint8]]) -> None:
@@ -109,25 +125,23 @@ def bad_word_ends(tokens: IntArray, words: tuple[tuple[int, ...], ...]) -> list[
     return ends
 
 
-def _add_bias(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
+def _add_bias(logits: Tensor, state: Rows, rows: IntArray, places: list[int], before: Before | None) -> None:
     for i in places:
         ids, values = zip(*state.sampling[rows[i]].embedding_bias, strict=True)
-        at = send(np.array(ids, dtype=np.int64), logits.device)
-        given = logits[i, at]
+        at = send(np.array(ids, dtype=np.int64) + i * logits.shape[1], logits.device)
+        given = logits.view(-1)[at]
         biases = send(np.array(values, dtype=np.float32), logits.device)
-        logits[i, at] = bounded(given + biases, is_banned=given.isneginf())
+        _write(logits, at, bounded(given + biases, is_banned=given.isneginf()), before)
 
 
-def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
-    known = [state.tokens[rows[i], : state.lengths[rows[i]]] for i in places]
-    output = [state.tokens[rows[i], state.prompt_lengths[rows[i]] : state.lengths[rows[i]]] for i in places]
-    sampling = [state.sampling[rows[i]] for i in places]
-    flat, width, device = logits.view(-1), logits.shape[1], logits.device
-
-    def keys(tokens: list[IntArray]) -> NDArray[np.int64]:
-        # Ids beyond the vocabulary are virtual tokens and have no logits.
-        parts = [part[part < width].astype(np.int64) + i * width for i, part in zip(places, tokens, strict=True)]
-        return np.concatenate(parts)
+def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int], before: Before | None) -> None:
+    at, width, device = rows[places], logits.shape[1], logits.device
+    lengths, sampling = state.lengths[at], [state.sampling[row] for row in at]
+    positions = np.arange(lengths.max())
+    tokens = state.tokens[at, : len(positions)]
+    # Ids beyond the vocabulary are virtual tokens and have no logits.
+    is_known = (positions < lengths[:, None]) & (tokens < width)
+    keys = tokens + np.array(places)[:, None] * width
 
     def spread(values: list[float], keys: NDArray[np.int64]) -> Tensor:
         """Return a tensor with the value of each key's row."""
@@ -135,44 +149,56 @@ def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) ->
         by_row[places] = values
         return send(by_row[keys // width], device)
 
-    # Gather all logits before scattering: a token may occur more than once, and every occurrence must write the same
-    # value.
-    seen = keys(known)
-    places_seen = send(seen, device)
-    repetition = spread([item.repetition_penalty for item in sampling], seen)
-    values = flat[places_seen]
-    penalized = torch.where(values > 0, values / repetition, values * repetition)
-    flat[places_seen] = bounded(penalized, is_banned=values.isneginf())
-    emitted, counts = np.unique(keys(output), return_counts=True)
-    places_emitted = send(emitted, device)
-    penalty = spread([item.presence_penalty for item in sampling], emitted)
-    penalty += spread([item.frequency_penalty for item in sampling], emitted) * send(counts, device)
-    flat[places_emitted] -= penalty
+    if any(item.repetition_penalty != 1.0 for item in sampling):
+        # Gather all logits before scattering: a token may occur more than once, and every occurrence must write the
+        # same value.
+        seen = keys[is_known]
+        places_seen = send(seen, device)
+        repetition = spread([item.repetition_penalty for item in sampling], seen)
+        values = logits.view(-1).index_select(0, places_seen)
+        penalized = torch.where(values > 0, values / repetition, values * repetition)
+        _write(logits, places_seen, bounded(penalized, is_banned=values.isneginf()), before)
+    if any(item.presence_penalty or item.frequency_penalty for item in sampling):
+        is_output = is_known & (positions >= state.prompt_lengths[at][:, None])
+        emitted, counts = np.unique(keys[is_output], return_counts=True)
+        places_emitted = send(emitted, device)
+        penalty = spread([item.presence_penalty for item in sampling], emitted)
+        penalty += spread([item.frequency_penalty for item in sampling], emitted) * send(counts, device)
+        _write(logits, places_emitted, logits.view(-1).index_select(0, places_emitted) - penalty, before)
 
 
-def _hold_back_end(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
+def _hold_back_end(logits: Tensor, state: Rows, rows: IntArray, places: list[int], before: Before | None) -> None:
     for i in places:
         sampling = state.sampling[rows[i]]
         if state.lengths[rows[i]] - state.prompt_lengths[rows[i]] < sampling.min_tokens:
-            _ban(logits, i, list(sampling.end_ids))
+            _ban(logits, i, list(sampling.end_ids), before)
 
 
-def _ban_bad_words(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
+def _ban_bad_words(logits: Tensor, state: Rows, rows: IntArray, places: list[int], before: Before | None) -> None:
     for i in places:
         tokens = state.tokens[rows[i], : state.lengths[rows[i]]]
-        _ban(logits, i, bad_word_ends(tokens, state.sampling[rows[i]].bad_words))
+        _ban(logits, i, bad_word_ends(tokens, state.sampling[rows[i]].bad_words), before)
 
 
-def _ban_ngrams(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
+def _ban_ngrams(logits: Tensor, state: Rows, rows: IntArray, places: list[int], before: Before | None) -> None:
     for i in places:
         tokens = state.tokens[rows[i], : state.lengths[rows[i]]]
         ends = repeated_ngram_ends(tokens, state.sampling[rows[i]].no_repeat_ngram_size)
-        _ban(logits, i, ends[ends < logits.shape[1]].tolist())
+        _ban(logits, i, ends[ends < logits.shape[1]].tolist(), before)
 
 
-def _ban(logits: Tensor, place: int, token_ids: list[int]) -> None:
+def _ban(logits: Tensor, place: int, token_ids: list[int], before: Before | None) -> None:
     if token_ids:
-        logits[place].index_fill_(0, send(np.array(token_ids, dtype=np.int64), logits.device), -torch.inf)
+        at = send(np.array(token_ids, dtype=np.int64) + place * logits.shape[1], logits.device)
+        if before is not None:
+            before.append((at, logits.view(-1)[at]))
+        logits.view(-1).index_fill_(0, at, -torch.inf)
+
+
+def _write(logits: Tensor, at: Tensor, values: Tensor, before: Before | None) -> None:
+    if before is not None:
+        before.append((at, logits.view(-1).index_select(0, at)))
+    logits.view(-1).index_copy_(0, at, values)
 
 
 _CHANGES = (

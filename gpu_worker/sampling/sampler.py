@@ -1,13 +1,15 @@
 """Samples each row's next token from its logits.
 
-A batch may mix rows of every kind. All rows take part in one argmax, which is all that plain greedy rows need; the
-others are copied, their logits modified (post-processors, logits processors, grammars), and rows with a temperature
-sample by inverting the cumulative distribution at one uniform number. No result depends on other rows of the batch.
+A batch may mix rows of every kind. On a CPU, `sample` picks all rows' tokens in one call of the kernels, or with
+PyTorch's operations, which give the same tokens: the highest logit, or with a temperature the token at which the
+cumulative distribution passes one uniform number. Rows whose logits are modified first (post-processors, logits
+processors, grammars) take part with their own logits, to find broken ones, and are picked again afterwards. No result
+depends on other rows of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,18 +24,23 @@ from gpu_worker.batch.staging import PinnedBuffers
 from gpu_worker.batch.step import IntArray, RowLogProbs
 from gpu_worker.features import Feature
 from gpu_worker.sampling.beams import Candidates, find_candidates
-from gpu_worker.sampling.distribution import MIN_TEMPERATURE, argmax, invert, top_threshold
+from gpu_worker.sampling.distribution import MIN_TEMPERATURE, argmax, invert, threshold, weights
 from gpu_worker.sampling.draws import IS_BROKEN, WORDS, DrawParams, draw
 from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints
 from gpu_worker.sampling.logits_processors import STEERING, allow, decayed_top_p, send, steer
 from gpu_worker.sampling.post_processors import PostProcessor, Replicate, post_process
 from gpu_worker.sampling.uniforms import uniforms
+from kernels.cpu import Draws, ThreadPool, empty_draws
+from kernels.cpu import draw as draw_natively
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 
 # Returned by `choose` instead of a token, like IS_BROKEN.
 _IS_EMPTY = -2
 # Features that `choose` supports. The rest read the logits on the host, or need an answer before the next step.
 _ON_DEVICE = STEERING | Feature.LOG_PROBS | Feature.TOP_P_DECAY | Feature.GUIDED
+# Features that change logits before sampling: any of a row, or with STEERING alone only a few.
+_CHANGES_ROWS = Feature.GUIDED | Feature.POST_PROCESSED | Feature.BEAMS
+_CHANGES_LOGITS = STEERING | _CHANGES_ROWS
 NOT_FINITE = ExecutionError("the model returned logits that are not finite")
 _NOTHING_LEFT = InvalidArgumentError("the request's constraints allow no token", field="sampling")
 
@@ -127,39 +134,34 @@ class Sampler:
         rows: Rows,
         post_processors: Mapping[str, PostProcessor] | None = None,
         replicate: Replicate | None = None,
+        threads: ThreadPool | None = None,
     ) -> None:
+        """Sample for `rows`, with these threads of the CPU kernels if the logits are there; None: with PyTorch."""
         self._rows = rows
+        self._threads = threads
         self._post_processors = post_processors or {}
         self._replicate = replicate
         self._pinned: PinnedBuffers | None = None
 
     def sample(self, logits: Tensor, rows: IntArray, constraints: Constraints = UNCONSTRAINED) -> Sampled:
-        """Sample from float32 `logits` [len(rows), vocab_size], which are not modified."""
-        token_ids, highest = _likeliest(logits)
-        is_broken = ~np.isfinite(highest)
-        is_special = (self._rows.temperature[rows] > 0) | (self._rows.features[rows] != 0)
-        errors: dict[int, MidstreamError] = {}
-        if is_broken.any():
-            is_special &= ~is_broken
-            token_ids[is_broken] = 0
-            errors = dict.fromkeys(np.flatnonzero(is_broken).tolist(), NOT_FINITE)
-        for row, error in constraints.errors.items():
-            place = int(np.flatnonzero(rows == row)[0])
-            errors[place], is_special[place], token_ids[place] = error, False, 0
-        if not is_special.any():
-            return Sampled(token_ids, tuple(errors.items()), ())
-        places = np.flatnonzero(is_special)
-        special, raw = rows[places], logits
-        if len(places) < len(rows):
-            raw = logits[torch.from_numpy(places).to(logits.device)]
+        """Sample from float32 `logits` [len(rows), vocab_size], which are the same afterwards."""
+        is_changed = (self._rows.features[rows] & _CHANGES_LOGITS) != 0
+        temperature = np.where(is_changed, 0, self._rows.temperature[rows])
+        token_ids, highest = self._pick(logits, rows, _all(rows), temperature)
+        errors: dict[int, MidstreamError] = dict.fromkeys(np.flatnonzero(~np.isfinite(highest)).tolist(), NOT_FINITE)
+        errors |= {int(np.flatnonzero(rows == row)[0]): error for row, error in constraints.errors.items()}
+        is_changed[list(errors)] = False
         candidates: dict[int, Candidates] = {}
-        token_ids[places], failed = self._choose(raw, special, token_ids[places], candidates, constraints)
-        if candidates:
-            candidates = {int(places[place]): found for place, found in candidates.items()}
-        for failed_place, error in failed.items():
-            place = int(places[failed_place])
-            errors[place], token_ids[place] = error, 0
-        log_probs = self._log_probs(raw, special, token_ids[places])
+        if is_changed.any():
+            is_copied = (self._rows.features[rows] & _CHANGES_ROWS) != 0
+            for places, change in (
+                (np.flatnonzero(is_changed & ~is_copied), self._pick_steered),
+                (np.flatnonzero(is_changed & is_copied), self._pick_changed),
+            ):
+                if len(places):
+                    token_ids[places] = change(logits, rows, places, constraints, errors, candidates)
+        token_ids[list(errors)] = 0
+        log_probs = self._log_probs(logits, rows, token_ids, errors)
         log_probs += tuple(
             RowLogProbs(int(rows[place]), 0.0, 0, found.top_token_ids, found.top_log_probs)
             for place, found in candidates.items()
@@ -168,11 +170,15 @@ class Sampler:
         return Sampled(token_ids, tuple(errors.items()), log_probs, candidates)
 
     def is_greedy(self, rows: IntArray) -> bool:
-        """Return whether `sample_greedy` supports these rows."""
-        return not (self._rows.features[rows].any() or self._rows.temperature[rows].any())
+        """Return whether none of these rows has a temperature."""
+        return not self._rows.temperature[rows].any()
 
-    def sample_greedy(self, token_ids: IntArray, highest: NDArray[np.float32]) -> Sampled:
-        """Return the given most likely tokens as the result for greedy rows; `highest` are their logits."""
+    def draws(self, rows: IntArray) -> Draws | None:
+        """Return how the CPU kernels draw the rows' tokens; None: all are greedy."""
+        return None if self.is_greedy(rows) else self._draws(rows, self._rows.temperature[rows])
+
+    def sample_chosen(self, token_ids: IntArray, highest: NDArray[np.float32]) -> Sampled:
+        """Return the given tokens as the result for plain rows; `highest` are their highest logits."""
         is_finite = np.isfinite(highest)
         if is_finite.all():
             return Sampled(token_ids, (), ())
@@ -181,7 +187,7 @@ class Sampler:
         return Sampled(np.where(is_broken, 0, token_ids).astype(np.int32), tuple(errors.items()), ())
 
     def is_plain(self, rows: IntArray) -> bool:
-        """Return whether `choose` needs only the logits of these rows, and not their tokens."""
+        """Return whether sampling needs only the logits of these rows, and not their tokens."""
         return not self._rows.features[rows].any()
 
     def can_choose(self, rows: IntArray) -> bool:
@@ -221,40 +227,77 @@ class Sampler:
         found = _log_probs_on_device(raw, chosen, places_of, max(wanted))
         return Chosen(chosen, rows, torch.cat((chosen, found.flatten())), failed, tuple(places_of), wanted)
 
-    def _choose(
+    def _pick_steered(
         self,
-        raw: Tensor,
+        logits: Tensor,
         rows: IntArray,
-        best: IntArray,
-        candidates: dict[int, Candidates],
+        places: IntArray,
         constraints: Constraints,
-    ) -> tuple[IntArray, dict[int, MidstreamError]]:
-        """Return the chosen tokens, and errors by row."""
-        errors: dict[int, MidstreamError] = {}
-        logits, chosen = raw, best.copy()
-        if (self._rows.features[rows] & (STEERING | Feature.GUIDED | Feature.POST_PROCESSED)).any():
-            logits = raw.clone()
-            processed = self._with(rows, Feature.POST_PROCESSED)
-            if processed:
-                errors = post_process(logits, self._rows, rows, processed, self._post_processors, self._replicate)
-            steer(logits, self._rows, rows)
-            guided = self._with(rows, Feature.GUIDED)
-            if guided:
-                allow(logits, raw, guided, [constraints.masks[int(rows[place])] for place in guided])
-            likeliest = argmax(logits)
-            chosen = likeliest.cpu().numpy().astype(np.int32)
-            is_empty = (logits.gather(1, likeliest[:, None]).squeeze(1) == -torch.inf).cpu().numpy()
-            errors = dict.fromkeys(np.flatnonzero(is_empty).tolist(), _NOTHING_LEFT) | errors
-        is_drawn = self._rows.temperature[rows] > 0
-        is_drawn[list(errors)] = False
-        drawn = np.flatnonzero(is_drawn)
-        if len(drawn):
-            some = logits if len(drawn) == len(rows) else logits[torch.from_numpy(drawn).to(logits.device)]
-            chosen[drawn] = self._draw(some, rows[drawn])
-        beams = [place for place in self._with(rows, Feature.BEAMS) if place not in errors]
+        errors: dict[int, MidstreamError],
+        candidates: dict[int, Candidates],
+    ) -> IntArray:
+        """Return the tokens at `places` of rows of which only some logits change; these are restored."""
+        before: list[tuple[Tensor, Tensor]] = []
+        steer(logits, self._rows, rows, places, before)
+        token_ids, highest = self._pick(logits, rows, places, self._rows.temperature[rows[places]])
+        for changed, values in reversed(before):
+            logits.view(-1).index_copy_(0, changed, values)
+        errors |= dict.fromkeys(places[highest == -np.inf].tolist(), _NOTHING_LEFT)
+        return token_ids
+
+    def _pick_changed(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        places: IntArray,
+        constraints: Constraints,
+        errors: dict[int, MidstreamError],
+        candidates: dict[int, Candidates],
+    ) -> IntArray:
+        """Return the tokens at `places`, chosen from a copy of these rows; add errors and candidates by place."""
+        rows = rows[places]
+        raw = logits[torch.from_numpy(places).to(logits.device)]
+        logits, failed = raw.clone(), dict[int, MidstreamError]()
+        processed = self._with(rows, Feature.POST_PROCESSED)
+        if processed:
+            failed = post_process(logits, self._rows, rows, processed, self._post_processors, self._replicate)
+        steer(logits, self._rows, rows)
+        guided = self._with(rows, Feature.GUIDED)
+        if guided:
+            allow(logits, raw, guided, [constraints.masks[int(rows[place])] for place in guided])
+        token_ids, highest = self._pick(logits, rows, _all(rows), self._rows.temperature[rows])
+        failed = dict.fromkeys(np.flatnonzero(highest == -np.inf).tolist(), _NOTHING_LEFT) | failed
+        errors |= {int(places[place]): error for place, error in failed.items()}
+        beams = [place for place in self._with(rows, Feature.BEAMS) if place not in failed]
         if beams:
-            candidates.update(zip(beams, find_candidates(logits[beams], self._rows, rows[beams]), strict=True))
-        return chosen, errors
+            found = find_candidates(logits[beams], self._rows, rows[beams])
+            candidates |= {int(places[beam]): item for beam, item in zip(beams, found, strict=True)}
+        return token_ids
+
+    def _pick(
+        self, logits: Tensor, rows: IntArray, places: IntArray, temperature: NDArray[np.float32]
+    ) -> tuple[IntArray, NDArray[np.floating[Any]]]:
+        """Return tokens for the rows at `places`, greedy where the temperature is 0, and the highest logits."""
+        if self._threads is not None:
+            chosen, most = draw_natively(self._threads, logits, places, self._draws(rows[places], temperature))
+            return chosen.numpy(), most.numpy()
+        if len(places) < len(logits):
+            logits = logits[torch.from_numpy(places).to(logits.device)]
+        token_ids, highest = _likeliest(logits)
+        drawn = np.flatnonzero((temperature > 0) & np.isfinite(highest))
+        if len(drawn):
+            some = logits if len(drawn) == len(places) else logits[torch.from_numpy(drawn).to(logits.device)]
+            token_ids[drawn] = self._draw(some, rows[places[drawn]])
+        return token_ids, highest
+
+    def _draws(self, rows: IntArray, temperature: NDArray[np.float32]) -> Draws:
+        state, draws = self._rows, empty_draws(len(rows))
+        draws["seed"] = state.seeds[rows]
+        draws["temperature"] = np.where(temperature > 0, np.maximum(temperature, MIN_TEMPERATURE), 0)
+        draws["top_p"] = self._top_p(rows)
+        draws["min_p"], draws["top_k"] = state.min_p[rows], state.top_k[rows]
+        draws["sequence_index"], draws["position"] = state.sequence_indices[rows], state.lengths[rows]
+        return draws
 
     def _with(self, rows: IntArray, feature: Feature) -> list[int]:
         return np.flatnonzero(self._rows.features[rows] & feature).tolist()
@@ -263,24 +306,14 @@ class Sampler:
         if kernels.can_sample(logits):
             return self._draw_on_gpu(logits, rows).cpu().numpy()
         state, device = self._rows, logits.device
-        temperature = np.maximum(state.temperature[rows], MIN_TEMPERATURE)
-        if (temperature != 1.0).any():
-            logits = logits / torch.from_numpy(temperature).to(device)[:, None]
-        probabilities = torch.softmax(logits, dim=1)
-        top_p = self._top_p(rows)
-        cut = np.flatnonzero((state.top_k[rows] > 0) | (top_p < 1.0))
-        if len(cut) or (state.min_p[rows] > 0).any():
-            threshold = probabilities.amax(dim=1, keepdim=True)
-            threshold *= torch.from_numpy(state.min_p[rows]).to(device)[:, None]
-            if len(cut):
-                some = rows[cut]
-                places = torch.from_numpy(cut).to(device)
-                limited = probabilities if len(cut) == len(rows) else probabilities[places]
-                top = top_threshold(limited, state.top_k[some], top_p[cut])
-                threshold[places] = torch.maximum(threshold[places], top)
-            probabilities = probabilities.mul_(probabilities >= threshold)
+        temperature = np.maximum(state.temperature[rows], np.float32(MIN_TEMPERATURE))
+        found = weights(logits, torch.from_numpy(temperature).to(device))
+        least = torch.from_numpy(state.min_p[rows]).to(device)[:, None]
+        top_k, top_p = state.top_k[rows], self._top_p(rows)
+        if (top_k > 0).any() or (top_p < 1.0).any():
+            least = torch.maximum(least, threshold(found, top_k, top_p))
         numbers = uniforms(state.seeds[rows], state.sequence_indices[rows], state.lengths[rows])
-        return invert(probabilities, torch.from_numpy(numbers).to(device)).cpu().numpy().astype(np.int32)
+        return invert(found * (found >= least), torch.from_numpy(numbers).to(device)).cpu().numpy().astype(np.int32)
 
     def _top_p(self, rows: IntArray) -> NDArray[np.float32]:
         if (self._rows.features[rows] & Feature.TOP_P_DECAY).any():
@@ -308,16 +341,18 @@ class Sampler:
         sent = self._pinned.send_arrays(params.arrays())
         return draw(logits, sent, has_top_k=params.has_top_k, has_top_p=params.has_top_p)
 
-    def _log_probs(self, raw: Tensor, rows: IntArray, token_ids: IntArray) -> tuple[RowLogProbs, ...]:
+    def _log_probs(
+        self, logits: Tensor, rows: IntArray, token_ids: IntArray, errors: Container[int]
+    ) -> tuple[RowLogProbs, ...]:
         """Return log probabilities under the model's own distribution: before bias, penalties and temperature."""
-        places = self._with(rows, Feature.LOG_PROBS)
+        places = [place for place in self._with(rows, Feature.LOG_PROBS) if place not in errors]
         if not places:
             return ()
-        log_probs = torch.log_softmax(raw[places], dim=1)
-        own = log_probs.gather(1, torch.from_numpy(token_ids[places]).long().to(raw.device)[:, None])
+        log_probs = torch.log_softmax(logits[places], dim=1)
+        own = log_probs.gather(1, torch.from_numpy(token_ids[places]).long().to(logits.device)[:, None])
         ranks = (log_probs > own).sum(dim=1) + 1
         wanted = [self._rows.sampling[rows[i]].log_probs or 0 for i in places]
-        top = torch.topk(log_probs, min(max(wanted), raw.shape[1]), dim=1)
+        top = torch.topk(log_probs, min(max(wanted), logits.shape[1]), dim=1)
         return tuple(
             RowLogProbs(int(rows[i]), value, rank, tuple(ids[:count]), tuple(values[:count]))
             for i, value, rank, ids, values, count in zip(
@@ -330,6 +365,10 @@ class Sampler:
                 strict=True,
             )
         )
+
+
+def _all(rows: IntArray) -> IntArray:
+    return np.arange(len(rows), dtype=np.int32)
 
 
 def _likeliest(logits: Tensor) -> tuple[IntArray, NDArray[np.floating[Any]]]:

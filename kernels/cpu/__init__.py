@@ -15,11 +15,13 @@ from kernels.cpu.library import Library
 from kernels.cpu.linear import InputFormat, PackedLinear, WeightFormat
 from kernels.cpu.loading import load_library
 from kernels.cpu.lora import PackedLora
+from kernels.cpu.sampling import Draws, draw, empty_draws
 from kernels.cpu.threads import ThreadPool
 
 __all__ = [
     "DecoderDims",
     "DecoderLayer",
+    "Draws",
     "Embedding",
     "InputFormat",
     "Library",
@@ -31,6 +33,8 @@ __all__ = [
     "ThreadPool",
     "WeightFormat",
     "dequantize_blocks",
+    "draw",
+    "empty_draws",
     "levels_of_blocks",
     "load_library",
     "stored_head_dim",

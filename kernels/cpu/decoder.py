@@ -21,6 +21,7 @@ from kernels.cpu.library import (
 )
 from kernels.cpu.linear import GGUF_BLOCK_BYTES, PackedLinear, WeightFormat
 from kernels.cpu.lora import PackedLora, adapter_pointers
+from kernels.cpu.sampling import Draws, pointer_to
 from kernels.cpu.threads import ThreadPool
 
 MAX_HEAD_DIM = 256
@@ -208,12 +209,13 @@ class NativeDecoder:
         norm: Tensor,
         head: PackedLinear,
         adapters: Sequence[PackedLora | None] | None = None,
+        draws: Draws | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run a whole step in one call, from the embeddings to the greedy choice of tokens.
+        """Run a whole step in one call, from the embeddings to the choice of tokens.
 
         token_ids [M] and sampled [S], indices of tokens, are int32; the others are those of forward_layers and logits.
-        Return the most likely next token of each sampled one, int32 [S], the first on a tie, and its logit, NaN if any
-        logit is. Raises ValueError as forward_layers does.
+        Return the next token of each sampled one, int32 [S], and its highest logit, as `draw` does; without draws [S]
+        all are greedy. Raises ValueError as forward_layers does.
         """
         num_tokens, num_sampled = token_ids.shape[0], sampled.shape[0]
         _check("token_ids", token_ids, torch.int32, (num_tokens,))
@@ -222,7 +224,7 @@ class NativeDecoder:
         batch, _keep = self._batch(
             num_tokens, positions, slot_mapping, query_starts, context_lens, block_tables, adapters
         )
-        best, highest = torch.empty(num_sampled, dtype=torch.int32), torch.empty(num_sampled)
+        chosen, highest = torch.empty(num_sampled, dtype=torch.int32), torch.empty(num_sampled)
         problem = self._library.decoder_choose(
             self._handle,
             ctypes.byref(batch),
@@ -232,12 +234,13 @@ class NativeDecoder:
             norm.data_ptr(),
             num_sampled,
             sampled.data_ptr(),
-            best.data_ptr(),
+            None if draws is None else pointer_to(draws, num_sampled),
+            chosen.data_ptr(),
             highest.data_ptr(),
         )
         if problem:
             raise ValueError(problem.decode())
-        return best, highest
+        return chosen, highest
 
     def _batch(
         self,

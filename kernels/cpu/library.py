@@ -108,6 +108,7 @@ class Library:
         self.pool_use_tiles = bind("midstream_pool_use_tiles", ctypes.c_bool, c_void_p)
         self.pool_destroy = bind("midstream_pool_destroy", None, c_void_p)
         self.linear = bind("midstream_linear", None, c_void_p, POINTER(LinearStruct), c_int, c_void_p, c_void_p)
+        self.draw = bind("midstream_draw", None, c_void_p, c_int, c_void_p, c_int, *(c_void_p,) * 4)
         self.decoder_create = bind(
             "midstream_decoder_create",
             c_void_p,
@@ -131,9 +132,7 @@ class Library:
             POINTER(LinearStruct),
             c_void_p,
             c_int32,
-            c_void_p,
-            c_void_p,
-            c_void_p,
+            *(c_void_p,) * 4,
         )
         self.decoder_logits = bind(
             "midstream_decoder_logits", None, c_void_p, POINTER(LinearStruct), c_void_p, c_int, c_void_p, c_void_p

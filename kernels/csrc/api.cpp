@@ -46,8 +46,19 @@ const char* midstream_decoder_forward(MidstreamDecoder* decoder, const Midstream
 
 const char* midstream_decoder_choose(MidstreamDecoder* decoder, const MidstreamBatch* batch, const MidstreamEmbedding* embedding,
                                      const int32_t* token_ids, const MidstreamLinear* head, const float* norm,
-                                     int32_t num_sampled, const int32_t* sampled, int32_t* best, float* highest) {
-  return decoder->choose(*batch, *embedding, token_ids, *head, norm, num_sampled, sampled, best, highest);
+                                     int32_t num_sampled, const int32_t* sampled, const MidstreamDraw* draws, int32_t* chosen,
+                                     float* highest) {
+  return decoder->choose(*batch, *embedding, token_ids, *head, norm, num_sampled, sampled, draws, chosen, highest);
+}
+
+void midstream_draw(MidstreamPool* pool, int num_rows, const int32_t* rows, int n, const float* logits,
+                    const MidstreamDraw* draws, int32_t* chosen, float* highest) {
+  pool->reserve_draws(n);
+  pool->threads.run(num_rows, [&](int thread) {
+    pool->threads.for_each(num_rows, 1, [&](int i) {
+      chosen[i] = pool->draw_scratch[thread].choose(logits + static_cast<int64_t>(rows[i]) * n, n, draws + i, highest[i]);
+    });
+  });
 }
 
 void midstream_decoder_logits(MidstreamDecoder* decoder, const MidstreamLinear* head, const float* norm, int m,

@@ -94,6 +94,15 @@ struct MidstreamBatch {
   const MidstreamLoraLayer* const* adapters;  // [num_sequences]: layers of its adapter, or null; null where none has one
 };
 
+// How a row's next token is drawn; docs/requests.md describes the fields.
+struct MidstreamDraw {
+  uint64_t seed;
+  float temperature;  // 0: the first of the highest logits
+  float top_p, min_p;
+  int32_t top_k;  // 0: all
+  int32_t sequence_index, position;
+};
+
 struct MidstreamDecoder;
 
 // cos and sin are [tables, num_positions, rotary_dim / 2].
@@ -113,12 +122,18 @@ struct MidstreamEmbedding {
   int32_t num_rows, format;
 };
 
-// A whole step of tokens: embeds them, runs all layers, and chooses the likeliest next token of some of them. sampled
-// [num_sampled] are indices of tokens; best [num_sampled] gets the first of the highest logits of each, highest that logit,
-// NaN where one of them is. Returns null, or what is wrong; then nothing was written.
+// A whole step of tokens: embeds them, runs all layers, and chooses the next token of some of them. sampled [num_sampled] are
+// indices of tokens, draws [num_sampled] how their next ones are drawn; null, and all are greedy. chosen and highest are those
+// of midstream_draw. Returns null, or what is wrong; then nothing was written.
 const char* midstream_decoder_choose(MidstreamDecoder* decoder, const MidstreamBatch* batch, const MidstreamEmbedding* embedding,
                                      const int32_t* token_ids, const MidstreamLinear* head, const float* norm,
-                                     int32_t num_sampled, const int32_t* sampled, int32_t* best, float* highest);
+                                     int32_t num_sampled, const int32_t* sampled, const MidstreamDraw* draws, int32_t* chosen,
+                                     float* highest);
+
+// chosen [num_rows] gets the next token of some rows of logits [*, n], highest [num_rows] their highest logits, NaN where one of
+// the row is. Where that is not finite, nothing is drawn: chosen is its place. n is at least 1.
+void midstream_draw(MidstreamPool* pool, int num_rows, const int32_t* rows, int n, const float* logits,
+                    const MidstreamDraw* draws, int32_t* chosen, float* highest);
 
 // out [m, head.n] = norm(hidden [m, hidden]) head, scaled and bent
 void midstream_decoder_logits(MidstreamDecoder* decoder, const MidstreamLinear* head, const float* norm, int m,

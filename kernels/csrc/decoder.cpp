@@ -85,7 +85,7 @@ const char* MidstreamDecoder::forward(const MidstreamBatch& batch, float* hidden
 
 const char* MidstreamDecoder::choose(const MidstreamBatch& batch, const MidstreamEmbedding& embedding,
                                      const int32_t* token_ids, const MidstreamLinear& head, const float* norm, int num_sampled,
-                                     const int32_t* sampled, int32_t* best, float* highest) {
+                                     const int32_t* sampled, const MidstreamDraw* draws, int32_t* chosen, float* highest) {
   if (const char* problem = check(batch)) return problem;
   if (!can_embed(static_cast<Format>(embedding.format))) return "there is no such embedding";
   for (int i = 0; i < batch.num_tokens; ++i)
@@ -97,6 +97,7 @@ const char* MidstreamDecoder::choose(const MidstreamBatch& batch, const Midstrea
   reserve(num_sampled);
   hidden_.resize(static_cast<size_t>(batch.num_tokens) * dims_.hidden);
   logits_.resize(static_cast<size_t>(num_sampled) * head.n);
+  if (draws) pool_.reserve_draws(head.n);
   auto hidden = [&](int i) { return hidden_.data() + static_cast<int64_t>(i) * dims_.hidden; };
   threads_.run(num_threads(batch.num_tokens), [&](int thread) {
     threads_.for_each(batch.num_tokens, threads_.grain(batch.num_tokens),
@@ -111,9 +112,9 @@ const char* MidstreamDecoder::choose(const MidstreamBatch& batch, const Midstrea
     });
     run_linear(thread, head, num_sampled, normed_, Output::kStore, head.n, logits_.data(), head.n);
     threads_.for_each(num_sampled, threads_.grain(num_sampled), [&](int i) {
-      finish_logits(logits_.data() + static_cast<int64_t>(i) * head.n, head.n);
-      best[i] = find_highest(logits_.data() + static_cast<int64_t>(i) * head.n, head.n);
-      highest[i] = logits_[static_cast<int64_t>(i) * head.n + best[i]];
+      float* row = logits_.data() + static_cast<int64_t>(i) * head.n;
+      finish_logits(row, head.n);
+      chosen[i] = pool_.draw_scratch[thread].choose(row, head.n, draws ? draws + i : nullptr, highest[i]);
     });
   });
   return nullptr;

@@ -11,8 +11,8 @@ struct MidstreamDecoder {
   const char* forward(const MidstreamBatch& batch, float* hidden, int first_layer, int last_layer);
   void logits(const MidstreamLinear& head, const float* norm, int m, const float* hidden, float* out);
   const char* choose(const MidstreamBatch& batch, const MidstreamEmbedding& embedding, const int32_t* token_ids,
-                     const MidstreamLinear& head, const float* norm, int num_sampled, const int32_t* sampled, int32_t* best,
-                     float* highest);
+                     const MidstreamLinear& head, const float* norm, int num_sampled, const int32_t* sampled,
+                     const MidstreamDraw* draws, int32_t* chosen, float* highest);
 
  private:
   struct AttentionTask {

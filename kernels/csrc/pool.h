@@ -1,12 +1,15 @@
 // A thread team with the scratch memory of its threads.
 #pragma once
+#include "draw.h"
 #include "linear.h"
 
 struct MidstreamPool {
-  MidstreamPool(int num_threads, const int* cpus) : threads(num_threads, cpus), linear_scratch(num_threads) {}
+  MidstreamPool(int num_threads, const int* cpus)
+      : threads(num_threads, cpus), linear_scratch(num_threads), draw_scratch(num_threads) {}
   midstream::ThreadPool threads;
   std::vector<midstream::LinearScratch> linear_scratch;
   midstream::QuantizedScratch quantized;
+  std::vector<midstream::DrawScratch> draw_scratch;
   std::vector<float> rows;  // padded copy of an input
 
   // Before reserve(), for every layer that is to run.
@@ -16,5 +19,8 @@ struct MidstreamPool {
   void reserve(int m, int max_k) {
     for (midstream::LinearScratch& scratch : linear_scratch) scratch.reserve(m, quantized.can_use_tiles);
     quantized.reserve(m, max_k);
+  }
+  void reserve_draws(int n) {
+    for (midstream::DrawScratch& scratch : draw_scratch) scratch.reserve(n);
   }
 };

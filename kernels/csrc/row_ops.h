@@ -1,6 +1,7 @@
 // Operations on single rows: norms, rotary embedding, and the step from floats to the cache's element type.
 #pragma once
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -133,29 +134,36 @@ template <class T> inline float quantize_head(const float* x, int dim, T most, T
 
 // The place of the first of the highest of n numbers, or of the first NaN.
 inline int find_highest(const float* x, int n) {
-  int whole = n / kLanes * kLanes;
+  constexpr int kTogether = 4;
+  int whole = n / (kTogether * kLanes) * (kTogether * kLanes);
   float highest = x[0];
+  uint32_t nan_lanes = 0;
   if (whole) {
-    F most = load(x);
-    for (int i = kLanes; i < whole; i += kLanes) most = max(most, load(x + i));
-    highest = max_lanes(most);
+    F most[kTogether] = {set1(highest), set1(highest), set1(highest), set1(highest)};
+    for (int i = 0; i < whole; i += kTogether * kLanes) {
+      F part[kTogether];
+      for (int j = 0; j < kTogether; ++j) {
+        part[j] = load(x + i + j * kLanes);
+        most[j] = max(most[j], part[j]);
+      }
+      nan_lanes |= unordered_lanes(part[0], part[1]) | unordered_lanes(part[2], part[3]);
+    }
+    highest = max_lanes(max(max(most[0], most[1]), max(most[2], most[3])));
   }
-  for (int i = whole; i < n; ++i) highest = std::max(highest, x[i]);
-  // NaN is lost on the way up, but a sum keeps it.
-  F sum = zero();
-  for (int i = 0; i < whole; i += kLanes) sum = add(sum, mul(load(x + i), zero()));
-  float rest = sum_lanes(sum);
-  for (int i = whole; i < n; ++i) rest += x[i] * 0.0f;
-  if (rest == rest) {
-    for (int i = 0; i < n; ++i)
-      if (x[i] == highest) return i;
+  for (int i = whole; i < n; ++i) {
+    highest = std::max(highest, x[i]);
+    nan_lanes |= x[i] != x[i];
   }
-  int best = 0;
-  for (int i = 0; i < n; ++i) {
-    if (x[i] != x[i]) return i;
-    if (x[i] > x[best]) best = i;
+  if (nan_lanes) {
+    int place = 0;
+    while (x[place] == x[place]) ++place;
+    return place;
   }
-  return best;
+  for (int i = 0; i < whole; i += kLanes)
+    if (uint32_t lanes = reaching_lanes(load(x + i), set1(highest))) return i + std::countr_zero(lanes);
+  int place = whole;
+  while (x[place] != highest) ++place;
+  return place;
 }
 
 inline void convert(float from, float& to) { to = from; }

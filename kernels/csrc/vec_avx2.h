@@ -25,6 +25,15 @@ inline F max(F a, F b) { return _mm256_max_ps(a, b); }
 inline F min(F a, F b) { return _mm256_min_ps(a, b); }
 inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F zero_where_less(F x, F bound, F y) { return _mm256_andnot_ps(_mm256_cmp_ps(x, bound, _CMP_LT_OQ), y); }
+inline F where_less(F x, F bound, F a, F b) { return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, bound, _CMP_LT_OQ)); }
+// Bit i says whether lane i of x reaches that of the bound.
+inline uint32_t reaching_lanes(F x, F bound) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x, bound, _CMP_GE_OQ)));
+}
+// Bit i says whether lane i of either is NaN.
+inline uint32_t unordered_lanes(F a, F b) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)));
+}
 // x times 2^n, for whole n such that the result is neither too large nor too small for a normal number.
 inline F times_power(F x, F n) {
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
@@ -132,6 +141,17 @@ inline float max_lanes(F x) {
   __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+// Half as many doubles.
+using D = __m256d;
+inline D zero_doubles() { return _mm256_setzero_pd(); }
+inline D low_doubles(F x) { return _mm256_cvtps_pd(_mm256_castps256_ps128(x)); }
+inline D high_doubles(F x) { return _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)); }
+inline D add(D a, D b) { return _mm256_add_pd(a, b); }
+inline double sum_lanes(D x) {
+  __m128d s = _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd(x, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(s, _mm_unpackhi_pd(s, s)));
 }
 
 }  // namespace avx2

@@ -27,6 +27,11 @@ inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT |
 inline F zero_where_less(F x, F bound, F y) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_NLT_UQ), y);
 }
+inline F where_less(F x, F bound, F a, F b) { return _mm512_mask_mov_ps(b, _mm512_cmp_ps_mask(x, bound, _CMP_LT_OQ), a); }
+// Bit i says whether lane i of x reaches that of the bound.
+inline uint32_t reaching_lanes(F x, F bound) { return _mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ); }
+// Bit i says whether lane i of either is NaN.
+inline uint32_t unordered_lanes(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
 // x times 2^n, for whole n such that the result is neither too large nor too small for a normal number.
 inline F times_power(F x, F n) { return _mm512_scalef_ps(x, n); }
 inline F load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
@@ -112,6 +117,14 @@ inline I mx4_plus_12_to_bf16(I a) {
 
 inline float sum_lanes(F x) { return _mm512_reduce_add_ps(x); }
 inline float max_lanes(F x) { return _mm512_reduce_max_ps(x); }
+
+// Half as many doubles.
+using D = __m512d;
+inline D zero_doubles() { return _mm512_setzero_pd(); }
+inline D low_doubles(F x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
+inline D high_doubles(F x) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }
+inline D add(D a, D b) { return _mm512_add_pd(a, b); }
+inline double sum_lanes(D x) { return _mm512_reduce_add_pd(x); }
 
 }  // namespace avx512
 }  // namespace midstream

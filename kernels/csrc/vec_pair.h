@@ -24,6 +24,15 @@ inline F round(F x) { return {avx2::round(x.a), avx2::round(x.b)}; }
 inline F zero_where_less(F x, F bound, F y) {
   return {avx2::zero_where_less(x.a, bound.a, y.a), avx2::zero_where_less(x.b, bound.b, y.b)};
 }
+inline F where_less(F x, F bound, F y, F z) {
+  return {avx2::where_less(x.a, bound.a, y.a, z.a), avx2::where_less(x.b, bound.b, y.b, z.b)};
+}
+inline uint32_t reaching_lanes(F x, F bound) {
+  return avx2::reaching_lanes(x.a, bound.a) | avx2::reaching_lanes(x.b, bound.b) << 8;
+}
+inline uint32_t unordered_lanes(F x, F y) {
+  return avx2::unordered_lanes(x.a, y.a) | avx2::unordered_lanes(x.b, y.b) << 8;
+}
 inline F times_power(F x, F n) { return {avx2::times_power(x.a, n.a), avx2::times_power(x.b, n.b)}; }
 inline F load_half(const uint16_t* p) { return {avx2::load_half(p), avx2::load_half(p + 8)}; }
 inline F load_bf16(const uint16_t* p) { return {avx2::load_bf16(p), avx2::load_bf16(p + 8)}; }
@@ -89,6 +98,13 @@ inline I mx4_plus_12_to_bf16(I x) { return {mx4_to_bf16(x.a, 12), mx4_to_bf16(x.
 
 inline float sum_lanes(F x) { return avx2::sum_lanes(avx2::add(x.a, x.b)); }
 inline float max_lanes(F x) { return avx2::max_lanes(avx2::max(x.a, x.b)); }
+
+struct D { __m256d a, b; };
+inline D zero_doubles() { return {avx2::zero_doubles(), avx2::zero_doubles()}; }
+inline D low_doubles(F x) { return {avx2::low_doubles(x.a), avx2::high_doubles(x.a)}; }
+inline D high_doubles(F x) { return {avx2::low_doubles(x.b), avx2::high_doubles(x.b)}; }
+inline D add(D x, D y) { return {avx2::add(x.a, y.a), avx2::add(x.b, y.b)}; }
+inline double sum_lanes(D x) { return avx2::sum_lanes(avx2::add(x.a, x.b)); }
 
 }  // namespace pair
 }  // namespace midstream

@@ -17,6 +17,7 @@ from gpu_worker.models.decoder import ForwardInputs, Probe, TorchDecoder
 from gpu_worker.models.families import describe
 from gpu_worker.models.loader import load_model
 from gpu_worker.models.native import CpuDecoder
+from kernels.cpu import Draws
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import open_model_folder
@@ -42,11 +43,11 @@ class Recorder:
         if isinstance(decoder, CpuDecoder):
             choose = decoder.choose
 
-            def check(inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
-                chosen = choose(inputs)
+            def check(inputs: ForwardInputs, draws: Draws | None = None) -> tuple[Tensor, Tensor] | None:
+                chosen = choose(inputs, draws)
                 if chosen is not None:
                     logits = record(inputs)
-                    assert torch.equal(chosen[0], logits.argmax(dim=1).int())
+                    assert draws is not None or torch.equal(chosen[0], logits.argmax(dim=1).int())
                     assert torch.equal(chosen[1], logits.amax(dim=1))
                 return chosen
 

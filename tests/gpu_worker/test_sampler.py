@@ -14,6 +14,7 @@ from torch import Tensor
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import GREEDY, NewSequence, SamplingParams
 from gpu_worker.features import Feature
+from gpu_worker.sampling.distribution import threshold, weights
 from gpu_worker.sampling.guided import Constraints
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.sampling.uniforms import uniforms
@@ -21,6 +22,7 @@ from kernels import dispatch
 from kernels import triton as operations
 from midstream.errors import InvalidArgumentError
 from tests.gpu_worker.tiny_models import ints
+from tests.kernels.libraries import threads
 
 VOCAB_SIZE = 1000
 
@@ -48,8 +50,12 @@ def random_logits(num_rows: int, seed: int = 0) -> Tensor:
 
 
 def sample(logits: Tensor, *sampling: SamplingParams, **tokens: list[int]) -> list[int]:
-    rows = make_rows(*sampling, **tokens)
-    return Sampler(rows).sample(logits, ints(range(len(sampling)))).token_ids.tolist()  # type: ignore[no-any-return]
+    """Return what both PyTorch's operations and the CPU kernels sample."""
+    rows, places, given = make_rows(*sampling, **tokens), ints(range(len(sampling))), logits.clone()
+    token_ids: list[int] = Sampler(rows).sample(logits, places).token_ids.tolist()
+    assert Sampler(rows, threads=threads("avx2")).sample(logits, places).token_ids.tolist() == token_ids
+    assert torch.equal(logits, given)
+    return token_ids
 
 
 def drawn_from(logits: Tensor, params: dict[str, Any], num_draws: int = 4000) -> NDArray[np.float64]:
@@ -96,6 +102,10 @@ def test_greedy_takes_the_first_of_the_highest() -> None:
 def test_draws_follow_transformers_distribution(params: dict[str, Any], processors: list[Any]) -> None:
     logits = random_logits(1, seed=3)
     expected = processed(logits, *processors).softmax(dim=-1)[0].numpy()
+    found = weights(logits, torch.tensor([params.get("temperature", 1.0)]))
+    least = threshold(found, ints([params.get("top_k", 0)]), np.array([params.get("top_p", 1.0)], dtype=np.float32))
+    is_kept = (found >= least.clamp(min=params.get("min_p", 0.0)))[0].numpy()
+    assert (is_kept == (expected > 0)).all()
     shares = drawn_from(logits, params)
     assert (shares[expected == 0] == 0).all()
     # Five standard deviations of a frequency over 4,000 draws.
@@ -217,9 +227,10 @@ def test_a_choice_does_not_depend_on_the_rest_of_the_batch() -> None:
     logits = random_logits(61, seed=4)
     rows = make_rows(*sampling, output=[5, 5, 8])
     alone = [int(Sampler(rows).sample(logits[i : i + 1], ints([i])).token_ids[0]) for i in range(61)]
-    for _ in range(20):
+    for number in range(20):
         some = generator.permutation(61)[: generator.integers(1, 62)].astype(np.int32)
-        batch = Sampler(rows).sample(logits[torch.from_numpy(some).long()], some)
+        sampler = Sampler(rows, threads=threads("avx2") if number % 2 else None)
+        batch = sampler.sample(logits[torch.from_numpy(some).long()], some)
         assert batch.token_ids.tolist() == [alone[i] for i in some]
 
 
@@ -275,6 +286,10 @@ def test_rows_with_features_are_chosen_on_the_device_as_they_are_sampled(
     assert sampler.can_choose(places)
     chosen = sampler.choose(logits, places, constraints)
     found, wanted = chosen.read(chosen.values.numpy()), sampler.sample(logits, places, constraints)
+    natively = Sampler(rows, threads=threads("avx2")).sample(logits, places, constraints)
+    assert natively.token_ids.tolist() == wanted.token_ids.tolist()
+    assert dict(natively.errors) == dict(wanted.errors)
+    assert natively.log_probs == wanted.log_probs
     assert found.token_ids.tolist() == wanted.token_ids.tolist()
     assert dict(found.errors) == dict(wanted.errors)
     assert sorted(place for place, _ in found.errors) == [5, 6, 9]

@@ -1,6 +1,7 @@
 import dataclasses
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -8,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import linear, rms_norm
-from kernels.cpu import DecoderDims, Embedding, PackedLinear, WeightFormat, supports
-from tests.kernels.libraries import each_build, library, runnable_builds
+from kernels.cpu import DecoderDims, Embedding, PackedLinear, WeightFormat, draw, empty_draws, supports
+from tests.kernels.libraries import each_build, library, runnable_builds, threads
 from tests.kernels.models import in_kernel_order, random_decoder
 from tests.kernels.paged import PagedBatch, paged_batch
 
@@ -262,6 +263,15 @@ def test_a_choice_in_one_call_is_that_of_its_parts(name: str, weight_format: Wei
     assert best.tolist() == logits.argmax(dim=1).tolist()
     assert torch.equal(highest, logits.amax(dim=1))
     assert torch.equal(caches[0], caches[1])
+
+    draws = empty_draws(3)
+    draws[:] = [(seed, temperature, 0.9, 0.0, 40, 0, 7) for seed, temperature in ((1, 1.0), (2, 0.0), (3, 2.0))]
+    arguments = (token_ids, *step(batch), sampled, Embedding(table, weight_format, 96), norm, head)
+    drawn, highest = whole.choose(*arguments, draws=draws)
+    expected = draw(threads(name), logits, np.arange(3, dtype=np.int32), draws)
+    assert torch.equal(drawn, expected[0])
+    assert torch.equal(highest, expected[1])
+    assert drawn[1] == best[1]
 
 
 NAN, INF = float("nan"), float("inf")

@@ -20,10 +20,11 @@ FLAGS = (
 # Sizes that are not multiples of any block size, so that an access past the end of a row is past the end of its buffer.
 PROGRAM = """
 import sys, torch
+import numpy as np
 from dataclasses import replace
 from pathlib import Path
 from kernels.cpu import DecoderDims, DecoderLayer, Embedding, Library, NativeDecoder, PackedLinear, WeightFormat
-from kernels.cpu import PackedExpert, PackedMixture
+from kernels.cpu import PackedExpert, PackedMixture, draw, empty_draws
 from kernels.cpu.self_check import find_difference
 from tests.kernels import libraries
 from tests.kernels.models import random_decoder
@@ -51,6 +52,15 @@ for lengths in ([1], [33, 1, 70], [5, 31]):
     steps = (batch.positions, batch.slot_mapping, batch.query_starts, batch.context_lens, batch.block_tables)
     best, highest = native.choose(tokens, *steps, sampled, table, torch.ones(41), head)
     assert 0 <= best[0] < 77 and highest.isfinite().all()
+
+# Each way to limit a draw: none, few and many tokens, and more than half of a flat distribution.
+draws = empty_draws(5)
+draws[:] = [(seed, 1, *limits, 0, seed) for seed, limits in enumerate(
+    [(1, 0, 0), (0.9, 0, 7), (0.999, 0, 0), (1, 0, 900), (1, 0.1, 0)]
+)]
+for width in (1, 77, 1500):
+    tokens, _ = draw(models.threads("avx2", 2), torch.randn(5, width) * 0.1, np.arange(5, dtype=np.int32), draws)
+    assert 0 <= tokens.min() <= tokens.max() < width
 
 
 def pack(rows, columns, is_gated=False, bias=None):
