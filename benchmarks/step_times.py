@@ -40,7 +40,7 @@ def find(name, *modules):
             pass
     raise SystemExit(f"this checkout has no {name}")
 
-settings, cases = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+settings, cases, sampling = map(json.loads, sys.argv[1:])
 ModelRunner = find("ModelRunner", "gpu_worker.model_runner")
 NewSequence = find("NewSequence", "gpu_worker.step", "gpu_worker.batch.step")
 SamplingParams = find("SamplingParams", "gpu_worker.step", "gpu_worker.batch.step")
@@ -68,7 +68,7 @@ def prefill(count, length, tokens):
             token_ids=random.integers(300, 40000, length).astype(np.int32),
             num_prompt_tokens=length,
             block_ids=np.arange(blocks, dtype=np.int32) + row * blocks,
-            sampling=SamplingParams(temperature=0.0),
+            sampling=SamplingParams(**sampling),
         )
         for row in rows
     )
@@ -129,9 +129,9 @@ class Contender:
         return answer["ms"], answer["cpu"]
 
 
-def start(folder: Path, isa: str, settings: dict[str, object]) -> Contender:
+def start(folder: Path, isa: str, settings: dict[str, object], sampling: str) -> Contender:
     """Start a contender from a checkout; raise OSError if it cannot start."""
-    command = [sys.executable, "-c", CHILD, json.dumps(settings), json.dumps(CASES)]
+    command = [sys.executable, "-c", CHILD, json.dumps(settings), json.dumps(CASES), sampling]
     environment = {**os.environ, "PYTHONPATH": str(folder)} | ({"MIDSTREAM_CPU_ISA": isa} if isa else {})
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment
@@ -154,13 +154,16 @@ def main() -> None:
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--activations", default="auto")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument(
+        "--sampling", default='{"temperature": 0}', help="fields of SamplingParams as JSON [%(default)s]"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="steps of a case in a round")
     arguments = parser.parse_args()
     values = {"kv": arguments.kv, "weights": arguments.weights, "activations": arguments.activations}
     folders = [*(path.resolve() for path in arguments.against), Path(__file__).parents[1]]
     contenders = [
-        start(folder, arguments.isa, {**values, "num_threads": threads})
+        start(folder, arguments.isa, {**values, "num_threads": threads}, arguments.sampling)
         for threads in arguments.threads
         for folder in folders
     ]

@@ -154,12 +154,13 @@ class Sampler:
         candidates: dict[int, Candidates] = {}
         if is_changed.any():
             is_copied = (self._rows.features[rows] & _CHANGES_ROWS) != 0
-            for places, change in (
-                (np.flatnonzero(is_changed & ~is_copied), self._pick_steered),
-                (np.flatnonzero(is_changed & is_copied), self._pick_changed),
+            for is_one, pick in (
+                (is_changed & ~is_copied, self._pick_steered),
+                (is_changed & is_copied, self._pick_changed),
             ):
+                places = np.flatnonzero(is_one).astype(np.int32)
                 if len(places):
-                    token_ids[places] = change(logits, rows, places, constraints, errors, candidates)
+                    token_ids[places] = pick(logits, rows, places, constraints, errors, candidates)
         token_ids[list(errors)] = 0
         log_probs = self._log_probs(logits, rows, token_ids, errors)
         log_probs += tuple(
