@@ -1,4 +1,4 @@
-"""`python -m detokenizer`: tokens in from schedulers, text out to routers."""
+"""Run a detokenizer: `python -m detokenizer`. It receives tokens from schedulers and sends text to routers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The token feed: one stream to each scheduler that carries the tokens of all requests.
+"""The token feed: one stream per scheduler, which carries the tokens of all requests.
 
 1. A router attaches a request; the pool sends `attach` on the feed of every scheduler (cell). The one that has the
    request replies with `opened`, the others with an error.
-2. Tokens arrive in batches, each with everything new since the last; they are passed to the request's OutputStream.
-3. When a stop word is found, `stop` is sent, and the scheduler ends the sequence like any other.
+2. Tokens arrive in batches, each with all tokens since the previous batch; they are passed to the request's stream.
+3. When a stop word is found, `stop` is sent, and the scheduler ends the sequence as usual.
 4. When a feed breaks, it is reopened and its requests are attached again. Tokens are resent from the first one, and the
    streams drop those they already have. If the scheduler stays unreachable, the streams fail, so that their routers try
    another detokenizer.
@@ -32,13 +32,13 @@ from protos.frames_pb2 import FramesOffer, OpenFramesRequest
 
 logger = logging.getLogger(__name__)
 
-# How long streams wait for a lost scheduler before they fail.
+# How long streams wait for an unreachable scheduler before they fail.
 _LOST_GRACE_S = 2.0
 _Call = grpc.aio.StreamStreamCall[pb.FeedCommand, pb.FeedBatch]
 
 
 class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
-    """The stream to one scheduler."""
+    """The feed of one scheduler."""
 
     batch_class = pb.FeedBatch
 
@@ -64,12 +64,12 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
             self._send(pb.FeedCommand(detach=pb.FeedDetach(stream=stream.feed_number)))
 
     def close(self) -> None:
-        """Fail the attached streams, because the scheduler was removed; routers then attach elsewhere."""
+        """Fail the attached streams because the scheduler was removed; routers then attach to another detokenizer."""
         self.is_open = False
         self._give_up(list(self._streams))
 
     def has(self, stream: OutputStream) -> bool:
-        """Return whether it is attached, or will be once the feed is open."""
+        """Return whether the stream is attached, or will be once the feed is open."""
         return stream.feed_number in self._streams
 
     def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
@@ -101,7 +101,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
         asyncio.get_running_loop().call_later(_LOST_GRACE_S, self._give_up, lost)
 
     def _give_up(self, lost: list[int]) -> None:
-        """Fail the streams of a feed that did not reconnect."""
+        """Fail all streams of the feed, which could not reconnect in time."""
         for number in () if self.is_open else lost:
             stream = self._streams.get(number)
             if stream is not None:
@@ -134,7 +134,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
 
     @contextlib.contextmanager
     def _for_one(self, number: int) -> Iterator[OutputStream | None]:
-        """Yield the stream with this number on the feed; an error in the context's body fails only that stream."""
+        """Yield the stream with this feed number; an error in the context's body fails only that stream."""
         stream = self._streams.get(number)
         try:
             yield stream
@@ -185,7 +185,7 @@ class FeedPool:
         on_detach: Callable[[OutputStream], None] = lambda _: None,
         transport: str = "grpc",
     ) -> None:
-        """`on_detach` is called with each stream that its router detached; `transport` is the value of that setting."""
+        """`on_detach` is called with each stream that is detached; `transport` is the value of that setting."""
         self.transport = transport
         self.max_message_bytes = max_message_bytes
         self.tls = tls
@@ -201,12 +201,12 @@ class FeedPool:
 
     async def run(self) -> None:
         """Keep the feeds open until cancelled."""
-        async with self._running:  # an error in one task ends all
+        async with self._running:  # an error in one task ends all tasks
             await self._discovery.run()
             await asyncio.Event().wait()
 
     def server_name(self, target: str) -> str:
-        """Return the name that a scheduler's certificate must contain; empty: its address."""
+        """Return the name that a scheduler's certificate must contain; empty if it is the scheduler's address."""
         return self._discovery.name_of(target)
 
     def attach(self, stream: OutputStream) -> None:
@@ -223,14 +223,14 @@ class FeedPool:
             feed.detach(stream)
 
     def claim(self, stream: OutputStream, owner: SchedulerFeed) -> None:
-        """Detach the request from all schedulers except `owner`, which has it."""
+        """Detach the request from all schedulers except `owner`, which holds it."""
         if self._waiting.pop(stream.feed_number, None) is not None:
             for feed in self.feeds.values():
                 if feed is not owner:
                     feed.detach(stream)
 
     def refused(self, stream: OutputStream, opened: pb.FeedOpened) -> None:
-        """Handle a scheduler that does not have the request, lost it, or cannot resume it."""
+        """Handle a scheduler's reply that it does not have the request, lost it, or cannot resume it."""
         error = from_proto(opened.error)
         if isinstance(error, NotFoundError) and any(feed.has(stream) for feed in self.feeds.values()):
             return

@@ -1,4 +1,4 @@
-"""Messages of the token feed as plain types, and their conversion from protobuf."""
+"""Messages of the token feed as plain Python types, and their conversion from protobuf."""
 
 from __future__ import annotations
 

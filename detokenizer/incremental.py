@@ -1,7 +1,7 @@
-"""Incremental decoding, at a constant cost per token and without splitting a character.
+"""Incremental decoding at a constant cost per token, without splitting characters.
 
 A token represents bytes; the text is their concatenation decoded as UTF-8. A decoder therefore keeps only the bytes of
-an unfinished character, and the concatenated chunks equal what the tokenizer decodes from all tokens.
+an incomplete character, and the concatenated chunks equal the tokenizer's decoding of all tokens at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from midstream.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Maximum tokens held without a complete character, which has at most 4 bytes; bounds the cost of each further token.
+# Maximum number of tokens held without a complete character, which has at most 4 bytes; this bounds the cost per token.
 _MAX_WAITING = 32
 _REPLACEMENT = "\ufffd"
 
@@ -35,11 +35,13 @@ class DecoderFactory(Protocol):
     """Creates decoders, and holds the byte table that they share."""
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
-        """Return a decoder for a new text."""
+        """Return a new decoder for one sequence."""
 
 
 def decoder_factory(tokenizer: Tokenizer) -> DecoderFactory:
-    """Return a decoder factory for a tokenizer: our own tables for known decoders, or else the library's decoder."""
+    """Return a decoder factory for a tokenizer: one with our own tables for known decoders, otherwise one that uses the
+    tokenizers library.
+    """
     steps: list[dict[str, Any]] = tokenizer.decoder.get("decoders", [tokenizer.decoder])
     kinds = [str(step.get("type")) for step in steps]
     if kinds == ["ByteLevel"]:
@@ -56,7 +58,7 @@ def decoder_factory(tokenizer: Tokenizer) -> DecoderFactory:
 
 
 class ByteLevelFactory:
-    """GPT-2's byte alphabet, in which each character of a vocabulary entry represents one byte."""
+    """Decoders for GPT-2's byte-level alphabet, in which each character of a vocabulary entry represents one byte."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         alphabet = byte_level_alphabet()
@@ -64,7 +66,7 @@ class ByteLevelFactory:
         self._plain = [b"" if i in tokenizer.special_ids else piece for i, piece in enumerate(self._all)]
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
-        """Return a decoder for a new text."""
+        """Return a new decoder for one sequence."""
         return _ByteLevelDecoder(self._plain if skip_special_tokens else self._all)
 
 
@@ -87,7 +89,7 @@ class _ByteLevelDecoder:
 
 
 class ByteFallbackFactory:
-    """SentencePiece's vocabulary: entries are text with ▁ for a space, and <0xNN> for single bytes."""
+    """Decoders for SentencePiece vocabularies: an entry is text with ▁ for a space, or <0xNN> for a single byte."""
 
     def __init__(self, tokenizer: Tokenizer, *, strip_first_space: bool) -> None:
         self._all = [_fallback_piece(tokenizer.token(token_id)) for token_id in _ids(tokenizer)]
@@ -95,12 +97,14 @@ class ByteFallbackFactory:
         self._strip_first_space = strip_first_space
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
-        """Return a decoder for a new text."""
+        """Return a new decoder for one sequence."""
         return _ByteFallbackDecoder(self._plain if skip_special_tokens else self._all, self._strip_first_space)
 
 
 class _ByteFallbackDecoder:
-    """Decodes a run of byte tokens as a whole, as the tokenizer does: none of its text is final before the run ends."""
+    """Decodes a run of byte tokens as a whole, as the tokenizer does: no text of the run is final before the run
+    ends.
+    """
 
     __slots__ = ("_pieces", "_run", "_strip")
 
@@ -139,13 +143,15 @@ class _ByteFallbackDecoder:
 
 
 class LibraryFactory:
-    """Any other decoder, or no decoder at all, through the library's incremental decoding."""
+    """Decoders for all other tokenizers, also those without a decoder, by incremental decoding with the tokenizers
+    library.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
-        """Return a decoder for a new text."""
+        """Return a new decoder for one sequence."""
         return _LibraryDecoder(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
 
@@ -192,7 +198,7 @@ class _LibraryDecoder:
 
 
 def _ids(tokenizer: Tokenizer) -> range:
-    # Ids may have gaps, so added tokens can have ids above the number of entries.
+    # Ids may have gaps, so the id of an added token can be greater than the number of entries.
     return range(max(tokenizer.vocab_size, max(tokenizer.special_ids, default=-1) + 1))
 
 

@@ -1,7 +1,7 @@
 """A sequence's log probabilities and tensors, each delivered exactly once.
 
-When a feed is reopened, all of it is sent again. Log probabilities are counted, since their rows belong to consecutive
-tokens; tensors carry their position.
+When a feed is reopened, all outputs are sent again. Received log probabilities are counted, since their rows belong to
+consecutive tokens; tensors carry their position.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class OutputCursor:
     """Tracks which outputs of a sequence have been received.
 
     Attributes:
-        cumulative_log_prob: Over the output tokens whose log probabilities were received; None before the first.
+        cumulative_log_prob: Sum over the output tokens whose log probabilities were received; None before the first.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class OutputCursor:
 
         Args:
             extras: Extras of the tokens from `token_offset` on, all of which were received.
-            token_offset: Index in the output.
+            token_offset: Index of the first of these tokens in the output.
             from_token: Log probabilities of tokens before it are not delivered.
             end: Length of the output, if known.
         """

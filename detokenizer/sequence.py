@@ -1,7 +1,7 @@
 """The text of one sequence as a pure function of its tokens: E(k) is the text that is final after k tokens.
 
-Held back are unfinished characters, possible beginnings of stop words, and the text of a last token that may turn out
-to be the end or stop token. The chunk for tokens [a, b) carries E(b) - E(a), however the tokens arrived.
+Incomplete characters, possible beginnings of stop words, and the text of a last token that may turn out to be the end
+or stop token are held back. The chunk for tokens [a, b) carries E(b) - E(a), however the tokens arrived.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class TextRules:
     Attributes:
         stop_words: Text that ends a sequence.
         stop_ids: Tokens that end a sequence, including the model's end ids.
-        min_tokens: Stop words are ignored before this many tokens.
-        include_stop: The stop word or stop token is part of the text.
-        skip_special_tokens: Special tokens are left out.
-        detokenize: False: no text at all.
+        min_tokens: A stop word can end the sequence only once it has at least this many tokens.
+        include_stop: Whether the text includes the stop word or stop token.
+        skip_special_tokens: Whether special tokens are omitted from the text.
+        detokenize: Whether to produce text at all.
         prompt_ids: Tokens of the prompt, if the output begins with it.
     """
 
@@ -60,7 +60,7 @@ class SequenceText:
             self._decoder = decoders.open(skip_special_tokens=rules.skip_special_tokens)
         if rules.stop_words:
             self._scanner = StopWordScanner(rules.stop_words, keep_match=rules.include_stop)
-        self._held: int | None = None  # the last token, while it may be the end or stop token
+        self._held: int | None = None  # the last token, as long as it may be the end or stop token
         self.num_tokens = 0
         self.stop_at: int | None = None
         self.prompt_text = self._shown(self._decoder.decode(rules.prompt_ids) if self._decoder else "")
@@ -73,9 +73,9 @@ class SequenceText:
     def push(self, token_ids: Sequence[int]) -> str:
         """Process the next tokens, and return the text that becomes final.
 
-        When a stop word is found among them, `stop_at` is set and tokens from there on do not count.
+        When they complete a stop word, `stop_at` is set, and later tokens are ignored.
 
-        Precondition: `stop_at` is None, `token_ids` is not empty.
+        Precondition: `stop_at` is None and `token_ids` is not empty.
         """
         self.num_tokens += len(token_ids)
         if self._decoder is None:
@@ -109,7 +109,9 @@ class SequenceText:
         return self._shown(text + self._decoder.finish())
 
     def _scan(self, token_ids: Sequence[int], before: int, decoder: TextDecoder, scanner: StopWordScanner) -> str:
-        """Scan token by token to find the token that completes a match; `before` tokens were processed earlier."""
+        """Find the token that completes a match by scanning token by token; `before` is the number of tokens processed
+        earlier.
+        """
         parts: list[str] = []
         for count, token_id in enumerate(token_ids, before + 1):
             parts.append(scanner.scan(decoder.decode((token_id,)), can_stop=count >= self._rules.min_tokens))

@@ -1,4 +1,4 @@
-"""The detokenizer's service: one stream per router, over gRPC or frames, with the text of all of the router's
+"""The detokenizer's service: one stream per router, over gRPC or frames, which carries the text of all of the router's
 requests.
 """
 
@@ -42,7 +42,7 @@ class _FramesHandler:
         self._servicer.obey(pb.StreamCommand.FromString(body), self._router)
 
     def lose(self, error: Exception | None) -> None:
-        """Handle the router's disconnect."""
+        """Handle the end of the router's connection."""
         self._servicer.disconnect(self._router)
 
 
@@ -52,7 +52,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
     def __init__(
         self, pool: FeedPool, decoders: DecoderFactory, max_pending_bytes: int, frames: FrameServer | None = None
     ) -> None:
-        """`frames` accepts frame connections; None: routers connect over gRPC."""
+        """`frames` accepts frame connections; if it is None, routers connect over gRPC."""
         self._frames = frames
         self._pool = pool
         self._decoders = decoders
@@ -87,7 +87,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
             self.check_drained()
 
     async def OpenStream(self, request: OpenFramesRequest, context: object) -> FramesOffer:  # noqa: N802
-        """Offer a frame connection instead of Stream; the offer is empty if frames are disabled."""
+        """Offer a frame connection as a replacement for Stream; the offer is empty if frames are disabled."""
         if self._frames is None:
             return FramesOffer()
         return self._frames.offer(lambda connection: _FramesHandler(self, connection))

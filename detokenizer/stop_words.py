@@ -1,8 +1,8 @@
 """Finds stop words in text that arrives in pieces.
 
-The match that ends first wins; of those that end at the same place, the longest. This depends only on the text, not on
-how it is split into tokens or chunks. An Aho-Corasick automaton has a constant cost per character, and its state
-determines exactly how much text to hold back: the longest suffix that is a prefix of a stop word.
+The match that ends first wins; of several that end at the same place, the longest one wins. This depends only on the
+text, not on how it is split into tokens or chunks. An Aho-Corasick automaton has a constant cost per character, and its
+state determines exactly how much text to hold back: the longest suffix that is a prefix of a stop word.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Node:
 
 
 class StopWords:
-    """The automaton for a set of words. Immutable, shared by scanners."""
+    """The automaton for a set of words. It is immutable and shared by scanners."""
 
     def __init__(self, words: tuple[str, ...]) -> None:
         """Build the automaton; no word may be empty."""
@@ -54,7 +54,7 @@ class StopWordScanner:
     __slots__ = ("_held", "_keep_match", "_node", "_words", "match")
 
     def __init__(self, words: StopWords, *, keep_match: bool) -> None:
-        """With `keep_match`, the returned text includes the matched word; otherwise it ends before it."""
+        """With `keep_match`, the returned text includes the matched word; otherwise the text ends before the word."""
         self._words = words
         self._keep_match = keep_match
         self._node = 0
@@ -66,7 +66,7 @@ class StopWordScanner:
 
         Args:
             text: The piece.
-            can_stop: False: a match that ends in this piece does not count.
+            can_stop: If False, a match that ends in this piece is ignored.
 
         Precondition: `match` is None.
         """

@@ -1,4 +1,4 @@
-"""Tracing: a span for each traced request's output stream to a router."""
+"""Tracing of streams: one span per output stream of a traced request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StreamTraces:
         self._tracer = tracer
 
     def note(self, stream: OutputStream) -> None:
-        """Record the span of a stream that was detached."""
+        """Record the span of a detached stream."""
         parent = TraceParent.sampled(stream.trace_parent)
         if parent is None:
             return

@@ -1,8 +1,8 @@
 """The output of one request for one router, starting at an offset.
 
 A stream reads its request's tokens from the first one, because the decoder's state depends on all of them, and delivers
-those from the router's offset on. Ready output is held in one chunk per sequence, which grows while the router is
-slow: there is no queue. Repeated tokens (the scheduler restarted, the feed was reopened) are dropped here.
+the output from the router's offset on. Ready output is held in one chunk per sequence, which grows while the router is
+slow, so no queue is needed. Duplicate tokens (the scheduler restarted, the feed was reopened) are dropped here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from protos import detokenizer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-# Maximum bytes of one sequence in one message to the router, and of one message, which its last request may exceed.
+# Maximum bytes of one sequence in a message to the router, and of all sequences in it. The last request in a message
+# may exceed the latter.
 MAX_TENSOR_BYTES = 8 << 20
 
 
@@ -43,7 +44,7 @@ class _Sequence:
     from_token: int
     pending: Chunk | None = None
     has_ended: bool = False
-    num_dropped: int = 0  # tokens after the stop word, which the scheduler counts
+    num_dropped: int = 0  # tokens after the stop word, which the scheduler has counted as output
     outputs: OutputCursor = field(default_factory=OutputCursor)
     early: list[tuple[int, Extras]] = field(default_factory=list)  # outputs of tokens not yet received
     all_ids: list[int] = field(default_factory=list)
@@ -54,13 +55,13 @@ class OutputStream:
     """A request's output for one router.
 
     Attributes:
-        number: The router's number for it.
-        request_id: The request.
-        feed_number: The feeds' number for it.
-        error: Why it ended without a final chunk; None if it did not.
-        is_done: All output was delivered, or it failed.
-        attached_ns: Creation time, Unix nanoseconds.
-        first_output_ns: Time of the first delivered output, Unix nanoseconds; 0 before that.
+        number: The number that the router gave it.
+        request_id: Id of the request.
+        feed_number: The number that identifies it on the feeds.
+        error: Why the stream failed; None if it has not failed.
+        is_done: Whether all output was delivered or the stream failed.
+        attached_ns: Creation time in Unix nanoseconds.
+        first_output_ns: Time of the first delivered output in Unix nanoseconds; 0 before that.
     """
 
     def __init__(
@@ -74,9 +75,7 @@ class OutputStream:
         decoders: DecoderFactory,
         max_pending_bytes: int,
     ) -> None:
-        """Deliver each sequence from its entry in `from_token_by_sequence` on; sequences without an entry from
-        `from_token`.
-        """
+        """Deliver each sequence from its entry in `from_token_by_sequence` on, or from `from_token` if it has none."""
         self.number = number
         self.request_id = request_id
         self.feed_number = feed_number
@@ -90,13 +89,13 @@ class OutputStream:
         self._decoders = decoders
         self._max_pending_bytes = max_pending_bytes
         self._opened: Opened | None = None
-        self._num_prompt = 0  # tokens of the prompt, where the output begins with it
+        self._num_prompt = 0  # number of prompt tokens, if the output begins with the prompt
         self._sequences: list[_Sequence] = []
         self._has_ended = False
 
     @property
     def trace_parent(self) -> str:
-        """As in GenerateRequest; empty until the request is opened."""
+        """Trace parent as in GenerateRequest; empty until the request is opened."""
         return self._opened.trace_parent if self._opened is not None else ""
 
     @property
@@ -125,7 +124,7 @@ class OutputStream:
             self._sequences.append(sequence)
             prompt = opened.rules.prompt_ids
             if prompt:
-                # The offset may be inside the prompt: text before it is decoded but not sent.
+                # The offset may be inside the prompt: text before the offset is decoded but not sent.
                 head = SequenceText(_with_prompt(opened.rules, prompt[:offset]), self._decoders).prompt_text
                 self._add(index, sequence, 0, prompt, sequence.text.prompt_text, head)
         self._flush()
@@ -165,7 +164,7 @@ class OutputStream:
             return
         sequence = self._sequences[sequence_index]
         if token_offset >= sequence.text.num_tokens and sequence.text.stop_at is None and not sequence.has_ended:
-            # Its token arrives with the next batch, and may follow a stop word.
+            # The token of these outputs arrives with the next batch, and may follow a stop word.
             sequence.early.append((token_offset, extras))
         else:
             self._deliver(sequence_index, sequence, token_offset, extras, sequence.text.stop_at)
@@ -173,7 +172,7 @@ class OutputStream:
     def _deliver(
         self, sequence_index: int, sequence: _Sequence, token_offset: int, extras: Extras, end: int | None
     ) -> None:
-        """Add extras to the pending chunk, without those of tokens from `end` on."""
+        """Add extras to the pending chunk, except those of tokens from `end` on."""
         from_token = max(sequence.from_token - self._num_prompt, 0)
         new = sequence.outputs.new(extras, token_offset, from_token, end)
         if new is None:
@@ -200,7 +199,7 @@ class OutputStream:
             self.fail(UnavailableError(f"the feed skipped tokens {text.num_tokens} to {end.num_tokens}"))
             return
         if not end.num_tokens:
-            # A request for its prompt alone: the outputs of the prompt are not followed by a token.
+            # The request asked for its prompt alone: no token follows the outputs of the prompt.
             for token_offset, extras in sequence.early:
                 self._deliver(end.sequence_index, sequence, token_offset, extras, 0)
             sequence.early.clear()
@@ -208,7 +207,7 @@ class OutputStream:
         rest = text.finish(ends_with_stop_token=isinstance(end.matched_stop, int) and not include_stop)
         reason, matched, log_prob = end.reason, end.matched_stop, end.cumulative_log_prob
         if text.stop_at is not None:
-            # The stop word holds even if the scheduler learned of it too late.
+            # The sequence ends at the stop word even if the scheduler learned of it too late.
             reason, matched, log_prob = FinishReason.STOP, text.stop_word, None
             sequence.num_dropped = max(end.num_tokens - text.stop_at, 0)
         self._add(end.sequence_index, sequence, self._end_offset(sequence), (), rest, "")
@@ -248,7 +247,7 @@ class OutputStream:
             self._connection.mark_ready(self)
 
     def take(self) -> list[Chunk]:
-        """Return all output that is ready; set `is_done` when the final chunk is among it."""
+        """Return all output that is ready; set `is_done` if it includes the final chunk."""
         if self._opened is None:
             return []
         chunks = []
@@ -261,7 +260,7 @@ class OutputStream:
             if self._opened.return_all:
                 chunk.token_offset, chunk.token_ids, chunk.text = 0, sequence.all_ids[:], sequence.all_text
             chunks.append(chunk)
-        # The final chunk goes last.
+        # The final chunk must be the last one.
         chunks.sort(key=lambda chunk: chunk.is_final)
         self.is_done = bool(chunks) and chunks[-1].is_final
         if chunks and not self.first_output_ns:
@@ -286,7 +285,7 @@ class OutputStream:
     ) -> None:
         """Add output from `offset` on to the pending chunk, except for the part before the router's offset.
 
-        `hidden_text` is the part of `text` that belongs to tokens before it.
+        `hidden_text` is the part of `text` that belongs to tokens before that offset.
         """
         if self._opened is not None and self._opened.return_all:
             sequence.all_ids.extend(token_ids)
@@ -328,7 +327,7 @@ class RouterConnection:
         self._ready: dict[int, OutputStream] = {}
 
     def mark_ready(self, stream: OutputStream) -> None:
-        """Mark a stream as having output."""
+        """Note that a stream has output to send."""
         self._ready[stream.number] = stream
         self._wake()
 
