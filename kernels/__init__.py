@@ -1,4 +1,4 @@
-"""Model operations: the PyTorch reference of each, Triton kernels for GPUs, and C++ kernels for CPUs.
+"""Model operations: a PyTorch reference for each, Triton kernels for GPUs, and C++ kernels for CPUs.
 
 The functions here dispatch on the tensors' device; see `kernels.dispatch`.
 """

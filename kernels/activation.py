@@ -1,4 +1,4 @@
-"""The activations of feed-forward networks in plain PyTorch."""
+"""Activation functions of feed-forward networks in plain PyTorch."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "clamped_swiglu"]
-# Of gpt-oss.
+# Constants of gpt-oss's clamped SwiGLU.
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
 
 
@@ -16,7 +16,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     clamped_swiglu is gate * sigmoid(1.702 gate) * (up + 1), with gate up to 7 and up between -7 and 7.
 
     Computed in float64 on a CPU: PyTorch's vector and scalar float32 functions differ in the last bit, and which of
-    them an element meets depends on its place in the tensor. In float32 elsewhere.
+    them processes an element depends on its position in the tensor. Computed in float32 on other devices.
     """
     wide = x.double() if x.device.type == "cpu" else x.float()
     gate, up = wide.chunk(2, dim=-1)

@@ -15,7 +15,7 @@ QUERY_TILES_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """Which keys each query attends to, and the soft cap of its scores."""
+    """Determines which keys each query attends to, and the soft cap of the scores."""
 
     window: int | None
     chunk: int | None
@@ -38,18 +38,18 @@ def paged_attention(
     chunk: int | None = None,
     num_sink_tokens: int = 0,
 ) -> Tensor:
-    """Let each query attend to the keys of its own sequence at or before its position -> [M, Hq, Dv].
+    """Compute attention of each query over the keys of its own sequence at or before its position -> [M, Hq, Dv].
 
     q [M, Hq, D] holds the sequences' queries one after another: sequence i has rows query_starts[i]:query_starts[i + 1]
-    (query_starts [B + 1]), the last of its context_lens[i] positions. Its position p is in block
-    block_tables[i, p // block_size] of the caches [num_blocks, block_size, Hk, D]. With a window, a query sees only
-    that many keys, itself included. With a softcap c above 0, scores s become c * tanh(s / c). sinks [Hq] are one
-    more score for each query head, which takes weight but has no value. With a chunk, no query sees keys before the
-    last multiple of it. In addition to its window a query sees the first num_sink_tokens keys. The values' heads may be
-    narrower, [..., Dv].
+    (query_starts [B + 1]), which are the last of its context_lens[i] positions. Position p is in block block_tables[i,
+    p // block_size] of the caches [num_blocks, block_size, Hk, D]. With a window, a query sees only that many keys,
+    including its own. With a softcap c above 0, scores s become c * tanh(s / c). sinks [Hq] are attention sinks: one
+    extra logit per query head, without a value vector. With a chunk, a query sees no keys before the last multiple of
+    the chunk size. In addition to its window a query sees the first num_sink_tokens keys. The heads of the values may
+    be narrower, [..., Dv].
 
-    A query's bits do not depend on the other queries of the call: keys are taken in tiles counted from position 0 and
-    queries in tiles of constant height, so each matrix product has one shape.
+    The bits of a query's output do not depend on the other queries of the call: keys are processed in tiles counted
+    from position 0 and queries in tiles of constant height, so each matrix product always has the same shape.
     """
     out = torch.zeros(*q.shape[:-1], v_cache.shape[-1], dtype=q.dtype, device=q.device)
     mask = _Mask(window, chunk, softcap, num_sink_tokens)
@@ -84,7 +84,7 @@ def _attend(
     padded = functional.pad(q.float() * scale, (0, 0, 0, 0, 0, -num_queries % QUERY_TILE))
     # [tile, query in tile, kv head, head of its group, D] -> [tile, kv head, query and head, D]
     tiles = padded.view(-1, QUERY_TILE, num_kv_heads, num_heads // num_kv_heads, head_dim).transpose(1, 2).flatten(2, 3)
-    # The column of ones makes the same product that weighs the values sum the weights.
+    # The added column of ones makes the product with the values also compute the sum of the weights.
     values = functional.pad(values, (0, 1), value=1.0)
     positions = torch.arange(padded.shape[0], device=q.device) + (length - num_queries)
     outs = []
@@ -122,7 +122,7 @@ def _attend_tiles(
         scores.append(product.masked_fill(hidden, -torch.inf))
     highest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0).unsqueeze(-1)
     if sinks is not None:
-        # Rows are queries, and within one the heads of a group.
+        # Rows are the queries, and within each query the heads of a group.
         sink = (
             sinks.float()
             .view(1, num_kv_heads, 1, group)
@@ -132,7 +132,7 @@ def _attend_tiles(
         highest = torch.maximum(highest, sink)
     total = torch.zeros(num_tiles, num_kv_heads, rows, values.shape[-1], device=tiles.device)
     for j, score in enumerate(scores):
-        # float64, because PyTorch's vector and scalar float32 `exp` differ in the last bit.
+        # Use float64, because PyTorch's vector and scalar float32 `exp` differ in the last bit.
         weights = torch.exp((score - highest).double()).float()
         total += torch.matmul(weights, values[j])
     if sinks is not None:

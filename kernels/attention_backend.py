@@ -1,4 +1,4 @@
-"""Implementations of paged attention from other packages: what they are asked, and the blocks they take."""
+"""Implementations of paged attention from other packages: the cases they support, and the block sizes they accept."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class AttentionCase:
     """The properties of a call that decide whether an implementation supports it.
 
     Attributes:
-        dtype, kv_dtype: Of queries, and of cached keys and values.
-        num_heads, num_kv_heads, head_dim, block_size: Sizes.
-        softcap: Bound of the scores; 0: none.
+        dtype, kv_dtype: Types of the queries, and of the cached keys and values.
+        num_heads, num_kv_heads, head_dim, block_size: Sizes of the model and of its cache.
+        softcap: Soft cap of the scores; 0 means none.
         has_single_queries: Whether each sequence has one query.
     """
 
@@ -37,10 +37,10 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """Name with version, for logs."""
+        """Name and version, for logs."""
 
     def refusal(self, case: AttentionCase) -> str | None:
-        """Return what it needs that `case` lacks; None if it can compute it."""
+        """Return the requirement that `case` does not meet; None if the implementation supports the case."""
 
     def __call__(
         self,
@@ -60,7 +60,9 @@ class AttentionBackend(Protocol):
 
 
 def refusal_of_types(case: AttentionCase) -> str | None:
-    """Return what is wrong for kernels that read keys and values in the 16-bit type of the queries."""
+    """Return the unmet requirement of kernels that read keys and values in the 16-bit type of the queries; None if it
+    is met.
+    """
     if case.dtype not in HALVES:
         return f"16-bit activations, not {_name(case.dtype)}"
     if case.kv_dtype != case.dtype:
@@ -69,8 +71,8 @@ def refusal_of_types(case: AttentionCase) -> str | None:
 
 
 def split_blocks(caches: tuple[Tensor, Tensor], block_tables: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """View each block of the caches [num_blocks, block_size, Hk, D] as several of `size` tokens, which divides
-    block_size; return the caches and the block tables of these smaller blocks.
+    """View each block of the caches [num_blocks, block_size, Hk, D] as several blocks of `size` tokens; return the
+    caches and the block tables of these smaller blocks. `size` must divide block_size.
     """
     factor = caches[0].shape[1] // size
     if factor > 1:

@@ -1,5 +1,5 @@
-"""Which implementation of paged attention computes which steps on a device: our own, unless another was measured to be
-faster or was requested.
+"""Chooses the implementation of paged attention for each kind of step on a device: our own, unless another one was
+measured to be faster or was requested.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kernels.flashinfer_attention import load_flashinfer
 
 logger = logging.getLogger(__name__)
 
-# Another implementation is used if it takes at most this fraction of our time.
+# Another implementation is used if its time is at most this fraction of ours.
 _FASTER = 0.97
-# Tokens of the cache that is read while measuring, as far as this: more than a device's own caches hold.
+# Maximum tokens of the cache that a measurement reads: more than the device's hardware caches hold.
 _MAX_CACHED_TOKENS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """A kind of step: sequences with equally many queries and keys."""
+    """A kind of step, in which all sequences have equally many queries and keys."""
 
     num_sequences: int
     num_queries: int
@@ -44,16 +44,15 @@ Time = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The implementations for kinds of steps; a step takes that of the nearest smaller kind.
+    """The implementation for each kind of step; a step uses that of the nearest smaller kind.
 
-    Attributes:
-        backends: By kind; kinds that are missing take our own.
+    Attributes: backends: Implementations by kind; kinds that are missing use our own.
     """
 
     backends: Mapping[StepShape, AttentionBackend]
 
     def backend(self, case: AttentionCase, num_tokens: int) -> AttentionBackend | None:
-        """Return the implementation for a step of num_tokens tokens; None: our own."""
+        """Return the implementation for a step of num_tokens tokens; None means our own."""
         kinds = DECODES if case.has_single_queries else PROMPTS
         smaller = [kind for kind in kinds if kind.num_sequences * kind.num_queries <= num_tokens]
         backend = self.backends.get(smaller[-1] if smaller else kinds[0])
@@ -71,16 +70,17 @@ OWN = AttentionChoice({})
 
 
 def installed(capability: tuple[int, int]) -> dict[str, AttentionBackend]:
-    """Return the other implementations that run on a device with this compute capability, by their setting's name."""
+    """Return the other implementations that run on a device with this compute capability, by their names in the
+    settings.
+    """
     found = {"flash-attn": load_flash_attention(capability), "flashinfer": load_flashinfer(capability)}
     return {name: backend for name, backend in found.items() if backend is not None}
 
 
 def requested(name: str, case: AttentionCase, capability: tuple[int, int]) -> AttentionChoice:
-    """Return the choice of one implementation for every step that it can compute.
+    """Return a choice that uses one implementation for every step that it supports.
 
-    Raises:
-        ValueError: It is not installed for this device, or cannot compute any step.
+    Raises: ValueError: It is not installed for this device, or supports no kind of step.
     """
     backend = installed(capability).get(name)
     if backend is None:
@@ -98,11 +98,11 @@ def measured(
     """Return the choice of the fastest implementation for each kind of step.
 
     Args:
-        backends: Those that are installed.
-        own: Our own, as a function of queries, caches, block tables, query starts and context lengths.
-        case: Types and sizes.
+        backends: The installed implementations.
+        own: Our own implementation, as a function of queries, caches, block tables, query starts and context lengths.
+        case: Types and sizes of the model.
         device: The device.
-        time: Returns how long a function takes on it.
+        time: Measures how long a function takes on the device.
     """
     chosen: dict[StepShape, AttentionBackend] = {}
     for kind in (*DECODES, *PROMPTS):
@@ -119,7 +119,9 @@ def measured(
 
 
 def _seconds(backend: AttentionBackend, step: tuple[Tensor, ...], case: AttentionCase, time: Time) -> float:
-    """Return how long a step takes; infinity if it fails, as when a package is built for another device."""
+    """Return how long a step takes; infinity if it fails, for example because the package was built for another
+    device.
+    """
     num_queries = step[0].shape[0] // step[5].shape[0]
     q, keys, values, tables, starts, lens = step
     scale = case.head_dim**-0.5
@@ -135,7 +137,7 @@ def _seconds(backend: AttentionBackend, step: tuple[Tensor, ...], case: Attentio
 
 
 def device_seconds(run: Callable[[], object]) -> float:
-    """Return how long `run` takes on the current CUDA device: the median of 5 times 10 runs."""
+    """Return how long `run` takes on the current CUDA device: the median of 5 measurements of 10 runs each."""
     times = []
     run()
     for _ in range(5):
@@ -150,7 +152,7 @@ def device_seconds(run: Callable[[], object]) -> float:
 
 
 def _step(kind: StepShape, case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
-    """Return queries, caches, block tables, query starts and context lengths of a step of this kind."""
+    """Return queries, caches, block tables, query starts and context lengths for a step of this kind."""
     blocks_each = -(-kind.context // case.block_size)
     num_blocks = min(kind.num_sequences * blocks_each, max(blocks_each, _MAX_CACHED_TOKENS // case.block_size))
     shape = (num_blocks, case.block_size, case.num_kv_heads, case.head_dim)

@@ -1,4 +1,4 @@
-"""Quantized weights as the GPU kernels read them: codes, and one scale per group of columns."""
+"""Quantized weights in the layout of the GPU kernels: codes, and one scale per group of columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.cpu.blocks import MXFP4_LEVELS, fields_bytes, levels_of_blocks
 from kernels.cpu.linear import WeightFormat
 
-# Kinds of codes, four-bit ones first.
+# Kinds of codes; the four-bit ones come first.
 KINDS = ("int4", "float4", "uint8", "int8", "float8")
 _KINDS = {
     WeightFormat.Q4_1: "int4",
@@ -33,10 +33,10 @@ class BlockWeight:
 
     Attributes:
         kind: One of KINDS.
-        codes: uint8 [N, bytes]: of four bits, 16 bytes for 32 columns as `WeightFormat` has them; else one each.
+        codes: uint8 [N, bytes]; four-bit codes take 16 bytes per 32 columns, as in `WeightFormat`, others a byte each.
         scale: [N, K / group].
-        minimum: Likewise; None: zero.
-        group: Columns that share a scale.
+        minimum: [N, K / group]; None means zero.
+        group: Number of columns that share a scale.
         num_columns: K.
         row_scale: Float32 [N], if all groups of each row of a float8 matrix have the same scale.
     """
@@ -77,7 +77,7 @@ class BlockWeight:
 
 
 def block_weight(rows: Tensor, weight_format: WeightFormat, num_columns: int) -> BlockWeight | None:
-    """Return rows of blocks as codes and scales; None for formats that are not block formats."""
+    """Convert rows of blocks to codes and scales; return None if the format is not a block format."""
     if weight_format not in _KINDS:
         return None
     size, num_bytes = fields_bytes(weight_format)
@@ -100,7 +100,7 @@ def _has_pairs(values: Tensor) -> bool:
 
 
 def _smallest(values: Tensor) -> Tensor:
-    """Return the same values in the smallest number type that holds them."""
+    """Return the same values in the smallest floating-point type that represents them exactly."""
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(values.to(dtype).float(), values):
             return values.to(dtype)

@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent
 SOURCES = PACKAGE / "csrc"
 
-# -ffp-contract=off: whether a multiply and an add are fused must not depend on where code is inlined.
+# -ffp-contract=off: whether a multiply and an add are fused must not depend on where the code is inlined.
 FLAGS = ["-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno"]
 ISA_FLAGS = {
     "avx512": [
@@ -33,14 +33,14 @@ ISA_FLAGS = {
 }
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c"})
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
-# Instruction sets, fastest first, with the processor flags that each needs, as /proc/cpuinfo names them.
+# Instruction sets, fastest first, with the processor flags that each requires, as named in /proc/cpuinfo.
 ISA_NEEDS: dict[str, frozenset[str]] = {
     "amx": _AVX512 | {"amx_tile", "amx_bf16"},
     "avx512": _AVX512,
     "avxvnni": _AVX2 | {"avx_vnni"},
     "avx2": _AVX2,
 }
-# The build that serves an instruction set, if it has another name.
+# Builds that serve an instruction set under another name.
 BUILD_OF = {"amx": "avx512"}
 
 
@@ -49,7 +49,7 @@ class BuildError(Exception):
 
 
 def processor_flags() -> frozenset[str]:
-    """Return the processor's features as named in /proc/cpuinfo; empty if there is no such file."""
+    """Return the processor's flags as named in /proc/cpuinfo; empty if the file does not exist."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -70,7 +70,7 @@ def library_path(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
         digest.update(path.name.encode() + path.read_bytes())
     digest.update(" ".join([*FLAGS, *ISA_FLAGS[isa], *extra_flags]).encode())
     name = f"midstream-{isa}-{digest.hexdigest()[:16]}.so"
-    # Installations that the user cannot write to, such as containers, include prebuilt libraries.
+    # Installations that the user cannot write to, such as containers, contain prebuilt libraries.
     shipped = PACKAGE / "_build" / name
     return shipped if shipped.exists() else _build_dir() / name
 
@@ -84,7 +84,7 @@ def build(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
     if compiler is None:
         raise BuildError("no C++ compiler (g++ or clang++) is installed")
     target.parent.mkdir(parents=True, exist_ok=True)
-    # One of several processes compiles, and the others wait.
+    # If several processes start, one compiles and the others wait for it.
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
@@ -95,7 +95,7 @@ def build(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
 def _compile(compiler: str, isa: str, extra_flags: tuple[str, ...], target: Path) -> None:
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        # Renaming makes the library appear only when it is complete.
+        # The rename makes the library visible only once it is complete.
         made = Path(scratch) / target.name
         command = [*compiler.split(), *FLAGS, *ISA_FLAGS[isa], *extra_flags, *sources, "-o", str(made)]
         try:
@@ -116,9 +116,9 @@ def _build_dir() -> Path:
 
 
 def main() -> int:
-    """Build, remove libraries of older sources, and report; return 1 if nothing could be built."""
+    """Build the libraries, remove those of older sources, and report; return 1 if nothing could be built."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--here", action="store_true", help="Only what this processor runs. [every instruction set]")
+    parser.add_argument("--here", action="store_true", help="Build only for this processor. [all instruction sets]")
     wanted = builds_for(processor_flags()) if parser.parse_args().here else list(ISA_FLAGS)
     started = time.monotonic()
     with ThreadPoolExecutor() as pool:

@@ -63,7 +63,8 @@ if _HAS_TRITON:
 
 # Maximum head size of the Triton attention kernels.
 MAX_HEAD_DIM = 256
-# Rows up to which a product and its activation in one kernel of ours replace a product by cuBLAS and another kernel.
+# Maximum rows for which one kernel of ours computes a product and its activation, instead of cuBLAS and a second
+# kernel.
 _MAX_GATED_ROWS = 16
 _is_batch_invariant = False
 _segment_keys = 0
@@ -74,9 +75,9 @@ _attention = attention_choice.OWN
 def set_batch_invariant(is_on: bool, max_sequence_length: int = 0) -> None:
     """Set, for this process, whether outputs on CUDA must not depend on the rest of the batch. Off by default.
 
-    Processes whose output must be bit-identical need the same max_sequence_length, in tokens.
+    Processes whose outputs must be bit-identical need the same max_sequence_length, in tokens.
 
-    Raises: RuntimeError: It is requested, but there is no CUDA device or Triton is not installed.
+    Raises: RuntimeError: Batch invariance is requested, but there is no CUDA device or Triton is not installed.
     """
     global _is_batch_invariant, _segment_keys
     if is_on and not _HAS_TRITON:
@@ -87,15 +88,15 @@ def set_batch_invariant(is_on: bool, max_sequence_length: int = 0) -> None:
 
 
 def set_float8_inputs(is_on: bool) -> None:
-    """Set, for this process, whether float8 weights with a scale per row are multiplied on CUDA as float8: the rows of
-    the input are rounded as well (`kernels.scaled_linear`). Off by default; not batch-invariant.
+    """Set, for this process, whether float8 weights with a scale per row are multiplied in float8 on CUDA, which also
+    rounds the rows of the input (`kernels.scaled_linear`). Off by default; not batch-invariant.
     """
     global _has_float8_inputs
     _has_float8_inputs = is_on
 
 
 def describe(device: torch.device) -> str:
-    """Return the implementations used for tensors on `device`, for a log line."""
+    """Return the names of the implementations for tensors on `device`, for a log line."""
     if device.type != "cuda":
         return "PyTorch operations"
     name = "Triton" if _HAS_TRITON else "PyTorch"
@@ -109,12 +110,12 @@ def _takes_triton(x: Tensor) -> bool:
 
 
 def choose_attention(name: str, case: AttentionCase, device: torch.device) -> None:
-    """Choose, for this process, the implementations of attention on `device`, a CUDA device.
+    """Choose, for this process, the implementations of attention on `device`.
 
     Args:
-        name: flash-attn, flashinfer or triton; auto: those installed ones that are faster than Triton, as measured now.
+        name: flash-attn, flashinfer or triton; auto uses the installed ones that are faster than Triton in a measurement made now.
         case: Types and sizes of the model.
-        device: The device.
+        device: The CUDA device.
 
     Raises:
         ValueError: The implementation is not installed or cannot compute the case, or the process is batch-invariant.
@@ -151,7 +152,9 @@ def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
 def gated_linear(
     x: Tensor, weight: Tensor, activation: Activation, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """Return `activate` of the linear layer with weight [2F, K], gate first -> [M, F]; with a scale it is int8."""
+    """Return `activate` of the linear layer with weight [2F, K], gate first -> [M, F]; with a scale the weight is
+    int8.
+    """
     if not _takes_triton(x):
         return torch_gated_linear(x, weight, activation, bias, scale)
     if scale is None and not _is_batch_invariant and len(x) > _MAX_GATED_ROWS:
@@ -162,8 +165,8 @@ def gated_linear(
 def block_linear(
     x: Tensor, weight: BlockWeight, bias: Tensor | None = None, activation: Activation | None = None
 ) -> Tensor:
-    """Return `x @ weight.T + bias`: x [M, K], weight [N, K] in blocks, bias [N] -> [M, N]; with an activation,
-    `activate` of that.
+    """Return `x @ weight.T + bias`: x [M, K], weight [N, K] in blocks, bias [N] -> [M, N]; with an activation, return
+    `activate` of that result.
     """
     if _takes_triton(x):
         if _has_float8_inputs and can_scale(x, weight):
@@ -180,9 +183,9 @@ def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor,
     Args:
         y: [M, N], changed in place.
         x: [M, K].
-        values: One dimension; numbers of all adapters. Each a starts at a multiple of 8, and its b follows it.
-        table: int64 [num_slots, 2]; where a starts in `values`, and R, at most max_rank; R = 0: nothing is added.
-        slots: int32 [M]; -1: no adapter.
+        values: One-dimensional; the elements of all adapters. Each a starts at a multiple of 8 and is followed by its b.
+        table: int64 [num_slots, 2]; the start of a in `values`, and R, at most max_rank; with R = 0 nothing is added.
+        slots: int32 [M]; -1 means no adapter.
         max_rank: Largest R.
     """
     if _takes_triton(x):
@@ -228,8 +231,8 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def can_group(weight: Tensor) -> bool:
-    """Return whether `grouped_linear` processes many matrices like this one in one launch, so that stacking them
-    pays off.
+    """Return whether `grouped_linear` processes many matrices like this one in one launch, so that stacking them saves
+    time.
     """
     return _takes_triton(weight)
 
@@ -266,7 +269,7 @@ def store_kv(
 ) -> None:
     """Write row i of k and v [M, Hk, D] to slot slot_mapping[i] of the caches [num_blocks, block_size, Hk, D].
 
-    A slot is block * block_size + offset. With `scales` the cache is quantized, and they are written too.
+    A slot is block * block_size + offset. With `scales`, the cache is quantized and the scales are written as well.
     """
     if _takes_triton(k):
         triton.store_kv(k, v, k_cache, v_cache, slot_mapping, scales=scales)
@@ -292,9 +295,9 @@ def rotate_and_store(
     is_interleaved: bool = False,
     scales: KvScales | None = None,
 ) -> Tensor:
-    """Normalize the heads of q and k by q_norm and k_norm [D], if given, and rotate them; return q, and store k and v.
+    """Normalize the heads of q and k by q_norm and k_norm [D], if given, and rotate them; store k and v, and return q.
 
-    Arguments as of `rms_norm`, `apply_rotary` and `store_kv`.
+    The arguments are those of `rms_norm`, `apply_rotary` and `store_kv`.
     """
     run = triton.rotate_and_store if _takes_triton(q) else torch_rotate_and_store
     return run(
@@ -331,16 +334,17 @@ def paged_attention(
     num_sink_tokens: int = 0,
     max_queries: int | None = None,
 ) -> Tensor:
-    """Let each query attend to the keys of its own sequence at or before its position -> [M, Hq, Dv].
+    """Compute attention of each query over the keys of its own sequence at or before its position -> [M, Hq, Dv].
 
     q [M, Hq, D] holds the sequences' queries one after another: sequence i has rows query_starts[i]:query_starts[i + 1]
-    (query_starts [B + 1]), at least one, the last of its context_lens[i] positions. Its position p is in block
+    (query_starts [B + 1]), at least one, which are the last of its context_lens[i] positions. Position p is in block
     block_tables[i, p // block_size] of the caches [num_blocks, block_size, Hk, D]. With a window, a query sees only
-    that many keys, itself included. With a softcap c above 0, scores s become c * tanh(s / c). sinks [Hq] are one
-    more score for each query head, which takes weight but has no value. With a chunk, no query sees keys before the
-    last multiple of it. In addition to its window a query sees the first num_sink_tokens keys. The values' heads may be
-    narrower, [..., Dv]. With max_queries, no sequence has more queries, some may have none, and rows of q past the last
-    query give zeros, or with flash-attn or FlashInfer anything.
+    that many keys, including its own. With a softcap c above 0, scores s become c * tanh(s / c). sinks [Hq] are
+    attention sinks: one extra logit per query head, without a value vector. With a chunk, a query sees no keys before
+    the last multiple of the chunk size. In addition to its window a query sees the first num_sink_tokens keys. The
+    heads of the values may be narrower, [..., Dv]. max_queries is an upper bound of the queries of a sequence; if it is
+    given, sequences may have no queries, and rows of q past the last query yield zeros, or undefined values with
+    flash-attn or FlashInfer.
     """
     tables = (block_tables, query_starts, context_lens)
     if window is None:

@@ -1,4 +1,4 @@
-"""Paged attention with the flash-attn packages, where an installed version supports the case."""
+"""Paged attention with the flash-attn packages, if an installed version supports the case."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kernels.attention_backend import AttentionCase, refusal_of_types, split_blo
 
 logger = logging.getLogger(__name__)
 
-# Largest heads, and the multiple that block sizes must be, by version. Version 4 reads blocks of 128 tokens in one copy
-# each, so larger ones are passed to it as several.
+# Maximum head sizes and required multiples of the block size, by version. Version 4 reads a block of 128 tokens in one
+# copy, so a larger block is passed to it as several.
 _MAX_HEAD_DIM = {2: 256, 3: 256, 4: 128}
 _BLOCK_MULTIPLE = {2: 256, 3: 1, 4: 128}
 
@@ -36,11 +36,11 @@ class FlashAttention:
 
     @property
     def name(self) -> str:
-        """Name with version, for logs."""
+        """Name and version, for logs."""
         return f"flash-attn {self.version}"
 
     def refusal(self, case: AttentionCase) -> str | None:
-        """Return what it needs that `case` lacks; None if it can compute it."""
+        """Return the requirement that `case` does not meet; None if this version supports the case."""
         multiple, longest = _BLOCK_MULTIPLE[self.version], _MAX_HEAD_DIM[self.version]
         if (reason := refusal_of_types(case)) is not None:
             return reason
@@ -64,7 +64,7 @@ class FlashAttention:
         max_queries: int | None,
     ) -> Tensor:
         """Compute the same as `kernels.attention.paged_attention`."""
-        # Bounds, so that nothing is read back from the device.
+        # Upper bounds, so that no lengths are read back from the device.
         most_queries = q.shape[0] - context_lens.shape[0] + 1 if max_queries is None else max_queries
         left = -1 if window is None else window - 1
         if self.version == 3:
@@ -119,7 +119,7 @@ def _starts(lengths: Tensor) -> Tensor:
     return starts
 
 
-# version, module, function. Version 3 runs on Hopper only, version 4 with a paged cache on Blackwell only.
+# Version, module and function. Version 3 runs on Hopper only; version 4 supports a paged cache on Blackwell only.
 _VERSIONS = {
     2: ("flash_attn", "flash_attn_varlen_func"),
     3: ("flash_attn_interface", "flash_attn_with_kvcache"),
@@ -129,7 +129,7 @@ _VERSIONS = {
 
 @functools.cache
 def load_flash_attention(capability: tuple[int, int]) -> FlashAttention | None:
-    """Return the installed version best suited to a device with this compute capability, or None."""
+    """Return the installed version that suits a device with this compute capability best, or None."""
     order = (4, 2) if capability[0] in (10, 11) else (3, 2) if capability[0] == 9 else (2,)
     for version in order:
         module_name, function_name = _VERSIONS[version]

@@ -1,7 +1,7 @@
-"""Attention of single queries with FlashInfer, where it is installed.
+"""Attention for decode steps (one query per sequence) with FlashInfer, if it is installed.
 
-Its other functions are planned on the host from the lengths of the sequences, which the host does not have when a step
-is replayed from a graph; this one reads lengths and block tables on the device.
+FlashInfer's other functions are planned on the host from the lengths of the sequences, which the host does not have
+when a step is replayed from a graph; this function reads lengths and block tables on the device.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ logger = logging.getLogger(__name__)
 
 _HEAD_DIMS = (64, 128, 256)
 _MAX_GROUP = 16
-# Block sizes that its kernels for Hopper and for Blackwell take, largest first.
+# Block sizes that FlashInfer's kernels for Hopper and for Blackwell support, largest first.
 _BLOCK_SIZES = (64, 32, 16)
 _WORKSPACE_BYTES = 256 << 20
-# It compiles its kernels for these.
+# Compute capabilities (major versions) for which FlashInfer compiles its kernels.
 _CAPABILITIES = (9, 10, 12)
 
 
 @dataclass(frozen=True, slots=True)
 class FlashInferAttention:
-    """FlashInfer's attention of single queries.
+    """FlashInfer's attention for one query per sequence.
 
-    Attributes:
-        function: flashinfer.decode.trtllm_batch_decode_with_kv_cache.
+    Attributes: function: flashinfer.decode.trtllm_batch_decode_with_kv_cache.
     """
 
     function: Callable[..., Tensor]
@@ -45,7 +44,7 @@ class FlashInferAttention:
         return "FlashInfer"
 
     def refusal(self, case: AttentionCase) -> str | None:
-        """Return what it needs that `case` lacks; None if it can compute it."""
+        """Return the requirement that `case` does not meet; None if FlashInfer supports the case."""
         group = case.num_heads // case.num_kv_heads
         if (reason := refusal_of_types(case)) is not None:
             return reason
@@ -82,7 +81,7 @@ class FlashInferAttention:
             kv_cache=(k_cache, v_cache),
             workspace_buffer=_workspace(q.device),
             block_tables=block_tables,
-            # Padding sequences have no keys; their output is not used.
+            # Padding sequences have no keys, and their output is not used.
             seq_lens=context_lens.clamp(min=1),
             max_seq_len=block_tables.shape[1] * size,
             bmm1_scale=scale,
@@ -94,13 +93,13 @@ class FlashInferAttention:
 
 @functools.cache
 def _workspace(device: torch.device) -> Tensor:
-    """Return its scratch memory, which must be zero before the first use."""
+    """Return FlashInfer's scratch memory, which must be zero before its first use."""
     return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 @functools.cache
 def load_flashinfer(capability: tuple[int, int]) -> FlashInferAttention | None:
-    """Return FlashInfer's attention if it is installed and runs on a device with this compute capability."""
+    """Return FlashInfer's attention if it is installed and supports a device with this compute capability."""
     if capability[0] not in _CAPABILITIES:
         return None
     try:

@@ -12,8 +12,8 @@ def grouped_linear(
 ) -> Tensor:
     """Return row i as `x[i // num_repeats] @ weight[experts[i]].T + bias[experts[i]]` -> [R, N].
 
-    x [R / num_repeats, K], weight [E, N, K], experts integers [R], bias [E, N]. On a CPU a row's bits do not
-    depend on other rows.
+    x [R / num_repeats, K], weight [E, N, K], experts integers [R], bias [E, N]. On a CPU the bits of a row's result do
+    not depend on other rows.
     """
     out = torch.empty(experts.shape[0], weight.shape[1], dtype=x.dtype, device=x.device)
     for expert in range(weight.shape[0]):
@@ -26,7 +26,7 @@ def grouped_linear(
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return `x[:, h] @ weight[h].T` for each head: x [M, H, K], weight [H, N, K] -> [M, H, N].
 
-    On a CPU a row's bits do not depend on M: each product is one of ROW_TILE rows.
+    On a CPU the bits of a row's result do not depend on M, because each product has exactly ROW_TILE rows.
     """
     if x.device.type != "cpu":
         return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Subtract the mean of each row of x [..., H], scale it to unit variance, and multiply by weight [H]; in
+    """Subtract its mean from each row of x [..., H], scale the row to unit variance, and multiply by weight [H]; in
     float32.
     """
     wide = x.float()

@@ -12,8 +12,8 @@ ROW_TILE = 8
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x @ weight.T + bias`: x [M, K], weight [N, K], bias [N] -> [M, N].
 
-    On CPU a row's bits do not depend on M or on its place: for small M, BLAS picks another kernel with another order of
-    summation, so rows go through it in tiles of one constant height.
+    On a CPU the bits of a row's result do not depend on M or on the row's position: BLAS uses another order of
+    summation for small M, so rows are processed in tiles of constant height.
     """
     if x.device.type != "cpu":
         return functional.linear(x, weight, bias)
@@ -36,6 +36,8 @@ def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
 def gated_linear(
     x: Tensor, weight: Tensor, activation: Activation, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """Return `activate` of the linear layer with weight [2F, K], gate first -> [M, F]; with a scale it is int8."""
+    """Return `activate` of the linear layer with weight [2F, K], gate first -> [M, F]; with a scale the weight is
+    int8.
+    """
     product = linear(x, weight, bias) if scale is None else quantized_linear(x, weight, scale, bias)
     return activate(product, activation)

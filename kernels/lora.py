@@ -1,4 +1,4 @@
-"""Applies many low-rank adapters in one batch, in plain PyTorch."""
+"""Applies LoRA adapters to a batch whose rows may have different adapters, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from kernels.linear import linear
 
 
 def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor, max_rank: int) -> None:
-    """Add to each row of y the contribution of the row's adapter for its row of x; see `kernels.add_lora`."""
+    """For each row, add the output of its LoRA adapter for x to y; see `kernels.add_lora`."""
     inner, outer = x.shape[1], y.shape[1]
     for slot in torch.unique(slots).tolist():
         start, rank = table[slot].tolist() if slot >= 0 else (0, 0)

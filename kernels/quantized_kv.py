@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kernels.attention import paged_attention
 
-# The largest number of each type of quantized cache.
+# The largest value of each type of quantized cache.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 @dataclass(frozen=True, slots=True)
 class KvScales:
-    """Scales of a quantized cache: for keys and for values, float32 [num_blocks, block_size, Hk]."""
+    """Scales of the keys and of the values in a quantized cache, each float32 [num_blocks, block_size, Hk]."""
 
     keys: Tensor
     values: Tensor

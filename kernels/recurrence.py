@@ -1,8 +1,8 @@
 """Recurrences over a sequence's tokens in plain PyTorch: gated delta rule, selective scan and causal convolution.
 
-Each takes the state before the first token and returns the state after the last one. Tokens are processed one by one
-and sums over a dimension are reduced pairwise, so results depend only on the sequence's tokens: not on how it was split
-into calls, nor on other sequences. All tensors are float32.
+Each function takes the state before the first token and returns the state after the last one. Tokens are processed one
+by one and sums over a dimension are reduced pairwise, so results depend only on the sequence's tokens, and neither on
+how the sequence was split into calls nor on other sequences. All tensors are float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 
 def wide(x: Tensor) -> Tensor:
-    """Convert x to float64 on a CPU, where vector and scalar float32 functions differ in the last bit; else to
+    """Convert x to float64 on a CPU, where vector and scalar float32 functions differ in the last bit; elsewhere to
     float32.
     """
     return x.double() if x.device.type == "cpu" else x.float()
@@ -36,7 +36,9 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def fold(x: Tensor, dim: int) -> Tensor:
-    """Return the sum over a dimension, by repeatedly adding one half to the other until one element is left."""
+    """Return the sum over a dimension, computed by repeatedly adding one half to the other until one element is
+    left.
+    """
     while (size := x.shape[dim]) > 1:
         half = size // 2
         folded = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
@@ -45,15 +47,15 @@ def fold(x: Tensor, dim: int) -> Tensor:
 
 
 def unit_rows(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Divide each row of x [..., D] by its length; eps is added to the sum of squares."""
+    """Divide each row of x [..., D] by its L2 norm; eps is added to the sum of squares."""
     return x * torch.rsqrt(fold(x * x, -1) + eps)[..., None]
 
 
 def causal_conv(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Convolve each channel over the tokens; return the outputs, and the inputs that the next tokens need.
 
-    x [n, T, C], before [n, K - 1, C]: the inputs of the last tokens before, weight [C, K], bias [C] -> [n, T, C] and
-    [n, K - 1, C].
+    x [n, T, C], before [n, K - 1, C] (the inputs of the preceding tokens), weight [C, K], bias [C] -> [n, T, C] and [n,
+    K - 1, C].
     """
     num_tokens, size = x.shape[1], weight.shape[1]
     inputs = torch.cat((before, x), dim=1)
@@ -68,7 +70,8 @@ def causal_conv(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None) 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """For each token, decay the state, correct its value for k towards v by beta, and read it with q.
+    """For each token, decay the state, move the value it stores for k towards v by the factor beta, and contract it
+    with q.
 
     q and k [n, T, H, Dk], v [n, T, H, Dv], decay and beta [n, T, H], state [n, H, Dk, Dv] -> [n, T, H, Dv] and the
     state after the last token.
@@ -86,10 +89,10 @@ def gated_delta_rule(
 def selective_scan(
     x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """For each token, decay the state, add step * x along b, and read it with c.
+    """For each token, decay the state, add the outer product of step * x and b, and contract it with c.
 
-    x [n, T, H, P], step and decay [n, T, H], b and c [n, T, G, N] for groups of H / G heads, state [n, H, P, N] ->
-    [n, T, H, P] and the state after the last token.
+    x [n, T, H, P], step and decay [n, T, H], b and c [n, T, G, N] for groups of H / G heads, state [n, H, P, N] -> [n,
+    T, H, P] and the state after the last token.
     """
     heads_each = x.shape[2] // b.shape[2]
     b, c = b.repeat_interleave(heads_each, dim=2), c.repeat_interleave(heads_each, dim=2)

@@ -1,8 +1,9 @@
-"""The linear layer over float8 weights with a scale per row, multiplied as float8: inputs are rounded as well.
+"""The linear layer over float8 weights with a scale per row, multiplied in float8: the inputs are rounded as well.
 
-Every row of the input gets a scale that makes its largest magnitude the largest float8 number, 448. Rounding to the
-three mantissa bits of e4m3 changes an element by up to 1/16 of it, or of what is 28,672 times smaller than the row's
-largest magnitude, if it is below that. Products are summed in float32 and rounded once, to the input's type.
+Every row of the input gets a scale that maps its largest magnitude to the largest float8 number, 448. Rounding to the
+three mantissa bits of e4m3 changes an element by up to 1/16 of its magnitude or, for elements smaller than 1/28,672 of
+the row's largest magnitude, by up to 1/16 of that limit. Products are summed in float32 and rounded once, to the
+input's type.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from kernels.block_weight import BlockWeight
 
 LARGEST_FLOAT8 = 448.0
-# Sizes that a device's float8 products take are multiples of this.
+# A device's float8 products require sizes that are multiples of this.
 _ALIGNMENT = 16
 QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]
 

@@ -1,4 +1,4 @@
-"""Convert rows of blocks of quantized weights to floats in PyTorch; the byte format is defined by `WeightFormat`."""
+"""Converts rows of blocks of quantized weights to floats in PyTorch; `WeightFormat` defines the byte format."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _FIELD_BYTES = {
     WeightFormat.FP8: 4,
 }
 _NIBBLES = frozenset({WeightFormat.Q4_1, WeightFormat.INT4, WeightFormat.Q4_K, WeightFormat.MXFP4})
-ZERO_MASK = 0x1FF  # of INT4's scales
-# Values of the E2M1 codes, doubled.
+ZERO_MASK = 0x1FF  # bits of INT4's scales that hold the zero point
+# Values of the E2M1 codes, times two.
 MXFP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def fields_bytes(weight_format: WeightFormat) -> tuple[int, int]:
-    """Return the size in bytes of each field of a block, and of the whole block."""
+    """Return the size in bytes of the fields of a block, and of the whole block."""
     return _FIELD_BYTES[weight_format], block_bytes(weight_format)
 
 
@@ -36,7 +36,7 @@ def block_bytes(weight_format: WeightFormat) -> int:
 def levels_of_blocks(rows: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return levels q, scales s and minimums m for rows uint8 [N, blocks * bytes]: the weights are q * s + m.
 
-    q is float32 [N, blocks, 32 / G, G] and s and m are [N, blocks, 32 / G, 1]; m None: it is zero.
+    q is float32 [N, blocks, 32 / G, G] and s and m are [N, blocks, 32 / G, 1]; if m is None, the minimums are zero.
     """
     size = _FIELD_BYTES[weight_format]
     blocks = torch.unflatten(rows, 1, (-1, block_bytes(weight_format)))
@@ -86,8 +86,9 @@ def dequantize_blocks(rows: Tensor, weight_format: WeightFormat, num_columns: in
 def round_to_int16(weight: Tensor) -> Tensor:
     """Return the values that `weight` [N, K] has after conversion to INT16.
 
-    The scale of 32 weights lets their levels sum to 65,504 at most, so that products with 16 bits fit 32. Most bfloat16
-    weights are kept as they are: all but those far below the mean magnitude of their block.
+    The scale of each 32 weights is such that their levels sum to at most 65,504, so that products with 16-bit inputs
+    fit into 32 bits. Most bfloat16 weights are represented exactly: all but those far below the mean magnitude of their
+    block.
     """
     padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % BLOCK))
     blocks = padded.view(len(weight), -1, BLOCK).double()
@@ -101,7 +102,7 @@ def round_to_int16(weight: Tensor) -> Tensor:
 def random_blocks(
     weight_format: WeightFormat, num_rows: int, num_columns: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Return rows of blocks with random levels, and with scales such that the weights are of magnitude 1."""
+    """Return rows of blocks with random levels, and with scales that give the weights magnitudes around 1."""
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
@@ -112,7 +113,7 @@ def random_blocks(
     shape = (num_rows, -(-num_columns // BLOCK))
     codes = integers(0, 256, *shape, block_bytes(weight_format) - _FIELD_BYTES[weight_format]).to(torch.uint8)
     if weight_format == WeightFormat.FP8:
-        codes[codes & 127 == 127] = 0  # no NaN
+        codes[codes & 127 == 127] = 0  # avoids NaN
         fields = [floats(torch.float32, 1, 1 / 64)]
     elif weight_format == WeightFormat.MXFP4:
         fields = [integers(124, 130, *shape, 1).to(torch.uint8)]

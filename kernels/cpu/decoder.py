@@ -1,4 +1,4 @@
-"""All layers of a decoder in one call of the CPU kernels."""
+"""Runs all layers of a decoder in one call of the CPU kernels."""
 
 import ctypes
 import weakref
@@ -27,15 +27,15 @@ from kernels.cpu.threads import ThreadPool
 MAX_HEAD_DIM = 256
 MAX_EXPERTS = 1024
 Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
-# Numbers of csrc/api.h.
+# The numbers are those of csrc/api.h.
 _SCORINGS: dict[Scoring, int] = {"softmax": 0, "softmax_of_chosen": 1, "sigmoid": 2}
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "clamped_swiglu": 4}
-_CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2, torch.int8: 3}  # numbers of csrc/api.h
+_CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2, torch.int8: 3}  # as in csrc/api.h
 
 
 def stored_head_dim(head_dim: int, cache_dtype: torch.dtype) -> int:
-    """Return the number of elements stored per head and token in a cache of this type; integer types include a
-    float32 scale.
+    """Return the number of elements stored per head and token in a cache of this type; for integer types this includes
+    a float32 scale.
     """
     return head_dim + (0 if cache_dtype.is_floating_point else 4 // cache_dtype.itemsize)
 
@@ -50,10 +50,11 @@ class PackedExpert:
 
 @dataclass(frozen=True)
 class PackedMixture:
-    """A mixture of experts, used instead of gate_up and down.
+    """A mixture of experts, which replaces gate_up and down.
 
-    router [num_experts, hidden]; correction float32 [num_experts] is added to the scores only for the choice;
-    shared_gate [1, hidden] scales the shared expert by a sigmoid. The rest is as in the description of a model.
+    router [num_experts, hidden]; correction float32 [num_experts] is added to the scores only to choose the experts;
+    shared_gate [1, hidden] scales the shared expert by a sigmoid. The other fields are as in the description of a
+    model.
     """
 
     router: PackedLinear
@@ -77,9 +78,9 @@ class DecoderLayer:
     qkv [(Hq + 2 Hk) D, hidden], o [hidden, Hq D], gate_up (gated) [2 ffn, hidden], down [hidden, ffn], or a mixture in
     place of the two; norms float32 [hidden], q_norm and k_norm [D] or of all heads, sinks [Hq]; caches in float32 or
     bfloat16, k_cache [num_blocks, Hk, D, block_size] and v_cache [num_blocks, Hk, block_size, D]; or in int16 or int8
-    with stored_head_dim for D, the numbers of a head of a block first, then block_size float32 scales. window is the
-    number of keys that a query sees, itself included; it sees none before the last multiple of chunk. table is the
-    layer's table of rotary angles; None: it has no rotary embedding.
+    with stored_head_dim in place of D: for each block and head first the elements, then block_size float32 scales.
+    window is the number of keys that a query sees, including its own; it sees none before the last multiple of chunk.
+    table is the index of the layer's table of rotary angles; None means that the layer has no rotary embedding.
     """
 
     qkv: PackedLinear
@@ -105,14 +106,14 @@ class Embedding:
     """A table of token embeddings in a format that the kernels read."""
 
     def __init__(self, table: Tensor, weight_format: WeightFormat, width: int) -> None:
-        """Refer to a table [num_rows, width] of float32, bfloat16, or uint8 rows of Q4_1 or Q8_0 blocks.
+        """Wrap a table [num_rows, width] of float32, bfloat16, or uint8 rows of Q4_1 or Q8_0 blocks.
 
-        Raises ValueError if format and table do not fit each other.
+        Raises ValueError if the table does not match the format.
         """
         dtypes = {WeightFormat.F32: torch.float32, WeightFormat.BF16: torch.bfloat16}
         row_width = width // 32 * GGUF_BLOCK_BYTES[weight_format] if weight_format in GGUF_BLOCK_BYTES else width
         if weight_format not in dtypes.keys() | GGUF_BLOCK_BYTES.keys():
-            raise ValueError(f"an embedding of {weight_format.name} rows is not known")
+            raise ValueError(f"embeddings in the format {weight_format.name} are not supported")
         _check("table", table, dtypes.get(weight_format, torch.uint8), (table.shape[0], row_width))
         self._table = table
         self.struct = EmbeddingStruct(
@@ -121,11 +122,11 @@ class Embedding:
 
 
 def supports(dims: DecoderDims) -> str | None:
-    """Return why the kernels cannot run such a decoder, or None if they can."""
+    """Return why the kernels cannot run a decoder with these sizes, or None if they can."""
     if dims.head_dim % 8 or not 0 < dims.head_dim <= MAX_HEAD_DIM:
         return f"head size {dims.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     if dims.num_heads % dims.num_kv_heads:
-        return f"{dims.num_heads} heads cannot share {dims.num_kv_heads} key-value heads"
+        return f"{dims.num_heads} heads are not a multiple of {dims.num_kv_heads} key-value heads"
     return None
 
 
@@ -141,10 +142,11 @@ class NativeDecoder:
         sin: Tensor,
         query_scales: Tensor | None = None,
     ) -> None:
-        """Take cosines and sines of the rotary angles, float32 [num_positions, rotary_dim / 2], or several such tables.
+        """Prepare the layers; cos and sin of the rotary angles are float32 [num_positions, rotary_dim / 2], or several
+        such tables.
 
-        query_scales float32 [num_positions] multiply the queries of layers without rotary embedding. Raises ValueError
-        for wrong sizes.
+        query_scales float32 [num_positions] multiplies the queries of layers without rotary embedding. Raises
+        ValueError for wrong sizes.
         """
         reason = supports(dims)
         if reason:
@@ -155,12 +157,12 @@ class NativeDecoder:
         _check("cos", cos, torch.float32, (*cos.shape[:-1], dims.num_angles))
         _check("sin", sin, torch.float32, tuple(cos.shape))
         if any(layer.table is not None and not 0 <= layer.table < num_tables for layer in layers):
-            raise ValueError(f"a layer's table must be one of {num_tables}")
+            raise ValueError(f"a layer's rotary table must be in 0..{num_tables - 1}")
         if query_scales is not None:
             _check("query_scales", query_scales, torch.float32, (num_positions,))
         self._threads, self._library, self.dims = threads, threads.library, dims
         mixtures = [_mixture_struct(layer.mixture) for layer in layers]
-        self._held = (*layers, cos, sin, query_scales, mixtures)  # the kernels point into them
+        self._held = (*layers, cos, sin, query_scales, mixtures)  # the kernels hold pointers to them
         self._num_layers = len(layers)
         structs = (LayerStruct * len(layers))(*map(_layer_struct, layers, mixtures))
         dims_struct = _dims_struct(dims, layers, num_positions, query_scales)
@@ -183,9 +185,10 @@ class NativeDecoder:
     ) -> None:
         """Run layers first_layer..last_layer - 1 on hidden [M, hidden_size], float32, in place.
 
-        int32: positions and slot_mapping (block * block_size + offset) [M]; query_starts [B + 1], the first row of each
-        sequence and M; context_lens [B], its keys with this step's; block_tables [B, max_blocks]. adapters are the
-        sequences' own. Raises ValueError for wrong shapes and for indices out of range; then nothing was written.
+        The inputs are int32: positions and slot_mapping (block * block_size + offset) [M]; query_starts [B + 1], the
+        first row of each sequence, then M; context_lens [B], the number of keys of each sequence including this step's;
+        block_tables [B, max_blocks]. adapters has one adapter per sequence. Raises ValueError for wrong shapes and for
+        indices out of range; in that case nothing has been written.
         """
         _check("hidden", hidden, torch.float32, (hidden.shape[0], self.dims.hidden_size))
         batch, _keep = self._batch(
@@ -211,11 +214,11 @@ class NativeDecoder:
         adapters: Sequence[PackedLora | None] | None = None,
         draws: Draws | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run a whole step in one call, from the embeddings to the choice of tokens.
+        """Run a whole step in one call, from the embeddings to the chosen tokens.
 
-        token_ids [M] and sampled [S], indices of tokens, are int32; the others are those of forward_layers and logits.
-        Return the next token of each sampled one, int32 [S], and its highest logit, as `draw` does; without draws [S]
-        all are greedy. Raises ValueError as forward_layers does.
+        token_ids [M] and sampled [S], indices of tokens, are int32; the other arguments are those of forward_layers and
+        logits. Return the next token for each sampled position, int32 [S], and its highest logit, as `draw` does;
+        without draws [S] all rows are greedy. Raises ValueError as forward_layers does.
         """
         num_tokens, num_sampled = token_ids.shape[0], sampled.shape[0]
         _check("token_ids", token_ids, torch.int32, (num_tokens,))
@@ -274,7 +277,9 @@ class NativeDecoder:
         return batch, pointers
 
     def logits(self, hidden: Tensor, norm: Tensor, head: PackedLinear) -> Tensor:
-        """Return the logits for hidden [M, hidden_size], with norm [hidden_size] and head: float32 [M, vocabulary]."""
+        """Return the logits of hidden [M, hidden_size], given the final norm [hidden_size] and the head: float32 [M,
+        vocabulary].
+        """
         _check("hidden", hidden, torch.float32, (hidden.shape[0], self.dims.hidden_size))
         _check("norm", norm, torch.float32, (self.dims.hidden_size,))
         out = torch.empty(hidden.shape[0], head.num_outputs)
@@ -304,7 +309,7 @@ def _check_layer(dims: DecoderDims, layer: DecoderLayer, index: int, first_cache
     if layer.mixture is not None:
         _check_mixture(dims, layer.mixture, index)
     elif layer.gate_up is None or layer.down is None:
-        raise ValueError(f"layer {index}: neither gate_up and down nor a mixture")
+        raise ValueError(f"layer {index}: requires gate_up and down, or a mixture of experts")
     else:
         _check_expert(dims, PackedExpert(layer.gate_up, layer.down), dims.ffn_size, f"layer {index}")
     _check_norms(dims, layer, index)
@@ -348,18 +353,23 @@ def _check_expert(dims: DecoderDims, expert: PackedExpert, size: int, name: str)
 def _check_mixture(dims: DecoderDims, mixture: PackedMixture, index: int) -> None:
     num_experts, first = len(mixture.experts), mixture.experts[0]
     if not 1 <= mixture.num_active <= num_experts <= MAX_EXPERTS:
-        raise ValueError(f"layer {index}: {mixture.num_active} of {num_experts} experts, at most {MAX_EXPERTS}")
+        raise ValueError(
+            f"layer {index}: {mixture.num_active} active of {num_experts} experts; there must be at most {MAX_EXPERTS}"
+        )
     if num_experts % mixture.num_groups or not 1 <= mixture.num_active_groups <= mixture.num_groups:
-        raise ValueError(f"layer {index}: {mixture.num_active_groups} of {mixture.num_groups} groups")
+        raise ValueError(
+            f"layer {index}: {mixture.num_active_groups} active of {mixture.num_groups} groups; the groups must divide "
+            f"{num_experts} experts evenly"
+        )
     if mixture.num_active > mixture.num_active_groups * num_experts // mixture.num_groups:
-        raise ValueError(f"layer {index}: its groups have fewer experts than {mixture.num_active}")
+        raise ValueError(f"layer {index}: the active groups must have at least {mixture.num_active} experts")
     _check_linear(f"layer {index}: router", mixture.router, (num_experts, dims.hidden_size))
     for number, expert in enumerate(mixture.experts):
         _check_expert(dims, expert, first.down.num_inputs, f"layer {index}: expert {number}")
         for name in ("gate_up", "down"):
             one, other = getattr(expert, name).struct, getattr(first, name).struct
             if (one.format, one.input) != (other.format, other.input):
-                raise ValueError(f"layer {index}: experts of several weight formats")
+                raise ValueError(f"layer {index}: all experts must have the same weight format")
     if mixture.correction is not None:
         _check(f"layer {index}: correction", mixture.correction, torch.float32, (num_experts,))
     if mixture.shared is not None:

@@ -9,11 +9,11 @@ from kernels.activation import Activation
 class DecoderDims:
     """Sizes and architecture variants of a decoder.
 
-    scale multiplies the attention scores; with a softcap above 0 they become softcap * tanh(score / softcap). The
-    leading rotary_dim numbers of each head are rotated (0 for all of them), in adjacent pairs if is_interleaved. Norms
-    are RMS norms, unless has_layer_norm. norms_qk_rows: q_norm and k_norm are of all heads of a token together.
-    has_unit_qk_norm: rotated queries and keys are brought to unit root mean square. is_parallel: the feed-forward
-    network reads what attention reads. gate_up is packed as gated with silu alone.
+    scale multiplies the attention scores; with a softcap above 0 scores become softcap * tanh(score / softcap). The
+    first rotary_dim elements of each head are rotated (0 means all of them), in adjacent pairs if is_interleaved. Norms
+    are RMS norms, unless has_layer_norm. norms_qk_rows: q_norm and k_norm normalize all heads of a token together.
+    has_unit_qk_norm: rotated queries and keys are scaled to unit root mean square. is_parallel: the feed-forward
+    network has the same input as attention. gate_up is packed as gated only if the activation is silu.
     """
 
     hidden_size: int

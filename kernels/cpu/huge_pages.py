@@ -1,7 +1,7 @@
-"""Memory for weights on huge pages, if the system grants them.
+"""Memory for weights on huge pages, if the system provides them.
 
 A step reads every weight once, in order. With 4 KiB pages the processor's prefetching stops at each page boundary, and
-each page costs a page table walk. Most matrices are smaller than a huge page, so several share a chunk.
+each page costs a page table walk. Most matrices are smaller than a huge page, so several of them share a chunk.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 _HUGE_PAGE = 2 << 20
 _CHUNK_BYTES = 16 * _HUGE_PAGE
-# Smaller tensors would keep a chunk alive for little.
+# Smaller tensors are allocated separately: otherwise one of them could keep a whole chunk allocated.
 _LEAST_BYTES = 64 << 10
 _ALIGNMENT = 64
 _lock = threading.Lock()
-_free = torch.empty(0, dtype=torch.uint8)  # of the newest chunk
+_free = torch.empty(0, dtype=torch.uint8)  # the rest of the newest chunk
 
 
 def empty_bytes(num_bytes: int) -> Tensor:
-    """Return uninitialized uint8 memory of this size. Its chunk is freed with the last tensor in the chunk."""
+    """Return uninitialized uint8 memory of this size. A chunk is freed with the last tensor in it."""
     global _free
     if num_bytes < _LEAST_BYTES:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -41,7 +41,7 @@ def empty_bytes(num_bytes: int) -> Tensor:
 def _new_chunk(num_bytes: int) -> Tensor:
     whole = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
     memory = mmap.mmap(-1, whole + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A hint: if the system has no huge pages, the memory is ordinary.
+    # This is only a hint: without huge pages the memory has ordinary pages.
     with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     chunk = torch.frombuffer(memory, dtype=torch.uint8)

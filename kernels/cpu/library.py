@@ -1,4 +1,4 @@
-"""The compiled kernels as a ctypes library: structures and signatures."""
+"""Loads the compiled kernels with ctypes: structures and function signatures."""
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
@@ -92,7 +92,7 @@ class BatchStruct(ctypes.Structure):
 
 
 class Library:
-    """A build of the kernels that was loaded; `isa` is one of the instruction sets in kernels.build."""
+    """A loaded build of the kernels; `isa` is one of the instruction sets in kernels.build."""
 
     def __init__(self, path: Path, isa: str) -> None:
         """Load the library; raises OSError if that fails."""

@@ -1,4 +1,4 @@
-"""Choose the build of the compiled kernels for this processor, and check it before use."""
+"""Chooses the build of the compiled kernels for this processor, and checks it before use."""
 
 import contextlib
 import functools
@@ -17,8 +17,8 @@ from kernels.cpu.library import Library
 def load_library() -> Library | None:
     """Return the best build of the kernels for this processor; None, after logging the reason, if there is none.
 
-    A missing build is compiled first (some seconds). The variable MIDSTREAM_CPU_ISA names an instruction set (amx,
-    avx512, avxvnni, avx2) or `reference` for none.
+    A missing build is compiled first, which takes some seconds. The environment variable MIDSTREAM_CPU_ISA selects an
+    instruction set (amx, avx512, avxvnni, avx2), or `reference` for the PyTorch reference.
     """
     return _load(os.environ.get("MIDSTREAM_CPU_ISA", ""))
 
@@ -47,7 +47,8 @@ def _load(wanted: str) -> Library | None:
 
 def _try(isa: str) -> tuple[Library | None, str | None]:
     """Return the build for this instruction set, or the reason why it cannot be used."""
-    # Imported here because the check also runs as a separate program, which must not find itself imported.
+    # Imported here because the check also runs as a separate program, and a module that runs as a program must not
+    # already be imported.
     from kernels.cpu.self_check import find_difference
 
     try:
@@ -61,7 +62,9 @@ def _try(isa: str) -> tuple[Library | None, str | None]:
 
 
 def find_crash(path: Path, isa: str) -> str | None:
-    """Return how the check of a library failed in a separate process; None if it passed, now or earlier."""
+    """Run the check of a library in a separate process; return how it failed, or None if it passes now or has passed
+    earlier.
+    """
     digest = hashlib.sha256(" ".join(sorted(processor_flags())).encode()).hexdigest()[:16]
     passed = path.with_suffix(f".{isa}.{digest}.passed")
     if passed.exists():

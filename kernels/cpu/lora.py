@@ -1,4 +1,4 @@
-"""Low-rank adapters in a layout that the CPU kernels read."""
+"""LoRA adapters in the layout of the CPU kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.cpu.library import LoraLayerStruct, LoraPairStruct
 
 
 class PackedLora:
-    """One adapter for all layers."""
+    """A LoRA adapter for all layers."""
 
     def __init__(self, dims: DecoderDims, layers: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> None:
         """Pack each layer's pairs (a [R, K]; b [N, R], multiplied by the adapter's scale) for q, k, v, o, gate, up and
@@ -21,7 +21,7 @@ class PackedLora:
         Raises ValueError for wrong shapes.
         """
         self.dims, self.num_layers = dims, len(layers)
-        self._held: list[Tensor] = []  # the kernels point into them
+        self._held: list[Tensor] = []  # the kernels hold pointers to them
         self.structs = (LoraLayerStruct * len(layers))()
         shapes = lora_shapes(dims)
         for struct, pairs in zip(self.structs, layers, strict=True):
@@ -53,11 +53,11 @@ def lora_shapes(dims: DecoderDims) -> dict[str, tuple[int, int]]:
 def adapter_pointers(
     adapters: Sequence[PackedLora | None] | None, num_sequences: int, dims: DecoderDims, num_layers: int
 ) -> ctypes.Array[ctypes.c_void_p] | None:
-    """Return the array for MidstreamBatch.adapters; raises ValueError if an adapter does not fit the decoder."""
+    """Return the array for MidstreamBatch.adapters; raise ValueError if an adapter does not match the decoder."""
     if adapters is None:
         return None
     if len(adapters) != num_sequences:
-        raise ValueError(f"{len(adapters)} adapters for {num_sequences} sequences")
+        raise ValueError(f"{len(adapters)} adapters for {num_sequences} sequences; there must be one for each sequence")
     if any(item is not None and (item.dims, item.num_layers) != (dims, num_layers) for item in adapters):
         raise ValueError("an adapter is of another decoder")
     pointers = (None if item is None else ctypes.addressof(item.structs) for item in adapters)

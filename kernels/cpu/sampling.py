@@ -1,9 +1,9 @@
-"""Draws the next tokens of rows of logits.
+"""Draws the next token for each row of logits.
 
 A token's weight is e^((logit - highest) / temperature), from 0 to 1, rounded to a multiple of a quantum that is small
 enough not to matter and large enough that a float64 holds the sum of a row's weights without rounding. Every sum is
-therefore exact: what is drawn depends neither on the order of additions nor on threads or instruction set, and equals
-what the PyTorch reference in the worker's sampler draws.
+therefore exact: the drawn token depends neither on the order of additions nor on the number of threads or the
+instruction set, and is the one that the PyTorch reference in the worker's sampler draws.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.cpu.threads import ThreadPool
 
-# MidstreamDraw in csrc/api.h.
+# The layout is that of MidstreamDraw in csrc/api.h.
 _DRAW = np.dtype(
     [
         ("seed", np.uint64),
@@ -29,10 +29,10 @@ Draws = NDArray[np.void]
 
 
 def empty_draws(num_rows: int) -> Draws:
-    """Return parameters of this many rows, to be filled in.
+    """Return uninitialized sampling parameters for this many rows.
 
-    Their fields: temperature (0: greedy), top_k (0: all), top_p, min_p; seed, sequence_index and position, from which
-    the random number comes.
+    The fields are temperature (0: greedy), top_k (0: all), top_p and min_p; and seed, sequence_index and position,
+    which determine the random number.
     """
     return np.empty(num_rows, dtype=_DRAW)
 
@@ -40,8 +40,9 @@ def empty_draws(num_rows: int) -> Draws:
 def draw(threads: ThreadPool, logits: Tensor, rows: NDArray[np.int32], draws: Draws) -> tuple[Tensor, Tensor]:
     """Draw a token for some rows of logits, float32 [N, vocabulary]; rows and draws [S].
 
-    Return tokens, int32 [S], and the highest logits, float32 [S], NaN where a logit is. Greedy rows take the first of
-    the highest. Where the highest logit is not finite, the token is invalid. Raises ValueError for wrong shapes.
+    Return the tokens, int32 [S], and the highest logits, float32 [S], which are NaN for rows with a NaN. Greedy rows
+    take the first of the highest logits. If the highest logit is not finite, the token is invalid. Raises ValueError
+    for wrong shapes.
     """
     if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.is_contiguous() or logits.shape[1] < 1:
         raise ValueError(f"logits are {logits.dtype} {list(logits.shape)}: expected contiguous float32 [N, vocabulary]")
@@ -63,7 +64,7 @@ def draw(threads: ThreadPool, logits: Tensor, rows: NDArray[np.int32], draws: Dr
 
 
 def pointer_to(draws: Draws, num_rows: int) -> int:
-    """Return the address of the parameters of this many rows. Raises ValueError where they are not."""
+    """Return the address of the parameters of this many rows. Raises ValueError if type, shape or layout is wrong."""
     if draws.dtype != _DRAW or draws.shape != (num_rows,) or not draws.flags.c_contiguous:
         raise ValueError(f"draws are {draws.dtype} {list(draws.shape)}: expected contiguous draws [{num_rows}]")
     return draws.ctypes.data

@@ -1,7 +1,7 @@
 """Checks that a build of the kernels matches the reference on this machine, before it is used.
 
 `python -m kernels.cpu.self_check LIBRARY ISA` checks in a separate process, so that an unsupported instruction kills
-only that process; it exits with 1 and prints what differs.
+only that process; if results differ, it prints which and exits with 1.
 """
 
 import sys
@@ -25,13 +25,13 @@ from kernels.rotary import apply_rotary
 
 NUM_INPUTS, NUM_OUTPUTS, NUM_ROWS = 256, 70, (19, 9, 5, 1)
 DIMS = DecoderDims(hidden_size=40, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=72, eps=1e-5, scale=0.25)
-# By the type of the cache: a value next to the middle of two bfloat16 or integers may be rounded to either.
+# Tolerance by cache dtype: a value near the midpoint of two representable values may be rounded either way.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.int16: 1e-3, torch.int8: 1e-1}
 BLOCK_SIZE, CONTEXT_LENS, QUERY_LENS, WINDOW = 4, [37, 5], [35, 1], 30
 
 
 def find_difference(library: Library) -> str | None:
-    """Return where the library's results differ from the reference, or None if they match."""
+    """Return which of the library's results differ from the reference, or None if they match."""
     generator = torch.Generator().manual_seed(0)
     try:
         threads = ThreadPool(library, 2)
@@ -39,7 +39,8 @@ def find_difference(library: Library) -> str | None:
         return str(error)
     for weight_format in WeightFormat:
         parts, weight = _weights(weight_format, generator)
-        # These numbers are bytes times a power of two, so that rounding them loses nothing, or little as 16 bits.
+        # The inputs are integers of eight bits times a power of two, so that rounding them to bytes is exact, and to 16
+        # bits nearly so.
         x = torch.randint(-127, 128, (NUM_ROWS[0], NUM_INPUTS), generator=generator) / 64
         x[:, ::32] = 127 / 64
         for input_format in InputFormat:
@@ -47,7 +48,7 @@ def find_difference(library: Library) -> str | None:
             outputs = [packed(x[:count], threads) for count in NUM_ROWS]
             if not _is_close(outputs[0], linear(x, weight)):
                 return f"its {weight_format.name} linear layer differs from the reference"
-            # There is a way to compute for each number of rows; all have the same sums.
+            # The kernels have a separate code path for each number of rows; all must give the same sums.
             if not all(torch.equal(output, outputs[0][: len(output)]) for output in outputs):
                 return f"its {weight_format.name} linear layer gives different results for different numbers of rows"
     for cache_dtype in TOLERANCES:
@@ -92,7 +93,7 @@ def _is_decoder_right(
     weights = {name: random(*shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
     norms = {name: random(DIMS.hidden_size) for name in ("attention_norm", "ffn_norm")}
     norms |= {name: random(DIMS.head_dim) for name in ("q_norm", "k_norm")}
-    # Earlier keys and values are copied from the reference to a float cache; integer caches are written entirely by the
+    # Earlier keys and values are copied from the reference to a float cache; integer caches are written only by the
     # kernels.
     has_floats = cache_dtype.is_floating_point
     query_lens = QUERY_LENS if has_floats else CONTEXT_LENS

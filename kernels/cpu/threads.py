@@ -1,4 +1,4 @@
-"""The threads that the CPU kernels run on."""
+"""The threads of the CPU kernels."""
 
 import ctypes
 import weakref
@@ -8,12 +8,12 @@ from kernels.cpu.library import Library
 
 
 class ThreadPool:
-    """A team of threads. Must not be called concurrently; the caller works as the first thread."""
+    """A pool of threads. Must not be called concurrently; the caller works as the first thread."""
 
     def __init__(self, library: Library, num_threads: int, cpus: Sequence[int] | None = None) -> None:
-        """Start num_threads - 1 threads, pinned to these processors (one each) if they are given.
+        """Start num_threads - 1 threads; if `cpus` is given, pin each to one of these processors.
 
-        Raises RuntimeError if the library is to use AMX and the system does not allow it.
+        Raises RuntimeError if the library needs AMX and the system does not allow its use.
         """
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}: expected at least 1")
