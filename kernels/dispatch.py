@@ -113,7 +113,8 @@ def choose_attention(name: str, case: AttentionCase, device: torch.device) -> No
     """Choose, for this process, the implementations of attention on `device`.
 
     Args:
-        name: flash-attn, flashinfer or triton; auto uses the installed ones that are faster than Triton in a measurement made now.
+        name: flash-attn, flashinfer or triton; auto uses those installed ones that
+            are faster than Triton in a measurement made now.
         case: Types and sizes of the model.
         device: The CUDA device.
 
@@ -183,7 +184,7 @@ def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor,
     Args:
         y: [M, N], changed in place.
         x: [M, K].
-        values: One-dimensional; the elements of all adapters. Each a starts at a multiple of 8 and is followed by its b.
+        values: One-dimensional; elements of all adapters. Each a starts at a multiple of 8 and is followed by its b.
         table: int64 [num_slots, 2]; the start of a in `values`, and R, at most max_rank; with R = 0 nothing is added.
         slots: int32 [M]; -1 means no adapter.
         max_rank: Largest R.

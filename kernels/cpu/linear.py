@@ -24,7 +24,7 @@ class WeightFormat(IntEnum):
 
     F32 = 0
     BF16 = 1
-    INT8 = 2  # one scale for each output channel; built from floats, or from rows of bytes with a float32 scale at the end
+    INT8 = 2  # one scale per output channel; built from floats, or from rows of bytes with a float32 scale at the end
     Q4_1 = 3  # GGUF: float16 scale, float16 minimum; four bits
     Q8_0 = 4  # GGUF: float16 scale; int8
     INT4 = 5  # float32 scale whose last nine bits are replaced by the zero point; four bits
@@ -84,7 +84,7 @@ class PackedLinear:
         self.num_outputs = stacked.shape[0]
         self.num_inputs = num_inputs or _num_inputs(library, stacked, weight_format, has_blocks)
         if has_blocks and stacked.shape[1] != library.row_bytes(int(weight_format), self.num_inputs):
-            raise ValueError(f"a row of {stacked.shape[1]} bytes does not consist of whole {weight_format.name} blocks")
+            raise ValueError(f"a row of {stacked.shape[1]} bytes is not made of {weight_format.name} blocks")
         if weight_format == WeightFormat.Q4_K and self.num_inputs % 256:
             raise ValueError(f"Q4_K weights have {self.num_inputs} inputs: expected a multiple of 256")
         self.format = weight_format
@@ -110,7 +110,9 @@ class PackedLinear:
     def followed_by(self, other: PackedLinear) -> PackedLinear:
         """Append the outputs of another layer that has the same input; return this layer."""
         if self.is_gated or other.is_gated or other.num_inputs != self.num_inputs or self._next is not None:
-            raise ValueError("a layer can be followed once, if neither layer is gated and both have equally many inputs")
+            raise ValueError(
+                "a layer can be followed once, if neither layer is gated and both have equally many inputs"
+            )
         self._next = other  # the kernels hold pointers to it
         self.struct.next = ctypes.addressof(other.struct)
         self.num_outputs += other.num_outputs
