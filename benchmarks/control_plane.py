@@ -1,9 +1,9 @@
-"""Measure the throughput of everything but the model: `python -m benchmarks.control_plane [--streams 256] [--profile
+"""Measure the throughput of everything except the model: `python -m benchmarks.control_plane [--streams 256] [--profile
 router]`.
 
-Starts router, detokenizer, scheduler and a fake worker as separate processes, streams many requests concurrently from
-this one, and prints tokens per second and CPU time per token of each process. `--profile` samples one part with py-spy
-and writes a flame graph.
+Starts a router, a detokenizer, a scheduler and a fake worker as separate processes, streams many requests concurrently
+from this process, and prints tokens per second and CPU time per token of each process. `--profile` samples one process
+with py-spy and writes a flame graph.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ START_TIMEOUT_S = 60.0
 
 
 def main() -> int:
-    """Run the benchmark; fail if a request failed."""
+    """Run the benchmark; fail if any request failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=256, help="Concurrent requests. [256]")
     parser.add_argument("--tokens", type=int, default=512, help="Output tokens per request. [512]")
     parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--detokenizers", type=int, default=1)
-    parser.add_argument("--step-ms", type=float, default=0.0, help="Duration of a fake step. [0]")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="Duration of a fake step in ms. [0]")
     parser.add_argument("--scheduler-flags", default="", help="Additional flags of the scheduler. [--journal off]")
     parser.add_argument(
-        "--profile", default="", help="Part to sample with py-spy: router, detokenizer, scheduler, client."
+        "--profile", default="", help="Process to sample with py-spy: router, detokenizer, scheduler, client."
     )
     arguments = parser.parse_args()
     console = Console()
@@ -60,7 +60,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def start_parts(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, psutil.Process], list[str]]]:
-    """Run the processes; yield them by name, and the routers' addresses."""
+    """Run the processes; yield them by name, and the addresses of the routers."""
     ports = free_ports(2 + arguments.routers + arguments.detokenizers)
     scheduler, worker, *rest = ports
     routers, detokenizers = rest[: arguments.routers], rest[arguments.routers :]
@@ -97,7 +97,7 @@ def start_parts(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, psuti
 async def measure(
     arguments: argparse.Namespace, parts: dict[str, psutil.Process], addresses: list[str], console: Console
 ) -> tuple[RunResult, dict[str, float]]:
-    """Return the run, and the CPU seconds that each process spent on it."""
+    """Return the run, and the CPU seconds that each process used during it."""
     async with AsyncClient(addresses) as client:
         await wait_until_whole(client)
     generator = random.Random(0)
@@ -135,7 +135,7 @@ async def measure(
 
 
 async def wait_until_whole(client: AsyncClient) -> None:
-    """Return once the service is completely ready."""
+    """Return once every component is ready."""
     give_up_at = time.monotonic() + START_TIMEOUT_S
     while not await _is_whole(client):
         if time.monotonic() > give_up_at:
@@ -152,7 +152,7 @@ async def _is_whole(client: AsyncClient) -> bool:
 
 
 def start_profile(name: str, parts: dict[str, psutil.Process]) -> subprocess.Popen[bytes] | None:
-    """Profile the first process with that name for some seconds."""
+    """Profile the first process with that name for the given number of seconds."""
     if not name:
         return None
     process = next(process for part, process in parts.items() if part.startswith(name))
@@ -180,7 +180,7 @@ def report(result: RunResult, spent: dict[str, float], console: Console) -> None
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """Return user and system time so far."""
+    """Return the user and system time used so far."""
     times = process.cpu_times()
     return float(times.user + times.system)
 

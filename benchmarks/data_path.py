@@ -6,13 +6,13 @@ turn. Prints the best and the median of the rounds, and the median of the ratios
 from `benchmarks/load/client.cpp`, which is compiled here (needs g++) and takes a few microseconds per message.
 
 Rows:
-    single    one stream of the embedded model, 128 tokens in and 128 out, beside the same worker in process
-    mixed     64 such streams
-    paced     one stream of 256 tokens, a worker whose steps take 5 ms without CPU time
-    fake      256 streams of 512 tokens, a worker without cost
-    short     requests of 32 tokens in and 16 out, 256 at once, the same worker
+    single    one stream of the embedded model, 128 tokens in and 128 out, compared with the same worker in process
+    mixed     64 of these streams
+    paced     one stream of 256 tokens, with a worker whose steps take 5 ms but no CPU time
+    fake      256 streams of 512 tokens, with a worker whose steps take no time
+    short     256 concurrent requests of 32 tokens in and 16 out, with the same worker
     sse       256 streams over HTTP
-    many      2,000 streams of 64 tokens at once
+    many      2,000 concurrent streams of 64 tokens
 """
 
 from __future__ import annotations
@@ -44,14 +44,18 @@ from tests.ports import free_ports
 
 ROOT = Path(__file__).parent.parent
 START_TIMEOUT_S = 120.0
-# All parts but the worker and the client.
+# All components except the worker and the client.
 SERVICES = ("scheduler", "detokenizer", "router")
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of one size. Attributes: concurrency: Concurrent requests. connections: Number of connections. door:
-    grpc or sse.
+    """Requests of one size.
+
+    Attributes:
+        concurrency: Number of concurrent requests.
+        connections: Number of connections.
+        door: grpc or sse.
     """
 
     num_requests: int
@@ -88,7 +92,7 @@ def _sse_body(prompt: list[int], num_tokens: int) -> bytes:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table: a load and its worker."""
+    """One row of the table: a load and the worker that serves it."""
 
     load: Load
     is_fake: bool = True
@@ -115,14 +119,14 @@ class Checkout:
     """The services of one checkout, as processes on this machine."""
 
     def __init__(self, name: str, root: Path, flags: Sequence[str]) -> None:
-        """`flags` are passed to scheduler, detokenizer and router."""
+        """Prepare the services; `flags` are passed to the scheduler, detokenizer and router."""
         self.name, self.root, self.flags = name, root, tuple(flags)
         python = root / ".venv" / "bin" / "python"
         self.python = str(python) if python.exists() else sys.executable
 
     @contextlib.contextmanager
     def open(self, row: Row, folder: Path) -> Iterator[Callable[[Path, Path], Figures]]:
-        """Run the services in a context; yield a function that sends a load and measures it."""
+        """Run the services while the context is open; yield a function that sends a load and measures it."""
         scheduler, zmq, detokenizer, grpc, http = free_ports(5)
         model = open_model_folder("smollm2")
         streams = max(row.num_rows, 8)
@@ -165,7 +169,7 @@ class Checkout:
             yield send
 
     def engine(self, row: Row, folder: Path) -> float:
-        """Return the tokens per second of the worker alone, in process."""
+        """Return the tokens per second of the worker alone, in this process."""
         load, dice = row.load, random.Random(1)
         size = {"concurrency": load.concurrency, "counts_input": False}
         prompts = [
@@ -189,7 +193,7 @@ class Checkout:
 
 
 def figures_of(found: Figures, before: Times, after: Times) -> Figures:
-    """Return the results of one run: rates, gaps, and microseconds of CPU time per token for each part."""
+    """Return the results of one run: rates, gaps, and microseconds of CPU time per token for each component."""
     spent: Figures = {}
     for key, seconds in after.items():
         part = key.partition(" ")[0]
@@ -228,12 +232,12 @@ def _wait_until_served(http_port: int, popens: dict[str, subprocess.Popen[bytes]
         except OSError:
             ended = [name for name, popen in popens.items() if popen.poll() is not None]
             if ended or time.monotonic() > give_up_at:
-                raise RuntimeError(f"the service did not start; ended: {ended}") from None
+                raise RuntimeError(f"the service did not start; processes that ended: {ended}") from None
             time.sleep(0.2)
 
 
 def measure(name: str, checkouts: Sequence[Checkout], client: Path, rounds: int, folder: Path) -> list[list[Figures]]:
-    """Return figures by checkout and round; checkouts are measured in turn."""
+    """Return figures by checkout and round; the checkouts are measured in turn."""
     row = ROWS[name]
     results: list[list[Figures]] = [[] for _ in checkouts]
     with contextlib.ExitStack() as stack:
@@ -251,12 +255,12 @@ def measure(name: str, checkouts: Sequence[Checkout], client: Path, rounds: int,
     return results
 
 
-# Figures of which higher values are better; for all others lower ones are.
+# Higher values are better for these figures; for all others lower values are better.
 RATES = frozenset({"tokens_per_s", "requests_per_s", "engine_ratio", "tokens_per_message"})
 
 
 def report(name: str, checkouts: Sequence[Checkout], results: list[list[Figures]]) -> Table:
-    """Print the best and the median result of each checkout, and the ratio to the last one."""
+    """Print the best and the median result of each checkout, and the ratio to the last checkout."""
     table = Table("figure", *(f"{it.name} {kind}" for it in checkouts for kind in ("best", "median")), title=name)
     if len(checkouts) > 1:
         table.add_column("ratio (range)")
@@ -274,14 +278,20 @@ def report(name: str, checkouts: Sequence[Checkout], results: list[list[Figures]
 
 
 def main() -> int:
-    """Run the benchmark; fail if a request failed."""
+    """Run the benchmark; fail if any request failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="single,paced,fake,short,sse,many", help=f"Of {','.join(ROWS)}.")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--baseline", type=Path, help="Another checkout, measured in turn with this one.")
-    parser.add_argument("--flags", default="", help="More flags of this checkout's scheduler, detokenizer and router.")
-    parser.add_argument("--baseline-flags", default="", help="The same for the other checkout.")
-    parser.add_argument("--output", type=Path, help="File for all figures, as JSON.")
+    parser.add_argument("--baseline", type=Path, help="Path of another checkout, measured in turn with this one.")
+    parser.add_argument(
+        "--flags", default="", help="Additional flags for this checkout's scheduler, detokenizer and router."
+    )
+    parser.add_argument(
+        "--baseline-flags",
+        default="",
+        help="Additional flags for the other checkout's scheduler, detokenizer and router.",
+    )
+    parser.add_argument("--output", type=Path, help="JSON file to write all figures to.")
     arguments = parser.parse_args()
     checkouts = [Checkout("this", ROOT, arguments.flags.split())]
     if arguments.baseline is not None:

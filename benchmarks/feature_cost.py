@@ -1,8 +1,8 @@
 """Measure the cost of feature code in a batch that uses no features: `python -m benchmarks.feature_cost`.
 
 Greedy decode steps run alternately with and without feature code: adapters, drafts, grammars, post-processors, logits
-processors, reports, beams, failed rows. CPU time outside the forward pass shows differences that noise hides in whole
-steps; both are printed as ratios to a whole step.
+processors, reports, beams, failed rows. The CPU time outside the forward pass reveals differences that are lost in the
+noise of whole steps; both are printed as ratios to a whole step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def bare_step(runner: ModelRunner, batch: InputBatch) -> StepOutput:
         sampled=torch.from_numpy(starts[:-1]),
     )
     if (last + 1 > batch.rows.num_blocks[rows] * 16).any():
-        raise ValueError("a block table is too short for its sequence")
+        raise ValueError("a block table is too short for its sequence's tokens")
     token_ids, highest = _likeliest(runner.model.decoder.forward(inputs))
     if not np.isfinite(highest).all():
         raise ValueError("a logit is not finite")
@@ -57,7 +57,7 @@ def bare_step(runner: ModelRunner, batch: InputBatch) -> StepOutput:
 
 
 def start(runner: ModelRunner, batch_size: int) -> None:
-    """Prefill this many prompts."""
+    """Clear the runner, prefill `batch_size` prompts and decode one token each."""
     runner.clear()
     length = PROMPT_TOKENS + 2 * NUM_PAIRS + 4
     num_blocks = -(-length // 16)
@@ -76,7 +76,9 @@ def start(runner: ModelRunner, batch_size: int) -> None:
 
 
 def measure(runner: ModelRunner, timed: ForwardTime, batch_size: int) -> tuple[float, float, float]:
-    """Return milliseconds of a whole step, the ratio of whole steps, and that of CPU time outside the forward pass."""
+    """Return the milliseconds of a whole step, the ratio of the whole steps, and the ratio of the CPU time outside the
+    forward pass.
+    """
     start(runner, batch_size)
     batch = runner._batch
     kinds: dict[bool, Callable[[], object]] = {

@@ -2,15 +2,15 @@
 
 python -m benchmarks.http_cost [--all] [--only chat,responses] [--fake] [--streams 64] [--tokens 128] [--rounds 4]
 
-Starts one service and sends requests over native gRPC and as OpenAI completions (SSE), with `--all` over every
-streaming API, in alternating order. Prints output tokens per second of each API, and the CPU time per token of the
-service, its router and the client. With `--fake` the worker has no model, so that only the control plane is measured.
+Starts one service and sends requests over native gRPC and as OpenAI completions (SSE), or with `--all` over every
+streaming API, in alternating order. Prints the output tokens per second of each API, and the CPU time per token of the
+service, its router and the client. With `--fake` the worker has no model, so only the control plane is measured.
 
 Every API gets the same work: a prompt is a chat of random words, given as messages, as its rendered text or as its
 token ids, and each stream has the same length, since the service's copy of the model has no usual end token.
 
-The clients run in this process. They read every message with gRPC, and every line of server-sent events, of which they
-parse the usage alone.
+The clients run in this process. They read every gRPC message and every line of server-sent events, but parse only the
+usage.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _MESSAGE = "MESSAGE"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A service: its router's addresses, and its processes by name."""
+    """A service: the addresses of its router, and its processes by name."""
 
     grpc: str
     http_port: int
@@ -85,15 +85,16 @@ class Prompt:
         return [{"role": "user", "content": self.words}]
 
 
-# Finds the usage in an event.
+# Matches the usage in an event.
 Usage = Callable[[dict[str, Any]], dict[str, int] | None]
-# Sends prompts with this many tokens to generate, and reads all output; returns the numbers of output tokens.
+# A function that sends prompts with this many tokens to generate, reads all output, and returns the numbers of output
+# tokens.
 Way = Callable[[Target, list[Prompt], int], Awaitable[list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of one protocol; CPU times in µs per token, `service_us` of all parts together."""
+    """One run of one protocol; CPU times in µs per token. `service_us` is that of all components together."""
 
     tokens_per_s: float
     service_us: float
@@ -104,13 +105,13 @@ class Run:
 def main() -> int:
     """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="Measure all APIs.")
-    parser.add_argument("--only", default="", help="Measure these, separated by commas, and native gRPC.")
-    parser.add_argument("--fake", action="store_true", help="A worker without a model.")
-    parser.add_argument("--step-ms", type=float, default=0.0, help="Duration of a fake step. [0]")
+    parser.add_argument("--all", action="store_true", help="Measure every API.")
+    parser.add_argument("--only", default="", help="Measure only these APIs (comma-separated) and native gRPC.")
+    parser.add_argument("--fake", action="store_true", help="Use a worker without a model.")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="Duration of a fake step in ms. [0]")
     parser.add_argument("--streams", type=int, default=64, help="Concurrent requests. [64]")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="Tokens of each prompt. [64]")
-    parser.add_argument("--tokens", type=int, default=128, help="Output tokens of each. [128]")
+    parser.add_argument("--tokens", type=int, default=128, help="Output tokens of each request. [128]")
     parser.add_argument("--rounds", type=int, default=4, help="Runs per protocol. [4]")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, start_service(Path(folder), arguments) as target:
@@ -149,7 +150,7 @@ def start_service(folder: Path, arguments: argparse.Namespace, router_flags: str
 
 
 def _without_end(folder: Path) -> ModelFolder:
-    """Return a copy of the embedded model that ends only with a rare token."""
+    """Return a copy of the embedded model whose only end token is a rare token."""
     model = open_model_folder("smollm2")
     folder.mkdir()
     for file in model.path.iterdir():
@@ -176,7 +177,7 @@ async def measure(target: Target, arguments: argparse.Namespace) -> dict[str, li
     for number in range(-1, arguments.rounds):
         order = list(ways)
         for name in reversed(order) if number % 2 else order:
-            # New prompts each time: only the template's first tokens are in the prefix cache.
+            # Each run has new prompts: only the first tokens of the template are in the prefix cache.
             drawn = [prompts.draw() for _ in range(arguments.streams)]
             run = await timed(target, ways[name], drawn, arguments.tokens if number >= 0 else _WARM_UP_TOKENS)
             if number >= 0:
@@ -189,14 +190,14 @@ class Prompts:
     """Draws prompts of random words, all with the same number of tokens.
 
     Attributes:
-        num_words: Words of each.
+        num_words: Number of words in each prompt.
     """
 
     def __init__(self, template: str, num_tokens: int) -> None:
-        """`template` is a rendered chat whose message is `_MESSAGE`.
+        """Measure the template; `template` is a rendered chat whose message is `_MESSAGE`.
 
         Raises:
-            ValueError: It alone has more than `num_tokens`.
+            ValueError: The template alone has more than `num_tokens` tokens.
         """
         self._template = template
         self._num_tokens = num_tokens
@@ -211,7 +212,7 @@ class Prompts:
     def draw(self) -> Prompt:
         """Return a new prompt."""
         while True:
-            # Each word is a token, except for some as the first word.
+            # Each word is one token, except for some words at the start of the message.
             words = " ".join(self._random.choices(self._words, k=self.num_words))
             text = self._template.replace(_MESSAGE, words)
             ids = self._tokenizer.encode(text)
@@ -220,7 +221,7 @@ class Prompts:
 
 
 async def rendered_chat(port: int) -> str:
-    """Return the rendered chat with the message `_MESSAGE`."""
+    """Return a rendered chat with the message `_MESSAGE`."""
     reader, writer = await _post(port, "/tokenize", {"messages": [{"role": "user", "content": _MESSAGE}]})
     head_and_body = await reader.read()
     writer.close()
@@ -286,14 +287,14 @@ async def kserve(target: Target, prompts: list[Prompt], max_tokens: int) -> list
 
 
 async def completions(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
-    """Stream OpenAI completions as server-sent events, one connection each."""
+    """Stream OpenAI completions as server-sent events, with one connection per request."""
     fixed = {"max_tokens": max_tokens, "temperature": 0, "stream_options": {"include_usage": True}}
     bodies = [{"prompt": prompt.ids, **fixed} for prompt in prompts]
     return await _all_counts(target, "/v1/completions", bodies, lambda event: event.get("usage"), "completion_tokens")
 
 
 async def chat(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
-    """Stream chat completions in the same way."""
+    """Stream chat completions as server-sent events, with one connection per request."""
     fixed = {"max_tokens": max_tokens, "temperature": 0, "stream_options": {"include_usage": True}}
     bodies = [{"messages": prompt.messages, **fixed} for prompt in prompts]
     path = "/v1/chat/completions"
@@ -348,7 +349,7 @@ async def _post(port: int, path: str, body: Mapping[str, object]) -> tuple[async
 
 
 def report(runs: dict[str, list[Run]], console: Console) -> None:
-    """Print medians, and the cost of each API."""
+    """Print the medians, and the cost of each API relative to native gRPC."""
     table = Table("way", "tok/s", "each run", *(f"{part} µs/token" for part in ("service", "router", "client")))
     for name, items in runs.items():
         each = " ".join(f"{run.tokens_per_s:,.0f}" for run in items)

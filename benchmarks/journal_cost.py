@@ -1,8 +1,8 @@
 """Measure the cost of the journal: `python -m benchmarks.journal_cost [--step-ms 20] [--rounds 5]`.
 
-Streams many requests through the service with a fake worker, without a journal and with each kind in turn. Prints the
-ratio of throughput with and without it (median and range over the rounds), and the CPU time that it adds per token,
-which depends less on other work on the machine.
+Streams many requests through the service with a fake worker, without a journal and with each kind of journal in turn.
+Prints the ratio of the throughput with a journal to the throughput without (median and range over the rounds), and the
+CPU time that the journal adds per token, which depends less on other work on the machine.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64, help="Concurrent requests. [64]")
     parser.add_argument("--tokens", type=int, default=256, help="Output tokens per request. [256]")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="Time of a fake step; 0 is the worst case. [20]")
-    parser.add_argument("--rounds", type=int, default=5, help="Runs of each. [5]")
+    parser.add_argument(
+        "--step-ms", type=float, default=20.0, help="Duration of a fake step in ms; 0 is the worst case. [20]"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="Runs of each kind. [5]")
     parser.add_argument("--folder", type=Path, default=None, help="Folder for the journal. [temporary]")
-    parser.add_argument("--kinds", default="log,sqlite", help="Journals to compare with none. [log,sqlite]")
+    parser.add_argument(
+        "--kinds", default="log,sqlite", help="Kinds of journal to compare with no journal. [log,sqlite]"
+    )
     arguments = parser.parse_args()
     arguments.routers = arguments.detokenizers = 1
     arguments.profile = ""
@@ -35,7 +39,7 @@ def main() -> int:
     kinds = ["off", *arguments.kinds.split(",")]
     rounds = []
     for number in range(arguments.rounds):
-        # Alternate the order because of processor temperature and clock drift.
+        # Alternate the order, because processor temperature and clock rate drift.
         turn = number % len(kinds)
         runs = {kind: run(arguments, kind, console) for kind in kinds[turn:] + kinds[:turn]}
         rounds.append(runs)

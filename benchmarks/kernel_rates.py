@@ -1,6 +1,6 @@
 """Measure how fast one thread multiplies packed weights: `python -m benchmarks.kernel_rates`.
 
-The fastest of many runs of less than a millisecond is used, so that other work on the machine has little effect.
+Each figure is the fastest of many runs of less than a millisecond, so other work on the machine has little effect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rate(linear: PackedLinear, threads: ThreadPool, num_rows: int, seconds: floa
 
 
 def compare(library: Library, arguments: argparse.Namespace) -> Table:
-    """Return the rate of each block format relative to Q4_1, measured in turn: best and median."""
+    """Return the best and the median rate of each block format relative to Q4_1, measured in turn."""
     threads, shape = ThreadPool(library, 1), (arguments.num_outputs, arguments.num_inputs)
     input_format = InputFormat[arguments.compare.upper()]
     formats = [item for item in WeightFormat if item.has_blocks]
@@ -62,14 +62,16 @@ def main() -> None:
     parser.add_argument("--num-outputs", type=int, default=1536)
     parser.add_argument("--num-inputs", type=int, default=576)
     parser.add_argument("--num-rows", type=int, nargs="+", default=NUM_ROWS)
-    parser.add_argument("--seconds", type=float, default=0.5, help="For each figure. [0.5]")
+    parser.add_argument("--seconds", type=float, default=0.5, help="Seconds per figure. [0.5]")
     parser.add_argument(
-        "--compare", choices=("f32", "int8", "int16"), help="All formats, the input rounded to this, against Q4_1."
+        "--compare",
+        choices=("f32", "int8", "int16"),
+        help="Compare all formats with Q4_1, with the input rounded to this type.",
     )
     arguments = parser.parse_args()
     library = load_library()
     if library is None:
-        raise SystemExit("the CPU kernels do not run here")
+        raise SystemExit("the CPU kernels are not available on this machine")
     if arguments.compare:
         Console(width=140).print(compare(library, arguments))
         return

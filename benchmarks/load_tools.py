@@ -1,8 +1,8 @@
 """Run third-party load tools against the HTTP port: `python -m benchmarks.load_tools --url URL aiperf guidellm smg`.
 
-Each is installed from PyPI in its own environment (.venv-tools/NAME) if needed, and runs a small load; its report is
-checked here. guidellm needs PyTorch, so its environment takes 2 GB. smg is a gateway in front of the service, through
-which the load goes.
+Each tool is installed from PyPI in its own environment (.venv-tools/NAME) if needed and runs a small load; its report
+is checked here. guidellm needs PyTorch, so its environment takes 2 GB. smg is a gateway in front of the service,
+through which the load goes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from midstream.model.folder import open_model_folder
 from tests.ports import free_ports
 
 ROOT = Path(__file__).parent.parent
-# Any build of PyTorch will do; pinned, so that pip chooses a CPU build if the index has one.
+# Any build of PyTorch is sufficient; it is pinned so that pip chooses a CPU build if the index has one.
 PACKAGES = {"aiperf": ["aiperf"], "guidellm": ["torch==2.13.0", "guidellm"], "smg": ["smg"]}
 STREAMS, REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 16, 32, 16
 TIMEOUT_S = 300
 
 
 def main() -> int:
-    """Run the tools; fail if one did not complete all its requests."""
+    """Run the tools; fail if a tool did not complete all its requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="The router's HTTP port.")
-    parser.add_argument("--model", default="smollm2", help="Served model; the tools count tokens with its tokenizer.")
-    parser.add_argument("--environments", type=Path, default=ROOT / ".venv-tools", help="Folder of environments.")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the router's HTTP port.")
+    parser.add_argument(
+        "--model", default="smollm2", help="Name of the served model; the tools count tokens with its tokenizer."
+    )
+    parser.add_argument("--environments", type=Path, default=ROOT / ".venv-tools", help="Folder for the environments.")
     parser.add_argument("tools", nargs="+", choices=sorted(PACKAGES))
     arguments = parser.parse_args()
     tokenizer = open_model_folder(arguments.model)
@@ -50,7 +52,7 @@ def main() -> int:
 
 
 def install(environment: Path, packages: list[str]) -> Path:
-    """Install a tool; return its environment's bin folder."""
+    """Install a tool; return the bin folder of its environment."""
     commands = environment / "bin"
     if not (commands / packages[-1]).exists():
         subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)

@@ -1,8 +1,8 @@
 """Compare a mixture of experts with a dense model of the same active size: `python -m benchmarks.mixture_rates`.
 
-Both have random int4 weights and run in one process, in turn, on one thread; steps are measured in processor time.
-Prints the mixture's token rate relative to the dense model's, and how many times its weights a step has to read: rows
-share a dense layer, but choose experts of their own.
+Both have random int4 weights and run in turn in one process, on one thread; steps are measured in CPU time. Prints the
+token rate of the mixture relative to the dense model, and how many times the weights of the dense model a step has to
+read: the rows share a dense layer, but each row chooses its own experts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BLOCK = 16
 
 
 class Contender:
-    """A model with rows that decode together."""
+    """A model, with rows that decode together."""
 
     def __init__(self, folder: Path) -> None:
         config = WorkerConfig(device="cpu", num_threads=1, max_kv_tokens=32_768, max_batch_size=128)
@@ -96,11 +96,13 @@ def main() -> None:
     """Print one row for each number of streams."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden-size", type=int, default=1024)
-    parser.add_argument("--active-size", type=int, default=2816, help="Of the dense layer, and of two experts. [2816]")
+    parser.add_argument(
+        "--active-size", type=int, default=2816, help="Intermediate size of the dense layer, and of two experts. [2816]"
+    )
     parser.add_argument("--num-layers", type=int, default=6)
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 2, 4, 8, 16, 64))
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=4, help="Of each model in a round. [4]")
+    parser.add_argument("--steps", type=int, default=4, help="Steps of each model in a round. [4]")
     arguments = parser.parse_args()
     shape = {
         "vocab_size": 1024,
@@ -109,7 +111,7 @@ def main() -> None:
         "num_attention_heads": arguments.hidden_size // 64,
         "num_key_value_heads": arguments.hidden_size // 256,
     }
-    table = Table(title=f"{NUM_EXPERTS} experts, {NUM_ACTIVE} active, against a dense model; int4, one thread")
+    table = Table(title=f"{NUM_EXPERTS} experts, {NUM_ACTIVE} active, compared with a dense model; int4, one thread")
     for column in ("streams", "dense ms", "mixture ms", "rate, median", "rate, best", "weights read"):
         table.add_column(column, justify="right")
     with tempfile.TemporaryDirectory() as name:

@@ -1,8 +1,9 @@
-"""Measure the quality of each number format: perplexity of a text, and changes of logits relative to the exact path.
+"""Measure the quality of each number format: perplexity of a text, and changes of the logits relative to the exact
+path.
 
-`python -m benchmarks.perplexity` reads a text in windows, each from an empty context, and compares every configuration
-with the first, which is exact: dequantized weights, float32 activations and cache. Without `--text` it uses the topics
-of Python's `help()`, and prints their digest, since they differ between versions.
+`python -m benchmarks.perplexity` reads a text in windows, each with an empty context, and compares every configuration
+with the first one, which is exact: dequantized weights, float32 activations and cache. Without `--text` it uses the
+topics of Python's `help()` and prints their digest, since they differ between versions.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ CHOICES: dict[str, dict[str, str]] = {
 
 
 def main() -> None:
-    """Print one row for each choice."""
+    """Print one row for each configuration."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--text", type=Path, nargs="+", help="Files. [the topics of Python's help()]")
+    parser.add_argument("--text", type=Path, nargs="+", help="Text files to read. [the topics of Python's help()]")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--max-windows", type=int, default=MAX_WINDOWS, help=f"[{MAX_WINDOWS}]")
     parser.add_argument("--choice", nargs="+", choices=list(CHOICES), default=list(CHOICES))
@@ -55,7 +56,7 @@ def main() -> None:
         for name, decoder in decoders.items():
             logits = reference if name == exact else logits_of(decoder, piece)
             loss[name] += torch.nn.functional.cross_entropy(logits[:-1], piece[1:].long(), reduction="sum").item()
-            # A constant added to all logits has no effect, so differences are relative to the mean.
+            # Adding a constant to all logits has no effect, so differences are relative to the mean.
             moves = (logits - logits.mean(1, keepdim=True)) - (reference - reference.mean(1, keepdim=True))
             moved[name] += moves.square().mean(1).sqrt().sum().item()
             top = reference.topk(64, dim=1).indices

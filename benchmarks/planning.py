@@ -63,7 +63,7 @@ def measure(num_running: int, num_queued: int, num_steps: int, policy: str) -> d
 
 
 def main() -> None:
-    """Print medians for two sizes and both policies."""
+    """Print the medians for two sizes and both policies."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
 """Predict the inner loop of the integer products on other processors: `python -m benchmarks.predicted_rates`.
 
-It compiles kernels/csrc/dot_panel.cpp like the build, extracts the loop of a full tile of rows over unpacked weights,
-and has llvm-mca (Debian package llvm) predict the cycles of an iteration if all data is in the L1 cache.
+It compiles kernels/csrc/dot_panel.cpp as the build does, extracts the loop of a full tile of rows over unpacked
+weights, and lets llvm-mca (Debian package llvm) predict the cycles per iteration with all data in the L1 cache.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from rich.table import Table
 
 from kernels.build import FLAGS, ISA_FLAGS, SOURCES
 
-# Processors of each build, by llvm-mca's names since LLVM 14.
+# Processors of each build, as named by llvm-mca since LLVM 14.
 PROCESSORS = {
     "avx512": ("icelake-server", "sapphirerapids", "znver4", "znver5"),
     "avxvnni": ("alderlake",),
     "avx2": ("skylake", "znver3"),
 }
-# Multiplications and additions of one instruction on 16 bits, for a register of 256 bits.
+# Multiplications and additions per instruction on 16-bit values, for a 256-bit register.
 _OPERATIONS = {"vpdpwssd": 32, "vpmaddwd": 32}
 
 
@@ -35,7 +35,7 @@ def inner_loop(isa: str) -> list[str]:
     blocks = re.split(r"^\.L\w+:$", "\n".join(functions), flags=re.MULTILINE)
     best = max(blocks, key=_count_products)
     lines = [line.strip() for line in best.splitlines()]
-    # Ends at the backward jump; labels, directives and comments are not instructions.
+    # The loop ends at the backward jump; labels, directives and comments are not instructions.
     end = next(i for i, line in enumerate(lines) if re.match(r"j[a-z]+\s", line))
     return [line for line in lines[:end] if line and (line[0].isalpha() or line.startswith("{vex}"))]
 
@@ -68,7 +68,11 @@ def main() -> None:
         operations = count * 32 * (2 if isa == "avx512" else 1)
         for processor in processors:
             found = cycles(loop, processor)
-            row = ("unknown to this llvm-mca", "") if found is None else (f"{found:.0f}", f"{operations / found:.0f}")
+            row = (
+                ("unknown to this version of llvm-mca", "")
+                if found is None
+                else (f"{found:.0f}", f"{operations / found:.0f}")
+            )
             table.add_row(isa, processor, str(count), *row)
     Console(width=100).print(table)
 

@@ -1,8 +1,8 @@
-// Print the peak rates of a processor's product instructions, one thread, and what it reads from memory.
+// Print the peak rates of a processor's multiply instructions on one thread, and its rate of reading memory.
 //
-//   g++ -std=c++20 -O2 -march=native -pthread benchmarks/processor_limits.cpp -o /tmp/limits && /tmp/limits
+// g++ -std=c++20 -O2 -march=native -pthread benchmarks/processor_limits.cpp -o /tmp/limits && /tmp/limits
 //
-// Each figure is the best of many short runs. Operands are registers; multiplications and additions both count.
+// Each figure is the best of many short runs. Operands are in registers; multiplications and additions both count.
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -1,4 +1,4 @@
-"""Measure how fast a recording replays: a simulated worker with 256 full rows is recorded and replayed.
+"""Measure how fast a recording replays: a simulation of a worker with 256 full rows is recorded and then replayed.
 
 python -m benchmarks.replay
 """
@@ -25,7 +25,7 @@ from scheduler.replay.simulator import Fleet, Load, events_of
 
 
 class RecordedCore(SchedulerCore):
-    """Write each event immediately, since a simulation is faster than real time."""
+    """Writes each event immediately, since a simulation runs faster than real time."""
 
     file: BinaryIO
 
@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--duration", type=float, default=60.0, help="Recorded seconds. [60]")
     parser.add_argument("--request-rate", type=float, default=100.0, help="Requests per second. [100]")
-    parser.add_argument("--step-us", type=float, default=15_000.0, help="Fixed cost of a step. [15000]")
+    parser.add_argument("--step-us", type=float, default=15_000.0, help="Fixed cost of a step in microseconds. [15000]")
     arguments = parser.parse_args()
     fleet = Fleet()
     config = fleet.core("max_utilization", "inflight_fused", 100_000).config

@@ -13,7 +13,7 @@ from .peers.rounds import Measurement
 
 PAGE, PLOT = "benchmarks.md", "images/benchmarks-peers.svg"
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
-# Above this, other programs used the processor, and figures are unreliable.
+# Above this load, other programs used the processor, and the figures are unreliable.
 BUSY_CORES = 0.2
 
 _HEADER = f"""# Benchmarks
@@ -41,7 +41,7 @@ def _best_and_median(measurements: Sequence[Measurement], peer: str, workload: s
 
 
 def latencies_table(labels: Mapping[str, str], measurements: Sequence[Measurement]) -> list[list[str]]:
-    """Return a table of latencies of streaming peers in milliseconds, as medians of p50 / p99."""
+    """Return a table of the latencies of streaming peers in milliseconds, as medians of p50 / p99."""
     rows = [["ms, p50 / p99", "workload", "time to first token", "between tokens"]]
     for peer, label in labels.items():
         for workload in ALL_WORKLOADS:
@@ -110,7 +110,7 @@ def write(
     ratios: Sequence[Ratio],
     failed: Mapping[str, str],
 ) -> None:
-    """Write tables and plot into `docs`; text outside the markers is kept."""
+    """Write the tables and the plot into `docs`; text outside the markers is kept."""
     page = docs / PAGE
     text = page.read_text(encoding="utf-8") if page.exists() else _HEADER
     page.write_text(between_markers(text, section(labels, measurements, ratios, failed)), encoding="utf-8")
@@ -167,7 +167,7 @@ def plot(path: Path, labels: Mapping[str, str], measurements: Sequence[Measureme
     import matplotlib as mpl
 
     mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "midstream"  # makes the file deterministic
+    mpl.rcParams["svg.hashsalt"] = "midstream"  # makes the file reproducible
     from matplotlib import pyplot as plt
 
     workloads = [name for name in ALL_WORKLOADS if any(it.figures.workload == name for it in measurements)]

@@ -1,8 +1,8 @@
 """Compare two workers with combined roles and two workers with separate roles: `python -m benchmarks.roles`.
 
-Both services run at once and receive the same requests alternately, in rounds: the workload `chat` with 64 requests at
-once, or with random arrivals where --request-rate says so. Prints each round, and the medians over rounds of the ratios
-of throughput and of the times between tokens.
+Both services run at the same time and receive the same requests alternately, in rounds: the workload `chat` with 64
+concurrent requests or, with --request-rate, random arrivals. Prints each round, and the medians over the rounds of the
+ratios of throughput and of the times between tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run(service: KilledService, seed: int, arguments: argparse.Namespace) -> Sum
 
 
 def line_of(name: str, summary: Summary) -> str:
-    """One run as text."""
+    """Return one run as text."""
     return (
         f"{name}: {summary.tokens_per_s:.0f} tok/s; between tokens {summary.inter_token_ms[0]:.0f} ms (p50), "
         f"{summary.inter_token_ms[1]:.0f} ms (p99); first token {summary.ttft_ms[0]:.0f} ms (p50), "
@@ -44,18 +44,21 @@ def line_of(name: str, summary: Summary) -> str:
 
 
 def main() -> int:
-    """Run the rounds; fail if a request failed."""
+    """Run the rounds; fail if any request failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=96, help="Per round and service. [96]")
-    parser.add_argument("--at-once", type=int, default=64, help="Requests in flight at most. [64]")
+    parser.add_argument("--requests", type=int, default=96, help="Number of requests per round and service. [96]")
+    parser.add_argument("--at-once", type=int, default=64, help="Maximum number of requests in flight. [64]")
     parser.add_argument(
-        "--request-rate", type=float, default=0.0, help="Arrivals per second; 0: as many as may be. [0]"
+        "--request-rate",
+        type=float,
+        default=0.0,
+        help="Arrivals per second; 0 sends requests as fast as the concurrency allows. [0]",
     )
     parser.add_argument("--raw", type=Path, help="JSON file to write the runs to.")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the services are stopped too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the services are also stopped on SIGTERM
     runs: list[tuple[Summary, Summary]] = []
     with (
         running_service(arguments.model, 1, 1, 2) as together,

@@ -1,7 +1,8 @@
 """Measure running services alternately: `python -m benchmarks.service_times RUN_DIR RUN_DIR`.
 
-Each was started with `midstream up --detach --run-dir`. A round sends one workload to each in turn. Prints tokens per
-second (best and median), ratios to the first service within a round, and CPU time per token by part.
+Each service must have been started with `midstream up --detach --run-dir`. A round sends one workload to each in turn.
+Prints tokens per second (best and median), ratios to the first service within a round, and CPU time per token by
+component.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Times = dict[str, float]
 
 
 def thread_seconds(processes: dict[str, int]) -> Times:
-    """Return CPU time so far by part, the worker's by thread."""
+    """Return the CPU time used so far by component, and for the worker by thread."""
     times: Times = {}
     for name, pid in processes.items():
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -30,7 +31,7 @@ def thread_seconds(processes: dict[str, int]) -> Times:
 
 
 def run(folder: Path, name: str, seed: int) -> tuple[float, list[float], Times]:
-    """Return tokens per second, gaps between a stream's tokens, and CPU time per token, in ms."""
+    """Return tokens per second, the gaps between the tokens of a stream, and CPU time per token, in ms."""
     state = RunDir(folder).read_state()
     assert state is not None
     processes = {process.name: process.pid for process in state.processes if process.pid}

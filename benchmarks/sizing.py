@@ -1,7 +1,7 @@
-"""`python -m benchmarks.sizing`: computes how many processes of each part a load needs, as a Markdown table.
+"""Compute how many processes of each component a load needs, as a Markdown table: `python -m benchmarks.sizing`.
 
-Workers, KV blocks and latencies come from the simulator: the real scheduler core, Poisson arrivals, and the lengths of
-the chat workload. For the other parts it uses their CPU time per token, as measured by `python -m
+Workers, KV blocks and latencies come from the simulator, which runs the real scheduler core with Poisson arrivals and
+the lengths of the chat workload. For the other components the CPU time per token is used, as measured by `python -m
 benchmarks.control_plane`.
 """
 
@@ -37,7 +37,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """CPU time per token in each part in microseconds, and the target utilization of a core."""
+    """CPU time per token of each component in microseconds, and the target utilization of a core."""
 
     router_us: float
     scheduler_us: float
@@ -62,7 +62,9 @@ def simulate(num_workers: int, load: Load, num_blocks: int, cost: CostModel) -> 
 
 
 def row(rate: float, duration_s: float, num_blocks: int, cost: CostModel, goal: Goal, costs: TokenCosts) -> str:
-    """Return a table row: the smallest number of workers that meets the goal, and the numbers of the other parts."""
+    """Return a table row: the smallest number of workers that meets the goal, and the numbers of the other
+    components.
+    """
     load = Load(rate, duration_s)
     num_workers = 1
     while not goal.is_met(measures := simulate(num_workers, load, num_blocks, cost)) and num_workers < _MAX_WORKERS:
@@ -88,16 +90,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sizing", description=__doc__.splitlines()[0])
     add, model = parser.add_argument, CostModel()
     add("--request-rate", type=float, nargs="+", default=[5, 20, 40, 80, 160], help="Requests per second.")
-    add("--duration", type=float, default=30.0, help="Simulated seconds of each.")
-    add("--num-blocks", type=int, default=8192, help="KV blocks per worker, of 16 tokens.")
-    add("--step-us", type=float, default=model.step_us, help="Fixed cost of a step.")
-    add("--context-token-us", type=float, default=model.context_token_us, help="Cost of a context token.")
-    add("--generation-row-us", type=float, default=model.generation_row_us, help="Cost of a generating row.")
+    add("--duration", type=float, default=30.0, help="Simulated seconds of each rate.")
+    add("--num-blocks", type=int, default=8192, help="KV blocks of 16 tokens per worker.")
+    add("--step-us", type=float, default=model.step_us, help="Fixed cost of a step in microseconds.")
+    add(
+        "--context-token-us",
+        type=float,
+        default=model.context_token_us,
+        help="Cost of a context token in microseconds.",
+    )
+    add(
+        "--generation-row-us",
+        type=float,
+        default=model.generation_row_us,
+        help="Cost of a generating row in microseconds.",
+    )
     add("--first-token-ms", type=float, default=500.0, help="Goal of the 95th percentile.")
     add("--between-tokens-ms", type=float, default=50.0, help="Goal of the 95th percentile.")
-    add("--router-us", type=float, default=46.0, help="CPU time per token in routers.")
-    add("--scheduler-us", type=float, default=20.0, help="CPU time per token in the scheduler.")
-    add("--detokenizer-us", type=float, default=11.0, help="CPU time per token in detokenizers.")
+    add("--router-us", type=float, default=46.0, help="CPU time per token in routers, in microseconds.")
+    add("--scheduler-us", type=float, default=20.0, help="CPU time per token in the scheduler, in microseconds.")
+    add("--detokenizer-us", type=float, default=11.0, help="CPU time per token in detokenizers, in microseconds.")
     add("--core-share", type=float, default=0.5, help="Target utilization of a core by each of these processes.")
     arguments = parser.parse_args()
     cost = CostModel(arguments.step_us, arguments.context_token_us, arguments.generation_row_us)

@@ -1,8 +1,8 @@
 """Time whole worker steps in process, alternating checkouts and thread counts: `python -m benchmarks.step_times`.
 
 Each contender is a process that keeps its model loaded: this checkout, or others (`--against FOLDER`), each with every
-count of `--threads`. They run short rounds of each case in turn, so that other work on the machine affects all alike.
-Prints the best and the median time of a step, its CPU time by thread, and ratios to the first contender.
+count of `--threads`. They run short rounds of each case in turn, so that other work on the machine affects all of them
+equally. Prints the best and the median time of a step, its CPU time by thread, and ratios to the first contender.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-CASES = {  # sequences, cached tokens, and tokens of each in a step
+CASES = {  # sequences, cached tokens, and tokens per sequence in a step
     "1 stream, 128 keys": (1, 128, 1),
     "8 x 200": (8, 200, 1),
     "64 x 200": (64, 200, 1),
@@ -121,7 +121,7 @@ class Contender:
         return self.process.stdin, self.process.stdout
 
     def run(self, case: str, seconds: float) -> tuple[list[float], dict[str, float]]:
-        """Return step times in ms, and CPU time per step by thread."""
+        """Return the step times in ms, and the CPU time per step by thread."""
         stdin, stdout = self.pipes
         stdin.write(json.dumps([case, seconds]) + "\n")
         stdin.flush()
@@ -130,7 +130,7 @@ class Contender:
 
 
 def start(folder: Path, isa: str, settings: dict[str, object], sampling: str) -> Contender:
-    """Start a contender from a checkout; raise OSError if it cannot start."""
+    """Start a contender from a checkout; raise OSError if it does not start."""
     command = [sys.executable, "-c", CHILD, json.dumps(settings), json.dumps(CASES), sampling]
     environment = {**os.environ, "PYTHONPATH": str(folder)} | ({"MIDSTREAM_CPU_ISA": isa} if isa else {})
     process = subprocess.Popen(
@@ -149,7 +149,7 @@ def main() -> None:
         "--against", type=Path, nargs="*", default=[], help="other checkouts; ratios are relative to the first checkout"
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--isa", default="", help="build of the kernels; default: the best")
+    parser.add_argument("--isa", default="", help="build of the kernels; the best one by default")
     parser.add_argument("--kv", default="auto")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--activations", default="auto")
@@ -158,7 +158,7 @@ def main() -> None:
         "--sampling", default='{"temperature": 0}', help="fields of SamplingParams as JSON [%(default)s]"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.5, help="steps of a case in a round")
+    parser.add_argument("--seconds", type=float, default=0.5, help="steps of a case per round")
     arguments = parser.parse_args()
     values = {"kv": arguments.kv, "weights": arguments.weights, "activations": arguments.activations}
     folders = [*(path.resolve() for path in arguments.against), Path(__file__).parents[1]]

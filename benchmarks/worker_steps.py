@@ -1,7 +1,7 @@
 """Time the worker's steps in process, without scheduler or sockets: `python -m benchmarks.worker_steps`.
 
-For each batch size it prefills that many prompts, then decodes, and prints the duration of a step and the CPU time
-outside the model's forward pass (rows, tensors, sampling).
+For each batch size it prefills that many prompts and then decodes. It prints the duration of a step, and the CPU time
+of the step outside the model's forward pass (rows, tensors, sampling).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ KINDS = {
 def measure(
     runner: ModelRunner, timed: ForwardTime, batch_size: int, sampling: SamplingParams
 ) -> tuple[float, float, float]:
-    """Return prefill tokens/s, and the medians of a decode step and of its part outside the forward pass, in ms."""
+    """Return the prefill tokens/s, and the median times of a decode step and of its part outside the forward pass, in
+    ms.
+    """
     runner.clear()
     num_blocks = -(-(PROMPT_TOKENS + DECODE_STEPS + 2) // 16)
     rows = np.arange(batch_size, dtype=np.int32)

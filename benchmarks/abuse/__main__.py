@@ -1,11 +1,12 @@
-"""Measure how an interactive client fares beside one that abuses the service: `python -m benchmarks.abuse [NAME ...]`.
+"""Measure how an interactive client fares while another client abuses the service: `python -m benchmarks.abuse [NAME
+...]`.
 
-Starts a router, a scheduler, a detokenizer and a worker as processes, with two clients' tokens. A probe sends a short
-request over gRPC and one over HTTP every 0.2 s, in turns alone and while another process abuses the service with the
-second token (abuses.py); it is run at a lower priority, so that what it costs its client is not measured. Prints the
-times to the first token alone and beside each abuse, their ratios, and the probe's errors.
+Starts a router, a scheduler, a detokenizer and a worker as processes, with tokens for two clients. A probe sends a
+short request over gRPC and one over HTTP every 0.2 s, alternately alone and while another process abuses the service
+with the second token (abuses.py). That process runs at a lower priority, so that the CPU time of the client itself is
+not measured. Prints the times to the first token alone and under each abuse, their ratios, and the probe's errors.
 
-The worker has no model and takes --step-ms for a step; with --real it has the embedded one.
+The worker has no model, and each step takes --step-ms; with --real it has the embedded model.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from midstream.client import AsyncClient
 
 PROBE, ABUSER = "token-of-the-probe", "token-of-the-abuser"
 MAX_RATIO = 3.0
-# After an abuse, for its client's connections to be closed.
+# Time after an abuse for its client's connections to be closed.
 _PAUSE_S = 3.0
 _START_S, _STOP_S = 60.0, 5.0
 
 
 @dataclass
 class Result:
-    """What the probe observed by API, alone and beside an abuse.
+    """What the probe measured for each API, alone and under abusive load.
 
     Attributes:
-        abuser: How often the abuser had which result.
+        abuser: Number of requests of the abuser by outcome.
         router_mb: Largest resident memory of the router at the end of a round.
-        probe_late_s: By how much the probe itself was late at most, which is due to the machine.
+        probe_late_s: Largest scheduling delay of the probe itself, caused by the machine.
     """
 
     alone: dict[str, Seen] = field(default_factory=lambda: defaultdict(Seen))
@@ -56,24 +57,24 @@ class Result:
 
 
 def quantile(times_s: list[float], part: float) -> float:
-    """Return the smallest of some times that at least this part of them does not exceed; infinite if there are none."""
+    """Return the `part` quantile of some times, by nearest rank; infinite if there are none."""
     ordered = sorted(times_s)
     return ordered[max(-int(-part * len(ordered) // 1) - 1, 0)] if ordered else float("inf")
 
 
 def main() -> int:
-    """Run the rounds; fail if the probe had an error or its p99 rose more than threefold."""
+    """Run the rounds; fail if the probe had an error or its p99 more than tripled."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"Of {', '.join(ABUSES)}. [all]")
-    parser.add_argument("--rounds", type=int, default=2, help="Of each abuse: alone, then beside it. [2]")
-    parser.add_argument("--seconds", type=float, default=5.0, help="Of each half of a round. [5]")
-    parser.add_argument("--real", dest="fake", action="store_false", help="A worker with the embedded model.")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="Duration of a step without a model. [20]")
+    parser.add_argument("--rounds", type=int, default=2, help="Rounds of each abuse: alone, then under abuse. [2]")
+    parser.add_argument("--seconds", type=float, default=5.0, help="Seconds of each half of a round. [5]")
+    parser.add_argument("--real", dest="fake", action="store_false", help="Use a worker with the embedded model.")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="Duration of a step without a model, in ms. [20]")
     arguments = parser.parse_args()
     names = arguments.names or [name for name in ABUSES if not (arguments.fake and name in NEED_A_MODEL)]
     if unknown := set(names) - set(ABUSES):
-        parser.error(f"no abuse is called {', '.join(sorted(unknown))}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes are stopped too
+        parser.error(f"unknown abuse: {', '.join(sorted(unknown))}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes are also stopped on SIGTERM
     results: dict[str, Result] = {}
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens"
@@ -92,11 +93,11 @@ async def wait_until_served(target: Target) -> None:
     """Return once the service is ready."""
     async with AsyncClient([target.grpc], token=PROBE) as client:
         await wait_until_whole(client)
-    await Probe(target.grpc, target.http_port, PROBE).run(2)  # to warm up
+    await Probe(target.grpc, target.http_port, PROBE).run(2)  # warm up
 
 
 async def measure(target: Target, name: str, num_rounds: int, seconds: float) -> Result:
-    """Run the probe alone and beside an abuse, in turns."""
+    """Run the probe alternately alone and under the abuse."""
     probe, result = Probe(target.grpc, target.http_port, PROBE), Result()
     for _ in range(num_rounds):
         for api, seen in (await probe.run(seconds)).items():
@@ -113,7 +114,7 @@ async def measure(target: Target, name: str, num_rounds: int, seconds: float) ->
 
 @contextlib.asynccontextmanager
 async def running_abuser(target: Target, name: str, outcomes: Counter[str]) -> AsyncIterator[None]:
-    """Run an abuse, which is in place inside the context; count its outcomes."""
+    """Run an abuse while the context is open; count its requests by outcome."""
     ports = (target.grpc.rpartition(":")[2], str(target.http_port))
     abuser = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.abuse.abuses", name, *ports, ABUSER),
@@ -138,18 +139,18 @@ async def running_abuser(target: Target, name: str, outcomes: Counter[str]) -> A
 
 
 def problems(result: Result) -> list[str]:
-    """Return what the abuse cost the probe beyond what is allowed."""
+    """Return every effect of the abuse on the probe that exceeds the limits."""
     found = []
     for api, beside in result.beside.items():
         found += [f"{api}: {error}" for error in beside.errors]
         ratio = quantile(beside.times_s, 0.99) / quantile(result.alone[api].times_s, 0.99)
         if not ratio <= MAX_RATIO:
-            found.append(f"{api}: p99 is {ratio:.1f} times that alone")
+            found.append(f"{api}: p99 is {ratio:.1f} times the p99 without the abuse")
     return found
 
 
 def summary(result: Result) -> str:
-    """Return a result as a line."""
+    """Return a result as one line of text."""
     parts = []
     for api, beside in result.beside.items():
         alone = result.alone[api].times_s

@@ -1,6 +1,6 @@
-"""The abuses, each run by a client of its own: `python -m benchmarks.abuse.abuses NAME GRPC_PORT HTTP_PORT TOKEN`.
+"""The abuses, each run by its own client: `python -m benchmarks.abuse.abuses NAME GRPC_PORT HTTP_PORT TOKEN`.
 
-It prints a line once the abuse is in place, and on SIGTERM how often it had which result.
+The process prints a line once the abuse is in place, and on SIGTERM the number of its requests by outcome.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.router.unfinished import UnfinishedCalls
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub
 
-# Not the probe's address, since some limits are per address.
+# Differs from the probe's address, since some limits apply per address.
 _SOURCE = "127.0.0.2"
 _GENERATE = "/midstream.v1.Midstream/Generate"
 _STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -40,10 +40,10 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 class Abuser:
-    """The abusing client.
+    """The abusive client.
 
     Attributes:
-        seen: How often it had which result.
+        seen: Number of its requests by outcome.
         ready: Set once the abuse is in place.
     """
 
@@ -70,7 +70,7 @@ class Abuser:
         return "complete"
 
     async def flood(self, at_once: int, send: Callable[[], Awaitable[str]]) -> None:
-        """Call `send` again and again, several at once."""
+        """Call `send` repeatedly, with `at_once` calls in progress at a time."""
 
         async def repeat() -> None:
             while True:
@@ -78,7 +78,7 @@ class Abuser:
                     result = await send()
                 except grpc.aio.AioRpcError as error:
                     result = error.code().name
-                    await asyncio.sleep(0.01)  # else refusals would be all that this client has time for
+                    await asyncio.sleep(0.01)  # otherwise this client would spend all its time on rejected calls
                 except (OSError, EOFError):
                     result = "closed"
                 self.seen[result] += 1
@@ -91,7 +91,7 @@ class Abuser:
         return await asyncio.open_connection("127.0.0.1", port, local_addr=(_SOURCE, 0))
 
     def head(self, method: str, path: str, content_length: int = 0, *more: str) -> bytes:
-        """Return the head of an HTTP request."""
+        """Return the header of an HTTP request."""
         lines = [f"{method} {path} HTTP/1.1", "host: localhost", "connection: close", *more]
         lines += [f"authorization: Bearer {self.token}", f"content-length: {content_length}"]
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
@@ -109,12 +109,12 @@ class Abuser:
             writer.close()
 
     async def post(self, path: str, fields: dict[str, object]) -> str:
-        """Send JSON."""
+        """Send a POST request with a JSON body."""
         return await self.http("POST", path, json.dumps(fields).encode())
 
 
 async def watches(abuser: Abuser) -> None:
-    """4,500 watch streams that nobody reads, over five connections."""
+    """4,500 watch streams over five connections; the client reads none of them."""
     watched = {
         "/midstream.v1.Midstream/GetIterationStats": stats_pb2.GetIterationStatsRequest(stream=True),
         "/midstream.v1.Midstream/GetStatus": status_pb2.GetStatusRequest(stream=True),
@@ -136,7 +136,7 @@ async def watches(abuser: Abuser) -> None:
 
 
 async def wide_requests(abuser: Abuser) -> None:
-    """Two requests at a time with 14 sequences of 8,000 tokens."""
+    """Two concurrent requests at a time, each with 14 sequences of 8,000 tokens."""
 
     async def send() -> str:
         request = abuser.request(max_tokens=8000)
@@ -148,17 +148,17 @@ async def wide_requests(abuser: Abuser) -> None:
 
 
 async def full_queue(abuser: Abuser) -> None:
-    """1,000 requests of 200 tokens at once."""
+    """1,000 concurrent requests of 200 tokens."""
     await abuser.flood(1000, lambda: abuser.generate(abuser.request(max_tokens=200)))
 
 
 async def long_prompts(abuser: Abuser) -> None:
-    """16 requests at once with prompts of 8,000 tokens."""
+    """16 concurrent requests with prompts of 8,000 tokens."""
     await abuser.flood(16, lambda: abuser.generate(abuser.request(8000, 1)))
 
 
 async def oversized_bodies(abuser: Abuser) -> None:
-    """Four bodies of 64 MB at once."""
+    """Four concurrent uploads of 64 MB request bodies."""
     block = b" " * (1 << 16)
 
     async def send() -> str:
@@ -179,13 +179,13 @@ async def oversized_bodies(abuser: Abuser) -> None:
 
 
 async def large_bodies(abuser: Abuser) -> None:
-    """16 bodies of almost 3 MB at once, whose prompt is too long."""
+    """16 concurrent request bodies of almost 3 MB, whose prompts are too long."""
     body = json.dumps({"prompt": [300] * 600_000, "max_tokens": 1}).encode()
     await abuser.flood(16, lambda: abuser.http("POST", "/v1/completions", body))
 
 
 async def uploads(abuser: Abuser) -> None:
-    """Four files of 95 MB at once."""
+    """Four concurrent uploads of 95 MB files."""
     head = 'content-disposition: form-data; name="{}"\r\n\r\n'
     start = "--x\r\n" + head.format("purpose") + "batch\r\n--x\r\n" + head.format('file"; filename="f')
     body = start.encode() + b'{"custom_id": "1"}\n' * 5_000_000 + b"\r\n--x--\r\n"
@@ -194,7 +194,7 @@ async def uploads(abuser: Abuser) -> None:
 
 
 async def slow_requests(abuser: Abuser) -> None:
-    """2,000 connections on which a byte of the head or of the body arrives each second."""
+    """2,000 connections, each of which sends one byte of a header or body per second."""
 
     async def one(*, has_head: bool) -> None:
         while True:
@@ -239,7 +239,7 @@ async def _hold(abuser: Abuser, port: int, first: bytes) -> None:
                 try:
                     writer.write(first)
                     while data := await reader.read(1 << 12):
-                        # Answers of pings keep a gRPC connection open.
+                        # Answering pings keeps a gRPC connection open.
                         for at in range(len(data) - 16):
                             if data[at : at + 5] == b"\0\0\x08\x06\0":
                                 writer.write(_frame(6, 1, 0, data[at + 9 : at + 17]))
@@ -260,7 +260,7 @@ async def _hold(abuser: Abuser, port: int, first: bytes) -> None:
 
 
 async def continuation_frames(abuser: Abuser) -> None:
-    """32 gRPC connections with a head that never ends, and 32 HTTP connections likewise."""
+    """32 gRPC and 32 HTTP connections, each with a header that never ends."""
 
     async def send(port: int, first: bytes, more: bytes) -> str:
         _, writer = await abuser.connect(port)
@@ -284,12 +284,12 @@ async def continuation_frames(abuser: Abuser) -> None:
 
 
 async def unfinished_messages(abuser: Abuser) -> None:
-    """1,000 calls with messages of a megabyte that lack their last byte."""
+    """1,000 calls, each with a one-megabyte message that lacks its last byte."""
     await _leave_unfinished(abuser, _GENERATE)
 
 
 async def unfinished_inferences(abuser: Abuser) -> None:
-    """1,000 of KServe's streams with such messages."""
+    """1,000 KServe streams, each with a one-megabyte message that lacks its last byte."""
     await _leave_unfinished(abuser, _STREAM_INFER)
 
 
@@ -314,7 +314,7 @@ async def _leave_unfinished(abuser: Abuser, method: str) -> None:
 
 
 async def inferences(abuser: Abuser) -> None:
-    """Eight of KServe's streams, each with new requests as fast as they are read, whose responses are not read."""
+    """Eight KServe streams that send new requests as fast as they are accepted and never read the responses."""
     message = kserve_pb2.ModelInferRequest(model_name="ensemble")
     for name, datatype, contents, value in (
         ("text_input", "BYTES", "bytes_contents", b"so the stream goes on " * 1000),
@@ -337,7 +337,7 @@ async def inferences(abuser: Abuser) -> None:
 
 
 async def reconnects(abuser: Abuser) -> None:
-    """64 clients that connect to either port and leave."""
+    """64 clients that repeatedly connect to either port and disconnect."""
     preface = _PREFACE + _frame(4, 0, 0, b"")
 
     async def send() -> str:
@@ -353,7 +353,7 @@ async def reconnects(abuser: Abuser) -> None:
 
 
 async def guides(abuser: Abuser) -> None:
-    """64 requests at once with a large schema each, that nobody has sent before."""
+    """64 concurrent requests, each with a large schema that has not been sent before."""
     numbers = itertools.count()
 
     async def send() -> str:
@@ -368,7 +368,7 @@ async def guides(abuser: Abuser) -> None:
 
 
 async def long_texts(abuser: Abuser) -> None:
-    """16 texts at once of 400,000 characters that are hard to tokenize."""
+    """16 concurrent texts of 400,000 characters that are expensive to tokenize."""
     letters = "aaaaaaaaaaaaaaab"
 
     async def send() -> str:
@@ -378,13 +378,13 @@ async def long_texts(abuser: Abuser) -> None:
 
 
 async def long_histories(abuser: Abuser) -> None:
-    """16 chats at once of 4,000 messages."""
+    """16 concurrent chats of 4,000 messages."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": f"message {i} goes on and on"} for i in range(4000)]
     await abuser.flood(16, lambda: abuser.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1}))
 
 
 async def stop_words(abuser: Abuser) -> None:
-    """64 requests at once with as many stop words and banned words as are allowed."""
+    """64 concurrent requests with the maximum number of stop words and banned words."""
 
     async def send() -> str:
         request = abuser.request(max_tokens=200)
@@ -396,7 +396,7 @@ async def stop_words(abuser: Abuser) -> None:
 
 
 async def cancelled_streams(abuser: Abuser) -> None:
-    """64 requests at once that are cancelled at once or at their first token."""
+    """64 concurrent requests that are cancelled immediately or at their first token."""
 
     async def send() -> str:
         call = abuser.stub.Generate(abuser.request(64, 1000))
@@ -411,7 +411,7 @@ async def cancelled_streams(abuser: Abuser) -> None:
 
 
 async def resumes(abuser: Abuser) -> None:
-    """64 calls at once that read an ended request of 2,000 tokens again, or one that does not exist."""
+    """64 concurrent calls that resume a completed request of 2,000 tokens, or a request that does not exist."""
     request = abuser.request(max_tokens=2000)
     request.request_id = f"resumed-{os.getpid()}"
     await abuser.generate(request)
@@ -426,7 +426,7 @@ async def resumes(abuser: Abuser) -> None:
 
 
 async def embeddings(abuser: Abuser) -> None:
-    """Four calls at once with 2,048 inputs each."""
+    """Four concurrent calls with 2,048 inputs each."""
 
     async def send() -> str:
         request = service_pb2.EmbedRequest()
@@ -439,7 +439,7 @@ async def embeddings(abuser: Abuser) -> None:
 
 
 async def polling(abuser: Abuser) -> None:
-    """64 calls at once for metrics, health, models, status and statistics."""
+    """64 concurrent calls for metrics, health, models, status and statistics."""
     pages = itertools.cycle(("/metrics", "/health", "/v1/models", "/openapi.json", "/dashboard"))
 
     async def page() -> str:
@@ -470,7 +470,7 @@ async def polling(abuser: Abuser) -> None:
 
 
 async def slow_readers(abuser: Abuser) -> None:
-    """200 streams of 8,000 tokens that are not read."""
+    """200 streams of 8,000 tokens whose client never reads them."""
 
     async def send() -> str:
         call = abuser.stub.Generate(abuser.request(max_tokens=8000))
@@ -480,7 +480,7 @@ async def slow_readers(abuser: Abuser) -> None:
 
 
 async def stored_responses(abuser: Abuser) -> None:
-    """32 requests at once whose responses are stored."""
+    """32 concurrent requests whose responses are stored."""
     fields: dict[str, object] = {"input": "so the stream goes on " * 200, "max_output_tokens": 1, "store": True}
     await abuser.flood(32, lambda: abuser.post("/v1/responses", fields))
 
@@ -498,7 +498,7 @@ ABUSES: dict[str, Callable[[Abuser], Awaitable[None]]] = {
         polling, slow_readers, stored_responses,
     )
 }  # fmt: skip
-# They use features that the worker without a model does not have.
+# These abuses use features that a worker without a model does not have.
 NEED_A_MODEL = frozenset({"guides", "embeddings"})
 
 
@@ -514,7 +514,7 @@ async def run(name: str, grpc_port: int, http_port: int, token: str) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await work
     print(json.dumps(dict(abuser.seen)), flush=True)
-    os._exit(0)  # thousands of calls would be ended one by one
+    os._exit(0)  # closing thousands of calls one by one would take too long
 
 
 if __name__ == "__main__":

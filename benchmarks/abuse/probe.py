@@ -1,4 +1,4 @@
-"""The probe: an interactive client that sends short requests at a fixed rate and measures the times to first tokens."""
+"""The probe: an interactive client that sends short requests at a fixed rate and measures the time to first token."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ _Way = Callable[[int], Awaitable[float]]
 
 @dataclass
 class Seen:
-    """What the probe observed over one API.
+    """What the probe measured over one API.
 
     Attributes:
-        times_s: Seconds from the call to the first token of each request that was served.
-        errors: Why the others were not.
+        times_s: Seconds from the call to the first token, for each successful request.
+        errors: Why the other requests failed.
     """
 
     times_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     def add(self, other: Seen) -> None:
-        """Add the observations of another round."""
+        """Add the measurements of another round."""
         self.times_s += other.times_s
         self.errors += other.errors
 
 
 class Probe:
-    """Sends a native request over gRPC and a chat over HTTP in each interval; each HTTP request has a new connection.
+    """Sends a native request over gRPC and a chat over HTTP in each interval; each HTTP request uses a new connection.
 
-    It does not wait for one before it sends the next, so that a pause of the service counts as often as it is felt.
+    It does not wait for a response before it sends the next request, so a long pause of the service affects as many
+    requests as it would for real clients.
 
     Attributes:
-        late_s: By how much it was late to send a request in its last run, at most.
+        late_s: The longest delay in sending a request during the last run.
     """
 
     def __init__(self, grpc_address: str, http_port: int, token: str) -> None:
@@ -62,7 +63,7 @@ class Probe:
         self._words = random.Random(5)
 
     async def run(self, seconds: float) -> dict[str, Seen]:
-        """Send requests for some time, on a new gRPC connection; return what was observed, by API."""
+        """Send requests for some time, on a new gRPC connection; return the measurements by API."""
         self.late_s = 0.0
         seen = {"gRPC": Seen(), "HTTP": Seen()}
         async with open_channel(self._grpc_address, token=self._token) as channel:
@@ -101,7 +102,7 @@ class Probe:
             if status != [b"200"]:
                 raise ConnectionError(f"status {status}")
             while line := await reader.readline():
-                # The event of the role comes before any token.
+                # The event with the role precedes all tokens.
                 if (
                     line.startswith(b"data: {")
                     and not first
@@ -120,11 +121,11 @@ async def _observe(way: _Way, number: int, seen: Seen) -> None:
     except grpc.aio.AioRpcError as error:
         seen.errors.append(f"{error.code().name}: {error.details()}")
     except TimeoutError:
-        seen.errors.append(f"nothing within {_TIMEOUT_S:g} s")
+        seen.errors.append(f"no response within {_TIMEOUT_S:g} s")
     except OSError as error:
         seen.errors.append(f"{type(error).__name__}: {error}")
     else:
         if first:
             seen.times_s.append(first)
         else:
-            seen.errors.append("ended without a token")
+            seen.errors.append("the stream ended without a token")

@@ -1,10 +1,10 @@
 """Check and measure everything on a GPU: `python -m benchmarks.gpu [--parts NAME,...] [--budget-s S]`.
 
 Needs only torch, Triton and transformers, and no network. Each part is a separate process with a time limit, so that an
-illegal access or a hang affects nothing else: first the basic checks, then measurements by importance, then exhaustive
-checks. Each row is printed as soon as it is known; at the time limit, or on SIGTERM or SIGINT, the table is printed
-with the rows so far. Without a CUDA device parts run at tiny sizes, kernels in Triton's interpreter, and nothing is
-measured. Exits with 1 if a limit was missed or a part failed.
+illegal access or a hang affects nothing else: the basic checks run first, then the measurements in order of importance,
+then the exhaustive checks. Each row is printed as soon as it is known; at the time limit, or on SIGTERM or SIGINT, the
+table is printed with the rows known so far. Without a CUDA device, the parts run at tiny sizes with the kernels in
+Triton's interpreter, and nothing is measured. The exit status is 1 if a limit was missed or a part failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.report import Report, Row
 
 BUDGET_S = 540.0
-# With less, a part would only import torch and create weights.
+# With less time, a part could only import torch and create weights.
 _LEAST_S = 15.0
 # Time reserved for printing the table.
 _RESERVE_S = 3.0
@@ -31,7 +31,7 @@ _RESERVE_S = 3.0
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts and print the table; return 0 if all limits were met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Check and measure the GPU parts.")
-    parser.add_argument("--parts", default="", help=f"comma-separated, of {', '.join(PARTS)}; empty: all")
+    parser.add_argument("--parts", default="", help=f"comma-separated parts, from {', '.join(PARTS)}; all if empty")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="time limit of the whole run in seconds")
     options = parser.parse_args(arguments)
     names = [name for name in options.parts.split(",") if name] or list(PARTS)

@@ -1,6 +1,7 @@
-"""Compare the worker with transformers' continuous batching: same shape, prompts and output lengths, greedy. Ours is
-the worker's runner with a minimal scheduler: a waiting sequence starts as soon as a row is free, prompts run in chunks
-with the generation rows, and a sequence leaves when it has its tokens.
+"""Compare the worker with transformers' continuous batching: same shape, prompts and output lengths, greedy.
+
+Our side is the worker's runner with a minimal scheduler: a waiting sequence starts as soon as a row is free, prompts
+run in chunks together with the decode rows, and a sequence ends when all its tokens are generated.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ LEAST_TIMES = 3.5
 NUM_REQUESTS = 192
 MAX_BATCH, MAX_TOKENS = 128, 2048
 NUM_IN_FLIGHT = 2
-# Time that must be left to start transformers; at the time limit the tokens generated so far count.
+# Minimum time left to start transformers; at the time limit, the tokens generated so far count.
 LEAST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt's token ids, and the number of tokens to generate."""
+    """The token ids of a prompt, and the number of tokens to generate."""
 
     prompt: list[int]
     num_tokens: int
@@ -40,7 +41,7 @@ class Request:
 def mixed_workload(
     num_requests: int, vocab_size: int, *, longest_prompt: int = 1024, longest: int = 256
 ) -> list[Request]:
-    """Return prompts and outputs of log-uniform lengths."""
+    """Return prompts and output lengths, both log-uniformly distributed."""
     generator = np.random.default_rng(0)
     prompts = np.exp(generator.uniform(np.log(16), np.log(longest_prompt), num_requests)).astype(int)
     lengths = np.exp(generator.uniform(np.log(16), np.log(longest), num_requests)).astype(int)
@@ -59,7 +60,7 @@ class _Running:
 
 
 def drive(runner: ModelRunner, requests: list[Request], max_batch: int, max_tokens: int) -> list[list[int]]:
-    """Run all requests; return their tokens. Blocks are not shared: each row has enough of its own for the longest
+    """Run all requests; return their tokens. Blocks are not shared: each row owns enough blocks for the longest
     sequence.
     """
     blocks_each = -(-max(len(r.prompt) + r.num_tokens for r in requests) // TOKENS_PER_BLOCK)
@@ -104,7 +105,7 @@ def drive(runner: ModelRunner, requests: list[Request], max_batch: int, max_toke
             running[row].num_computed += length
         sampled = [row for row, _, _ in contexts if running[row].num_computed == len(running[row].request.prompt)]
         sampled += sorted(decoding)
-        # Planning needs no tokens, so the next step is ready before this one's tokens are known.
+        # Planning does not need the tokens, so the next step is ready before the tokens of this step are known.
         in_flight.append((runner.launch(step), [outputs[owners[row]] for row in sampled]))
         if len(in_flight) == NUM_IN_FLIGHT:
             _take_oldest(runner, in_flight)
@@ -127,7 +128,7 @@ def _take_oldest(runner: ModelRunner, in_flight: deque[tuple[Launched, list[list
 
 
 def compare(report: Report) -> None:
-    """Add the speeds of the worker and of transformers' continuous batching, and their ratio."""
+    """Add the token rates of the worker and of transformers' continuous batching, and their ratio."""
     decoder = random_decoder(CONFIG_8B, torch.device("cuda"), torch.bfloat16)
     requests = mixed_workload(NUM_REQUESTS, CONFIG_8B["vocab_size"])
     longest = max(len(r.prompt) + r.num_tokens for r in requests)
@@ -169,12 +170,14 @@ def _transformers_model() -> Any:
 
 
 def measure_generate(report: Report) -> None:
-    """Measure decode steps of the worker relative to transformers' plain `generate`, greedy."""
+    """Measure greedy decode steps of the worker relative to transformers' plain `generate`."""
     _measure_generate(report, "transformers' generate", {})
 
 
 def measure_compiled_generate(report: Report) -> None:
-    """The same with a static cache, for which `generate` compiles the decode step and records it as a graph."""
+    """Measure the same with a static cache, for which `generate` compiles the decode step and captures it as a
+    graph.
+    """
     _measure_generate(report, "transformers' generate, compiled", {"cache_implementation": "static"})
 
 
@@ -187,7 +190,7 @@ def _measure_generate(report: Report, name: str, settings: dict[str, Any]) -> No
         ids = torch.randint(CONFIG_8B["vocab_size"], (batch_size, 1024), device="cuda")
         settings |= {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         times = []
-        # The first run compiles; a longer and a shorter one differ only by decode steps.
+        # The first run compiles; the long and the short run after it differ only in decode steps.
         for num_tokens in (8, 8, 40):
             started = time.perf_counter()
             model.generate(ids, min_new_tokens=num_tokens, max_new_tokens=num_tokens, **settings)
@@ -203,12 +206,12 @@ def _transformers_speed(report: Report, requests: list[Request]) -> float:
     from transformers import GenerationConfig
 
     model = _transformers_model()
-    # No end id: random weights must not end a sequence before its limit.
+    # There is no end token: random weights must not end a sequence before its limit.
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=256)
     manager = model.init_continuous_batching(generation_config=generation)
     manager.start()
     try:
-        # The first request includes the set-up of memory, graphs and kernels.
+        # Warm up: the first request allocates memory, captures graphs and compiles kernels.
         manager.add_request(requests[0].prompt, max_new_tokens=4)
         while manager.get_result(timeout=1.0) is None:
             if report.seconds_left < 0:

@@ -1,4 +1,4 @@
-"""Each kernel against float64: on a GPU at real sizes, elsewhere in Triton's interpreter at tiny ones."""
+"""Check each kernel against float64: at real sizes on a GPU, elsewhere at tiny sizes in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernels import triton as operations
 from tests.kernels import exact
 from tests.kernels.paged import PagedBatch, paged_batch
 
-# Relative error in the norm; 16-bit results are rounded, and so are attention weights.
+# Maximum relative error in the norm; 16-bit results are rounded, and so are attention weights.
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 INT8_LIMIT, FLOAT8_LIMIT = 1.5e-2, 6e-2
 
@@ -44,7 +44,7 @@ class Sizes:
 
 
 def sizes_for(device: torch.device) -> Sizes:
-    """Return real sizes on a GPU; on a CPU tiny ones without bfloat16, which the interpreter cannot multiply."""
+    """Return real sizes on a GPU; on a CPU, tiny sizes without bfloat16, which the interpreter cannot multiply."""
     if device.type == "cuda":
         return Sizes(
             device,
@@ -96,7 +96,7 @@ def check_quantized(report: Report) -> None:
 
 
 def check_invariance(report: Report) -> None:
-    """Check that results of the batch-invariant kernels are bit-identical."""
+    """Check that the results of the batch-invariant kernels are bit-identical."""
     _check_invariance(report, _sizes())
 
 
@@ -120,7 +120,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _cache(batch: PagedBatch, heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return keys and values; NaN where no sequence has tokens."""
+    """Return keys and values that are NaN wherever no sequence has tokens."""
     caches = torch.full((2, batch.num_blocks, 16, *heads[1:]), torch.nan, dtype=dtype)
     for i, length in enumerate(batch.context_lens.tolist()):
         positions = torch.arange(length)
@@ -147,7 +147,7 @@ def _check_attention(report: Report, sizes: Sizes, heads: tuple[int, int, int], 
         report.error(name, exact.error(operations.paged_attention(*args).cpu(), expected), LIMITS[dtype])
         split = operations.paged_attention(*args, num_shares=4)
         report.error(f"{name}, 4 splits", exact.error(split.cpu(), expected), LIMITS[dtype])
-        # Which program joins the parts differs from run to run, and on a device they do so at once.
+        # The program that merges the splits differs between runs, and on a device the splits finish concurrently.
         num_runs = 50 if sizes.device.type == "cuda" else 1
         again = [operations.paged_attention(*args, num_shares=4) for _ in range(num_runs)]
         num_different = sum(not torch.equal(one, split) for one in again)
@@ -157,7 +157,7 @@ def _check_attention(report: Report, sizes: Sizes, heads: tuple[int, int, int], 
 def _check_other_attention(
     report: Report, sizes: Sizes, heads: tuple[int, int, int], dtype: torch.dtype, *, is_single: bool
 ) -> None:
-    """Check installed packages' attention in blocks of 256 tokens, for steps of single queries or others."""
+    """Check the attention of other installed packages with blocks of 256 tokens, for decode steps or other steps."""
     if sizes.device.type != "cuda":
         return
     contexts = [c for c, _ in sizes.lengths]
@@ -273,7 +273,7 @@ def _check_quantized_attention(report: Report, sizes: Sizes, kv: torch.dtype, li
 
 
 def _check_invariance(report: Report, sizes: Sizes) -> None:
-    """Compare results of batch-invariant attention and linear layers, alone and in a batch."""
+    """Compare the results of batch-invariant attention and linear layers alone and in a batch."""
     device, heads = sizes.device, sizes.heads[0]
     batch = paged_batch([1500, 700], [1500, 700], 16)
     k, v = (cache.to(device) for cache in _cache(batch, heads, torch.bfloat16))
@@ -297,7 +297,9 @@ def _check_invariance(report: Report, sizes: Sizes) -> None:
 
 
 def _check_sampling(report: Report, sizes: Sizes) -> None:
-    """Compare sampled tokens with the same rules over a sorted float64 distribution and the same uniform numbers."""
+    """Compare sampled tokens with those of the same rules on a sorted float64 distribution with the same uniform
+    numbers.
+    """
     from gpu_worker.sampling.uniforms import uniforms
 
     rows, device = 8, sizes.device
@@ -326,7 +328,7 @@ def _check_sampling(report: Report, sizes: Sizes) -> None:
 
 
 def _check_runner(report: Report, device: torch.device) -> None:
-    """Compare the runner launching recorded steps ahead in a batch with one sequence alone, step by step."""
+    """Compare a runner that launches captured steps ahead in a batch with each sequence run alone, step by step."""
     requests = [Request(request.prompt, 12) for request in mixed_workload(6, TINY["vocab_size"], longest_prompt=60)]
     decoder = random_decoder(TINY, device, torch.float32)
     settings: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 32, "max_kv_tokens": 1024, "num_threads": 1}

@@ -1,14 +1,15 @@
 """Compile the Triton kernels without a GPU: `python -m benchmarks.gpu.compiled [--capability C] [NAME ...]`.
 
-`--write` compiles all cases for every capability, and writes compiled.jsonl beside this file; existing entries for the
-same source and types are kept. `--check` lists the missing cases without compiling. Each version of Triton has its own
-lines.
+`--write` compiles all cases for every capability, and writes compiled.jsonl next to this file; existing entries for the
+same source and types are kept. `--check` lists the missing cases without compiling them. Each version of Triton has its
+own lines.
 
 The launchers run on meta tensors at the shapes of an 8B model, and each kernel that they would start is compiled for
 compute capability 8.0, 9.0 (Hopper) or 10.0 with the tools in Triton's package. Prints one JSON object per line:
-registers and stack bytes of a thread, spills (local stores), shared memory of a program, whether the matrix products
-are Hopper's own (HGMMA), and whether the kernel waits for the one before it and releases the next (programmatic
-dependent launch). It shows that kernels compile and what resources they need, not that they are correct.
+registers and stack bytes per thread, spills (local stores), shared memory per program, whether the matrix products use
+Hopper's instructions (HGMMA), and whether the kernel waits for the previous kernel and releases the next one
+(programmatic dependent launch). The results show that kernels compile and which resources they need, not that they are
+correct.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Compiled:
 
 
 class NoDevice:
-    """Stands in for the CUDA driver during compilation."""
+    """Stand-in for the CUDA driver during compilation."""
 
     def __init__(self, capability: int = 90) -> None:
         self.capability = capability
@@ -87,9 +88,9 @@ class NoDevice:
 
 
 def compile_cases(names: set[str], capability: int = 90, keys: set[str] | None = None) -> Iterator[Compiled]:
-    """Compile the cases with these names (all if there are none) for a compute capability, given times ten.
+    """Compile the cases with these names (all if there are none) for a compute capability, which is given times ten.
 
-    With `keys`, of these cases' kernels those alone.
+    With `keys`, compile only these kernels of the cases.
     """
     _compile_for(capability)
     made: dict[str, tuple[str, Any]] = {}
@@ -99,7 +100,7 @@ def compile_cases(names: set[str], capability: int = 90, keys: set[str] | None =
             key = _key(function, args, kwargs)
             # A case may launch a kernel more than once.
             if key not in made and (keys is None or key in keys):
-                function.device_caches.clear()  # it would return what was compiled for another capability
+                function.device_caches.clear()  # it may hold a kernel compiled for another capability
                 made[key] = (function.__name__, function.warmup(*args, grid=grid, **kwargs))
 
         return compile_only
@@ -140,7 +141,7 @@ def _key(function: JITFunction, args: tuple[object, ...], kwargs: dict[str, obje
 
 
 def _sources(function: JITFunction, seen: set[JITFunction]) -> set[str]:
-    """Return the sources of a kernel and of the functions it calls, and the constants that they use."""
+    """Return the sources of a kernel and of the functions that it calls, and the constants that they use."""
     seen.add(function)
     sources = {function.src}
     for name in function.fn.__code__.co_names:
@@ -159,7 +160,7 @@ def read_table() -> list[dict[str, Any]]:
 
 
 def missing(capability: int) -> dict[str, set[str]]:
-    """Return, by case, the kernel keys that compiled.jsonl lacks for this capability, each only once."""
+    """Return the kernel keys that compiled.jsonl lacks for this capability, by case, each only once."""
     seen = {line["key"] for line in read_table() if line["capability"] == capability}
     found = {}
     for case, keys in keys_of_cases(capability).items():
@@ -170,13 +171,13 @@ def missing(capability: int) -> dict[str, set[str]]:
 
 
 def write_table(num_processes: int) -> None:
-    """Compile what compiled.jsonl lacks in `num_processes` processes and write it; drop lines that belong to no
-    case.
+    """Compile the kernels that compiled.jsonl lacks in `num_processes` processes, and write it; drop lines that belong
+    to no case.
     """
     used = {key for capability in CAPABILITIES for keys in keys_of_cases(capability).values() for key in keys}
     kept = [line for line in read_table() if line["key"] in used]
     context = multiprocessing.get_context("spawn")
-    # A process keeps everything it compiled, for all capabilities.
+    # A process keeps every kernel that it compiled, for all capabilities.
     for capability in CAPABILITIES:
         jobs = [(capability, case, keys) for case, keys in missing(capability).items()]
         with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
@@ -188,7 +189,7 @@ def write_table(num_processes: int) -> None:
 
 
 def _save(kept: list[dict[str, Any]]) -> None:
-    """Replace the lines of the installed version of Triton by these lines."""
+    """Replace the lines for the installed version of Triton with these lines."""
     lines = [] if not TABLE.exists() else [json.loads(line) for line in TABLE.read_text("utf-8").splitlines()]
     lines = [line for line in lines if line["triton"] != triton.__version__]
     lines += {(line["capability"], line["case"], line["key"]): line for line in kept}.values()
@@ -309,9 +310,9 @@ def _block_linear(kind: str, num_rows: int, activation: Activation | None = None
 
 
 _TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-# (query heads, KV heads, head size): groups of 3, 1, 7 and 71, and heads that are no power of two or large.
+# (query heads, KV heads, head size): groups of 3, 1, 7 and 71, and head sizes that are large or not a power of two.
 _ODD_HEADS = ((9, 3, 64), (8, 8, 80), (14, 2, 256), (71, 1, 64))
-# Triton has no float8 e4m3 on 8.0.
+# Triton does not support float8 e4m3 on compute capability 8.0.
 CANNOT_COMPILE = {
     ("prefill, float8 KV", 80),
     ("short queries, float8 KV", 80),

@@ -1,5 +1,7 @@
-"""Time each kernel at the shapes of an 8B model, to show how a step spends its time. There are no limits. Two sets of
-attention and linear kernels are listed side by side, to check the choice between them.
+"""Time each kernel at the shapes of an 8B model, to show where a step spends its time.
+
+There are no limits. Two sets of attention and linear kernels are listed next to each other, to check the choice between
+them.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from kernels.scaled_linear import scaled_linear
 CUDA = torch.device("cuda")
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FEED_FORWARD, VOCAB = 32, 8, 128, 4096, 14336, 128256
 ROWS = 64
-# Cycle through the weights of this many layers, so that none is in the cache.
+# Cycle through the weights of this many layers, so that no weights are in the GPU's cache.
 NUM_COPIES = 4
-# Tokens of a block that suits every package.
+# Block size in tokens that every package supports.
 _LARGE_BLOCK = 256
 
 
 def measure_attention(report: Report) -> None:
-    """Measure decode as a fraction of the memory bandwidth, prefill as a fraction of the matrix-product rate."""
+    """Measure decode as a fraction of the memory bandwidth, and prefill as a fraction of the matrix-product rate."""
     for batch_size, context in ((1, 1024), (1, 32768), (64, 1024), (64, 4096)):
         _measure_decode_attention(report, batch_size, context)
     _measure_uneven_attention(report)
@@ -67,7 +69,7 @@ def _measure_decode_attention(report: Report, batch_size: int, context: int) -> 
         "int8 KV": lambda: operations.paged_attention(q, *units, *tables, 0.1, scales=scales),
         "float8 KV": lambda: operations.paged_attention(q, *floats, *tables, 0.1, scales=scales),
     }
-    # The blocks of the step are consecutive, so larger ones have every sixteenth number.
+    # The blocks of the step are consecutive, so the numbers of larger blocks are every sixteenth number divided by 16.
     shape = (-1, _LARGE_BLOCK, KV_HEADS, HEAD_DIM)
     large = keys.view(shape), values.view(shape)
     every = _LARGE_BLOCK // TOKENS_PER_BLOCK

@@ -1,4 +1,4 @@
-"""Measure the device's limits, to which everything else is compared."""
+"""Measure the limits of the device, which everything else is compared with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.gpu.timing import copy_bandwidth, matmul_rate
 
 
 def measure_ceilings(report: Report) -> None:
-    """Measure the bytes per second of a copy and the operations per second of a matrix product."""
+    """Measure the bytes per second of a copy, and the operations per second of a matrix product."""
     report.figures["bandwidth"], report.figures["matmul"] = copy_bandwidth(), matmul_rate()
     report.note("kernels", kernels.describe(torch.device("cuda")))
     report.note("copy bandwidth", f"{report.figures['bandwidth'] / 1e12:.2f} TB/s")

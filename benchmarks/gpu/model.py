@@ -1,4 +1,4 @@
-"""A model with random weights, inputs for its steps, and a worker that needs no model folder."""
+"""A model with random weights, inputs for its steps, and a runner that needs no model folder."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Linear:
 
 
 class RandomWeights:
-    """Weights as returned by the loader, created on the device."""
+    """Weights as the loader returns them, created on the device."""
 
     def __init__(self, description: DecoderDescription, device: torch.device, dtype: torch.dtype) -> None:
         self._description, self._device, self._dtype = description, device, dtype
@@ -121,7 +121,9 @@ def random_decoder(config: dict[str, Any], device: torch.device, dtype: torch.dt
 
 
 def weight_bytes(d: DecoderDescription, bytes_each: int) -> int:
-    """Return the bytes that a step must read: all matrices except the embedding, of which it reads a few rows."""
+    """Return the bytes that a step must read: all matrices except the embedding table, of which it reads only a few
+    rows.
+    """
     heads = (2 * d.num_heads + 2 * d.num_kv_heads) * d.head_dim
     layer = heads * d.hidden_size + 3 * d.intermediate_size * d.hidden_size
     return bytes_each * (d.num_layers * layer + d.vocab_size * d.hidden_size)
@@ -133,8 +135,8 @@ def kv_bytes(d: DecoderDescription, num_tokens: int, bytes_each: int) -> int:
 
 
 def prefill_operations(d: DecoderDescription, batch_size: int, length: int) -> float:
-    """Return the number of floating-point operations for whole prompts: matrices, causal attention, and one row of
-    logits each.
+    """Return the floating-point operations of whole prompts: matrices, causal attention, and one row of logits per
+    prompt.
     """
     heads = (2 * d.num_heads + 2 * d.num_kv_heads) * d.head_dim
     matrices = d.num_layers * (heads * d.hidden_size + 3 * d.intermediate_size * d.hidden_size)
@@ -143,7 +145,7 @@ def prefill_operations(d: DecoderDescription, batch_size: int, length: int) -> f
 
 
 def step_inputs(batch_size: int, num_queries: int, context: int, vocab_size: int) -> ForwardInputs:
-    """Return a step on the CPU: each sequence queries the last num_queries tokens of its context and samples one
+    """Return a step on the CPU: each sequence computes the last `num_queries` tokens of its context and samples one
     token.
     """
     num_blocks = -(-context // TOKENS_PER_BLOCK)

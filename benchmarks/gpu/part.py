@@ -18,7 +18,7 @@ from benchmarks.gpu.report import Report
 
 
 def main() -> int:
-    """Run the part, appending each row to the file as it comes."""
+    """Run the part and append each row to the file as soon as it is known."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--seconds", type=float, required=True)
@@ -28,7 +28,7 @@ def main() -> int:
     part, has_gpu = PARTS[options.name], torch.cuda.is_available()
     report = Report(options.seconds, figures=options.figures, file=options.rows)
     if not has_gpu:
-        # Read when Triton is first imported.
+        # Set here because Triton reads it when it is first imported.
         os.environ["TRITON_INTERPRET"] = "1"
         if part.needs_gpu:
             report.note(options.name, "needs a GPU")

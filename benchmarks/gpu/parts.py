@@ -1,4 +1,4 @@
-"""The parts of the GPU benchmark, most important first. Imports no heavy module."""
+"""The parts of the GPU benchmark, most important first. This module imports no large package."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part.
+    """One part of the benchmark.
 
     Attributes:
         function: `module:name` in this package; takes a Report.
         limit_s: Time limit in seconds.
-        needs_gpu: Whether it is skipped without one.
+        needs_gpu: Whether the part is skipped without a GPU.
     """
 
     function: str

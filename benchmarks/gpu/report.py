@@ -20,9 +20,11 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """Collect rows, print each immediately, and track the remaining time. Attributes: figures: Numbers that later parts
-    need: the device's bytes and operations per second. file: File to which rows are appended as JSON, with the figures
-    known so far.
+    """Collects rows, prints each immediately, and tracks the remaining time.
+
+    Attributes:
+        figures: Numbers that later parts need: the device's bytes and operations per second.
+        file: File to which rows are appended as JSON, with the figures known so far.
     """
 
     budget_s: float
@@ -44,7 +46,7 @@ class Report:
         self._add(Row(name, measured))
 
     def share(self, name: str, value: float, least: float | None, detail: str = "") -> None:
-        """Add a fraction that should reach a limit, if any; NaN: unknown."""
+        """Add a fraction that should reach a limit, if there is one; NaN means unknown."""
         measured = f"{value:.1%}{detail}" if value == value else f"?{detail}"
         if least is None or value != value:
             self._add(Row(name, measured))
@@ -52,7 +54,7 @@ class Report:
             self._add(Row(name, measured, f"≥ {least:.0%}", value >= least))
 
     def surplus(self, name: str, value: float, most: float | None, detail: str = "") -> None:
-        """Add an overhead that should stay below a limit, if any."""
+        """Add an overhead that should stay below a limit, if there is one."""
         if most is None:
             self._add(Row(name, f"{value:+.1%}{detail}"))
         else:

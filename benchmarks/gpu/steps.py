@@ -1,4 +1,5 @@
-"""Steps of the worker's runner around an 8B-shaped model of random weights, each compared with the device's limits.
+"""Steps of the worker's runner with an 8B-shaped model of random weights, each compared with the limits of the device.
+
 Without a GPU everything runs at tiny sizes, only to test that it runs.
 """
 
@@ -53,9 +54,9 @@ class Sizes:
     """Sizes of the steps.
 
     Attributes:
-        batches: Sequences of decode steps.
-        context: Tokens of each.
-        long_context, query: Tokens in the cache, and those that follow them in one step.
+        batches: Numbers of sequences in decode steps.
+        context: Context tokens of each sequence.
+        long_context, query: Tokens in the cache, and tokens that follow them in one step.
         prefills: (sequences, tokens of each).
     """
 
@@ -75,7 +76,7 @@ class Sizes:
 
 
 def sizes() -> Sizes:
-    """Return the sizes for an 8B model on a GPU, tiny sizes elsewhere."""
+    """Return the sizes for an 8B model on a GPU, and tiny sizes elsewhere."""
     if torch.cuda.is_available():
         cuda = torch.device("cuda:0")
         prefills = ((1, 1024), (8, 1024), (1, 8192))
@@ -84,7 +85,7 @@ def sizes() -> Sizes:
 
 
 class Bench:
-    """A runner with a model of random weights, and its steps."""
+    """A runner with a model of random weights, and the functions that run its steps."""
 
     def __init__(self, size: Sizes, batch_size: int, tokens_each: int, **settings: Any) -> None:
         self.size, self.batch_size = size, batch_size
@@ -104,7 +105,7 @@ class Bench:
         self._generator = np.random.default_rng(0)
 
     def sequence(self, row: int, num_tokens: int, sampling: SamplingParams = GREEDY) -> NewSequence:
-        """Return a sequence of random tokens in a row's own blocks."""
+        """Return a sequence of random tokens in blocks that belong to the row."""
         return NewSequence(
             row=row,
             token_ids=self._generator.integers(0, self.size.config["vocab_size"], num_tokens).astype(np.int32),
@@ -114,7 +115,9 @@ class Bench:
         )
 
     def start(self, num_rows: int, context: int, sampling: SamplingParams = GREEDY) -> None:
-        """Fill rows with sequences, computing only their last token: the cache's contents do not affect times."""
+        """Fill rows with sequences, computing only the last token of each: the contents of the cache do not affect
+        times.
+        """
         rows = np.arange(num_rows, dtype=np.int32)
         self.runner.clear()
         self.runner.run_step(
@@ -143,18 +146,18 @@ class Bench:
         return statistics.median(walls)
 
     def decode_seconds(self) -> float:
-        """As `step_seconds`, for decode steps of the current rows."""
+        """Return the same as `step_seconds`, for decode steps of the current rows."""
         return self.step_seconds(Step(repeat_generation=True) for _ in range(self.size.num_steps))
 
 
 def _limit_s(report: Report, size: Sizes, batch_size: int, context: int) -> float:
-    """Return the time to read weights and KV once; NaN if the bandwidth is unknown."""
+    """Return the time to read the weights and the KV cache once; NaN if the bandwidth is unknown."""
     num_bytes = weight_bytes(size.description, 2) + kv_bytes(size.description, batch_size * context, 2)
     return num_bytes / report.figures.get("bandwidth", float("nan"))
 
 
 def measure_decode(report: Report) -> None:
-    """Measure greedy decode for each batch size relative to the time to read weights and KV once."""
+    """Measure greedy decode at each batch size, relative to the time to read the weights and the KV cache once."""
     size = sizes()
     bench = Bench(size, max(size.batches), size.context + 2 * size.num_steps)
     for batch_size in size.batches:
@@ -200,7 +203,7 @@ def measure_sampled(report: Report) -> None:
 
 
 def measure_mixed(report: Report) -> None:
-    """Measure decode with a short prompt in every step relative to decode steps alone."""
+    """Measure decode with a short prompt in every step, relative to decode steps alone."""
     size = sizes()
     num_rows = sorted(size.batches)[-2]
     prompt = min(_PROMPT, size.context)
@@ -231,7 +234,7 @@ def measure_mixed(report: Report) -> None:
 
 
 def measure_prefill(report: Report) -> None:
-    """Measure whole prompts in one step relative to the matrix-product rate."""
+    """Measure whole prompts in one step, relative to the matrix-product rate."""
     size = sizes()
     decoder = random_decoder(size.config, size.device, size.dtype)
     for batch_size, length in size.prefills:
@@ -246,7 +249,7 @@ def measure_prefill(report: Report) -> None:
 
 
 def measure_long_context(report: Report) -> None:
-    """Measure a short query, and verified drafts, over a long cached context relative to the memory limit."""
+    """Measure a short query and verified drafts over a long cached context, relative to the memory limit."""
     size = sizes()
     decoder = random_decoder(size.config, size.device, size.dtype)
     for num_queries in (1, 5, size.query):
@@ -260,13 +263,13 @@ def measure_long_context(report: Report) -> None:
 
 
 def measure_gap(report: Report) -> None:
-    """Measure the time between decode steps that exceeds the device's own time."""
+    """Measure how much the time between decode steps exceeds the device's own time."""
     size = sizes()
     batch_size = sorted(size.batches)[-2]
     bench = Bench(size, batch_size, size.context + 2 * size.num_steps)
     bench.start(batch_size, size.context)
     wall_s = bench.decode_seconds()
-    # The same graph and tables, replayed back to back without the host.
+    # Replay the same graph with the same tables back to back, without the host.
     inputs = step_inputs(batch_size, 1, size.context + size.num_steps, size.description.vocab_size)
     device_s = _run_seconds(size, lambda: bench.runner.model.decoder.forward(inputs).argmax(dim=1))
     detail = f" ({wall_s * 1e3:.2f} ms a step, {device_s * 1e3:.2f} ms on the device)"
@@ -279,7 +282,7 @@ def measure_gap(report: Report) -> None:
 
 
 def measure_lora(report: Report) -> None:
-    """Measure the overhead of a decode step with 8 adapters of rank 16 relative to one without."""
+    """Measure the overhead of a decode step with 8 adapters of rank 16 relative to a step without adapters."""
     size = sizes()
     batch_size = sorted(size.batches)[-2]
     decoder = random_decoder(size.config, size.device, size.dtype)
@@ -336,7 +339,7 @@ def _graphs(
     is_recorded: bool,
     takes_adapters: bool = False,
 ) -> GraphDecoder:
-    """Return the decoder with a pool of exactly the size of this batch."""
+    """Return the decoder with a pool of graphs of exactly this batch size."""
     num_blocks = -(-context // TOKENS_PER_BLOCK)
     graphs = GraphDecoder(
         decoder,

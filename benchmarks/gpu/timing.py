@@ -1,4 +1,4 @@
-"""Timing on a GPU, and the two limits to which measurements are compared."""
+"""Timing on a GPU, and the two limits that measurements are compared with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WARM_UPS = 3
 
 
 def seconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """Return the median device time of `run`, measured by events around each call."""
+    """Return the median device time of `run`, measured with events around each call."""
     for _ in range(_WARM_UPS):
         run()
     starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]  # type: ignore[no-untyped-call]
@@ -26,7 +26,9 @@ def seconds(run: Callable[[], object], repeats: int = 20) -> float:
 
 
 def graph_seconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """As `seconds`, with `run` recorded as a graph; needed for kernels that take less time than their launch."""
+    """Return the same as `seconds`, with `run` captured as a graph; needed for kernels that take less time than their
+    launch.
+    """
     for _ in range(_WARM_UPS):
         run()
     graph = torch.cuda.CUDAGraph()
@@ -36,7 +38,7 @@ def graph_seconds(run: Callable[[], object], repeats: int = 20) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Return the bytes read plus written per second by a large copy on the device."""
+    """Return the number of bytes per second that a large copy on the device reads and writes."""
     source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / seconds(lambda: target.copy_(source))

@@ -1,9 +1,13 @@
-"""Kill parts of a service with SIGKILL and check every output: `python -m benchmarks.kills [streams rows gaps soak]`.
+"""Kill processes of a service with SIGKILL, and check every output.
 
-streams 64 streams; one process is killed every 2 s for a minute, each kind in turn. rows 8 clients with 100 requests
-each, for each kind of process; it is killed once in the middle. gaps 8 streams; the time without tokens after each
-kill, kind by kind, with everything ready again in between, and at least three streams on each of two workers. soak ten
-minutes at saturation with faults, clients that disconnect and deadlines that pass: memory and KV blocks.
+python -m benchmarks.kills [streams rows gaps soak]
+
+streams   64 streams; one process is killed every 2 s for a minute, each kind in turn
+rows      8 clients with 100 requests each, for each kind of process, which is killed once in the middle
+gaps      8 streams; the time without tokens after each kill, one kind after the other. Before each kill everything
+          is ready, and each of two workers has at least three streams
+soak      ten minutes at saturation with faults, disconnecting clients and expired deadlines; checks memory and KV
+          blocks
 
 Every output is compared byte for byte with that of a run without kills.
 """
@@ -41,7 +45,7 @@ _WHOLE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the public comparison. `theirs`: NVIDIA Dynamo's result, of 800."""
+    """One row of the public comparison. `theirs` is the number of requests, of 800, that NVIDIA Dynamo completed."""
 
     name: str
     kind: str
@@ -65,21 +69,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="*", choices=["streams", "rows", "gaps", "soak"], metavar="EXPERIMENT")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--seconds", type=float, default=60.0, help="streams: duration of the kills in seconds. [60]")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="streams: seconds during which processes are killed. [60]"
+    )
     parser.add_argument("--streams", type=int, default=64, help="streams: number of streams. [64]")
-    parser.add_argument("--tokens", type=int, default=128, help="streams: output of a request. [128]")
-    parser.add_argument("--rows", default="", help="rows: indexes from 0, comma-separated. [all]")
-    parser.add_argument("--row-tokens", type=int, default=16, help="rows: output of a request. [16]")
-    parser.add_argument("--kills", type=int, default=5, help="gaps: kills of each kind. [5]")
-    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="gaps: kinds to kill. [all]")
+    parser.add_argument("--tokens", type=int, default=128, help="streams: output tokens per request. [128]")
+    parser.add_argument("--rows", default="", help="rows: indexes of the rows, starting at 0, comma-separated. [all]")
+    parser.add_argument("--row-tokens", type=int, default=16, help="rows: output tokens per request. [16]")
+    parser.add_argument("--kills", type=int, default=5, help="gaps: number of kills of each kind. [5]")
+    parser.add_argument(
+        "--kinds", nargs="*", default=KINDS, choices=KINDS, help="gaps: kinds of process to kill. [all]"
+    )
     parser.add_argument(
         "--soak-seconds", type=float, default=600.0, help="soak: duration of the load in seconds. [600]"
     )
     parser.add_argument("--clients", type=int, default=64, help="soak: concurrent requests. [64]")
     parser.add_argument("--fault-interval", type=float, default=20.0, help="soak: seconds between faults. [20]")
-    parser.add_argument("--run-dir", type=Path, default=None, help="State and logs. [temporary]")
+    parser.add_argument("--run-dir", type=Path, default=None, help="Folder for state and logs. [temporary]")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the service is stopped too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the service is also stopped on SIGTERM
     console = Console(width=120)
     is_good = True
     for experiment in arguments.experiments or ("streams", "rows", "gaps"):
@@ -96,7 +104,7 @@ def main() -> int:
 
 
 async def run_streams(arguments: argparse.Namespace, console: Console) -> bool:
-    """Run 64 streams with a kill every two seconds."""
+    """Run 64 streams while a process is killed every two seconds."""
     questions = make_questions(arguments.streams, arguments.tokens)
     with running_service(arguments.model, 2, 2, 2, folder=arguments.run_dir) as service:
         async with AsyncClient(service.routers, unavailable_timeout_s=120) as client:
@@ -175,7 +183,7 @@ async def run_gaps(arguments: argparse.Namespace, console: Console) -> bool:
                 windows[kind] = [await _kill_once(service, client, kind) for _ in range(arguments.kills)]
             is_over.set()
             await asking
-    # The first token after a kill is only known now if it arrived after the kill's window.
+    # Whether a token is the first after a kill is only known if it arrived after the kill's window.
     for kind, times in windows.items():
         table.add_row(kind, str(len(times)), *_quantiles(_gaps(ledger, questions, times)))
     console.print(table)
@@ -185,7 +193,7 @@ async def run_gaps(arguments: argparse.Namespace, console: Console) -> bool:
 
 
 async def _is_ready(service: KilledService, client: AsyncClient) -> bool:
-    """Return whether every part is ready and both workers have streams; a restarted worker has none at first."""
+    """Return whether every component is ready and both workers have streams; a restarted worker has none at first."""
     if not await asyncio.to_thread(service.is_whole):
         return False
     groups = (await client.server_info()).worker_groups
@@ -193,7 +201,7 @@ async def _is_ready(service: KilledService, client: AsyncClient) -> bool:
 
 
 async def _kill_once(service: KilledService, client: AsyncClient, kind: str) -> tuple[float, float]:
-    """Kill a part once everything is ready; return a window of four seconds from then."""
+    """Kill a process once everything is ready; return the window of four seconds that starts then."""
     give_up_at = time.monotonic() + _WHOLE_TIMEOUT_S
     while not await _is_ready(service, client) and time.monotonic() < give_up_at:  # noqa: ASYNC110
         await asyncio.sleep(0.1)

@@ -17,7 +17,7 @@ DEADLINE_S = 200.0
 
 @dataclass(frozen=True)
 class Question:
-    """A request; questions alternate between greedy and seeded sampling."""
+    """A request. Questions alternate between greedy and seeded sampling."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -29,7 +29,7 @@ class Ledger:
 
     Attributes:
         num_started, num_complete, num_identical: Requests started, completed, and completed with the expected output.
-        failures: Errors of the others.
+        failures: Errors of the failed requests.
         arrivals: Times per stream (time.monotonic): zero before each request, its start, and each chunk with tokens.
     """
 
@@ -42,7 +42,7 @@ class Ledger:
 
 
 def make_questions(count: int, num_tokens: int, *, prompt_tokens: tuple[int, int] = (32, 128)) -> list[Question]:
-    """Return the same questions at each call."""
+    """Return the questions, which are the same at each call."""
     rng = random.Random(64)
     questions = []
     for number in range(count):
@@ -54,7 +54,7 @@ def make_questions(count: int, num_tokens: int, *, prompt_tokens: tuple[int, int
 
 
 async def ask(client: AsyncClient, question: Question, stream_number: int, ledger: Ledger) -> Result | None:
-    """Run a request to its end; None if it failed."""
+    """Run a request to its end; return None if it failed."""
     ledger.num_started += 1
     stream = client.generate(token_ids=question.token_ids, sampling=question.sampling, timeout_s=DEADLINE_S)
     result = Result(stream.request_id)
@@ -74,7 +74,11 @@ async def ask(client: AsyncClient, question: Question, stream_number: int, ledge
 
 
 async def expectations(client: AsyncClient, questions: list[Question], at_once: int) -> list[Result]:
-    """Return the requests' outputs without kills. Raises: RuntimeError: One failed."""
+    """Return the outputs of the requests without kills.
+
+    Raises:
+        RuntimeError: A request failed.
+    """
     ledger, gate = Ledger(), asyncio.Semaphore(at_once)
 
     async def one(question: Question) -> Result | None:
@@ -83,14 +87,14 @@ async def expectations(client: AsyncClient, questions: list[Question], at_once: 
 
     results = await asyncio.gather(*(one(question) for question in questions))
     if ledger.failures:
-        raise RuntimeError(f"without any kill: {ledger.failures[0]}")
+        raise RuntimeError(f"a request failed before any kill: {ledger.failures[0]}")
     return [result for result in results if result is not None]
 
 
 async def stream_until(
     client: AsyncClient, questions: list[Question], expected: list[Result], is_over: Callable[[], bool], ledger: Ledger
 ) -> None:
-    """Repeat each question in a stream until `over` is set; the last request still completes."""
+    """Repeat each question in a stream until `over` is set; the last request is still completed."""
 
     async def one(number: int) -> None:
         while True:
@@ -103,12 +107,12 @@ async def stream_until(
 
 
 def is_identical(result: Result, expected: Result) -> bool:
-    """Return whether text and tokens are equal."""
+    """Return whether the text and the tokens are equal."""
     return result.token_ids == expected.token_ids and result.text.encode() == expected.text.encode()
 
 
 def longest_gap(arrivals: list[float], start: float, end: float) -> float | None:
-    """Return the longest time without tokens in a stream between two times; None if it did not run then."""
+    """Return the longest time without tokens in a stream between two times; None if the stream did not run then."""
     longest = None
     for before, after in itertools.pairwise(arrivals):
         if before and after and after > start and before < end:

@@ -1,4 +1,4 @@
-"""A service whose parts are killed: `midstream up` in its own folder."""
+"""A service whose processes are killed: `midstream up` in its own folder."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def running_service(
     folder: Path | None = None,
     **environment: str,
 ) -> Iterator[KilledService]:
-    """Start a service with additional flags and environment variables, and stop it at the end.
+    """Start a service with additional flags and environment variables; stop it at the end.
 
     Raises:
-        RuntimeError: It did not start.
+        RuntimeError: The service did not start.
     """
     with tempfile.TemporaryDirectory(prefix="midstream-kills-") as temporary:
         run_dir = RunDir(folder or Path(temporary))

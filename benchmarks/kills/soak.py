@@ -1,12 +1,13 @@
-"""Run at saturation for minutes while clients disconnect, deadlines pass and parts die; check memory and KV blocks.
+"""Run at saturation for minutes while clients disconnect, deadlines expire and processes die; check memory and KV
+blocks.
 
-1. Clients send requests without a pause, more than the workers have rows for. A request runs to its end, or its client
-   disconnects at a random moment, or its deadline passes; complete outputs are compared with the undisturbed ones,
-   others with their beginning.
-2. Every `--fault-interval` seconds the second worker, detokenizer or router is killed or stopped for a while; the
-   scheduler dies once, early, so that its successor can grow for most of the time.
-3. Memory of every process is sampled. The slope is that of a line fitted to a process's samples, without the beginning.
-4. In the end everything is idle and all blocks are free.
+1. Clients send requests continuously, more than the workers have rows for. A request runs to its end, or its client
+   disconnects at a random moment, or its deadline expires. Complete outputs are compared with the expected outputs,
+   and partial outputs with a prefix of these.
+2. Every `--fault-interval` seconds the second worker, detokenizer or router is killed or suspended for a while. The
+   scheduler is killed once, early, so that the memory of its successor is observed for most of the time.
+3. The memory of every process is sampled. The slope is that of a line fitted to the samples after the warm-up.
+4. At the end everything must be idle and all blocks must be free.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from midstream.errors import DeadlineError, MidstreamError
 
 _ROWS = 16  # of each of the two workers
 _SAMPLE_S = 2.0
-# A process allocates memory while it loads and on the first requests of each kind.
+# A process allocates memory while it loads, and on the first requests of each kind.
 _WARM_UP_SHARE, _LEAST_LIFE_S = 0.25, 120.0
 _STANDSTILL_S = 5.0
 _IDLE_TIMEOUT_S = 60.0
@@ -42,7 +43,7 @@ _MIB = 1 << 20
 
 @dataclass
 class Life:
-    """Memory of one process from its start to its end: seconds and bytes."""
+    """Memory of one process from its start to its end, as seconds and bytes."""
 
     name: str
     times: list[float] = field(default_factory=list)
@@ -50,7 +51,7 @@ class Life:
 
     @property
     def settled(self) -> tuple[list[float], list[float]]:
-        """Return samples after the warm-up: minutes, MiB."""
+        """Return the samples after the warm-up, as minutes and MiB."""
         start = self.times[0] + _WARM_UP_SHARE * (self.times[-1] - self.times[0])
         kept = [(when / 60, size / _MIB) for when, size in zip(self.times, self.sizes, strict=True) if when >= start]
         return [when for when, _ in kept], [size for _, size in kept]
@@ -62,13 +63,13 @@ class Life:
 
 
 async def run_soak(model: str, seconds: float, num_clients: int, fault_interval_s: float, console: Console) -> bool:
-    """Run the soak test; return whether every output is right and every block was released."""
+    """Run the soak test; return whether every output is correct and every block was released."""
     dice = random.Random(10)
     questions = make_questions(32, 64, prompt_tokens=(16, 96))
     with running_service(model, 2, 2, 2, MIDSTREAM_MAX_BATCH_SIZE=str(_ROWS)) as service:
         async with AsyncClient(service.routers, unavailable_timeout_s=120) as client:
             expected = await expectations(client, questions, len(questions))
-            console.print(f"have the expected output of {len(questions)} requests; {seconds:.0f} s of load begin")
+            console.print(f"the expected outputs of {len(questions)} requests are known; {seconds:.0f} s of load begin")
             ledger, fates, is_over = Ledger(), Counter[str](), asyncio.Event()
             lives: dict[tuple[str, int], Life] = {}
             sampling = asyncio.create_task(_sample(service, lives))
@@ -121,7 +122,7 @@ async def _keep_asking(
 async def _leave(
     client: AsyncClient, question: Question, right: Result, stay_s: float | None, timeout_s: float | None
 ) -> str:
-    """Run a request that its client or its deadline may cut short; return its outcome."""
+    """Run a request that its client or its deadline may end early; return its outcome."""
     stream = client.generate(token_ids=question.token_ids, sampling=question.sampling, timeout_s=timeout_s)
     result, fate = Result(stream.request_id), "identical"
     try:
@@ -175,7 +176,7 @@ async def _sample(service: KilledService, lives: dict[tuple[str, int], Life]) ->
 
 
 async def _blocks_when_idle(client: AsyncClient) -> str:
-    """Return the KV blocks in use when idle, and violations of conservation."""
+    """Return the KV blocks in use when idle, and the violations of block conservation."""
     give_up_at = time.monotonic() + _IDLE_TIMEOUT_S
     while True:
         stats = await anext(client.iteration_stats())
@@ -186,8 +187,8 @@ async def _blocks_when_idle(client: AsyncClient) -> str:
         if not (used or active) or time.monotonic() > give_up_at:
             return (
                 f"{used}"
-                + (f", {active} requests left" if active else "")
-                + (f", {violations} violations of conservation" if violations else "")
+                + (f", {active} requests still active" if active else "")
+                + (f", {violations} violations of block conservation" if violations else "")
             )
         await asyncio.sleep(0.5)
 

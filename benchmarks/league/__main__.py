@@ -1,9 +1,10 @@
-"""Compare serving systems while their parts fail: `python -m benchmarks.league`.
+"""Compare serving systems while their processes fail: `python -m benchmarks.league`.
 
-Each system gets the same requests: once undisturbed, then once per row with that row's fault in the middle. A row shows
-how many requests completed, how many of these equal the undisturbed run, and the longest pauses.
+Each system gets the same requests: once undisturbed, then once per row with the fault of the row injected in the
+middle. A row shows how many requests completed, how many of these have the same output as the undisturbed run, and the
+longest pauses.
 
-The peers' wheels are installed by `make bench-peers`; the gateway is `pip install sglang-router` in a separate
+The wheels of the peers are installed by `make bench-peers`; the gateway is `pip install sglang-router` in a separate
 environment whose Python is passed as --gateway-python. The table is in docs/reliability.md; --raw stores the rows as
 JSON.
 """
@@ -50,16 +51,16 @@ def main() -> int:
     parser.add_argument("systems", nargs="*", metavar="SYSTEM", help="midstream, vllm, gateway. [midstream]")
     parser.add_argument("--rows", default="", help="Names of rows, comma-separated. [all]")
     parser.add_argument("--requests", type=int, default=800, help="Per row. [800]")
-    parser.add_argument("--at-once", type=int, default=16, help="Requests per round. [16]")
+    parser.add_argument("--at-once", type=int, default=16, help="Number of requests per round. [16]")
     parser.add_argument("--tokens", type=int, default=96, help="Output tokens per request. [96]")
     parser.add_argument("--model", default="smollm2", help="Model served by Midstream. [smollm2]")
     parser.add_argument(
         "--peers", type=Path, default=Path(".venv-peers"), help="Environment created by bench-peers. [.venv-peers]"
     )
-    parser.add_argument("--gateway-python", type=Path, help="Python of an environment with sglang-router.")
+    parser.add_argument("--gateway-python", type=Path, help="Python of an environment that has sglang-router.")
     parser.add_argument("--raw", type=Path, help="JSON file to add results to.")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are also stopped on SIGTERM
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="midstream-league-") as logs:
         for system in arguments.systems or ["midstream"]:
@@ -83,11 +84,11 @@ def make_peer(system: str, arguments: argparse.Namespace, logs: Path) -> Peer:
         return vllm(python, model, PORT, logs)
     if system == "gateway" and arguments.gateway_python:
         return gateway(python, arguments.gateway_python, model, PORT, logs)
-    raise SystemExit(f"{system}: not a system, or the gateway without --gateway-python")
+    raise SystemExit(f"{system}: must be a system; the gateway also requires --gateway-python")
 
 
 async def run_own(arguments: argparse.Namespace, logs: Path) -> list[Row]:
-    """Run all rows of Midstream, with two routers, detokenizers and workers."""
+    """Run all rows of Midstream, with two routers, two detokenizers and two workers."""
     run_dir = RunDir(logs / "midstream")
     with running_service(arguments.model, 2, 2, 2, folder=run_dir.path) as service:
         async with AsyncClient(service.routers, unavailable_timeout_s=120) as client:
@@ -118,7 +119,7 @@ async def run_rows(
     arguments: argparse.Namespace,
     configuration: list[str],
 ) -> list[Row]:
-    """Run undisturbed, then once per fault."""
+    """Run the requests undisturbed, then once per fault."""
     requests = make_requests(arguments.at_once, arguments.tokens)
     print(f"{system}: undisturbed run", flush=True)
     chosen = {name.strip() for name in arguments.rows.split(",") if name.strip()} or set(faults)

@@ -1,8 +1,8 @@
-"""One round: concurrent requests of every kind, a fault in the middle, and the clients' results.
+"""One round: concurrent requests of every kind, a fault in the middle, and the results of the clients.
 
-Midstream is called through its own client, which resumes a stream at another router. The others are called through the
-official OpenAI client, which retries calls that got no response; a broken stream is lost, since their APIs cannot
-resume it.
+Midstream is called through its own client, which resumes a stream at another router. The other systems are called
+through the official OpenAI client, which retries calls that got no response; a broken stream is lost, since their APIs
+cannot resume it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from midstream.client import AsyncClient, Guide, SamplingParams
 from midstream.errors import MidstreamError
 
 KINDS = ("plain", "n=3", "guided")
-# A stream without output for this long is lost.
+# A stream without output for this long counts as lost.
 SILENCE_S = 90.0
 _REGEX = r"[a-z ]{150,400}"
 
 
 @dataclass(frozen=True)
 class Request:
-    """One greedy or seeded request of a kind."""
+    """One greedy or seeded request of a given kind."""
 
     number: int
     kind: str
@@ -35,25 +35,25 @@ class Request:
 
     @property
     def temperature(self) -> float:
-        """Three samples of a greedy request would be one."""
+        """Return the temperature; three samples of a greedy request would be identical."""
         return 0.8 if self.kind == "n=3" else 0.0
 
 
 @dataclass
 class Outcome:
-    """A client's result: the text of each output, arrival times, and the error."""
+    """The result of a client: the text of each output, arrival times, and the error."""
 
     texts: dict[int, str] = field(default_factory=dict)
     arrivals: list[float] = field(default_factory=list)
     error: str = ""
 
 
-# Index of the output, and its new text.
+# The index of the output, and its new text.
 Stream = Callable[[Request], AsyncIterator[tuple[int, str]]]
 
 
 def make_requests(count: int, max_tokens: int) -> list[Request]:
-    """Return requests: half of them plain, a quarter with three outputs, a quarter guided."""
+    """Return requests: half of them are plain, a quarter have three outputs, and a quarter are guided."""
     kinds = ("plain", "n=3", "plain", "guided")
     return [
         Request(number, kinds[number % 4], f"Chapter {number + 1}. Once upon a time there were", max_tokens)
@@ -62,7 +62,7 @@ def make_requests(count: int, max_tokens: int) -> list[Request]:
 
 
 async def run_round(stream: Stream, requests: Sequence[Request], fault: Callable[[], None] | None) -> list[Outcome]:
-    """Send all at once; inject the fault once each has had some output."""
+    """Send all requests at once; inject the fault once each request has had some output."""
     outcomes = [Outcome() for _ in requests]
     asking = [
         asyncio.create_task(_ask(stream, request, outcome)) for request, outcome in zip(requests, outcomes, strict=True)
@@ -133,6 +133,6 @@ def openai_stream(client: AsyncOpenAI) -> Stream:
                 if choice.finish_reason:
                     ended.add(choice.index)
         if len(ended) < (3 if request.kind == "n=3" else 1):
-            raise ValueError("the stream broke off")
+            raise ValueError("the stream ended early")
 
     return stream

@@ -30,7 +30,7 @@ Fault = Callable[[], None]
 
 @dataclass
 class Server:
-    """A server as one process tree, with /health."""
+    """A server that is one process tree and has a /health endpoint."""
 
     name: str
     command: list[str]
@@ -41,11 +41,11 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Return the URL of its OpenAI API, without /v1."""
+        """Return the URL of the server's OpenAI API, without /v1."""
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it if it is not running."""
+        """Start the server if it is not running."""
         if self.process is None or self.process.poll() is not None:
             self.end()
             with self.log.open("ab") as log:
@@ -54,7 +54,7 @@ class Server:
                 )
 
     def wait_until_healthy(self) -> None:
-        """Wait until it is healthy; raise RuntimeError if it exits or takes too long."""
+        """Wait until the server is healthy; raise RuntimeError if it exits or takes too long."""
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < give_up_at and self.process is not None and self.process.poll() is None:
             try:
@@ -65,12 +65,12 @@ class Server:
         raise RuntimeError(f"{self.name} is not healthy; see {self.log}")
 
     def tree(self) -> list[psutil.Process]:
-        """Return its process and all descendants."""
+        """Return the server's process and all descendants."""
         assert self.process is not None
         return [self.process, *self.process.children(recursive=True)]
 
     def core(self) -> psutil.Process:
-        """Return the computing process: the child that uses the most memory, or the only process."""
+        """Return the process that computes: the child that uses the most memory, or the only process."""
         return max(self.tree(), key=lambda process: process.memory_info().rss)
 
     def kill_front(self) -> None:
@@ -82,7 +82,7 @@ class Server:
         self.tree()[0].terminate()
 
     def end(self) -> None:
-        """Kill all of it, including children whose parent is gone."""
+        """Kill all processes of the server, including children whose parent is gone."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -93,8 +93,8 @@ class Peer:
     """Servers behind one address.
 
     Attributes:
-        servers: In the order in which they start.
-        faults: By name of the row.
+        servers: The servers, in the order in which they start.
+        faults: The faults, by name of the row.
     """
 
     def __init__(self, name: str, servers: list[Server], faults: dict[str, Fault], door: Server) -> None:
@@ -104,7 +104,7 @@ class Peer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Start all; kill all on exit."""
+        """Start all servers; kill them all on exit."""
         try:
             self.restore()
             yield
@@ -113,7 +113,7 @@ class Peer:
                 server.end()
 
     def restore(self) -> None:
-        """Restart what a fault ended, and wait until all are healthy."""
+        """Restart the processes that a fault ended, and wait until all are healthy."""
         for server in self.servers:
             server.start()
         for server in self.servers:
@@ -121,7 +121,7 @@ class Peer:
 
 
 def vllm_server(python: Path, model: Path, port: int, cores: str, logs: Path) -> Server:
-    """Return vLLM's CPU build with its OpenAI server."""
+    """Return a server that runs vLLM's CPU build with its OpenAI API."""
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--model", str(model), "--served-model-name", "model", "--dtype", "bfloat16"]
     command += ["--max-model-len", "2048", "--max-num-seqs", "64"]
@@ -158,7 +158,7 @@ def gateway(python: Path, launcher: Path, model: Path, port: int, logs: Path) ->
 
 
 def own_faults(service: KilledService, run_dir: RunDir) -> dict[str, Fault]:
-    """Return the faults of `midstream serve` with one scheduler and two of each other part."""
+    """Return the faults of `midstream serve` with one scheduler and two processes of every other component."""
 
     def upgrade() -> None:
         for kind in ("gpu_worker", "scheduler", "detokenizer", "router"):
@@ -181,14 +181,14 @@ def own_faults(service: KilledService, run_dir: RunDir) -> dict[str, Fault]:
 
 
 def stand_still(process: psutil.Process) -> None:
-    """Send SIGSTOP, and SIGCONT ten seconds later."""
+    """Send SIGSTOP, and ten seconds later SIGCONT."""
     process.send_signal(signal.SIGSTOP)
     time.sleep(STALL_S)
     process.send_signal(signal.SIGCONT)
 
 
 def run_dir_part(run_dir: RunDir, name: str) -> int:
-    """Return the process id of a part."""
+    """Return the process id of a component."""
     state = run_dir.read_state()
     assert state is not None
     return next(process.pid for process in state.processes if process.name == name)

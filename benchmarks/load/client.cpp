@@ -1,10 +1,10 @@
-// Load generator that costs a few microseconds a message, so that it does not bound what it measures.
+// Load generator that spends a few microseconds per message, so that it does not limit what it measures.
 //
-//   client grpc|sse HOST PORT CONNECTIONS CONCURRENCY TOKENS BODIES_FILE
+// client grpc|sse HOST PORT CONNECTIONS CONCURRENCY TOKENS BODIES_FILE
 //
 // BODIES_FILE holds request bodies, each behind its length (32 bits, little endian): GenerateRequest messages, or JSON
-// for POST /v1/completions. Every body is sent once, CONCURRENCY at a time. A request fails unless it brings exactly
-// TOKENS tokens and a regular end. Prints one JSON object. HTTP/2 is spoken over plain text, and only as far as a
+// for POST /v1/completions. Every body is sent once, CONCURRENCY at a time. A request fails unless it returns exactly
+// TOKENS tokens and ends regularly. Prints one JSON object. HTTP/2 is spoken over plain text, and only as far as a
 // well-behaved server needs: no HPACK decoding (a status other than OK shows as missing tokens) and no padding.
 #include <arpa/inet.h>
 #include <errno.h>
@@ -118,10 +118,10 @@ class Http2 : public Connection {
   Http2(const char* host, int port) : Connection(host, port) {
     out_ = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
     std::string settings;
-    setting(settings, 2, 0);           // no push
-    setting(settings, 4, 0x7fffffff);  // window of a stream
+    setting(settings, 2, 0);           // disable server push
+    setting(settings, 4, 0x7fffffff);  // stream window
     frame(4, 0, 0, settings);
-    frame(8, 0, 0, number(0x7fffffff - 65535));  // window of the connection
+    frame(8, 0, 0, number(0x7fffffff - 65535));  // connection window
     field(headers_, ":method", "POST");
     field(headers_, ":scheme", "http");
     field(headers_, ":path", "/midstream.v1.Midstream/Generate");
@@ -165,7 +165,7 @@ class Http2 : public Connection {
     out += number(value);
   }
   static void field(std::string& out, const std::string& name, const std::string& value) {
-    out.push_back(0);  // literal, not indexed
+    out.push_back(0);  // literal header, not indexed
     out.push_back(name.size());
     out += name;
     out.push_back(value.size());
@@ -291,7 +291,7 @@ class Sse : public Connection {
   size_t abandon() override { return is_busy_; }
 
   void take(Totals& totals, double now) override {
-    // Whole lines only; the end of a chunk never splits what matters here, for each event is written at once.
+    // Reads whole lines only. The end of a chunk never splits a relevant line, since each event is written at once.
     size_t at = 0, end;
     while (is_busy_ && (end = in_.find('\n', at)) != std::string::npos) {
       std::string line = in_.substr(at, end - at);
@@ -317,7 +317,7 @@ class Sse : public Connection {
     if (found != std::string::npos) usage_ = strtoull(line.c_str() + found + key.size(), nullptr, 10);
     uint64_t before = totals.tokens;
     stream_.arrived(totals, 1, now);
-    totals.tokens = before;  // counted by the usage at the end
+    totals.tokens = before;  // counted from the usage at the end
   }
 
   std::string host_;

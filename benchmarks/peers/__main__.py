@@ -21,7 +21,7 @@ FULL_MINUTES, QUICK_MINUTES = 60.0, 9.0
 
 
 def main() -> int:
-    """Run the command; return 1 if one of ours failed or a ratio is too low."""
+    """Run the command; return 1 if one of our peers failed or a ratio is too low."""
     arguments = _arguments()
     numbers = range(arguments.first_round, arguments.first_round + arguments.rounds)
     console = Console(highlight=False, soft_wrap=True)
@@ -68,8 +68,10 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.peers", description=__doc__)
-    parser.add_argument("--peer", action="append", choices=PEERS, help="May repeat. [all]")
-    parser.add_argument("--workload", action="append", choices=ALL_WORKLOADS, help="May repeat. [all]")
+    parser.add_argument("--peer", action="append", choices=PEERS, help="Peer to run; may be repeated. [all]")
+    parser.add_argument(
+        "--workload", action="append", choices=ALL_WORKLOADS, help="Workload to run; may be repeated. [all]"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="Use shorter workloads and fewer peers; takes ten minutes."
     )
@@ -85,11 +87,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--add", action="store_true", help="Merge new results into results.json; keep entries that are not re-measured."
     )
-    parser.add_argument("--model", default="smollm2", help="A GGUF file or its model folder. [the embedded model]")
     parser.add_argument(
-        "--home", type=Path, default=ROOT / ".venv-peers", help="Where peers are installed. [.venv-peers]"
+        "--model", default="smollm2", help="Path of a GGUF file or of its model folder. [the embedded model]"
     )
-    parser.add_argument("--docs", type=Path, help="Write figures, ratios and plot into this folder's benchmarks.md.")
+    parser.add_argument(
+        "--home", type=Path, default=ROOT / ".venv-peers", help="Folder in which peers are installed. [.venv-peers]"
+    )
+    parser.add_argument(
+        "--docs", type=Path, help="Write the figures, ratios and plot into benchmarks.md in this folder."
+    )
     parser.add_argument("--install-only", action="store_true", help="Measure nothing.")
     return parser.parse_args()
 

@@ -1,4 +1,5 @@
-"""A peer's process: opens one peer, runs workloads as they arrive, and prints each one's figures as a line of JSON.
+"""The process of a peer: opens one peer, runs workloads as they arrive, and prints the figures of each as a line of
+JSON.
 
 python -m peers.child NAME HOME MODEL_FOLDER, with one workload per line of standard input; it exits at the end of its
 input.
@@ -21,10 +22,10 @@ from .registry import PEERS
 def main() -> None:
     """Run the command."""
     name, home, model_folder = sys.argv[1:]
-    # Close the peer even on a timeout.
+    # Close the peer even after a timeout.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     mark_processes()
-    # Libraries may print to descriptor 1, so the figures go to a copy of it.
+    # Libraries may print to descriptor 1, so the figures are written to a duplicate of it.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
         os.dup2(2, 1)
         with PEERS[name].open(Paths(Path(home), Path(model_folder))) as run:

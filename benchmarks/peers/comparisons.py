@@ -1,6 +1,7 @@
-"""Which of our figures are compared with which peers', and the required ratios. The ratio of the best rounds is used,
-since other work on the machine only makes runs slower. The ratios within each round, with the same tokens seconds
-apart, show how reliable it is.
+"""Which of our figures are compared with those of which peers, and the required ratios.
+
+The ratio of the best rounds is used, since other work on the machine can only slow runs down. The ratios within each
+round, measured seconds apart with the same tokens, show how reliable it is.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ class Comparison:
     """One line of the table of ratios.
 
     Attributes:
-        peers: The one with the best round is used.
+        peers: Names of the peers; the one with the best round is used.
         at_least: Required ratio.
-        is_gap: Compares the 99th percentile of the time between tokens, peer's over ours, instead of throughput.
+        is_gap: Whether to compare the 99th percentile of the time between tokens (the peer's over ours) instead of
+            throughput.
     """
 
     workload: str
@@ -38,7 +40,7 @@ class Ratio:
     Attributes:
         peer: The best of the peers.
         best: Our best round over the peer's best.
-        median: Of the ratios within each round, as are lowest and highest.
+        median: Median of the ratios within each round, like lowest and highest.
         in_processor_time: Median of the peer's CPU time over ours, which other work hardly affects; None if one is
             unknown.
     """
@@ -78,7 +80,7 @@ def median_figure(measurements: Sequence[Measurement], peer: str, workload: str)
 
 
 def ratio_of(comparison: Comparison, measurements: Sequence[Measurement]) -> Ratio | None:
-    """Return the result of `comparison`; None if one of the two was not measured."""
+    """Return the result of `comparison`; None if either side was not measured."""
     value = _gap_rate if comparison.is_gap else _tokens_per_s
     rivals = {peer: by_round(measurements, peer, comparison.workload, value) for peer in comparison.peers}
     best = max((peer for peer in rivals if rivals[peer]), key=lambda it: max(rivals[it].values()), default="")
@@ -106,7 +108,7 @@ def _ratios(
 def by_round(
     measurements: Sequence[Measurement], peer: str, workload: str, value: Callable[[Figures], float | None]
 ) -> dict[int, float]:
-    """Return a figure of one peer and workload in each round that has it."""
+    """Return a figure of one peer and workload for each round that has it."""
     values = {it.round: value(it.figures) for it in measurements if it.peer == peer and it.figures.workload == workload}
     return {number: figure for number, figure in values.items() if figure is not None}
 
@@ -116,7 +118,7 @@ def _tokens_per_s(figures: Figures) -> float:
 
 
 def _gap_rate(figures: Figures) -> float | None:
-    """Return the inverse of the 99th percentile of the gap, so that higher is better."""
+    """Return the inverse of the 99th percentile of the time between tokens, so that higher is better."""
     return 1.0 / figures.inter_token_ms[1] if figures.inter_token_ms else None
 
 

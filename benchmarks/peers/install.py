@@ -1,4 +1,6 @@
-"""Install peers. Each step runs once and leaves a marker, which becomes invalid if its commands change."""
+"""Install peers. Each step runs once and leaves a marker file, which becomes invalid if the commands of the step
+change.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ def install(peers: Sequence[Peer], paths: Paths) -> dict[str, str]:
     """Install what is missing, and show progress.
 
     Returns:
-        Peers that could not be installed, and why.
+        The peers that could not be installed, with the reasons.
     """
     paths.home.mkdir(parents=True, exist_ok=True)
     marks = paths.home / "done"
@@ -39,7 +41,7 @@ def install(peers: Sequence[Peer], paths: Paths) -> dict[str, str]:
 
 
 def pending(peers: Iterable[Peer], paths: Paths) -> list[Step]:
-    """Return the steps that remain, each once, in order."""
+    """Return the steps that remain to be run, each once, in order."""
     steps = dict.fromkeys(step for peer in peers for step in peer.steps(paths))
     return [step for step in steps if not (paths.home / "done" / _key(step)).exists()]
 
@@ -49,7 +51,7 @@ def _key(step: Step) -> str:
 
 
 def make_paths(home: Path, model: str) -> Paths:
-    """Return the paths for comparing on `model`, which must be the GGUF file's folder.
+    """Return the paths for a comparison on `model`, which must be the GGUF file or its folder.
 
     Raises:
         ConfigError: The model is not there.

@@ -1,7 +1,7 @@
-"""llama.cpp on the GGUF file itself, by its own benchmark programs.
+"""llama.cpp on the GGUF file itself, measured by its own benchmark programs.
 
-They generate their own tokens and do not support mixed lengths: `mixed` runs 64 prompts of the workload's mean length.
-The duration of a run does not depend on its tokens.
+They generate their own tokens and do not support mixed lengths: `mixed` runs 64 prompts of the mean length in the
+workload. The duration of a run does not depend on its tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROGRAMS = ("llama-bench", "llama-batched-bench")
 
 @dataclass(frozen=True, slots=True)
 class LlamaCpp:
-    """The published 4-bit file."""
+    """llama.cpp with the published 4-bit file."""
 
     name: str = "llamacpp"
     label: str = "llama.cpp, Q4_1, its benchmark programs"
@@ -78,7 +78,7 @@ class LlamaCpp:
 
         def run(workload: Workload) -> Figures:
             if workload.name not in self.workloads:
-                return Figures(workload.name, 0.0, 0.0)  # its programs warm up themselves
+                return Figures(workload.name, 0.0, 0.0)  # the benchmark programs warm up themselves
             prompt = round(sum(len(it.token_ids) for it in workload.requests) / len(workload.requests))
             if workload.counts_input:
                 speed = _bench(programs, paths.gguf, "-p", str(prompt), "-n", "0")
@@ -86,7 +86,7 @@ class LlamaCpp:
             generated, width = workload.requests[0].max_tokens, len(workload.requests)
             if width == 1:
                 speed = _bench(programs, paths.gguf, "-p", "0", "-n", "0", "-pg", f"{prompt},{generated}")
-                duration = (prompt + generated) / speed  # its figure counts both prompt and output
+                duration = (prompt + generated) / speed  # llama.cpp counts both prompt and output tokens
             else:
                 duration = _batched_bench(programs, paths.gguf, prompt, generated, width)
             return Figures(workload.name, width * generated / duration, duration)
@@ -95,7 +95,7 @@ class LlamaCpp:
 
 
 def _bench(programs: Path, model: Path, *arguments: str) -> float:
-    """Return the tokens per second of llama-bench's only test, which does its own warm-up."""
+    """Return the tokens per second of llama-bench's only test, which includes its own warm-up."""
     command = [str(programs / "llama-bench"), "-m", str(model), "-t", str(NUM_THREADS), "-r", "1", "-o", "json"]
     output = subprocess.run([*command, *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout
     (test,) = json.loads(output)
@@ -103,7 +103,7 @@ def _bench(programs: Path, model: Path, *arguments: str) -> float:
 
 
 def _batched_bench(programs: Path, model: Path, prompt: int, generated: int, width: int) -> float:
-    """Return the seconds that llama-batched-bench takes for `width` prompts and all of their output."""
+    """Return the seconds that llama-batched-bench takes for `width` prompts with all of their output."""
     command = [
         *(
             str(programs / "llama-batched-bench"),

@@ -1,4 +1,4 @@
-"""Describe the machine of the figures."""
+"""Describe the machine on which the figures were measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
-# Flags in /proc/cpuinfo that select kernels.
+# Flags in /proc/cpuinfo that determine which kernels are used.
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 
 
@@ -17,7 +17,7 @@ def cpu_flags(cpu_info: Path = CPU_INFO) -> set[str]:
 
 
 def describe_machine(cpu_info: Path = CPU_INFO) -> str:
-    """Return one line: date, cores, processor, features, memory."""
+    """Return one line: date, cores, processor, features and memory."""
     fields, flags = _fields(cpu_info), cpu_flags(cpu_info)
     features = ", ".join(it.replace("_", "-") for it in _FEATURES if it in flags) or "no vector extension known here"
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
@@ -27,7 +27,7 @@ def describe_machine(cpu_info: Path = CPU_INFO) -> str:
 
 
 def _fields(cpu_info: Path) -> dict[str, str]:
-    """Return /proc/cpuinfo's fields of the first core."""
+    """Return the fields of the first core in /proc/cpuinfo."""
     fields: dict[str, str] = {}
     for line in cpu_info.read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")

@@ -1,6 +1,8 @@
 """Midstream's worker alone, in process, without router, scheduler, detokenizer or sockets: the reference for the
-service. A request waits until a row and KV blocks are free; its prompt runs in chunks within the tokens that decodes
-leave free in each step; then it is part of every step until its last token, and frees row and blocks.
+service.
+
+A request waits until a row and enough KV blocks are free. Its prompt runs in chunks of the tokens that decode rows
+leave free in each step. Then the request is part of every step until its last token, and releases its row and blocks.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class MidstreamEngine:
 
 
 class _Loop:
-    """Runs a workload to its end."""
+    """Run a workload to its end."""
 
     def __init__(self, runner: ModelRunner, workload: Workload) -> None:
         self._runner = runner
@@ -129,7 +131,7 @@ class _Loop:
         )
 
     def _admit(self, budget: int) -> list[Running]:
-        """Start waiting requests whose prompts fit in this step, in order."""
+        """Start waiting requests, in order, whose prompts fit into this step."""
         added = []
         while self._waiting and self._free_rows and budget > 0:
             request = self._waiting[0]
@@ -152,5 +154,5 @@ class _Loop:
 
 
 def _left(sequence: Running) -> int:
-    """Return the number of prompt tokens not yet computed."""
+    """Return the number of prompt tokens that have not been computed."""
     return len(sequence.request.token_ids) - sequence.num_prefilled

@@ -1,4 +1,4 @@
-"""Midstream through all of its services, measured by gRPC clients."""
+"""Midstream with all of its services, measured by gRPC clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MidstreamService:
     """The service as started by `midstream up`.
 
     Attributes:
-        weights: Storage type in the worker; auto: 4 bits, as in the file.
+        weights: Storage type in the worker; auto means 4 bits, as in the file.
     """
 
     name: str
@@ -47,7 +47,7 @@ class MidstreamService:
         command = [sys.executable, "-m", "midstream.cli"]
         flags = ("--port", "0", "--http-port", "0", "--model", str(paths.model_folder), "--run-dir", str(run_dir))
         up = ("up", "--detach", *flags)
-        # The working directory contains a folder with this peer's name that is not our package.
+        # The working directory contains a folder with the same name as our package.
         environment = os.environ | {"MIDSTREAM_WEIGHTS": self.weights, "PYTHONSAFEPATH": "1"}
         subprocess.run([*command, *up], check=True, env=environment)
         try:

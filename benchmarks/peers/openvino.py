@@ -1,4 +1,4 @@
-"""OpenVINO GenAI in process: its continuous batching pipeline with prefix caching."""
+"""OpenVINO GenAI in process: its continuous-batching pipeline with prefix caching."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _GROUPS = {"int4": ("--group-size", "64")}
 
 @dataclass(frozen=True, slots=True)
 class OpenVino:
-    """One weight format.
+    """OpenVINO GenAI with one weight format.
 
     Attributes:
-        weights: fp16, int8 or int4, as the exporter calls it.
+        weights: fp16, int8 or int4, as in the exporter's options.
     """
 
     weights: str
@@ -39,7 +39,7 @@ class OpenVino:
         return paths.python(ENVIRONMENT)
 
     def steps(self, paths: Paths) -> Sequence[Step]:
-        # torchvision is installed as a dependency but built for another PyTorch; importing it fails, and it is not
+        # torchvision is installed as a dependency, but built for another PyTorch: importing it fails, and it is not
         # needed.
         packages = ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0")
         install = Step(

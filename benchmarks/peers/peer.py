@@ -1,8 +1,9 @@
-"""Definition of a peer: how it is installed and runs a workload. Needs only the standard library, because peers'
-processes import it.
+"""Definition of a peer: how it is installed, and how it runs a workload.
 
-`rounds` starts `peers.child NAME` with the interpreter of the peer's environment. It opens the peer once, and for each
-workload received as a line of JSON prints a line of figures.
+Uses only the standard library, because the processes of the peers import it.
+
+`rounds` starts `peers.child NAME` with the interpreter of the peer's environment. The child opens the peer once and
+prints a line of figures for each workload that it receives as a line of JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Workload:
     """Requests, and how many of them run concurrently.
 
     Attributes:
-        counts_input: Throughput is of prompt tokens instead of output tokens.
+        counts_input: Whether throughput counts prompt tokens instead of output tokens.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Workload:
 
     @property
     def num_counted_tokens(self) -> int:
-        """Return the number of tokens counted for throughput."""
+        """Return the number of tokens that are counted for throughput."""
         return sum(len(it.token_ids) if self.counts_input else it.max_tokens for it in self.requests)
 
 
@@ -52,10 +53,10 @@ class Figures:
     """Results of one run of a workload.
 
     Attributes:
-        tokens_per_s: Output tokens (prefill: prompt tokens) per second, from the first start to the last end.
-        ttft_ms: Time to first token at p50 and p99; None if single tokens are not observed.
+        tokens_per_s: Output tokens (for prefill, prompt tokens) per second, from the first start to the last end.
+        ttft_ms: Time to first token at p50 and p99; None if individual tokens are not observed.
         inter_token_ms: Gap between tokens of one stream at p50 and p99.
-        processor_s: CPU seconds of all its processes; 0: unknown.
+        processor_s: CPU seconds of all processes of the peer; 0 if unknown.
     """
 
     workload: str
@@ -71,7 +72,7 @@ class Paths:
     """Paths of the comparison.
 
     Attributes:
-        home: Folder of everything installed for the comparison.
+        home: Folder in which everything for the comparison is installed.
         model_folder: The embedded model's folder, with model.gguf.
     """
 
@@ -80,12 +81,12 @@ class Paths:
 
     @property
     def gguf(self) -> Path:
-        """Return the published weights, with 4 bits each."""
+        """Path of the published 4-bit weights."""
         return self.model_folder / "model.gguf"
 
     @property
     def bf16(self) -> Path:
-        """Return the same model as a Hugging Face folder of bf16 weights."""
+        """Path of the same model as a Hugging Face folder of bf16 weights."""
         return self.home / "models" / "bf16"
 
     def python(self, environment: str) -> Path:
@@ -95,7 +96,7 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Commands that install something; run once, and again only when they change."""
+    """Commands that install something; they run once, and again only if they change."""
 
     title: str
     commands: tuple[tuple[str, ...], ...]
@@ -105,7 +106,7 @@ Runner = Callable[[Workload], Figures]
 
 
 class Peer(Protocol):
-    """One way to serve the model."""
+    """One system that serves the model."""
 
     @property
     def name(self) -> str:
@@ -119,19 +120,19 @@ class Peer(Protocol):
 
     @property
     def workloads(self) -> Sequence[str]:
-        """Workloads that it supports."""
+        """Workloads that the peer supports."""
         ...
 
     def python(self, paths: Paths) -> Path:
-        """Interpreter that runs it."""
+        """Return the interpreter that runs the peer."""
         ...
 
     def steps(self, paths: Paths) -> Sequence[Step]:
-        """Steps to install it."""
+        """Return the steps that install the peer."""
         ...
 
     def open(self, paths: Paths) -> AbstractContextManager[Runner]:
-        """Load the model in the peer's process for the duration of the context."""
+        """Load the model in the peer's process while the context is open."""
         ...
 
 
@@ -146,7 +147,7 @@ def pip_install(paths: Paths, environment: str, *words: str) -> tuple[str, ...]:
 
 
 def export_step(paths: Paths) -> Step:
-    """Return the step that writes the model as bf16, with our own environment's transformers."""
+    """Return the step that writes the model as bf16, using transformers from our own environment."""
     script = str(Path(__file__).with_name("export_model.py"))
     return Step("Write the model as bf16", ((sys.executable, script, str(paths.model_folder), str(paths.bf16)),))
 
@@ -167,7 +168,7 @@ def parse_figures(line: str) -> Figures:
     """Parse a line printed by a peer's process.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The line does not contain figures.
     """
     item = json.loads(line)
     if not isinstance(item, dict) or "workload" not in item:

@@ -17,10 +17,10 @@ PREFILL_BATCH_SIZE = 1
 
 @dataclass(frozen=True, slots=True)
 class Transformers:
-    """One number format of weights and computation."""
+    """transformers with one number format for weights and computation."""
 
     dtype: str
-    # With unequal output lengths, static batches would measure the padding.
+    # With unequal output lengths, static batches would mainly measure the padding.
     workloads: Sequence[str] = ("single", "mixed", "prefill")
 
     @property

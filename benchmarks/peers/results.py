@@ -1,4 +1,4 @@
-"""Stored measurements, so that a comparison can be made in several sessions."""
+"""Stored measurements, so that a comparison can be spread over several sessions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rounds import Measurement
 
 
 def read_results(path: Path) -> list[Measurement]:
-    """Read measurements; return none if there is no file."""
+    """Read measurements; return no measurements if the file does not exist."""
     if not path.exists():
         return []
     return [

@@ -1,8 +1,8 @@
 """Run short workloads in turn on peers that stay loaded, for several rounds.
 
-All get the same token ids in a round, and different ones in the next, so that prefix caches have no effect. A workload
-runs on all peers before the next one begins, so that compared runs are seconds apart, and each round begins with a
-different peer.
+All peers get the same token ids within a round, and different ones in the next round, so that prefix caches have no
+effect. A workload runs on all peers before the next one begins, so that compared runs are seconds apart, and each round
+begins with a different peer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMEOUT_S = 900.0
 _CLOSE_TIMEOUT_S = 90.0
 _REASON_LENGTH = 300
 _BUSY_INTERVAL_S = 0.3
-# A quick run divides output lengths (or numbers of requests without output) by this.
+# A quick run divides output lengths by this; without output, it divides the number of requests.
 _SHORTER = 4
 
 
@@ -40,7 +40,7 @@ class Measurement:
     """One peer's figures for one workload in one round.
 
     Attributes:
-        load: Cores kept busy by other programs just before it began.
+        load: Number of cores that other programs kept busy just before the measurement began.
     """
 
     round: int
@@ -50,7 +50,7 @@ class Measurement:
 
 
 def round_workload(name: str, round_number: int, *, is_quick: bool = False) -> Workload:
-    """Return the workload of a round, a function of the arguments."""
+    """Return the workload of a round; it depends only on the arguments."""
     workload = _converted(workloads.WORKLOADS[name](random.Random(round_number)))
     if not is_quick or name == "single":
         return workload
@@ -61,7 +61,9 @@ def round_workload(name: str, round_number: int, *, is_quick: bool = False) -> W
 
 
 def warm_up() -> Workload:
-    """Return a warm-up workload with tokens that no round uses, to exclude compilation and allocation on first use."""
+    """Return a warm-up workload with tokens that no round uses, so that compilation and allocation on first use are not
+    measured.
+    """
     generator = random.Random("warm-up")
     mixed = [workloads.BenchRequest(it.token_ids, 8) for it in workloads.mixed(generator).requests[:16]]
     long = workloads.uniform(generator, 1, 1024, 8, 1).requests
@@ -74,7 +76,7 @@ def _converted(workload: workloads.Workload) -> Workload:
 
 
 class PeerFailedError(Exception):
-    """A peer's process ended or took too long; the message has its last output."""
+    """The process of a peer ended or took too long; the message contains its last output."""
 
 
 class PeerProcess:
@@ -95,7 +97,8 @@ class PeerProcess:
                 stderr=errors,
                 text=True,
                 cwd=folder,
-                # Not the checkout itself, because a library that imports a package named `kernels` would find ours.
+                # The checkout itself is not used, because a library that imports a package named `kernels` would find
+                # ours.
                 env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "TOKENIZERS_PARALLELISM": "false"},
                 start_new_session=True,
             )
@@ -104,7 +107,7 @@ class PeerProcess:
         """Run a workload.
 
         Raises:
-            PeerFailedError: It failed and is no longer usable.
+            PeerFailedError: The peer failed and is no longer usable.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -161,15 +164,18 @@ def run_rounds(
     """Measure `peers` in the given rounds; one that fails is not retried.
 
     Args:
-        peers: All are loaded at the same time.
+        peers: The peers, all of which are loaded at the same time.
         names: Names of workloads.
         numbers: Numbers of rounds.
         paths: Paths of the comparison.
         on_done: Called with each measurement.
         on_load: Called before a peer is loaded.
         is_quick: Shorten the workloads.
-        limit_s: No round after the first begins that would exceed it, judged by the longest so far. Returns:
-            Measurements, and reasons why peers failed.
+        limit_s: After the first round, a round is not started if it would exceed this limit, judging by the longest
+            round so far.
+
+    Returns:
+        The measurements, and the reasons why peers failed.
     """
     begin = time.monotonic()
     measurements: list[Measurement] = []
@@ -207,7 +213,7 @@ def run_rounds(
 
 
 def _busy_cores() -> float:
-    """Return the number of cores that all programs keep busy while this one waits; a load average would include the
+    """Return the number of cores that all programs keep busy while this process waits; a load average would include the
     previous peer.
     """
     return sum(psutil.cpu_percent(_BUSY_INTERVAL_S, percpu=True)) / 100

@@ -1,4 +1,4 @@
-"""Figures from the arrival times of tokens, computed as in `midstream bench`."""
+"""Compute figures from the arrival times of tokens, as `midstream bench` does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ class Stream:
 
 
 def stream_figures(workload: Workload, streams: Sequence[Stream], duration_s: float) -> Figures:
-    """Return the figures of one run. Raises: ValueError: A stream had a wrong number of tokens."""
+    """Return the figures of one run.
+
+    Raises:
+        ValueError: A stream had the wrong number of tokens.
+    """
     for request, stream in zip(workload.requests, streams, strict=True):
         count = sum(count for _, count in stream.arrivals)
         if count != request.max_tokens:
@@ -45,6 +49,6 @@ def _inter_token_gaps_ms(stream: Stream) -> list[float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value at `share` (0..1) by nearest rank."""
+    """Return the value at `share` (0..1), by nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -14,7 +14,7 @@ from .vllm_environment import MAX_SEQUENCE_LENGTH, SETTINGS, Vllm
 
 @dataclass(frozen=True, slots=True)
 class VllmEngine(Vllm):
-    """One number format of weights and computation."""
+    """vLLM with one number format for weights and computation."""
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from .peer import ALL_WORKLOADS, NUM_THREADS, Paths, Step, export_step, new_envi
 
 ENVIRONMENT = "vllm"
 MAX_SEQUENCE_LENGTH = 2048
-# Without the first two it uses only one core.
+# Without the first two variables, it uses only one core.
 SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": f"0-{NUM_THREADS - 1}",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -22,7 +22,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Vllm:
-    """One number format of weights and computation, with its installation."""
+    """vLLM with one number format for weights and computation, and its installation."""
 
     dtype: str
     workloads: Sequence[str] = ALL_WORKLOADS
@@ -36,7 +36,7 @@ class Vllm:
 
 def _steps(paths: Paths) -> Sequence[Step]:
     script = str(Path(__file__).with_name("install_requirements.py"))
-    # Its audio and image requirements need other builds of PyTorch and are not used here.
+    # The requirements for audio and images need other builds of PyTorch and are not used here.
     left_out = ("torch", "torchvision", "torchaudio", "torchcodec")
     install = Step(
         "Install vLLM",

@@ -29,7 +29,7 @@ _DATA = b"data: "
 
 @dataclass(frozen=True, slots=True)
 class VllmServer(Vllm):
-    """One number format of weights and computation."""
+    """vLLM's HTTP server with one number format for weights and computation."""
 
     @property
     def name(self) -> str:

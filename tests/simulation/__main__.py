@@ -1,8 +1,9 @@
 """Run seeds manually.
 
-python -m tests.simulation --seed 17 one seed, always with the same result python -m tests.simulation --seed 17 --trace
-and every message python -m tests.simulation --seeds 0..50000 many, on two processes python -m tests.simulation --seeds
-0..1000 --all-kv all with prefill and decode workers and tiers
+python -m tests.simulation --seed 17                    run one seed, always with the same result
+python -m tests.simulation --seed 17 --trace            print every message as well
+python -m tests.simulation --seeds 0..50000             run many seeds in two processes
+python -m tests.simulation --seeds 0..1000 --all-kv     give all runs prefill and decode workers and tiers
 """
 
 from __future__ import annotations
