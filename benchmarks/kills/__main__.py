@@ -56,11 +56,11 @@ class Row:
 
 
 ROWS = (
-    Row("frontend (router) killed, the only one", "router", theirs="656"),
-    Row("worker killed, the only one", "gpu_worker", theirs="520"),
-    Row("worker killed, one of four", "gpu_worker", workers=4, theirs="796"),
-    Row("scheduler killed, the only one", "scheduler"),
-    Row("detokenizer killed, the only one", "detokenizer"),
+    Row("the only frontend (router) killed", "router", theirs="656"),
+    Row("the only worker killed", "gpu_worker", theirs="520"),
+    Row("one of four workers killed", "gpu_worker", workers=4, theirs="796"),
+    Row("the only scheduler killed", "scheduler"),
+    Row("the only detokenizer killed", "detokenizer"),
 )
 
 
