@@ -1,4 +1,4 @@
-"""A straightforward beam search over the fake model: the reference for the scheduler's beam search."""
+"""A straightforward beam search over the fake model, used as the reference for the scheduler's beam search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.fakes.model import candidates
 
 
 def best_beams(spec: RequestSpec, vocab_size: int) -> list[tuple[list[int], float]]:
-    """Return tokens and scores of the returned beams, best first."""
+    """Return the tokens and scores of the returned beams, best first."""
     return _search(
         spec.prompt[-1],
         spec.beam_width,

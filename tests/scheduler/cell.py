@@ -37,7 +37,7 @@ WAIT_S = 20
 
 
 class Cell:
-    """A scheduler, its workers and one feed."""
+    """A scheduler, its workers and one token feed."""
 
     def __init__(self, service: SchedulerService, stub: Any) -> None:
         self.service = service
@@ -71,7 +71,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def run_cell(**settings: Any) -> AsyncIterator[Cell]:
-    # The machine that runs the tests may stand still for some seconds.
+    # The machine that runs the tests may stall for some seconds.
     values: dict[str, Any] = {"port": 0, "worker_port": 0, "journal": "off", "worker_timeout_ms": 60_000} | settings
     config = SchedulerConfig(**values)
     service = SchedulerService(config, MODEL)

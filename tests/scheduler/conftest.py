@@ -10,18 +10,26 @@ DEFAULT_COMBINATIONS = 400
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--examples", type=int, default=DEFAULT_EXAMPLES, help="Runs of each state machine (scheduler tests)."
+        "--examples", type=int, default=DEFAULT_EXAMPLES, help="Number of runs of each state machine (scheduler tests)."
     )
-    parser.addoption("--seeds", type=int, default=DEFAULT_SEEDS, help="Seeded lives of the scheduler's core.")
     parser.addoption(
-        "--combinations", type=int, default=DEFAULT_COMBINATIONS, help="Random settings of the scheduler's core."
+        "--seeds",
+        type=int,
+        default=DEFAULT_SEEDS,
+        help="Number of seeded runs of the scheduler core with random events.",
     )
-    parser.addoption("--first-seed", type=int, default=0, help="Where the seeds begin.")
+    parser.addoption(
+        "--combinations",
+        type=int,
+        default=DEFAULT_COMBINATIONS,
+        help="Number of random settings to run the scheduler core with.",
+    )
+    parser.addoption("--first-seed", type=int, default=0, help="First seed.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     examples = config.getoption("--examples", default=DEFAULT_EXAMPLES)
-    # The same runs each time, unless more than the default number is requested.
+    # The runs are the same each time, unless more than the default number is requested.
     settings.register_profile(
         "scheduler", max_examples=examples, derandomize=examples == DEFAULT_EXAMPLES, deadline=None, database=None
     )

@@ -22,7 +22,7 @@ class FakeGroup:
     """A worker group in memory, with queued plans and undelivered results.
 
     Attributes:
-        store: Hashes and slots that dead groups left behind.
+        store: Hashes and slots of the pools of dead groups.
         num_adopted: Number of blocks filled from the store or from fetched data.
         tier: Slots of its stored blocks by hash, which other groups may share; None if it has no tier.
         fetches: Fetches requested from other groups.
@@ -56,14 +56,14 @@ class FakeGroup:
             self._news += [value for _, value in blocks]
 
     def take_beat(self, time_ns: int) -> WorkerBeat | None:
-        """Return a heartbeat with the blocks stored since the last one, or None if there are none."""
+        """Return a heartbeat with the blocks stored since the last heartbeat, or None if there are none."""
         stored, self._news = tuple(self._news), []
         if not stored:
             return None
         return WorkerBeat(time_ns, self.registration.connection, self.epoch, 0, (0, 0, 0), stored)
 
     def leave_blocks(self) -> None:
-        """Let the process die and leave its blocks to the other groups that share its store."""
+        """Simulate the death of the process, which leaves its blocks to the other groups with the same store."""
         self.store.append((self.hashes, self.model.slots))
 
     def _adopt(self, batch: worker_pb2.StepBatch) -> list[int]:
@@ -76,7 +76,7 @@ class FakeGroup:
                 continue
             if self.tier is not None and value in self.tier:
                 found = self.tier[value]
-                if value % 8 == 0:  # damaged blocks are removed and counted
+                if value % 8 == 0:  # every eighth block is damaged: it is removed and counted
                     del self.tier[value]
                     missing.append(block)
                     continue
@@ -94,7 +94,7 @@ class FakeGroup:
         return missing
 
     def fetch(self, time_ns: int, sources: Iterable[FakeGroup], most: int | None = None) -> BlocksFetched:
-        """Execute the oldest fetch for at most its first `most` blocks; the others count as not found."""
+        """Execute the oldest fetch, limited to its first `most` blocks; the others are reported as not found."""
         fetch = self.fetches.popleft()
         fetched: list[int] = []
         for value in fetch.hashes[:most]:
@@ -108,7 +108,7 @@ class FakeGroup:
         return BlocksFetched(time_ns, self.registration.connection, fetch.epoch, tuple(fetched), missing)
 
     def run(self, time_ns: int) -> StepDone:
-        """Run the oldest step, through the wire format and back."""
+        """Run the oldest step; the plan and the result pass through the wire format."""
         self.plans.popleft()
         batch = self.batches.popleft()
         missing = self._adopt(batch)
@@ -122,12 +122,12 @@ class FakeGroup:
         return event
 
     def keep(self, batch: worker_pb2.StepBatch) -> None:
-        """Queue a step."""
+        """Queue a step batch."""
         self.kept.receive(batch)
         self.batches.append(batch)
 
     def begin_anew(self) -> worker_pb2.Register:
-        """End the epoch but keep the process and its blocks; return the blocks for the next registration."""
+        """End the epoch but keep the process and its blocks; return the message for the next registration."""
         self.kept.end_epoch()
         register = worker_pb2.Register()
         self.kept.write(register)

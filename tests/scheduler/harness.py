@@ -1,4 +1,4 @@
-"""Drive the core by hand: the clock advances and workers run steps only on demand, and all output is checked."""
+"""Drive the core step by step: the clock advances and workers run steps only on demand, and all output is checked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LIMITS = ModelLimits(max_sequence_length=4096, end_ids=(999,))
 
 
 class Harness:
-    """A core, its workers, and its output so far.
+    """A core, its workers, and the output so far.
 
     Attributes:
         tokens: Emitted tokens by request id and sequence index.
@@ -86,7 +86,7 @@ class Harness:
         after: FakeGroup | None = None,
         **more: Any,
     ) -> FakeGroup:
-        """Register a worker group, or register it again after the end of the epoch `after`.
+        """Register a worker group, or register it again after its epoch `after` has ended.
 
         Groups that have tiers (`has_tiers`) share them.
         """
@@ -195,17 +195,17 @@ class Harness:
             key = (sequence.request.request_id, sequence.index)
             known = self.tokens.setdefault(key, [])
             assert length > len(known), "a token was emitted twice"
-            assert key not in self.ended_sequences, "a token came after the end"
+            assert key not in self.ended_sequences, "a token was emitted after the end of the request"
             known += sequence.output[len(known) : length]
             if sequence.request.beams is not None:
                 self._check_beam(sequence, known)
                 continue
             last = sequence.request.spec.prompt[-1]
             expected = [(last + 1 + i) % VOCAB for i in range(length)]
-            assert known == expected or sequence.output[-1] == 999, f"{key}: {known} instead of {expected}"
+            assert known == expected or sequence.output[-1] == 999, f"{key}: got {known}, expected {expected}"
 
     def _check_beam(self, sequence: Sequence, known: list[int]) -> None:
-        """Check that the output so far begins that of a search that was never paused, moved or recovered."""
+        """Check that the output so far is a prefix of that of a search that was never preempted, moved or recovered."""
         assert known == best_beams(sequence.request.spec, VOCAB)[sequence.index][0][: len(known)]
         assert sequence.output.tolist() == known
 
@@ -228,7 +228,7 @@ class Harness:
         )
 
     def turn(self) -> list[str]:
-        """Take one turn after workers have reported stored blocks; return the planned steps."""
+        """Take one turn after the workers have reported stored blocks; return the planned steps."""
         for group in self.groups.values():
             if (beat := group.take_beat(self.now_ns)) is not None:
                 self.handle(beat)
@@ -241,7 +241,7 @@ class Harness:
         self.handle(self.groups[name].run(self.now_ns))
 
     def fetch(self, name: str, most: int | None = None) -> list[str]:
-        """Execute a group's oldest fetch, or a part of it, and take a turn."""
+        """Execute the oldest fetch of a group, in whole or in part, and take a turn."""
         self.handle(self.groups[name].fetch(self.now_ns, self.groups.values(), most))
         return self.turn()
 
@@ -271,10 +271,12 @@ class Harness:
                 continue
             self.step(busy.name)
             self.check()
-        raise AssertionError("it does not come to an end")
+        raise AssertionError("the requests do not finish")
 
     def wait_for_groups(self) -> bool:
-        """While requests wait, advance until the first held-off group returns; return False if none is held off."""
+        """If requests wait, advance until the first held-off group is eligible again; return False if no group is held
+        off.
+        """
         held = [group.standing.held_until_ns for group in self.core.groups if group.is_held_off]
         if not held or not len(self.core.queue):
             return False
@@ -290,7 +292,7 @@ class Harness:
         self.turn()
 
     def kill(self, name: str) -> None:
-        """Kill a worker silently, and wait until it times out."""
+        """Kill a worker without closing its connection, and wait until it times out."""
         del self.groups[name]
         self.advance(self.config.worker_timeout_ns // MS + 1)
 
@@ -302,7 +304,7 @@ class Harness:
         self.turn()
 
     def leave(self, name: str) -> None:
-        """Shut a worker down."""
+        """Shut a worker down in an orderly way."""
         group = self.groups.pop(name)
         self.handle(WorkerLeft(self.now_ns, group.registration.connection, group.epoch))
 
@@ -322,7 +324,7 @@ class Harness:
             assert len(set(rows)) == len(rows) == group.max_batch_size - group.num_free_rows
 
     def check_is_empty(self) -> None:
-        """Check that every request has ended and no block is held."""
+        """Check that every request has ended and that no block is in use."""
         self.check()
         assert self.core.lifecycle.num_unfinished == 0
         assert len(self.core.queue) == 0
@@ -335,15 +337,13 @@ class Harness:
 
 
 def own_prompt(request_id: str, length: int) -> list[int]:
-    """Return tokens that no other request's prompt begins with."""
+    """Return a prompt whose first token differs from those of other requests' prompts."""
     first = sum(ord(letter) * (7**index) for index, letter in enumerate(request_id)) % 900
     return [first] + [(first + index) % 900 for index in range(1, length)]
 
 
 def describe(plan: StepPlan, group: WorkerGroup) -> str:
-    """Return a step as text: `+a b[0:4] | c d` has chunks of context (+ if the row is new), then generating
-    requests.
-    """
+    """Return a step as text: `+a b[0:4] | c d` lists context chunks (+ marks a new row), then generating requests."""
     step = next(step for step in group.in_flight if step.step_id == plan.step_id)
     new = {added.row for added in plan.added}
     chunks = []

@@ -1,7 +1,7 @@
-"""Random events on the core: requests and groups start and end, and the invariants hold at every step.
+"""Random events for the core: requests and groups start and end, and the invariants hold at every step.
 
-The fake model checks each step against the contents of its KV cache, and the harness checks each token against the
-arithmetic.
+The fake model checks each step against the contents of its KV cache, and the harness checks that each token is the
+successor of the previous one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Shape:
 class Life:
     """One core with up to two groups `g` and `h`; each method is a possible event.
 
-    With `are_apart`, `g` prefills and `h` decodes; they may share tiers.
+    With `are_apart`, `g` runs prefill and `h` runs decode; with `has_tiers`, they share tiers.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Life:
         self.harness.advance(20)
 
     def end(self) -> None:
-        """Run everything to completion, and check how every request ended."""
+        """Run all requests to completion, and check how each of them ended."""
         self.harness.run(max_steps=3000)
         self.harness.check_is_empty()
         assert set(self.harness.ended) == set(self.harness.accepted)

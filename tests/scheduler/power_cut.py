@@ -1,4 +1,4 @@
-"""A simulated disk that, at a power cut, loses all or any part of the unsynced data."""
+"""A simulated disk that loses all or any part of the unsynced data at a power cut."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from scheduler.journal.log_folder import LogFolder
 
 
 class PowerCut(BaseException):
-    """The process dies in the middle of a file operation."""
+    """Raised when the process dies in the middle of a file operation."""
 
 
 @dataclass(slots=True)
 class File:
-    """A file's contents on disk and in the kernel's memory, and the writes in between."""
+    """The contents of a file on disk and in the page cache, and the writes that are not yet synced."""
 
     on_disk: bytearray = field(default_factory=bytearray)
     cached: bytearray = field(default_factory=bytearray)
@@ -29,7 +29,7 @@ class Disk:
 
     Attributes:
         operations_left: Operations until a PowerCut is raised; negative for never.
-        epoch: Contents of the lock, which is in the kernel's memory only.
+        epoch: Contents of the lock, which exists only in the kernel's memory.
     """
 
     def __init__(self) -> None:
@@ -40,14 +40,14 @@ class Disk:
         self._unsynced_names: list[dict[str, File | None]] = []
 
     def operate(self) -> None:
-        """Count an operation in progress."""
+        """Count one operation, which may be interrupted by a power cut."""
         if self.operations_left == 0:
             self.operations_left = -1
             raise PowerCut
         self.operations_left -= self.operations_left > 0
 
     def change_names(self, changes: dict[str, File | None]) -> None:
-        """Create, rename or delete, as one operation."""
+        """Create, rename or delete files, as one operation."""
         self._unsynced_names.append(changes)
         _apply_names(self.names, changes)
         self.operate()
@@ -58,7 +58,7 @@ class Disk:
         self._unsynced_names.clear()
 
     def cut(self, dice: random.Random) -> None:
-        """Drop unsynced data, except for some renames and a prefix or middle part of each write."""
+        """Drop unsynced data, except for some of the renames and a prefix or middle part of each write."""
         names = self._names_on_disk
         for changes in self._unsynced_names:
             if dice.random() < 0.5:
@@ -95,7 +95,7 @@ def _write(content: bytearray, offset: int, data: bytes) -> None:
 
 
 class FolderOnDisk(LogFolder):
-    """A process's view of the disk. A process that is killed leaves everything it has written to the next one."""
+    """The disk as seen by one process. A killed process leaves everything that it has written to the next process."""
 
     def __init__(self, disk: Disk) -> None:
         super().__init__(Path("/disk"))

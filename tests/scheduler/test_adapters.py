@@ -1,5 +1,5 @@
-"""Adapters that requests can name are loaded by all workers or by none, stored in the journal, and resolved on
-acceptance.
+"""Adapters that requests can name are loaded by all workers or by none, stored in the journal, and resolved when a
+request is accepted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PATH = "/adapters/a"
 
 @dataclass
 class Workers:
-    """Worker groups 1 and 2, whose answers the test sends."""
+    """Worker groups 1 and 2, whose responses the test sends."""
 
     answer: Callable[[int, str, str], worker_pb2.LoraResult | None]
     on_result: Callable[[worker_pb2.LoraResult], None] = lambda _: None
@@ -71,7 +71,7 @@ def good(epoch: int, name: str, path: str) -> worker_pb2.LoraResult:
 
 
 class Cell:
-    """Adapters with a journal in a file."""
+    """Adapters, with a journal in a file."""
 
     def __init__(self, path: Path, answer: Callable[[int, str, str], worker_pb2.LoraResult | None] = good) -> None:
         self.path = path
@@ -191,7 +191,7 @@ async def test_a_worker_that_dies_meanwhile_is_not_waited_for(path: Path) -> Non
         def answer(epoch: int, name: str, where: str) -> worker_pb2.LoraResult | None:
             if epoch == 1:
                 return good(epoch, name, where)
-            cell.workers.epochs[:] = [1, 7]  # 2 is gone; 7 has registered and was not asked
+            cell.workers.epochs[:] = [1, 7]  # 2 is gone; 7 has registered but was not asked to load the adapter
             return None if epoch == 2 else good(epoch, name, where)
 
         cell.workers.answer = answer
@@ -213,7 +213,7 @@ async def test_a_request_carries_what_its_adapters_stand_for(path: Path) -> None
         assert (spec.prompt_key, spec.num_virtual_tokens) == ("print of /adapters/soft", 5)
         assert spec.digest == before.digest
         assert [adapter.name for adapter in cell.adapters.loaded()] == ["a", "s"]
-        # The journal returns the same.
+        # The journal returns the same adapters.
         assert spec_from_proto(pb.GenerateRequest.FromString(spec.payload), LIMITS, 0) == spec
 
 

@@ -1,4 +1,4 @@
-"""Blocks of a dead worker on the same host are reused; only the rest is computed."""
+"""Blocks of a dead worker on the same host are reused; only the remaining tokens are recomputed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_full_blocks_are_taken_over_and_the_rest_is_computed() -> None:
     harness = decoding()
     heir = harness.groups["h"]
     harness.cut("g")
-    # 17 tokens are known, and the last one is always computed, so 4 full blocks come before it. The report that the
-    # fourth block is full was lost with the step, so three are found.
+    # 17 tokens are known, and the last token is always computed, so 4 full blocks precede it. The report that the
+    # fourth block is full was lost with the step, so only three are found.
     (asked,) = heir.batches
     assert len(asked.adopted_blocks) == 4
     assert not asked.context_rows
@@ -73,7 +73,7 @@ def test_a_worker_with_other_memory_computes_all(store: str) -> None:
 def test_what_is_not_found_is_computed() -> None:
     harness = decoding()
     heir = harness.groups["h"]
-    harness.groups["g"].store = []  # its memory is lost too
+    harness.groups["g"].store = []  # the memory of the pool is lost too
     harness.cut("g")
     harness.run()
     assert heir.num_adopted == 0
@@ -106,7 +106,7 @@ def test_a_request_that_ends_meanwhile_gives_its_blocks_back() -> None:
 
 
 def test_a_worker_that_dies_of_it_is_not_followed_by_another() -> None:
-    """The adopted blocks may be the reason why the worker died, so the next worker computes them."""
+    """The adopted blocks may be the reason why the worker died, so the next worker recomputes them."""
     harness = decoding()
     harness.cut("g")
     assert harness.groups["h"].batches[0].adopted_blocks
@@ -158,7 +158,7 @@ def test_what_was_not_found_is_work_and_not_called_cached() -> None:
         harness.submit(name, 12, 4)
         harness.turn()
     assert set(map(str, harness.group("g").context)) == {"Sequence(a/0, 8 of 12)", "Sequence(b/0, 0 of 12)"}
-    harness.groups["g"].store = []  # its memory is lost too
+    harness.groups["g"].store = []  # the memory of the pool is lost too
     heir = harness.add_group("h", kv_store="host", max_num_tokens=8)
     harness.cut("g")
     assert heir.batches[0].adopted_blocks
@@ -191,8 +191,8 @@ def test_generation_goes_on_where_context_has_steps_of_its_own() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_is_taken_over_is_what_it_is_said_to_be(seed: int) -> None:
-    """There are few blocks, common prefixes, and workers that die at any time; the fake model checks the contents of
-    each block.
+    """There are few blocks and common prefixes, and workers die at any time; the fake model checks the contents of each
+    block.
     """
     dice = random.Random(seed)
     harness = Harness(pipeline_depth=2, max_worker_deaths=1000)

@@ -1,4 +1,6 @@
-"""Beam search in the core, computed by hand. Blocks have 4 tokens; the candidates are those of tests/fakes/model.py."""
+"""Beam search in the core, with expected results computed by hand. Blocks have 4 tokens; the candidates are those of
+tests/fakes/model.py.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,11 @@ def test_beams_fork_share_full_blocks_and_copy_the_last() -> None:
     harness = Harness()
     harness.add_group(num_blocks=16)
     harness.submit("b", PROMPT, 4, beam_width=2, num_sequences=2)
-    # One lane computes the prompt; the other only has a row.
+    # One lane computes the prompt; the other lane only has a row.
     assert harness.turn() == ["+b/0[0:5]"]
     assert harness.turn() == []
-    # [11] is at -1/8 and [12] at -2/8: the second beam forks. They share block 0; the block of the fifth token is
-    # copied.
+    # [11] has the score -1/8 and [12] has -2/8: the second beam forks. They share block 0; the block of the fifth token
+    # is copied.
     assert harness.step() == ["b/0 b/1"]
     plan = plans(harness)[-1]
     assert plan.forks == [Fork(0, 1, (0, 2))]
@@ -54,20 +56,20 @@ def test_beams_fork_share_full_blocks_and_copy_the_last() -> None:
     assert (plan.beam_rows, plan.beam_token_ids) == ([0, 1], [11, 12])
     # Beams cannot be planned before the result arrives.
     assert harness.turn() == []
-    # [11 12] is at -3/8; [11 13] and [12 13] are at -5/8. On a tie, the better beam's child continues, in the other
-    # beam's lane.
+    # [11 12] has the score -3/8; [11 13] and [12 13] have -5/8. On a tie, the child of the better beam continues, in
+    # the lane of the other beam.
     assert harness.step() == ["b/0 b/1"]
     plan = plans(harness)[-1]
     assert [(fork.from_row, fork.to_row) for fork in plan.forks] == [(0, 1)]
     assert plan.beam_token_ids == [12, 13]
     assert harness.group().blocks.num_held == 3
-    # Only the first token is common to both, so only this one has been shown.
+    # Only the first token is common to both beams, so only this token has been shown.
     assert harness.tokens == {("b", 0): [11]}
-    # [11 12 13] at -6/8; [11 12 14] at -9/8 = [11 13 14] at -5/8 - 4/8.
+    # [11 12 13] has -6/8; [11 12 14] has -9/8, as does [11 13 14] with -5/8 - 4/8.
     assert harness.step() == ["b/0 b/1"]
     assert plans(harness)[-1].beam_token_ids == [13, 14]
     assert harness.tokens == {("b", 0): [11, 12]}
-    # [11 12 13 14] at -6/8 - 4/8; [11 12 13 15] would be at -14/8, [11 12 14 15] is at -9/8 - 5/8: equal.
+    # [11 12 13 14] has -6/8 - 4/8. [11 12 13 15] would have -14/8, the same as [11 12 14 15] with -9/8 - 5/8.
     assert harness.step() == []
     assert ends(harness) == [([11, 12, 13, 14], -10 / 8), ([11, 12, 13, 15], -14 / 8)]
     assert harness.ended == {"b": FinishReason.LENGTH}
@@ -142,7 +144,7 @@ def test_a_pause_a_lost_worker_and_a_new_scheduler_change_nothing() -> None:
     whole.add_group()
     whole.submit("b", PROMPT, 12, **spec)
     whole.run()
-    # A second worker takes over when the first one is silent.
+    # A second worker takes over when the first worker has timed out.
     moved = Harness()
     moved.add_group("g")
     moved.submit("b", PROMPT, 12, is_detached=True, **spec)
@@ -154,7 +156,7 @@ def test_a_pause_a_lost_worker_and_a_new_scheduler_change_nothing() -> None:
     assert moved.turn() != []
     moved.run()
     assert ends(moved) == ends(whole)
-    # Another scheduler takes over from the journal, after any number of steps.
+    # Another scheduler takes over from the journal after any number of steps.
     request = whole.core.lifecycle.requests["b"]
     assert request.beams is not None
     steps = tuple(request.beams.search.steps)
@@ -211,7 +213,7 @@ def test_an_abort_at_any_time_gives_everything_back(num_steps: int) -> None:
         harness.step()
     harness.handle(AbortRequested(harness.now_ns, "b"))
     assert harness.ended == {"b": FinishReason.ABORT}
-    # What all beams have in common was shown.
+    # The tokens that all beams have in common were shown.
     assert ends(harness) == [([11] if num_steps > 3 else [], None), ([], None)]
     harness.run()
     harness.check_is_empty()
@@ -254,7 +256,7 @@ def test_what_is_shown_begins_the_best_output_however_the_search_goes_on(
 
 
 def one_step(search: BeamSearch, rng: Random) -> None:
-    """Extend the beams by random candidates: few tokens, equal scores, and sometimes none at all."""
+    """Extend the beams by random candidates: few tokens, equal scores, and sometimes no candidates."""
     found = []
     for _ in search.running:
         tokens = rng.sample([1, 2, 3, 4, 5, 999], rng.choice([6, 6, 6, 1, 0]))
@@ -263,7 +265,9 @@ def one_step(search: BeamSearch, rng: Random) -> None:
 
 
 def test_a_best_beam_that_nothing_can_surpass_is_shown_before_the_search_is_over() -> None:
-    """The first beam ends at -0.5; the others have less, and scores only fall. A length penalty lets them rise."""
+    """The first beam ends at -0.5. The others have lower scores, which can only fall; a length penalty lets them
+    rise.
+    """
     likely: list[Any] = [[(999, -0.5), (5, -1.0), (6, -1.25)]]
     for penalty, num_shown in ((0.0, 1), (1.0, 0)):
         search = BeamSearch(spec_of(length_penalty=penalty, early_stopping=0, stop_token_ids=STOPS))
@@ -303,7 +307,7 @@ def test_a_failed_beam_ends_its_request_alone() -> None:
 
 
 def test_where_little_is_possible_fewer_beams_go_on() -> None:
-    """Ties are broken by rank and then by token; a search ends when no beam can continue."""
+    """Ties are broken by rank and then by token; a search ends when no beam can be extended."""
     search = BeamSearch(spec_of(beam_width=3, num_sequences=3))
     step = search.choose([[(5, -1.0), (4, -1.0)]])
     assert (step.parents, step.token_ids) == ((0, 0), (4, 5))

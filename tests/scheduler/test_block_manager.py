@@ -50,7 +50,7 @@ def test_the_block_given_back_first_is_evicted_first() -> None:
     for block, value in zip(taken, (11, 12, 13), strict=True):
         cache(blocks, block, value)
     blocks.share([taken[0]], 0)
-    blocks.release([taken[0]], 0)  # used again, so now the most recent
+    blocks.release([taken[0]], 0)  # used again, so it is now the most recently used
     blocks.allocate(2, 0)
     assert blocks.prefix_cache.find([11]) == [taken[0]]
     assert blocks.prefix_cache.take_changes() == [BlocksRemoved((12,)), BlocksRemoved((13,))]
@@ -79,7 +79,7 @@ def test_retention_ends_with_its_duration_after_the_last_use() -> None:
     assert blocks.allocate(1, 99) == [taken[1]]
     blocks.prefix_cache.publish(taken[1], 12)
     blocks.release([taken[1]], 99)
-    # At 100, the first returns to the default priority and is evicted after the other.
+    # At time 100, the first block returns to the default priority and is evicted after the other block.
     assert blocks.allocate(2, 100) == [taken[1], taken[0]]
 
 
@@ -93,7 +93,7 @@ def test_a_duration_counts_from_the_last_use() -> None:
     blocks.share([kept], 60)
     blocks.release([kept], 60)
     blocks.release([other], 70)
-    # The expiry set before its last use no longer matters.
+    # The expiry that was set before the block's last use no longer matters.
     assert blocks.allocate(1, 159) == [other]
     blocks.release([other], 159)
     cache(blocks, blocks.allocate(1, 159)[0], 12)
@@ -164,7 +164,7 @@ def test_a_second_block_with_the_same_contents_is_not_published() -> None:
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Compare with a model that has a list of tables and an ordered list of cached (block, value) pairs."""
+    """Compares the block manager with a model: a list of tables and an ordered list of cached (block, value) pairs."""
 
     def __init__(self) -> None:
         super().__init__()

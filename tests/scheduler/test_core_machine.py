@@ -1,4 +1,4 @@
-"""Random runs of the core: blocks are conserved, each request ends once, no token is lost or repeated, and nothing
+"""Random runs of the core: blocks are conserved, each request ends once, no token is lost or duplicated, and no request
 starves.
 
 Hypothesis shrinks failures; the seeded runs cover many more states. A failing seed is printed and can be run alone:
@@ -22,14 +22,14 @@ BEGINNINGS = (
     sorted(CAPACITY_SCHEDULERS),
     sorted(MICRO_BATCH_SCHEDULERS),
     [1, 2],
-    # Only a few seeds have chunks smaller than a block, since they take three times as many steps.
+    # Only a few seeds use chunks smaller than a block, since these take three times as many steps.
     [3, 8, 8, 1000, 1000, 1000],
     [True, True, False],
     [0, 0, 6],
     [False, True],
     [False, True],
 )
-# In the order of Shape's fields.
+# The order is that of Shape's fields.
 SHAPE = (
     [0, 4, 10, 20, 20],
     [1, 2, 3, 4, 9],
@@ -94,7 +94,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 def live(seed: int) -> None:
-    """Run with all choices drawn from the seed."""
+    """Run the core with all choices drawn from the seed."""
     draw = random.Random(seed)
     life = Life(*(draw.choice(choices) for choices in BEGINNINGS))  # type: ignore[arg-type]
     for _ in range(30):

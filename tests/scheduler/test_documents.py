@@ -1,4 +1,4 @@
-"""Document stores behave the same in SQLite and PostgreSQL."""
+"""Document stores in SQLite and in PostgreSQL behave the same."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    """Return a function that creates stores of the same database."""
+    """Return a function that creates stores that use the same database."""
     if kind != "postgres":
         yield lambda: SqliteDocuments(None if kind == "memory" else tmp_path / "documents")
         return
@@ -115,7 +115,7 @@ async def test_expired_documents_are_gone(make: Make, hand: Hand) -> None:
         assert new is not None
         assert (new.version, new.created_ns) == (1, 1_000_100)
         await documents._call(store.expire, 1_000_300)
-        hand.time_ns = 0  # at any time, since its row is gone
+        hand.time_ns = 0  # may be called at any time, since the row is gone
         assert await documents.get(KEY) is None
 
 
@@ -190,7 +190,7 @@ async def test_postgres_is_connected_to_again(server: str, hand: Hand) -> None:
             connection.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE '% documents'"
             )
-        # The deletion of expired documents may detect the lost connection first.
+        # The task that deletes expired documents may detect the lost connection first.
         with contextlib.suppress(UnavailableError):
             await documents.get(KEY)
         assert await documents.get(KEY) is not None

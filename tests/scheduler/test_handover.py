@@ -29,7 +29,7 @@ def test_a_prompt_is_computed_on_one_group_and_generates_on_the_other() -> None:
     (fetch,) = decode.fetches
     assert len(fetch.hashes) == 5
     assert (fetch.kv_store, fetch.kv_source) == ("", "at p")
-    # It generates on the prefill group until its blocks have arrived.
+    # The request generates on the prefill group until its blocks have arrived.
     harness.step("p")
     assert harness.fetch("d") == [""]
     assert harness.step("d") == ["+a[20:24]"]
@@ -37,7 +37,7 @@ def test_a_prompt_is_computed_on_one_group_and_generates_on_the_other() -> None:
     assert (prefill.model.num_context_tokens, decode.model.num_context_tokens, decode.num_adopted) == (22, 4, 5)
     assert harness.ended["a"] is FinishReason.LENGTH
     assert harness.core.totals.num_handovers == 1
-    assert harness.core.lifecycle.requests["a"].num_cached_tokens == 0, "it was computed for this request"
+    assert harness.core.lifecycle.requests["a"].num_cached_tokens == 0, "the block was computed for this request"
     harness.check_is_empty()
 
 
@@ -106,7 +106,7 @@ def test_when_the_prefill_worker_dies_the_decode_group_computes_what_it_has_not_
     harness.handle(fetch)
     harness.run()
     assert harness.ended["a"] is FinishReason.LENGTH
-    # Reports from before the restart are not used.
+    # Reports from before the restart are ignored.
     assert decode.model.num_context_tokens == 23
     harness.check_is_empty()
 

@@ -1,4 +1,4 @@
-"""A scheduler's loads, model information, statistics and KV events, over real sockets."""
+"""The loads, model information, statistics and KV events of a scheduler, read over real sockets."""
 
 from __future__ import annotations
 

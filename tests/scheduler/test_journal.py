@@ -1,4 +1,4 @@
-"""Contents of a journal after its scheduler died, and recovery from it."""
+"""The contents of a journal after its scheduler has died, and recovery from it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["journal.sqlite", "journal"])
 def any_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Return the path of a SQLite journal, and of a log."""
+    """Return the path of a SQLite journal, and then of a log."""
     return tmp_path / str(request.param)
 
 
@@ -101,7 +101,7 @@ def store_at(path: Path) -> Store:
 
 
 def copy(path: Path, folder: Path) -> Path:
-    """Copy the files as a SIGKILL would leave them."""
+    """Copy the files in the state that a SIGKILL would leave."""
     folder.mkdir()
     if path.is_dir():
         shutil.copytree(path, folder / path.name)
@@ -335,7 +335,7 @@ def test_a_deadline_outlasts_a_restart_and_on_the_same_machine_also_a_jump(
     store.take_over(least_epoch=1)
     writer = RowWriter({}, PRINT, before)
     store.write(writer.transaction([Accepted(Request(spec, 1), is_attached=False)]))
-    # Two seconds later on the monotonic clock.
+    # Two seconds later by the monotonic clock.
     after = SteadyClock(lambda: (1_700_000_002 + jump_s) * second, lambda: 52 * second, boot_id=boot)
     (stored,) = replay(store.read(), LIMITS, PRINT, after).requests.values()
     assert stored.recovered.spec.deadline_ns is not None
@@ -354,7 +354,7 @@ def test_a_finished_request_is_kept_for_its_time_after_a_restart_whatever_the_cl
     ended_ns = cell.harness.core.lifecycle.requests["a"].times.finished_ns
     (stored,) = replay(store.read(), LIMITS, PRINT, CLOCK).requests.values()
     later = Harness()
-    later.now_ns = ended_ns + 3_600_000_000_000  # an hour on the wall clock
+    later.now_ns = ended_ns + 3_600_000_000_000  # an hour by the wall clock
     later.handle(stored.event(later.now_ns))
     later.ended["a"] = FinishReason.LENGTH
     later.advance(59_000)
@@ -375,7 +375,7 @@ def test_the_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     cell.submit("a", [1, 2], 2)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert modes(folder) == {0o600}
-    for path in folder.iterdir():  # as an earlier version left it
+    for path in folder.iterdir():  # the state in which an earlier version left the journal
         path.chmod(0o644)
     second = SqliteStore(folder / "journal")
     second.take_over(least_epoch=1)

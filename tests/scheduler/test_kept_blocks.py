@@ -1,4 +1,4 @@
-"""A worker's blocks survive the epoch and the scheduler, and are not recomputed."""
+"""The blocks of a worker survive the end of an epoch and of the scheduler, and are not recomputed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_a_new_scheduler_has_only_the_newest_tokens_computed() -> None:
     group = new.add_group(after=before)
     new.submit("a again", known, 30)
     new.run()
-    # 5 blocks are full. The last step's token filled the fifth; the step that would have reported it is undone.
+    # 5 blocks are full. The token of the last step filled the fifth block, but the step that would have reported it was
+    # discarded.
     assert new.core.lifecycle.requests["a again"].num_cached_tokens == 16
     assert group.model.num_context_tokens == 5
     new.check_is_empty()
@@ -52,7 +53,7 @@ def test_blocks_that_a_step_in_flight_may_change_are_not_kept() -> None:
     old.run()
     assert len(before.begin_anew().kept_blocks) == 2
     old.submit("b", list(range(200, 214)), 2)
-    old.turn()  # takes all blocks; the step is received, whether or not it is done
+    old.turn()  # uses all blocks; the step has been received, whether or not it has run
     assert len(before.begin_anew().kept_blocks) == 0
 
 
@@ -81,8 +82,8 @@ def test_what_cannot_be_kept_is_refused(blocks: tuple[int, ...], hashes: tuple[i
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_is_kept_is_what_it_is_said_to_be(seed: int) -> None:
-    """There are few blocks, common prefixes, and epochs that end at any time; the fake model checks the contents of
-    each block.
+    """There are few blocks and common prefixes, and epochs end at any time; the fake model checks the contents of each
+    block.
     """
     dice = random.Random(seed)
     harness = Harness(pipeline_depth=2)

@@ -1,4 +1,6 @@
-"""Ended requests that are kept for long, after the core has forgotten them and after a restart of the scheduler."""
+"""Ended requests stay readable for a long time, even after the core has forgotten them and after the scheduler
+restarts.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.scheduler.cell import Cell, run_cell, until
 
 
 async def read(cell: Cell, request_id: str) -> tuple[list[int], int]:
-    """Return what a detokenizer receives of a request: its tokens, and the status code of any error."""
+    """Return what a detokenizer receives for a request: its tokens, and the status code if there was an error."""
     feed = cell.stub.TokenFeed()
     await feed.write(scheduler_pb2.FeedCommand(hello=scheduler_pb2.FeedHello(detokenizer_id="d")))
     attach = scheduler_pb2.FeedAttach(stream=1, request_id=request_id)
@@ -68,7 +70,7 @@ async def test_a_kept_request_is_read_again_after_it_was_forgotten_and_after_a_r
         assert await read(cell, "a") == (tokens, 0)
         assert await read(cell, "b") == ([], grpc.StatusCode.NOT_FOUND.value[0])
         await until(lambda: forgotten(cell, "a"))
-    async with run_cell(**settings(tmp_path)) as cell:  # without a worker, since nothing is recomputed
+    async with run_cell(**settings(tmp_path)) as cell:  # there is no worker, since nothing is recomputed
         found = await get(cell, "a")
         assert (found.request.attachment, found.request.keep_s) == (b"beside", 600)
         assert (found.has_started, found.has_finished) == (True, True)
@@ -86,7 +88,7 @@ async def test_what_ended_just_before_a_restart_is_kept_then(tmp_path: Path) -> 
         await cell.worker()
         await cell.submit("a", [1, 2, 3], keep_s=600, detached=True)
         tokens, _ = await read(cell, "a")
-    for suffix in ("", "-wal", "-shm"):  # as if the scheduler had died before writing it
+    for suffix in ("", "-wal", "-shm"):  # as if the scheduler had died before writing the entry
         (tmp_path / f"journal.documents{suffix}").unlink(missing_ok=True)
     async with run_cell(**settings(tmp_path)) as cell:
         await until(lambda: forgotten(cell, "a"))
@@ -126,7 +128,7 @@ async def test_a_kept_request_goes_when_its_time_is_over(tmp_path: Path) -> None
 
 
 async def test_a_stop_word_found_in_a_request_that_was_read_back_is_taken_in(tmp_path: Path) -> None:
-    """Nobody had read the request so far, so it continued to its maximum length."""
+    """No detokenizer had read the request before, so it continued to its maximum length."""
     async with run_cell(**settings(tmp_path)) as cell:
         await cell.worker()
         await cell.submit("a", [1, 2, 3], max_tokens=6, keep_s=600, detached=True)

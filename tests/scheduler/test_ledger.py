@@ -1,4 +1,4 @@
-"""The ledger lists each request once, with the delivered tokens, whichever component dies."""
+"""The ledger lists each request once, with the number of delivered tokens, whichever component dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.scheduler.test_kept_requests import forgotten, read, settings
 
 
 async def entries(cell: Cell, count: int) -> list[ledger_pb2.LedgerEntry]:
-    """Return all entries, once there are `count`."""
+    """Return all entries, once there are `count` of them."""
     async with asyncio.timeout(20):
         while True:
             found: list[ledger_pb2.LedgerEntry] = []
@@ -114,7 +114,7 @@ async def test_a_page_that_was_written_without_an_answer_is_not_written_twice(
         document = await put(*arguments, **options)
         if num_failures < 2:
             num_failures += 1
-            raise UnavailableError("the answer was lost")
+            raise UnavailableError("the response was lost")
         return document
 
     async with run_cell(**settings(tmp_path)) as cell:
@@ -128,7 +128,7 @@ async def test_a_page_that_was_written_without_an_answer_is_not_written_twice(
 
 
 async def test_an_amended_end_amends_the_entry(tmp_path: Path) -> None:
-    """This also holds for a request that was read back long after it was recorded."""
+    """This also applies to a request that is read back long after it was recorded."""
     async with run_cell(**settings(tmp_path)) as cell:
         await cell.worker()
         await cell.submit("a", [1, 2, 3], max_tokens=6, keep_s=600, detached=True)

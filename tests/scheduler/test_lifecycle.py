@@ -43,7 +43,7 @@ def test_bad_requests_are_refused_by_field() -> None:
 def test_what_no_worker_can_hold_is_refused_and_does_not_block_the_queue() -> None:
     harness = Harness()
     harness.add_group(num_blocks=4, max_batch_size=2)
-    harness.submit("large", 10, 8)  # needs 17 tokens; there are 16
+    harness.submit("large", 10, 8)  # the request needs 17 tokens; there are 16
     harness.submit("wide", 2, 2, num_sequences=3)
     harness.submit("fits", 10, 7)
     harness.run()
@@ -130,7 +130,7 @@ def test_a_stop_word_found_late_takes_the_place_of_an_end_by_length() -> None:
     end = harness.core.lifecycle.requests["a"].sequences[0].end
     assert end is not None
     assert (end.reason, end.num_tokens) == (FinishReason.STOP, 3)
-    # Another detokenizer receives the same, and nothing after the end of the output.
+    # Another detokenizer receives the same output, and nothing after its end.
     assert harness.handle(StopWordFound(harness.now_ns, "a", 0, 3, "so")) == []
     assert harness.handle(StopWordFound(harness.now_ns, "a", 0, 9, "so")) == []
 
@@ -269,7 +269,7 @@ def test_the_head_of_the_queue_is_not_starved_by_smaller_ones_behind() -> None:
     harness.submit("a", 4, 13)  # 4 blocks
     harness.submit("b", 4, 5)  # 2 blocks
     harness.turn()
-    harness.submit("large", 20, 13)  # 8 blocks, so it waits for all of them
+    harness.submit("large", 20, 13)  # needs 8 blocks, so it waits until all of them are free
     for number in range(5):
         harness.submit(f"small{number}", 4, 5)
     harness.run()
@@ -295,7 +295,9 @@ def test_a_light_client_is_not_starved_by_a_heavy_one() -> None:
 
 
 def test_a_request_for_its_prompt_alone_ends_without_output() -> None:
-    """The token that its only step samples is kept, since outputs of the prompt belong to it, and does not count."""
+    """The request samples one token in its only step. The token is kept, because outputs of the prompt refer to it, but
+    it is not counted as output.
+    """
     harness = Harness()
     harness.add_group()
     harness.submit("a", [5, 6, 7, 8], 0, num_sequences=2)

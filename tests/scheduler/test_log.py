@@ -1,4 +1,4 @@
-"""The journal as a log: power cuts at any operation, damage to any byte, its size, and its writers."""
+"""The journal as a log: power cuts at any operation, damage to any byte, the log's size, and competing writers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def output_row(number: int, tokens: list[int]) -> bytes:
 
 
 class Scheduler:
-    """Writes transactions, and tracks what must be in the log."""
+    """Writes transactions, and tracks what the log must contain."""
 
     def __init__(self, folder: LogFolder, segment_bytes: int = SEGMENT_BYTES, slack_bytes: int = SLACK_BYTES) -> None:
         self.store = LogStore(folder, segment_bytes=segment_bytes, slack_bytes=slack_bytes)
@@ -136,7 +136,7 @@ def test_nothing_committed_is_lost_and_nothing_else_appears_whenever_the_power_i
             scheduler = Scheduler(FolderOnDisk(disk))
             assert scheduler.found in (committed, pending)
             assert scheduler.epoch > epoch
-            # It delivers what it has recovered.
+            # The scheduler delivers what it has recovered.
             committed, epoch = scheduler.found, scheduler.epoch
             for action, which in actions:
                 if action == 9:
@@ -173,7 +173,7 @@ def filled(folder: LogFolder, num_commits: int, segment_bytes: int = SEGMENT_BYT
     flip=st.integers(0, 255).map(lambda bits: bits or None),
 )
 def test_damage_at_any_byte_is_noticed_and_makes_up_nothing(which: int, share: float, flip: int | None) -> None:
-    """A byte of a segment is changed, or the segment is truncated at it."""
+    """One byte of a segment is changed, or the segment is truncated at that byte."""
     disk = Disk()
     true = filled(FolderOnDisk(disk), 30)
     names = [name for name in disk.names if name.endswith(".log")]
@@ -187,7 +187,7 @@ def test_damage_at_any_byte_is_noticed_and_makes_up_nothing(which: int, share: f
     for number, tokens in after.found.outputs.items():
         assert tokens == true.outputs[number][: len(tokens)]
     assert after.num_damaged > 0
-    # The recovered contents are complete, and stay so.
+    # The recovered contents are complete, and remain complete.
     again = Scheduler(FolderOnDisk(disk))
     assert (again.found, again.num_damaged) == (after.found, 0)
 
@@ -204,8 +204,7 @@ def test_damage_names_file_and_offset_and_keeps_the_file(tmp_path: Path, caplog:
     scheduler = Scheduler(LogFolder(path), segment_bytes=1 << 16)
     assert f"{file} is damaged at byte {place}" in caplog.text
     assert file.with_name("00000001.log.damaged").read_bytes() == content
-    # The requests in the damaged commit cannot be told from the others, so all requests continue from before that
-    # commit.
+    # The log cannot tell which requests the damaged commit contained, so all requests continue from before that commit.
     expected = {number: [token for token in tokens if token < 17] for number, tokens in true.outputs.items()}
     assert scheduler.found.outputs == expected
     scheduler.store.close()
@@ -379,7 +378,9 @@ def journal_at(path: Path) -> Store:
     ids=["beside it", "in its place"],
 )
 def test_a_journal_of_version_0_1_moves_into_the_log(tmp_path: Path, path: str, log: str) -> None:
-    """Version 0.1 has written an ended request, one with two sequences, a half-finished one, and an adapter."""
+    """Version 0.1 has written a completed request, a request with two sequences, an incomplete request, and an
+    adapter.
+    """
     old = tmp_path / "journal.sqlite"
     shutil.copy(Path(__file__).parent / "journals" / "0.1.sqlite", old)
     still_there = SqliteStore(old)

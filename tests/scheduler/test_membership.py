@@ -76,7 +76,7 @@ def test_a_silent_worker_is_given_up_and_its_requests_go_on_elsewhere() -> None:
     harness.add_group("h")
     dead = harness.groups["g"]
     harness.kill("g")
-    assert [group.group_id for group in harness.core.groups] == []  # `h` was silent for just as long
+    assert [group.group_id for group in harness.core.groups] == []  # `h` was silent for the same time
     harness.add_group("h")
     harness.run()
     harness.check_is_empty()
@@ -117,10 +117,10 @@ def test_a_lost_result_ends_the_epoch() -> None:
     group = harness.add_group()
     harness.submit("a", 3, 6)
     harness.turn()
-    group.run(harness.now_ns)  # and it is never delivered
+    group.run(harness.now_ns)  # and the result is never delivered
     beat = WorkerBeat(harness.now_ns, group.registration.connection, group.epoch, 1)
     harness.handle(beat)
-    assert len(harness.core.groups) == 1  # it may be in transit
+    assert len(harness.core.groups) == 1  # the request may be in transit
     harness.handle(beat)
     assert harness.core.groups == []
     harness.add_group()
@@ -165,7 +165,7 @@ def test_a_row_that_fails_ends_its_own_request_alone() -> None:
 
 
 def die_of(harness: Harness, poison: str) -> None:
-    """Run while a worker dies of each step with the poison request and a new one registers."""
+    """Run while a worker dies in each step with the poison request and another worker registers."""
     incarnation = 100
     harness.turn()
     for _ in range(200):
@@ -221,7 +221,7 @@ def test_workers_that_die_of_other_causes_quarantine_nobody() -> None:
         harness.cut("g")
         harness.add_group(incarnation=incarnation)
         harness.turn()
-        harness.step()  # each one makes a token in between
+        harness.step()  # each worker generates a token before it dies
     harness.run()
     assert set(harness.ended.values()) == {FinishReason.LENGTH}
     assert harness.core.totals.num_worker_deaths == 6
@@ -268,7 +268,7 @@ def test_workers_that_fall_silent_in_a_row_are_the_fault_of_a_request_from_the_s
     assert blamed == [[], ["g1"], ["g1", "g2"]]
     assert request.failure is not None
     assert harness.core.totals.num_worker_deaths == 3
-    # The request is to blame, so no group is: not even the first one, which the request was not blamed for.
+    # The request is blamed, so no group is blamed, including the first group, which is missing from `died_on`.
     for number in range(3):
         harness.add_group(f"g{number}", incarnation=number + 4)
     assert [group.standing.num_deaths for group in harness.core.groups] == [0, 0, 0]

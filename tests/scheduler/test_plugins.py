@@ -22,14 +22,14 @@ SHORTEST_FIRST = Path(__file__).parent / "shortest_first"
 
 @pytest.fixture
 def shortest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install the other example package in the same way."""
+    """Install the example package `shortest_first`."""
     monkeypatch.syspath_prepend(install(SHORTEST_FIRST, tmp_path))
     importlib.invalidate_caches()
 
 
 @pytest.fixture
 def installed_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Build and install the example package where only this test can find it."""
+    """Build the example package and install it where only this test can find it."""
     monkeypatch.syspath_prepend(install(EXAMPLE, tmp_path))
     importlib.invalidate_caches()
 
@@ -60,8 +60,8 @@ def test_a_plugin_that_nobody_offers_is_named() -> None:
 
 @pytest.mark.usefixtures("shortest_first")
 def test_an_installed_package_sees_all_requests_and_reorders_those_that_wait() -> None:
-    """There are 8 blocks of 4 tokens, of which a needs 5 until its end. Only d fits in addition; the others start in
-    order of length.
+    """There are 8 blocks of 4 tokens, and `a` needs 5 of them until its end. Only `d` fits in addition; the others
+    start in order of length.
     """
     harness = Harness(scheduler=load_scheduler("shortest_first", "max_utilization", "inflight_fused"))
     harness.submit("a", 12, 8)

@@ -69,7 +69,7 @@ def test_generated_tokens_are_found_by_a_continued_conversation() -> None:
     answer = harness.tokens["a", 0]
     harness.submit("b", [1, 2, 3, *answer, 50], 1)
     harness.run()
-    # 12 of the 13 tokens are in computed, full blocks.
+    # 12 of the 13 tokens are in full blocks that have been computed.
     assert harness.core.lifecycle.requests["b"].num_cached_tokens == 12
     assert group.model.num_context_tokens == 3 + 2
 
@@ -110,7 +110,7 @@ def test_kv_events_tell_what_is_stored_and_removed() -> None:
     assert cleared == CacheCleared()
     assert isinstance(stored, BlocksStored)
     assert (stored.parent_hash, stored.token_ids) == (0, tuple(range(1, 9)))
-    harness.submit("b", list(range(50, 63)), 1)  # takes all 4 blocks
+    harness.submit("b", list(range(50, 63)), 1)  # uses all 4 blocks
     harness.run()
     removed = [change for change in changes(harness)[2:] if isinstance(change, BlocksRemoved)]
     # The end of the chain is evicted first.
@@ -131,7 +131,7 @@ def test_retention_keeps_a_system_prompt() -> None:
     assert harness.core.lifecycle.requests["again"].num_cached_tokens == 8
 
 
-@pytest.mark.parametrize("length", [9, 8])  # of 8 tokens, the last block is recomputed in a new block
+@pytest.mark.parametrize("length", [9, 8])  # of 8 tokens, the last block is recomputed into a new block
 def test_a_request_raises_the_retention_of_what_is_cached_already(length: int) -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=6)
@@ -159,7 +159,7 @@ def test_requests_go_where_their_prefix_is_until_that_group_has_more_to_do() -> 
     for number in range(8):
         harness.submit(f"r{number}", [*prefix, 2, number], 40)
         harness.turn()
-    # The load differs by 16 tokens each time: after four more requests on g, h is as good.
+    # The load differs by 16 tokens each time: after four more requests on `g`, `h` is an equally good choice.
     assert (len(harness.group("g").active), len(harness.group("h").active)) == (5, 4)
     harness.run()
     harness.check_is_empty()
@@ -179,7 +179,9 @@ def test_a_groups_cache_ends_with_its_epoch() -> None:
 
 @pytest.mark.parametrize("chunk", [0, 4])
 def test_who_shares_what_a_failed_row_was_to_compute_starts_again(chunk: int) -> None:
-    """The fake model does not write the failed row's blocks, and checks the contents of each block that is read."""
+    """The fake model does not write the blocks of the failed row, and checks the contents of each block that is
+    read.
+    """
     harness = Harness(max_context_chunk=chunk, pipeline_depth=2)
     harness.add_group(fail_token=77)
     harness.submit("bad", [*PREFIX, 77], 4)

@@ -43,7 +43,7 @@ def test_clients_take_turns_by_what_they_are_charged() -> None:
         queue.push(request(name, client_id="heavy"))
     queue.push(request("x", client_id="light"))
     queue.push(request("y", client_id="light"))
-    # heavy and light at 0 -> a (heavy at 20), x (light at 20), b (40), y (40), then only heavy.
+    # heavy and light start at 0 -> a (heavy at 20), x (light at 20), b (heavy at 40), y (light at 40), then only heavy.
     assert drain(queue) == "axbycd"
 
 
@@ -63,7 +63,7 @@ def test_a_client_that_was_away_does_not_catch_up() -> None:
     for _ in range(3):
         head = queue.head()
         assert head is not None
-        queue.take(head, 1)  # busy is at 60, the client that was there at 40
+        queue.take(head, 1)  # busy is at 60, the remaining client at 40
     for name in "xyz":
         queue.push(request(name, client_id="late"))  # starts at 40, not at 0
     queue.push(request("e", client_id="busy"))
@@ -77,7 +77,7 @@ def test_what_was_not_used_is_given_back() -> None:
     queue.push(request("b", client_id="one"))
     queue.push(request("x", client_id="two"))
     queue.push(request("y", client_id="two"))
-    queue.take(first, 1)  # one is at 1010
+    queue.take(first, 1)  # one client is at 1010
     queue.settle(first)  # at 10
     assert drain(queue) == "xby"
 
@@ -122,11 +122,11 @@ def test_a_request_is_charged_for_its_parts_as_they_start() -> None:
     queue.push(request("x", client_id="two"))
     queue.push(request("y", client_id="two"))
     assert queue.head() is large
-    queue.take(large, 1)  # one is at 20
+    queue.take(large, 1)  # client `one` is at 20
     assert large in queue
     assert queue.num_tokens == 30 + 20
     large.sequences[0].row = 0
-    assert drain_one(queue) == "x"  # two is at 20
+    assert drain_one(queue) == "x"  # client `two` is at 20
     assert queue.head() is large
     queue.take(large, 3)
     assert large not in queue
@@ -152,7 +152,7 @@ def test_only_what_was_charged_is_given_back() -> None:
     queue.push(large)
     queue.push(request("b", client_id="one"))
     queue.push(request("x", client_id="two"))
-    queue.take(large, 1)  # one is at 20
+    queue.take(large, 1)  # client `one` is at 20
     queue.remove(large)
     queue.settle(large)  # at 10
     assert drain(queue) == "xb"

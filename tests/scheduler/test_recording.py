@@ -113,7 +113,9 @@ class RecordedLife(Harness):
 
 
 def live(path: Path, seed: int = 1, capacity: str = "max_utilization") -> RecordedLife:
-    """Run pauses, cancellations, deadlines, a death, a goodbye and prefix reuse on two groups."""
+    """Run preemptions, cancellations, deadlines, the death and the shutdown of a worker, and prefix reuse on two
+    groups.
+    """
     rng = random.Random(seed)
     life = RecordedLife(path, capacity=capacity, max_num_tokens=24)
     life.add_group("g", num_blocks=24, max_batch_size=6)
@@ -127,7 +129,7 @@ def live(path: Path, seed: int = 1, capacity: str = "max_utilization") -> Record
         if number % 7 == 0:
             life.handle(AbortRequested(life.now_ns, f"r{number - 2}"))
         if number == 30:
-            life.kill("h")  # and g is silent meanwhile
+            life.kill("h")  # and `g` stays silent meanwhile
             for name in "gh":
                 life.add_group(name, num_blocks=24, max_batch_size=6)
         if number == 45:
@@ -237,5 +239,5 @@ def test_a_changed_policy_gives_a_table_and_a_plot(tmp_path: Path, capfd: pytest
 
 
 def write(path: Path, records: list[pb.Record]) -> None:
-    """Write a recording with these records."""
+    """Write a recording that contains these records."""
     path.write_bytes(b"".join(frame(record) for record in records))

@@ -1,4 +1,4 @@
-"""States and statistics of a request while it runs."""
+"""The state and the statistics of a request while it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def state_of(harness: Harness) -> RequestState:
 
 
 def test_a_request_goes_through_its_states() -> None:
-    """A prompt of 10 tokens is computed in steps of 4 tokens with blocks of 4 tokens; then follow 3 output tokens."""
+    """A prompt of 10 tokens is computed in steps of 4 tokens with blocks of 4 tokens; 3 output tokens follow."""
     harness = Harness(pipeline_depth=1)
     harness.submit("a", 10, 3)
     assert (state_of(harness), stats_of(harness).paused) == (RequestState.PENDING, False)

@@ -1,5 +1,7 @@
-"""Schedules computed by hand, step by step: `+a[0:8] | b c` is a step with a context chunk of `a`, whose row is new,
-and a generation step of `b` and `c`. Blocks have 4 tokens, and two steps are in flight unless stated otherwise.
+"""Schedules computed by hand, step by step.
+
+`+a[0:8] | b c` is a step with a context chunk of `a`, whose row is new, and a generation step of `b` and `c`. Blocks
+have 4 tokens, and two steps are in flight unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def test_without_chunked_context_a_prompt_is_refused_that_no_workers_step_holds(
 
 @pytest.mark.parametrize("batching", ["inflight_fused", "inflight", "static"])
 def test_without_chunked_context_what_outgrew_a_step_is_computed_in_pieces(batching: str) -> None:
-    """The worker dies when prompt and output are longer than a step; later, so does a worker with larger steps."""
+    """A worker dies when prompt and output are longer than a step; later a worker with larger steps dies, too."""
     harness = Harness(enable_chunked_context=False, batching=batching)
     harness.add_group("g", max_num_tokens=8)
     harness.add_group("h", max_num_tokens=16)
@@ -124,12 +126,12 @@ def test_static_batches_run_in_lockstep_one_after_the_other() -> None:
         harness.submit(request_id, num_prompt, max_tokens)
     assert harness.turn() == ["+a[0:4]"]
     assert harness.step() == ["a[4:5] +b[0:3]"]
-    assert harness.step() == ["a b"]  # only once the whole context is computed
+    assert harness.step() == ["a b"]  # only after the whole context is computed
     assert harness.step() == ["b"]
     harness.finish_step()
-    assert harness.core.current_stats(0).step.empty_generation_slots == 1  # takes the place of `a`, which has ended
+    assert harness.core.current_stats(0).step.empty_generation_slots == 1  # uses the row of `a`, which has ended
     assert harness.turn() == ["b"]
-    assert schedule(harness)[5:] == ["+c[0:3]", "c"]  # a new batch starts only when the last one has finished
+    assert schedule(harness)[5:] == ["+c[0:3]", "c"]  # a new batch starts only when the previous one has finished
 
 
 def test_guaranteed_no_evict_sets_blocks_aside_for_the_longest_output() -> None:
@@ -153,11 +155,11 @@ def test_max_utilization_pauses_the_newest_and_resumes_it_with_its_tokens() -> N
     assert harness.turn() == ["+a[0:4] +b[0:4]"]
     for _ in range(4):
         assert harness.step() == ["a b"]
-    # Both tables are full and no block is free: `b` frees its two blocks and waits for three.
+    # Both tables are full and no block is free: `b` releases its two blocks and waits for three.
     for _ in range(4):
         assert harness.step() == ["a"]
     assert harness.core.lifecycle.requests["b"].num_preemptions == 1
-    # Its first block is still cached; 4 prompt and 5 output tokens are known.
+    # The first block of `b` is still cached; 4 prompt tokens and 5 output tokens are known.
     assert harness.step() == ["+b[4:9]"]
     assert schedule(harness)[10:] == ["b", "b", "b"]
 
@@ -195,7 +197,7 @@ def test_sequences_of_a_request_share_its_prompt_and_copy_its_last_block() -> No
     harness.add_group()
     harness.submit("a", 10, 3, num_sequences=3)
     assert harness.turn() == ["+a/0[0:10]", "+a/1[9:10] +a/2[9:10] | a/0"]
-    # 2 shared full blocks, and a third one each.
+    # Two full blocks are shared, and each sequence has its own third block.
     assert harness.group().blocks.num_held == 2 + 3
     assert [list(plan.copy_source_blocks) for plan in harness.groups["g"].plans] == [[], [2, 2]]
     assert schedule(harness)[2:] == ["a/0 a/1 a/2", "a/1 a/2"]
@@ -225,7 +227,9 @@ def test_a_window_keeps_what_the_next_token_attends_to_and_no_block_more(window:
     (sequence,) = request.sequences
     freed = []
     while harness.groups["g"].plans:
-        first_attended = max(0, sequence.num_computed - window)  # by the token at num_computed - 1, which the step runs
+        first_attended = max(
+            0, sequence.num_computed - window
+        )  # by the token at num_computed - 1, which the step computes
         assert sequence.num_freed * 4 <= first_attended
         if harness.groups["g"].plans[0].block_ids:
             assert sequence.num_freed == first_attended // 4
@@ -247,7 +251,7 @@ def test_blocks_of_sink_tokens_stay_while_those_between_are_given_back() -> None
         if harness.groups["g"].plans[0].block_ids:
             held.append([sequence.table.index(block) for block in sequence.held_blocks])
         harness.step()
-    # When block i is added, the next query is at position 4 * i and attends to positions from 4 * i - 5 on.
+    # When block i is added, the next query is at position 4 * i and attends to positions 4 * i - 5 and later.
     assert held == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 3, 4, 5], [0, 1, 4, 5, 6]]
     assert len(harness.tokens["a", 0]) == 25
     harness.check_is_empty()
@@ -260,7 +264,8 @@ def test_clients_share_a_step_and_do_not_wait_for_each_others_long_contexts() ->
     harness.submit("b", 6, 1, client_id="heavy")
     assert harness.turn() == ["+a[0:8]"]
     harness.submit("x", 6, 1, client_id="light")
-    # x needs less, so it is served first, and heavy gets the rest. While x may return, heavy gets at most half a step.
+    # `x` needs less, so it is served first, and client `heavy` gets the rest. While `x` may return, `heavy` gets at
+    # most half a step.
     assert schedule(harness) == ["+a[0:8]", "+x[0:6] a[8:10]", "a[10:14]", "+b[0:4]", "b[4:6]"]
 
 

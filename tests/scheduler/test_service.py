@@ -1,4 +1,6 @@
-"""The scheduler's gRPC and ZeroMQ ports on real sockets, with the fake worker and a detokenizer driven by the test."""
+"""The gRPC and ZeroMQ ports of the scheduler on real sockets, with the fake worker and a detokenizer driven by the
+test.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.scheduler.cell import MODEL, WAIT_S, run_cell, until
 
 
 class Feed:
-    """A detokenizer's end of a token feed; it stores everything received, by stream."""
+    """A detokenizer's end of a token feed; it stores everything that it receives, by stream."""
 
     def __init__(self, stub: Any, name: str = "detokenizer") -> None:
         self.call = stub.TokenFeed()
@@ -119,7 +121,7 @@ async def test_a_request_whose_reader_was_lost_is_not_taken_for_unread() -> None
         lost.call.cancel()
         await until(lambda: len(hub.feeds) == 1)
         assert not (await cell.stub.Abort(abort)).was_running
-        # Nor does a lost feed keep the request when another, older feed ends.
+        # A lost feed does not keep the request alive when another, older feed ends, either.
         another = await Feed(cell.stub).open()
         await leaving.attach(1, "a")
         await another.attach(1, "a")
@@ -189,7 +191,7 @@ async def test_abort_and_deadline_end_the_feed() -> None:
 
 @pytest.mark.parametrize("how", ["kill", "freeze", "stop"])
 async def test_a_worker_lost_in_the_middle_costs_no_token(how: str) -> None:
-    # Only silence reveals a frozen worker; a dead worker closes its connection.
+    # Only its silence reveals a frozen worker, whereas a dead worker closes its connection.
     timeout_ms = 400 if how == "freeze" else 600_000
     num_tokens = 250
     async with run_cell(worker_timeout_ms=timeout_ms, heartbeat_interval_ms=50) as cell:

@@ -1,8 +1,8 @@
-"""Random settings: accepted requests end correctly, others are rejected at once with the reason, and nothing stalls.
+"""Random settings: accepted requests end correctly, others are rejected at once with the reason, and no request stalls.
 
-The fake model checks each step against the contents of its KV cache, and the harness checks each token against the
-arithmetic. A failing seed is printed and can be run alone: pytest tests/scheduler/test_settings_fuzz.py --first-seed
-123 --combinations 1
+The fake model checks each step against the contents of its KV cache, and the harness checks that each token is the
+successor of the previous one. A failing seed is printed and can be run alone: pytest
+tests/scheduler/test_settings_fuzz.py --first-seed 123 --combinations 1
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.scheduler.cell import MODEL
 from tests.scheduler.harness import MS, Harness
 
 PREFIX = list(range(7, 47))
-# Errors with which an accepted request may end if no worker is large enough.
+# Errors that an accepted request may end with if no worker is large enough.
 TOO_LARGE = ("at most", "does not fit", "tokens of KV cache", "large enough in every respect")
 
 
@@ -89,7 +89,7 @@ def draw_request(draw: random.Random, number: int) -> dict[str, Any]:
 
 
 class Run:
-    """One combination of settings, and a small mixture of requests."""
+    """One combination of settings, and a few different requests."""
 
     def __init__(self, seed: int) -> None:
         self.draw = draw = random.Random(seed)
@@ -101,7 +101,7 @@ class Run:
             batching=self.config.batching_type,
             **settings | {"max_sequence_length": 300, "vocab_size": 1000, "model_fingerprint": ""},
         )
-        # Windows follow from the model and one setting, so all workers have the same ones.
+        # Windows follow from the model and one setting, so all workers have the same windows.
         self.groups = {"g": draw_group(draw, self.config), "h": draw_group(draw, self.config)}
         self.groups["h"]["attention_windows"] = self.groups["g"]["attention_windows"]
         roles = draw.choice((("", ""), ("prefill", "decode"), ("decode", "prefill"), ("prefill", "both")))
@@ -117,7 +117,7 @@ class Run:
         if request_id in self.harness.refused:
             assert self.harness.refused[request_id].failure.message
         elif self.harness.core.groups and request_id not in self.harness.ended:
-            # It was accepted, so some worker can run it.
+            # The request was accepted, so some worker must be able to run it.
             request = self.harness.core.lifecycle.requests[request_id]
             assert any(group.is_large_enough(request) for group in self.harness.core.groups)
 

@@ -35,14 +35,14 @@ def test_clients_are_several_for_a_minute_after_the_last_request_of_the_other() 
     clock.now_ns = 59_999 * MS
     clients.note("b")
     assert clients.are_several
-    clock.now_ns = 60_000 * MS  # a's last request is a minute old
+    clock.now_ns = 60_000 * MS  # the last request of `a` was a minute ago
     assert not clients.are_several
 
 
 def test_among_clients_a_step_is_planned_just_before_the_one_in_flight_ends() -> None:
     clock = Clock()
     pace, alone = Pace(two_clients(clock)), Pace(Clients(clock))
-    # 10 ms plus 1 ms per context token; steps run one after another.
+    # A step takes 10 ms plus 1 ms per context token; steps run one after another.
     at_ns = 0
     for number in range(8):
         assert pace.next_plan_ns(step_of(0, at_ns)) == 0  # too few results for an estimate yet
@@ -126,7 +126,7 @@ def test_small_ones_overtake_what_waits_for_room_by_as_much_as_it_asks_for_and_n
     for number in range(60):
         harness.submit(f"s{number:02}", 4, 12, client_id="small")  # 4 blocks each
     harness.turn()
-    harness.submit("large", 4, 80, client_id="large")  # 21 blocks, so space must be freed
+    harness.submit("large", 4, 80, client_id="large")  # needs 21 blocks, so blocks must become free
     order = []
     for _ in range(2_000):
         if not harness.groups["g"].plans:
@@ -134,7 +134,7 @@ def test_small_ones_overtake_what_waits_for_room_by_as_much_as_it_asks_for_and_n
         harness.step()
         order += [name for name in harness.ended if name not in order]
     assert len(order) == 61
-    # It does not wait until all the small ones are done.
+    # The large request does not wait until all the small ones are done.
     assert order.index("large") < 40
 
 
@@ -159,7 +159,7 @@ def test_two_large_requests_do_not_stop_new_ones(capacity: str, reuse: bool, num
         enable_block_reuse=reuse,
     )
     harness.add_group(num_blocks=7_000, max_batch_size=16, max_num_tokens=2_048, max_sequence_length=20_000)
-    for name in ("one", "two"):  # more than there are, together with the rest
+    for name in ("one", "two"):  # more than the number of blocks, together with the rest
         num_sequences = 7_000 * 16 // num_tokens
         harness.submit(name, 16, num_tokens - 16, client_id="hoarder", num_sequences=num_sequences)
     harness.turn()
@@ -176,7 +176,7 @@ def test_two_large_requests_do_not_stop_new_ones(capacity: str, reuse: bool, num
 def test_a_large_request_starts_in_parts_and_leaves_room() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=16, max_batch_size=16)
-    harness.submit("n", 4, 13, num_sequences=4)  # 4 blocks each; one is reserved for others
+    harness.submit("n", 4, 13, num_sequences=4)  # 4 blocks each; one block is reserved for others
     assert harness.turn() == ["+n/0[0:4]"]
     assert harness.step() == ["+n/1[3:4] +n/2[3:4] | n/0"]
     assert [request.request_id for request in harness.core.queue] == ["n"]
@@ -192,7 +192,7 @@ def test_what_starts_later_shares_the_prompt_of_what_runs_also_without_reuse() -
     harness.add_group(num_blocks=32, max_batch_size=3)
     harness.submit("x", 2, 2, client_id="other")
     harness.turn()
-    harness.submit("n", 41, 3, num_sequences=2)  # 10 blocks for the prompt, plus 1 each
+    harness.submit("n", 41, 3, num_sequences=2)  # 10 blocks for the prompt, plus 1 for each sequence
     assert harness.step() == ["+n/0[0:41] | x"]
     assert harness.step() == ["+n/1[40:41] | n/0"]
     assert harness.group().blocks.num_held == 12

@@ -87,7 +87,7 @@ def test_costs_are_never_negative() -> None:
 
 @dataclass(frozen=True)
 class Regime:
-    """A worker, and a load of about half its capacity."""
+    """A worker, and a load of about half of its capacity."""
 
     cost: CostModel
     fleet: Fleet
@@ -122,7 +122,9 @@ def test_without_names_they_are_one_client_in_order_of_arrival() -> None:
 
 
 def median_first_token_ns(regime: Regime, policy: str, times: int, *, has_clients: bool = True) -> float:
-    """Return the median time to first token of the client `small` while another client sends `times` as much."""
+    """Return the median time to first token of the client `small` while another client sends `times` as many
+    requests.
+    """
     loads = [Load(regime.request_rate, regime.duration_s, 1, "small")]
     if times:
         loads.append(Load(times * regime.request_rate, regime.duration_s, 1, "heavy"))
@@ -139,7 +141,7 @@ def median_first_token_ns(regime: Regime, policy: str, times: int, *, has_client
 
 
 def changed(event: Event, regime: Regime, has_clients: bool) -> Event:
-    """Return the requests with prompts of another length, or without the client's name."""
+    """Return the event; a submitted request may get a prompt of another length or lose its client's name."""
     if not isinstance(event, Submitted):
         return event
     spec = event.spec if has_clients else replace(event.spec, client_id="")

@@ -1,5 +1,5 @@
 """Fault attribution: a faulty worker is held off without failing any request; a request that crashes workers is
-terminated.
+ended.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ LIES: dict[str, Lie] = {
     "drafts of too few rows": lambda event: dataclasses.replace(
         event, num_tokens=[1] * len(event.token_ids), num_drafts=[0] * (len(event.token_ids) - 1 or 2)
     ),
-    "drafts that nobody allowed": lambda event: dataclasses.replace(
+    "drafts that were not allowed": lambda event: dataclasses.replace(
         event, num_tokens=[1] * len(event.token_ids), num_drafts=[1] * len(event.token_ids)
     ),
     "more drafts than were allowed": lambda event: dataclasses.replace(event, num_draft_tokens=1),
-    "log probabilities that nobody asked for": lambda event: dataclasses.replace(event, candidate_log_probs=[-1.0]),
+    "log probabilities that were not requested": lambda event: dataclasses.replace(event, candidate_log_probs=[-1.0]),
     "outputs of a row that did not run": lambda event: dataclasses.replace(event, outputs=((4000, b""),)),
     "a failed row that did not run": lambda event: dataclasses.replace(event, failures=((4000, Failure(13, "no")),)),
-    "a missing block that was not looked for": lambda event: dataclasses.replace(event, missing_blocks=frozenset({1})),
+    "a missing block that was not requested": lambda event: dataclasses.replace(event, missing_blocks=frozenset({1})),
     "a step that was not sent": lambda event: dataclasses.replace(event, step_id=event.step_id + 9),
 }
 
@@ -51,7 +51,7 @@ def run_beside(harness: Harness, fail: Callable[[], None], max_steps: int = 3_00
         else:
             harness.wait_until(harness.now_ns + 500 * MS)
         harness.check()
-    raise AssertionError("it does not come to an end")
+    raise AssertionError("the requests do not finish")
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
@@ -74,7 +74,7 @@ def test_a_worker_that_answers_wrongly_costs_no_request_its_life(lie: Lie) -> No
     assert set(harness.ended.values()) == {FinishReason.LENGTH}
     assert harness.core.totals.num_worker_faults == num_lies > 1
     assert harness.core.totals.num_worker_deaths == harness.core.totals.num_quarantined == 0
-    # The scheduler tried it less and less often.
+    # The scheduler tried the faulty group less and less often.
     assert harness.group("bad").standing.num_faults == num_lies < 8
 
 

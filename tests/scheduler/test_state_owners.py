@@ -1,4 +1,4 @@
-"""The core's state objects change only through methods of their own modules."""
+"""The core's state objects are changed only by methods of their own modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCHEDULER = Path(__file__).parents[2] / "scheduler"
-# Module -> its state classes, and the names by which other modules refer to their instances.
+# Maps each module to its state classes, and to the names by which other modules refer to their instances.
 OWNERS = {
     "core/request.py": (
         {"Sequence", "Request", "RequestTimes", "BeamLanes"},
@@ -20,7 +20,7 @@ OWNERS = {
     "core/block_manager.py": ({"BlockManager"}, {"blocks"}),
     "core/block_tables.py": ({"BlockTables"}, {"tables"}),
 }
-# Plain records, such as plans and totals, have attributes of these names too.
+# Plain records, such as plans and totals, also have attributes with these names.
 SHARED_NAMES = {
     "num_draft_tokens",
     "num_accepted_tokens",
@@ -48,7 +48,7 @@ def attributes_of(module: str, classes: set[str]) -> set[str]:
 
 
 def writes(source: str) -> Iterator[tuple[str, str, int]]:
-    """Yield object, attribute and line of each assignment to an attribute of anything but `self`."""
+    """Yield the object, attribute and line of each assignment to an attribute of anything other than `self`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             target = ast.unparse(node.value)
@@ -57,7 +57,7 @@ def writes(source: str) -> Iterator[tuple[str, str, int]]:
 
 
 def foreign_writes(source: str, module: str) -> list[str]:
-    """Return assignments in the core to attributes of state classes that another module owns."""
+    """Return the assignments in the core to attributes of state classes that belong to another module."""
     found = []
     for owner, (classes, names) in OWNERS.items():
         if owner == module:

@@ -12,7 +12,7 @@ from scheduler.edge.feed_batch import perf_metrics_of
 from scheduler.wire.stats import iteration_stats_proto
 from tests.scheduler.harness import MS, Harness
 
-# TensorRT-LLM's names, by section.
+# Names used by TensorRT-LLM, by section.
 NAMES = {
     "": (
         "timestamp iter iterLatencyMS newActiveRequestsQueueLatencyMS numActiveRequests numQueuedRequests "

@@ -1,4 +1,6 @@
-"""Tensors reported by workers: bounded in memory, delivered with their tokens, and recomputed by the next scheduler."""
+"""Tensors reported by workers are bounded in memory, delivered with their tokens, and recomputed for the next
+scheduler.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,7 @@ def test_no_message_is_too_large_and_no_token_comes_before_its_outputs() -> None
         assert batch.ByteSize() < 10 * MIB
         seen += len(batch.outputs)
         num_tokens += len(batch.token_ids)
-        # The first token brings the prompt's 20 pieces, and each other token one more.
+        # The first token carries the 20 pieces of the prompt, and every other token carries one more.
         assert num_tokens <= max(seen - 19, 0)
         batches.append(batch)
     assert (seen, num_tokens) == (28, 9)

@@ -95,7 +95,7 @@ def test_what_is_not_found_is_computed_and_not_looked_for_again() -> None:
     harness.run()
     assert (group.num_adopted, group.model.num_context_tokens) == (0, 22)
     assert harness.core.lifecycle.requests["a"].num_cached_tokens == 0
-    assert len(harness.group("h").stored) == 1  # from the first request's output
+    assert len(harness.group("h").stored) == 1  # from the output of the first request
     harness.check_is_empty()
 
 

@@ -28,15 +28,17 @@ _MOST_PROBLEMS = 8
 
 
 def main() -> int:
-    """Run seeds; return 0 if every seed passes."""
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description="The parts in virtual time.")
+    """Run the seeds; return 0 if every seed passes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulation", description="Run the components in virtual time."
+    )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--seed", type=int, help="Run this seed.")
-    which.add_argument("--seeds", type=_range, metavar="A..B", help="Run the seeds from A up to, without, B.")
+    which.add_argument("--seeds", type=_range, metavar="A..B", help="Run the seeds from A to B, excluding B.")
     parser.add_argument("--trace", action="store_true", help="Print every event of the seed.")
-    parser.add_argument("--no-faults", action="store_true", help="Run the seed's requests alone.")
+    parser.add_argument("--no-faults", action="store_true", help="Run only the requests of the seed, without faults.")
     parser.add_argument("--all-kv", action="store_true", help="Give all workers roles and tiers.")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="Begin no new seeds after this time.")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="Start no more seeds after this time.")
     arguments = parser.parse_args()
     if arguments.seeds is not None:
         return _run_many(arguments.seeds, arguments.limit_s, all_kv=arguments.all_kv)
@@ -85,7 +87,7 @@ def _until(seeds: range, end: float) -> Iterator[int]:
 
 
 def describe(outcome: Outcome) -> str:
-    """Return what failed and how to reproduce it."""
+    """Return what failed, and the command that reproduces it."""
     kv = " --all-kv" if outcome.all_kv else ""
     lines = [f"seed {outcome.seed} ({outcome.name}) failed; python -m tests.simulation --seed {outcome.seed}{kv}"]
     return "\n  ".join(lines + outcome.problems[:_MOST_PROBLEMS])

@@ -1,5 +1,5 @@
-"""Check the invariants at every event, whatever fails: commit before delivery, epochs, block conservation, and a single
-end.
+"""Check the invariants at every event: commit before delivery, epochs, block conservation, and a single end per
+request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Checker:
     Attributes:
         problems: Violations.
         num_stale: Number of messages dropped because of a stale epoch.
-        finishes: Finish reason of each request, per scheduler.
+        finishes: Finish reasons of each request, one per scheduler that ended it.
     """
 
     def __init__(self, disk: Disk) -> None:
@@ -33,7 +33,7 @@ class Checker:
         self.finishes: dict[str, list[str]] = {}
 
     def watch(self, core: SchedulerCore) -> Callable[[Event, list[Effect]], None]:
-        """Check each event of a scheduler and its effects."""
+        """Return a function that checks each event of a scheduler and its effects."""
         epochs: set[int] = set()
         ended: set[str] = set()
 
@@ -41,7 +41,7 @@ class Checker:
             if isinstance(event, StepDone | WorkerBeat) and event.epoch not in epochs:
                 self.num_stale += 1
                 if any(isinstance(effect, Emitted) for effect in effects):
-                    self.problems.append(f"R4: a result of the stale epoch {event.epoch} was taken")
+                    self.problems.append(f"a result of the stale epoch {event.epoch} was accepted")
             if isinstance(event, Recovered) and event.finish is not None:
                 ended.add(event.spec.request_id)
             for effect in effects:
@@ -49,7 +49,7 @@ class Checker:
                     self._note_end(effect, ended)
             for group in core.membership.groups.values():
                 if not group.blocks.is_conserved:
-                    self.problems.append(f"R5: blocks of {group.group_id} are not conserved")
+                    self.problems.append(f"blocks of {group.group_id} are not conserved")
             epochs.clear()
             epochs.update(core.membership.groups)
             self.num_deaths = core.totals.num_worker_deaths
@@ -60,7 +60,7 @@ class Checker:
     def _note_end(self, effect: RequestEnded, ended: set[str]) -> None:
         request = effect.request
         if request.request_id in ended:
-            self.problems.append(f"R6: {request.request_id} ended twice")
+            self.problems.append(f"{request.request_id} ended twice")
         ended.add(request.request_id)
         reasons = "+".join(item.end.reason.name for item in request.sequences if item.end is not None)
         self.finishes.setdefault(request.request_id, []).append(reasons)
@@ -76,24 +76,30 @@ class Checker:
         for stream, index, start, count in zip(message.streams, indices, message.token_offsets, counts, strict=True):
             committed = self._disk.num_committed.get((names[stream], index), 0)
             if start + count > committed:
-                self.problems.append(f"R2: {start + count} tokens of {names[stream]} are fed, {committed} are safe")
+                self.problems.append(
+                    f"{start + count} tokens of {names[stream]} were sent, but only {committed} are committed"
+                )
 
     def check_shown(self, job: Job) -> None:
-        """Check that a client's tokens are committed."""
+        """Check that the tokens shown to a client are committed."""
         for index, tokens in enumerate(job.tokens):
             committed = self._disk.num_committed.get((job.request.request_id, index), 0)
             if len(tokens) > committed:
-                self.problems.append(f"R2: {job.request.request_id} shows {len(tokens)} tokens, {committed} are safe")
+                self.problems.append(
+                    f"{job.request.request_id} shows {len(tokens)} tokens, but only {committed} are committed"
+                )
 
     def check_rest(self, core: SchedulerCore) -> None:
         """Check that all blocks are free once all requests have ended."""
         if core.lifecycle.num_unfinished:
             left = [item.request_id for item in core.lifecycle.requests.values() if item.times.finished_ns == 0]
-            self.problems.append(f"R6: {left} have not ended")
+            self.problems.append(f"{left} have not ended")
             return
         for group in core.groups:
             blocks = group.blocks
             problems = blocks.check([])
             if blocks.num_available != blocks.num_blocks or group.tables.num_reserved_blocks or group.active:
-                problems.append(f"{blocks.num_available} of {blocks.num_blocks} blocks, {len(group.active)} active")
-            self.problems.extend(f"R5: {group.group_id}: {problem}" for problem in problems)
+                problems.append(
+                    f"{blocks.num_available} of {blocks.num_blocks} blocks are free, {len(group.active)} requests active"
+                )
+            self.problems.extend(f"{group.group_id}: {problem}" for problem in problems)

@@ -34,12 +34,12 @@ SCHEDULER_PORT, WORKER_PORT, DETOKENIZER_PORT, ROUTER_PORT = 50052, 50053, 50054
 
 @dataclass
 class Shape:
-    """Number of each component, and their settings.
+    """The number of processes of each component, and their settings.
 
     Attributes:
-        step_s: Mean time of a worker's step.
-        window: Maximum number of messages of a call in transit or unread.
-        transport: As in the components' configuration.
+        step_s: Mean duration of a worker's step.
+        window: Maximum number of a call's messages that are in transit or unread.
+        transport: The transport, as in the configuration of the components.
         all_kv: Whether workers always have roles and tiers; otherwise the seed decides.
     """
 
@@ -60,9 +60,9 @@ class Cluster:
 
     Attributes:
         processes: The newest process with each name.
-        disk: The journal's.
+        disk: The journal's disk.
         workers: The newest worker with each name.
-        crashes: Processes that ended because of a bug.
+        crashes: Processes that crashed because of a bug.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class Cluster:
         self._watch = watch
         # Whether workers share a host, so that they can adopt blocks that a dead worker computed.
         self.host = Host(store=[] if network.dice.random() < 0.6 else None)
-        # Whether the first worker prefills and the others decode, and whether there are tiers. Drawn separately, so
-        # that a seed's other choices do not change.
+        # Whether the first worker runs prefill and the others run decode, and whether there are tiers. Drawn
+        # separately, so that the other choices of a seed do not change.
         dice = random.Random(repr(network.dice.getstate()))
         self._are_apart = dice.random() < 0.4 or shape.all_kv
         if dice.random() < 0.4 or shape.all_kv:
             self.host.tier = {}
 
     def start_all(self) -> None:
-        """Start every process of the shape."""
+        """Start all processes of the shape."""
         shape = self.shape
         self.start("scheduler")
         for kind, count in (
@@ -128,7 +128,7 @@ class Cluster:
         self.processes[name].terminate()
 
     def run(self, name: str, main: Callable[[], Coroutine[Any, Any, Any]]) -> Process:
-        """Run a coroutine in a new process."""
+        """Run a coroutine in a new process, as its main task."""
         process = Process(name, len(self.all_processes))
         process.wall_shift_s = self.wall_shifts.get(name, 0.0)
         process.on_death.append(lambda: self.network.died(process))
@@ -147,7 +147,7 @@ class Cluster:
                 self.crashes.append(f"{process!r} failed: {error!r} in {where.filename}:{where.lineno}")
             finally:
                 self.network.note(f"{process!r} exits")
-                # Its last task is this one, which is about to end.
+                # The last task of the process is this one, which is about to end.
                 process.exit_code = code
                 asyncio.get_running_loop().call_soon(process.die, code, context=contextvars.Context())
 
@@ -155,7 +155,7 @@ class Cluster:
         return process
 
     def resolve(self, name: str) -> list[str]:
-        """Return the machines behind a name of the simulated DNS."""
+        """Return the machines that a name in the simulated DNS resolves to."""
         return list(self.names.get(name, ()))
 
     def alive(self, kind: str) -> list[str]:
@@ -164,7 +164,7 @@ class Cluster:
 
     @property
     def service(self) -> SchedulerService | None:
-        """Return the newest scheduler if it runs and serves."""
+        """Return the newest scheduler if it is running and ready."""
         process = self.processes.get("scheduler")
         service = self._services.get(process) if process is not None else None
         return service if process is not None and not process.is_dead and hasattr(service, "engine") else None
@@ -175,11 +175,11 @@ class Cluster:
         return self.service.engine if self.service is not None else None
 
     def make_journal(self, _: object, model: ModelFolder, limits: ModelLimits, __: int, clock: SteadyClock) -> Journal:
-        """Create the journal of the starting scheduler."""
+        """Create the journal of the scheduler that is starting."""
         return SimulatedJournal(self.network, self.disk, running(), limits, model.fingerprint, clock)
 
     def make_engine(self, core: SchedulerCore, **parts: Any) -> Engine:
-        """Create the engine of the starting scheduler; everything its core does is checked."""
+        """Create the engine of the scheduler that is starting; all events of its core are checked."""
         return Engine(core, **{**parts, "observers": [self._watch(core)]})
 
     async def _scheduler(self) -> None:

@@ -1,4 +1,4 @@
-"""Random faults of any kind, combined."""
+"""Combinations of random faults of any kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SLOW_S = 0.5
 
 @scenario(0)
 def mixture(dice: random.Random) -> Scenario:  # noqa: C901 (one throw of the dice after another)
-    """Several faults of any kind, on a bad network."""
+    """Inject several faults of any kind, on an unreliable network."""
     work = jobs(dice, 4, 1.0)
     for job in work:
         if dice.random() < 0.1:
@@ -115,7 +115,7 @@ async def _freeze(stage: Stage, dice: random.Random) -> None:
 async def _part(stage: Stage, dice: random.Random) -> None:
     one, other = dice.sample(sorted(stage.cluster.processes), 2)
     stage.cluster.network.part(one, other)
-    # A client that cannot reach its router for longer counts as disconnected.
+    # A client that cannot reach its router for longer than this counts as disconnected.
     has_client = any(name.startswith("client") for name in (one, other))
     await stage.sleep(0.1, KEEPALIVE_S - 1 if has_client else KEEPALIVE_S + 3)
     stage.cluster.network.heal()
@@ -123,7 +123,7 @@ async def _part(stage: Stage, dice: random.Random) -> None:
 
 async def _cut(stage: Stage, dice: random.Random) -> None:
     name, network = _any(stage, dice), stage.cluster.network
-    # A client has half a second to reconnect; this network is too slow for that.
+    # A client has half a second to reconnect, for which this network is too slow.
     spares_clients = network.weather.slow_share > 0 and network.weather.slow_s >= _SLOW_S
 
     def matches(one: Process, other: Process) -> bool:

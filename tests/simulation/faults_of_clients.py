@@ -1,4 +1,4 @@
-"""Scenarios in which clients disconnect, are late, slow or too many, or repeat a request."""
+"""Scenarios in which clients disconnect, miss deadlines, read slowly, send too many requests, or repeat a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.simulation.scenarios import Scenario, scenario
 from tests.simulation.stage import Stage
 from tests.simulation.workload import Job, jobs, long_request, request
 
-# When clients start, on the simulation's clock.
+# Time at which clients start, on the simulation's clock.
 _CLIENTS_START_S = 0.5
 
 
@@ -41,7 +41,7 @@ def client_leaves(dice: random.Random) -> Scenario:
             if stage.checker.finishes[job.request.request_id] != ["ABORT"]:
                 stage.problems.append(f"it ended as {stage.checker.finishes[job.request.request_id]}")
             if known.times.finished_ns / 1e9 - START_S > job.ended_s + 1.0:
-                stage.problems.append("the request of a client that left lived on")
+                stage.problems.append("the request of a disconnected client kept running")
 
     shape = Shape(num_workers=1, num_blocks=256, scheduler={"max_batch_size": 3, "max_context_chunk": 8})
     return Scenario(shape=shape, jobs=[*leaving, *[Job(request(dice, 5 + i)) for i in range(2)]], judge=judge)
@@ -49,8 +49,8 @@ def client_leaves(dice: random.Random) -> Scenario:
 
 @scenario(13)
 def deadline_passes(dice: random.Random) -> Scenario:
-    """A request whose deadline passes in the queue is never run; in decode it keeps its output so far, and its blocks
-    are freed.
+    """A request whose deadline expires in the queue never runs. One whose deadline expires in decode keeps its output
+    so far, and its blocks are freed.
     """
     in_queue = dice.random() < 0.5
     late = [
@@ -70,10 +70,10 @@ def deadline_passes(dice: random.Random) -> Scenario:
         for job in late:
             stage.happened["13 queue" if in_queue else "13 decode"] += 1
             if not isinstance(job.error, DeadlineError):
-                stage.problems.append(f"past its deadline it ended with {job.error!r}")
+                stage.problems.append(f"after its deadline it ended with {job.error!r}")
             known = engine.core.lifecycle.requests.get(job.request.request_id)
             if known is not None and in_queue and known.times.first_scheduled_ns:
-                stage.problems.append("a worker ran a request past its deadline")
+                stage.problems.append("a worker ran a request after its deadline")
             if stage.checker.finishes.get(job.request.request_id, ["DEADLINE"]) != ["DEADLINE"]:
                 stage.problems.append(f"it ended as {stage.checker.finishes[job.request.request_id]}")
 
@@ -89,10 +89,10 @@ def slow_reader(dice: random.Random) -> Scenario:
     def judge(stage: Stage) -> None:
         stage.happened["14"] += isinstance(slow.error, OverloadedError)
         if slow.error is not None and not isinstance(slow.error, OverloadedError):
-            stage.problems.append(f"the slow reader got {slow.error!r}")
+            stage.problems.append(f"the slow reader ended with {slow.error!r}")
         quick = max(job.ended_s for job in stage.jobs if job is not slow)
         if quick > 3.0:
-            stage.problems.append(f"the others took until {quick} s")
+            stage.problems.append(f"the other clients were only served after {quick} s")
 
     shape = Shape(window=1, router={"max_pending_bytes": dice.choice((400, 500))})
     return Scenario(shape=shape, jobs=[slow, *[Job(long_request(dice, 1 + i, 6, 12)) for i in range(3)]], judge=judge)
@@ -100,7 +100,9 @@ def slow_reader(dice: random.Random) -> Scenario:
 
 @scenario(15)
 def overload(dice: random.Random) -> Scenario:
-    """With ten times too many requests, some are rejected at once with a retry hint; admitted requests complete."""
+    """There are ten times too many requests: some are rejected at once with a retry hint, and admitted requests
+    complete.
+    """
     work = [Job(request(dice, number), start_s=dice.uniform(0, 0.05), must_complete=False) for number in range(20)]
 
     def judge(stage: Stage) -> None:
@@ -109,11 +111,11 @@ def overload(dice: random.Random) -> Scenario:
                 job.check_complete()
                 stage.problems.extend(job.problems)
             elif not isinstance(job.error, OverloadedError) or job.error.retry_after_ms < 1:
-                stage.problems.append(f"refused with {job.error!r}")
+                stage.problems.append(f"rejected with {job.error!r}")
             else:
                 stage.happened["15"] += 1
                 if job.ended_s > 1.5:
-                    stage.problems.append(f"refused only at {job.ended_s} s")
+                    stage.problems.append(f"rejected only after {job.ended_s} s")
 
     shape = Shape(num_workers=1, scheduler={"max_queue_size": 2, "max_batch_size": 3})
     return Scenario(shape=shape, jobs=work, judge=judge)
@@ -121,7 +123,9 @@ def overload(dice: random.Random) -> Scenario:
 
 @scenario(19)
 def same_id_twice(dice: random.Random) -> Scenario:
-    """A request with a known id attaches to the first one if its contents are the same; otherwise it is rejected."""
+    """A request with a known id attaches to the first request if its contents are the same; otherwise it is
+    rejected.
+    """
     first = Job(long_request(dice, 0, 6, 20))
     again = Job(_copy(first.request), start_s=dice.uniform(0, 0.6))
     other = Job(_copy(first.request), start_s=dice.uniform(0.1, 0.6), must_complete=False)
@@ -130,7 +134,7 @@ def same_id_twice(dice: random.Random) -> Scenario:
     def judge(stage: Stage) -> None:
         stage.happened["19"] += 1
         if not isinstance(other.error, AlreadyExistsError):
-            stage.problems.append(f"other contents under the same id ended with {other.error!r}")
+            stage.problems.append(f"a request with the same id and other contents ended with {other.error!r}")
         if stage.checker.finishes["r0"] != ["LENGTH"]:
             stage.problems.append(f"it ended as {stage.checker.finishes['r0']}")
 
@@ -139,12 +143,12 @@ def same_id_twice(dice: random.Random) -> Scenario:
 
 @scenario(23)
 def hoarder(dice: random.Random) -> Scenario:
-    """One client asks for everything that a worker has, twice; meanwhile, the small requests of others are served."""
+    """One client requests twice the capacity of a worker; meanwhile, the small requests of other clients are served."""
     hoards = [Job(long_request(dice, number, 4, 40)) for number in range(2)]
     for hoard in hoards:
         hoard.request.client_id = "hoarder"
         hoard.request.sampling.num_return_sequences = 4
-        hoard.__post_init__()  # the expected output follows from the request
+        hoard.__post_init__()  # recomputes the expected output from the request
     small = [Job(long_request(dice, 2 + i, 5, 5), start_s=dice.uniform(0.05, 1.0)) for i in range(4)]
     for job in small:
         job.request.client_id = "other"
@@ -160,7 +164,7 @@ def hoarder(dice: random.Random) -> Scenario:
         stage.happened["28"] += 1
         longest_s = max(job.ended_s - _CLIENTS_START_S - job.start_s for job in small)
         if is_quiet and longest_s > 0.4:
-            stage.problems.append(f"a small request took {longest_s:.3f} s beside large ones")
+            stage.problems.append(f"a small request took {longest_s:.3f} s next to large requests")
 
     # 44 tokens take 11 blocks, so at most four outputs fit at a time.
     scheduler = {"capacity_policy": dice.choice(("guaranteed_no_evict", "max_utilization")), "max_worker_deaths": 100}

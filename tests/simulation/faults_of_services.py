@@ -13,7 +13,7 @@ from tests.simulation.scenarios import Scenario, scenario
 from tests.simulation.stage import Stage
 from tests.simulation.workload import Job, jobs, long_request, request
 
-# When the first client may send its request.
+# Time at which the first client may send its request.
 _START_S = 0.5
 
 
@@ -23,7 +23,7 @@ def _two_of_each() -> Shape:
 
 @scenario(7)
 def scheduler_killed(dice: random.Random) -> Scenario:
-    """SIGKILL the scheduler, possibly more than once: its state is rebuilt from the journal."""
+    """SIGKILL the scheduler once or more: its state is rebuilt from the journal."""
     times = dice.choice((1, 1, 2, 3))
 
     async def inject(stage: Stage) -> None:
@@ -64,7 +64,7 @@ def old_scheduler_returns(dice: random.Random) -> Scenario:
 
 @scenario(9)
 def detokenizer_killed_in_a_character(dice: random.Random) -> Scenario:
-    """SIGKILL detokenizers when a client has only some of a character's tokens."""
+    """SIGKILL detokenizers while a client has only some of the tokens of a character."""
 
     def is_torn(job: Job) -> bool:
         pieces = vocabulary().pieces
@@ -92,7 +92,7 @@ def detokenizer_killed_in_a_character(dice: random.Random) -> Scenario:
 
 @scenario(10)
 def detokenizers_come_and_go(dice: random.Random) -> Scenario:
-    """Scale detokenizers from one to four and back to one, under load."""
+    """Scale the detokenizers from one to four and back to one under load."""
     work = [Job(request(dice, i), start_s=dice.uniform(0, 5)) for i in range(5)]
 
     async def inject(stage: Stage) -> None:
@@ -112,7 +112,7 @@ def detokenizers_come_and_go(dice: random.Random) -> Scenario:
 
 @scenario(11)
 def router_killed(dice: random.Random) -> Scenario:
-    """SIGKILL routers: clients resume at another router, or at the same one when it is back."""
+    """SIGKILL routers: clients resume at another router, or at the same router after its restart."""
 
     async def inject(stage: Stage) -> None:
         for number in dice.sample(range(2), dice.choice((1, 2))):
@@ -127,7 +127,7 @@ def router_killed(dice: random.Random) -> Scenario:
 
 @scenario(18)
 def rolling_restart(dice: random.Random) -> Scenario:
-    """Replace every component under load, and close old connections: no request fails."""
+    """Replace every component under load and close old connections: no request fails."""
     work = [Job(request(dice, i), start_s=dice.uniform(0, 4)) for i in range(5)]
 
     async def inject(stage: Stage) -> None:
@@ -138,7 +138,7 @@ def rolling_restart(dice: random.Random) -> Scenario:
             process.terminate()
             await stage.until(lambda process=process: process.is_dead, 15, f"{name} drains")  # type: ignore[misc]
             if process.exit_code != 0:
-                stage.problems.append(f"{name} exits with {process.exit_code}")
+                stage.problems.append(f"{name} exits with status {process.exit_code}")
             await stage.restart(name, 0.05, 0.3)
             if dice.random() < 0.3:
                 stage.cluster.network.cut(lambda *_: dice.random() < 0.3)
@@ -166,10 +166,12 @@ def journal_fails(dice: random.Random) -> Scenario:
         if disk.damage(kind, dice):
             stage.happened[f"20 {kind}"] += 1
         await stage.restart("scheduler")
-        await stage.until(lambda: stage.cluster.engine is not None, 5, "the scheduler starts on what is left")
+        await stage.until(
+            lambda: stage.cluster.engine is not None, 5, "the scheduler starts with the remaining journal"
+        )
         service = stage.cluster.service
         if disk.was_damaged and service is not None and not service.journal.num_damaged:
-            stage.problems.append("the damage is not reported")
+            stage.problems.append("the damage was not reported")
 
     return Scenario(
         shape=_two_of_each(),
@@ -181,7 +183,7 @@ def journal_fails(dice: random.Random) -> Scenario:
 
 @scenario(21)
 def clocks_jump(dice: random.Random) -> Scenario:
-    """The wall clocks of all processes jump repeatedly: deadlines are kept, and nothing else changes."""
+    """The wall clocks of all processes jump repeatedly: deadlines are met, and nothing else changes."""
     late = [
         Job(long_request(dice, 8 + number, 5, 200), timeout_s=dice.uniform(1.0, 3.0), must_complete=False)
         for number in range(2)
@@ -204,10 +206,10 @@ def clocks_jump(dice: random.Random) -> Scenario:
             if stage.happened["kill scheduler"]:
                 continue
             if not isinstance(job.error, DeadlineError):
-                stage.problems.append(f"past its deadline it ended with {job.error!r}")
+                stage.problems.append(f"after its deadline it ended with {job.error!r}")
             elif abs(off_s) > 0.1:
-                stage.problems.append(f"its deadline was off by {off_s:+.3f} s")
+                stage.problems.append(f"it ended {off_s:+.3f} s from its deadline")
         if stage.checker.num_deaths and not stage.happened["kill scheduler"]:
-            stage.problems.append("a worker was given up")
+            stage.problems.append("a worker was declared dead")
 
     return Scenario(shape=Shape(step_s=0.05), jobs=[*late, *jobs(dice, 3)], inject=inject, judge=judge)

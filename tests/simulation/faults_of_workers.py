@@ -1,4 +1,4 @@
-"""Scenarios in which workers and their links fail, or have too few blocks."""
+"""Scenarios in which workers and their links fail, or in which workers have too few blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.simulation.workload import Job, jobs, long_request, poison, request
 
 @scenario(1)
 def worker_killed_in_decode(dice: random.Random) -> Scenario:
-    """SIGKILL a worker: the stream continues on another one."""
+    """SIGKILL a worker: the stream continues on another worker."""
     name = f"worker-{dice.randrange(2)}"
 
     async def inject(stage: Stage) -> None:
@@ -28,7 +28,7 @@ def worker_killed_in_decode(dice: random.Random) -> Scenario:
 
 @scenario(2)
 def worker_terminated(dice: random.Random) -> Scenario:
-    """SIGTERM a worker: it finishes its steps and leaves; no death is counted."""
+    """SIGTERM a worker: it finishes its steps and leaves, and no death is counted."""
     name = f"worker-{dice.randrange(2)}"
 
     async def inject(stage: Stage) -> None:
@@ -36,12 +36,12 @@ def worker_terminated(dice: random.Random) -> Scenario:
             stage.happened["2"] += 1
             process = stage.process(name)
             if await stage.until(lambda: process.is_dead, 5, "the worker exits") and process.exit_code != 0:
-                stage.problems.append(f"the worker exits with {process.exit_code}")
+                stage.problems.append(f"the worker exits with status {process.exit_code}")
             await stage.restart(name)
 
     def judge(stage: Stage) -> None:
         if stage.checker.num_deaths:
-            stage.problems.append("a worker that left counts as dead")
+            stage.problems.append("a worker that shut down counts as dead")
 
     return Scenario(jobs=jobs(dice, 3), inject=inject, judge=judge)
 
@@ -72,7 +72,7 @@ def worker_killed_in_chunked_prefill(dice: random.Random) -> Scenario:
 
 @scenario(4)
 def worker_stands_still(dice: random.Random) -> Scenario:
-    """SIGSTOP a worker, or let its step hang; its messages after SIGCONT have a stale epoch."""
+    """SIGSTOP a worker, or let a step hang; after SIGCONT, its messages have a stale epoch."""
     name = f"worker-{dice.randrange(2)}"
     hangs = dice.random() < 0.4
 
@@ -86,23 +86,23 @@ def worker_stands_still(dice: random.Random) -> Scenario:
         if not await stage.at(lambda: stage.is_decoding(name), stop):
             return
         group = stage.group(name)
-        await stage.until(lambda: stage.group(name) is not group, 5, "the group is given up")
+        await stage.until(lambda: stage.group(name) is not group, 5, "the group is declared dead")
         stage.happened["4 hang" if hangs else "4"] += 1
         await stage.sleep(0.2, 2.0)
         if hangs:
-            # Its health check kills it.
+            # The worker's health check kills it.
             stage.kill(name)
             await stage.restart(name)
         else:
             stage.process(name).thaw()
-            await stage.until(lambda: stage.group(name) is not None, 5, "it registers again")
+            await stage.until(lambda: stage.group(name) is not None, 5, "the worker registers again")
 
     return Scenario(jobs=jobs(dice, 3), inject=inject)
 
 
 @scenario(5)
 def all_workers_dead(dice: random.Random) -> Scenario:
-    """No worker is left: requests wait for one, or fail with UNAVAILABLE within the time limit."""
+    """No worker is left: requests wait for a new worker, or fail with UNAVAILABLE within the time limit."""
     is_long = dice.random() < 0.4
     work = jobs(dice, 3)
     late = Job(request(dice, 9), start_s=12.0)
@@ -136,7 +136,7 @@ def all_workers_dead(dice: random.Random) -> Scenario:
 
 @scenario(6)
 def poisonous_request(dice: random.Random) -> Scenario:
-    """A request that kills workers is quarantined; its neighbours finish."""
+    """A request that crashes workers is quarantined; the other requests complete."""
     work = jobs(dice, 3)
     bad = Job(poison(long_request(dice, 8, 5, 10)), start_s=dice.uniform(0, 0.2), must_complete=False)
 
@@ -155,7 +155,7 @@ def poisonous_request(dice: random.Random) -> Scenario:
 
 @scenario(22)
 def worker_lies(dice: random.Random) -> Scenario:
-    """One of two workers returns wrong results, temporarily or permanently: it is held off, and no request fails."""
+    """One of two workers returns invalid results, temporarily or permanently: it is held off, and no request fails."""
     work = jobs(dice, 4)
     name, num_lies = f"worker-{dice.randrange(2)}", dice.choice((1, 3, -1))
 
@@ -168,14 +168,14 @@ def worker_lies(dice: random.Random) -> Scenario:
         if engine.core.totals.num_worker_faults:
             stage.happened["27"] += 1
             if stage.checker.num_deaths:
-                stage.problems.append("a worker that lies counts as dead")
+                stage.problems.append("a worker that returns invalid results counts as dead")
 
     return Scenario(jobs=work, inject=inject, judge=judge)
 
 
 @scenario(16)
 def kv_exhausted(dice: random.Random) -> Scenario:
-    """There are more requests than blocks: some pause, and the output is the same."""
+    """There are more requests than blocks: some requests are preempted, and the output is the same."""
     work = [Job(long_request(dice, i, dice.randint(4, 16), dice.randint(10, 24))) for i in range(4)]
 
     def judge(stage: Stage) -> None:
@@ -187,7 +187,7 @@ def kv_exhausted(dice: random.Random) -> Scenario:
 
 @scenario(17)
 def zeromq_misbehaves(dice: random.Random) -> Scenario:
-    """Messages between scheduler and workers are lost, repeated, late and out of order; links are cut."""
+    """Messages between scheduler and workers are lost, duplicated, late and out of order; links are cut."""
 
     async def inject(stage: Stage) -> None:
         network = stage.cluster.network

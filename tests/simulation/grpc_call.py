@@ -1,7 +1,7 @@
-"""grpc.aio without sockets: both ends of a call, over the simulated network.
+"""grpc.aio without sockets: both ends of a call over the simulated network.
 
-Messages are serialized by the real stubs and handlers. A writer waits while more than the network's `window` messages
-have not been read at the other end, as HTTP/2's flow control makes it.
+Messages are serialized by the real stubs and handlers. As with HTTP/2's flow control, a writer waits while more than
+the network's `window` messages are unread at the other end.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Item:
     """An item sent over a wire.
 
     Attributes:
-        kind: start, message, read (the other end took some), half_close, cancel, headers, status, broken.
-        count: Messages that the other end took.
+        kind: start, message, read (the other end read some messages), half_close, cancel, headers, status, broken.
+        count: Number of messages that the other end has read.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Item:
 
 
 class End:
-    """One end of a call: received items, and how much may still be sent."""
+    """One end of a call: the received items, and how much may still be sent."""
 
     def __init__(self) -> None:
         self.inbox: deque[bytes] = deque()
@@ -59,7 +59,7 @@ class End:
         return self.inbox.popleft()
 
     def note_read(self, count: int) -> None:
-        """Record that the other end has read some."""
+        """Record that the other end has read `count` messages."""
         self.num_unread -= count
         self.can_write.set()
 
@@ -113,7 +113,7 @@ class Call:
         self.network.later(self.network.delay(), self.on_client_end, broken("the connection was reset"))
 
     def end_closed(self, end: Process) -> None:
-        """Close the connection, as the system of a dead process does."""
+        """Close the connection, as the operating system of a dead process does."""
         self.network.remove(self)
         if end is self.ends[0]:
             self.down.is_cut = True

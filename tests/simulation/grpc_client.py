@@ -1,4 +1,4 @@
-"""Channels and calls as seen by their callers."""
+"""Client side of the simulated gRPC: channels and calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RECONNECT_S = 0.1
 
 
 class ClientCall:
-    """A call of any kind as seen by its caller; await it if the response is one message."""
+    """A call of any kind, on the client side; await it if the response is a single message."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class ClientCall:
             self._call.up.send(Item("cancel"))
 
     def cancel(self) -> bool:
-        """End the call from this side."""
+        """Cancel the call from the client side."""
         if self._status is not None:
             return False
         self._is_cancelled = True
@@ -101,7 +101,7 @@ class ClientCall:
         return True
 
     def done(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the call has ended."""
         return self._status is not None
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -117,7 +117,7 @@ class ClientCall:
         return response
 
     async def read(self) -> Any:
-        """Return the next message; EOF after the last one of a successful call."""
+        """Return the next message; EOF after the last message of a successful call."""
         end = self._end
         while not end.inbox or self._call is None:
             if self._status is not None:
@@ -139,7 +139,7 @@ class ClientCall:
         self._call.up.send(Item("message", self._serialize(request)))
 
     async def wait_for_connection(self) -> None:
-        """Wait until the server has answered with its headers."""
+        """Wait until the server has sent its headers."""
         while not self._has_headers and self._status is None:
             await self._wait(self._is_open)
         if self._status is not None:
@@ -163,7 +163,7 @@ class ClientCall:
 
 
 class Channel:
-    """Opens calls from the process that created it."""
+    """Opens calls on behalf of the process that created it."""
 
     def __init__(self, network: Network, target: str) -> None:
         self._network = network

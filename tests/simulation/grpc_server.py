@@ -1,4 +1,4 @@
-"""Servers, and calls as seen by their handlers."""
+"""Server side of the simulated gRPC: servers and calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def _only(message: Any) -> AsyncIterator[Any]:
 
 
 class Context:
-    """A call as seen by its handler."""
+    """A call, as seen by its handler."""
 
     def __init__(self, call: Call, deadline: float | None, handler: Any) -> None:
         self._call, self._deadline, self._handler = call, deadline, handler
@@ -28,11 +28,11 @@ class Context:
         self._loop = asyncio.get_running_loop()
 
     def time_remaining(self) -> float | None:
-        """Return the seconds until the call's deadline."""
+        """Return the seconds until the deadline of the call."""
         return None if self._deadline is None else max(self._deadline - self._loop.time(), 0.0)
 
     def done(self) -> bool:
-        """Return whether the call has no listener any more."""
+        """Return whether the call no longer has a listener."""
         return self._is_over
 
     def invocation_metadata(self) -> Metadata:
@@ -40,21 +40,21 @@ class Context:
         return ()
 
     def peer(self) -> str:
-        """Return the caller."""
+        """Return the name of the caller."""
         return f"ipv4:{self._call.ends[0].name}:1"
 
     def auth_context(self) -> dict[str, list[bytes]]:
-        """Return no identity."""
+        """Return an empty identity."""
         return {}
 
     async def send_initial_metadata(self, _: object) -> None:
-        """Tell the caller that the call is open."""
+        """Send the headers, which tell the caller that the call is open."""
         if not self._has_headers:
             self._has_headers = True
             self._call.down.send(Item("headers"))
 
     async def read(self) -> Any:
-        """Return the caller's next message; EOF after the last."""
+        """Return the next message of the caller; EOF after the last message."""
         end = self._call.server
         while not end.inbox:
             if end.has_eof or self._is_over:
@@ -63,7 +63,7 @@ class Context:
         return self._handler.request_deserializer(end.take(self._call.down, self._call.network.window))
 
     async def messages(self) -> AsyncIterator[Any]:
-        """Yield the caller's messages."""
+        """Yield the messages of the caller."""
         while (message := await self.read()) is not grpc.aio.EOF:
             yield message
 
@@ -85,7 +85,7 @@ class Context:
         raise grpc.aio.AbortError(details)
 
     def finish(self, code: grpc.StatusCode, details: str = "", trailing: Metadata = ()) -> None:
-        """Send the status unless it has been sent."""
+        """Send the status unless it has already been sent."""
         if not self._is_over:
             self._is_over = True
             self._call.network.remove(self._call)
@@ -111,24 +111,24 @@ class Server:
         self._is_stopping = False
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Ignore these; the registered handlers are the same."""
+        """Do nothing: the registered handlers are the same."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         """Register the handlers."""
         self._handlers.update({f"/{service}/{name}": handler for name, handler in handlers.items()})
 
     def add_insecure_port(self, address: str) -> int:
-        """Set the address."""
+        """Set the address to listen at."""
         self._addresses.append(address)
         return int(address.rpartition(":")[2])
 
     async def start(self) -> None:
-        """Start answering."""
+        """Start accepting calls."""
         for address in self._addresses:
             self._network.bind(address, self)
 
     async def stop(self, grace: float | None) -> None:
-        """Reject new calls; those in progress get `grace` seconds."""
+        """Reject new calls; calls in progress have `grace` seconds to finish."""
         self._is_stopping = True
         for address in self._addresses:
             if self._network.listeners.get(address) is self:
@@ -141,7 +141,7 @@ class Server:
             await asyncio.wait(list(self._calls))
 
     def receiver(self, call: Call, deadline: float | None) -> Callable[[Item], None]:
-        """Return the receiver of a new call's messages."""
+        """Return the receiver of the messages of a new call."""
 
         def receive(item: Item) -> None:
             if item.kind == "start":
@@ -154,7 +154,7 @@ class Server:
     def _open(self, call: Call, deadline: float | None, data: bytes) -> None:
         if self.process.is_dead or self._is_stopping:
             call.network.remove(call)
-            call.down.send_end(broken("the server is going away"))
+            call.down.send_end(broken("the server is shutting down"))
             return
         context = Context(call, deadline, self._handlers.get(call.method))
         if call.method not in self._handlers:
@@ -181,7 +181,7 @@ class Server:
                 request = context.messages()
             else:
                 request = handler.request_deserializer(data)
-                if handler.request_streaming:  # an interceptor reads the only message by itself
+                if handler.request_streaming:  # an interceptor reads the only message itself
                     request = _only(request)
             if handler.response_streaming:
                 behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream

@@ -22,14 +22,14 @@ _CHECK_INTERVAL_S = 0.5
 
 
 class Disk:
-    """Current and past contents.
+    """The journal's current and past contents.
 
     Attributes:
-        epoch: Of the scheduler that may write.
+        epoch: Epoch of the scheduler that may write.
         is_full: Whether writes fail.
         num_committed: The highest number of output tokens ever committed, per (request id, sequence).
-        num_deposed: Writes refused because another scheduler has taken over.
-        num_full: Writes refused because the disk was full.
+        num_deposed: Number of writes rejected because another scheduler has taken over.
+        num_full: Number of writes rejected because the disk was full.
         was_damaged: Whether a record was torn or damaged.
     """
 
@@ -74,7 +74,7 @@ class Disk:
             self.num_committed[key] = max(self.num_committed.get(key, 0), stored)
 
     def damage(self, kind: str, dice: random.Random) -> bool:
-        """Tear the tail or damage a record; return whether there was one."""
+        """Tear the tail or damage a record; return whether there was a record."""
         if kind == "torn":
             self.num_torn += 1
         elif kind == "corrupt" and self.commits:
@@ -91,7 +91,7 @@ class Disk:
         return True
 
     def reset_lengths(self, lengths: dict[tuple[int, int], int]) -> None:
-        """Truncate to what a scheduler has read; it continues from there."""
+        """Truncate to what a scheduler has read, from where it continues."""
         self._lengths = lengths
 
 
@@ -101,7 +101,7 @@ def _spoil(sealed: bytes, dice: random.Random) -> bytes:
 
 
 class DiskStore(Store):
-    """One scheduler's view of the disk."""
+    """The disk as seen by one scheduler."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
@@ -127,14 +127,14 @@ class DiskStore(Store):
     def check(self) -> None:
         if self._disk.epoch != self._epoch:
             self._disk.num_deposed += 1
-            raise DeposedError(f"epoch {self._epoch} is over")
+            raise DeposedError(f"epoch {self._epoch} was superseded")
 
     def close(self) -> None:
         pass
 
 
 class NoDocuments(Documents):
-    """A store without documents or a thread, whose timing would not be simulated."""
+    """A store without documents and without a thread, since the timing of a thread would not be simulated."""
 
     async def get(self, key: DocumentKey) -> None:
         return None
@@ -147,7 +147,7 @@ class NoDocuments(Documents):
 
 
 class SimulatedJournal(ThreadedJournal):
-    """The work of the journal's thread as a task: rows, order and group commit are the real ones."""
+    """Does the work of the journal's thread in a task; the rows, their order and the group commit are the real ones."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""An event loop with virtual time: when nothing is ready it jumps to the next timer.
+"""An event loop with virtual time: when no callback is ready, it jumps to the next timer.
 
 Everything that runs belongs to a `Process` of the simulated machines, stored in its context. A callback of a frozen
 process waits until the process continues (SIGSTOP, SIGCONT); a dead process runs its callbacks only to clean up,
-without effect on others.
+without effect on other processes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Process:
     """A simulated operating-system process.
 
     Attributes:
-        name: Also the name of its machine, which addresses use.
-        number: Counts the processes of a simulation.
-        is_dead: It has exited, or was killed.
-        held: Callbacks held while it is frozen; None while it runs.
+        name: Name of the process and of its machine, which is used in addresses.
+        number: Number of the process within the simulation.
+        is_dead: Whether it has exited or was killed.
+        held: Callbacks held back while it is frozen; None while it runs.
         signals: Handlers of SIGTERM and others.
-        on_death: Actions of its operating system, such as closing connections.
+        on_death: Actions of the operating system at its death, such as closing connections.
         wall_shift_s: Offset of its machine's wall clock.
         wall_drift: Relative drift of that clock.
     """
@@ -63,7 +63,7 @@ class Process:
             self._purge_at = 2 * len(self._tasks) + _PURGE_TASKS
 
     def forget_done(self) -> None:
-        """Drop tasks that have ended; unretrieved errors are then reported."""
+        """Drop tasks that have ended, so that unretrieved errors are reported."""
         self._tasks = {item: None for item in self._tasks if not item.done()}
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str = "") -> asyncio.Task[Any]:
@@ -72,7 +72,7 @@ class Process:
         return loop.create_task(coroutine, name=name or self.name, context=self.context.copy())
 
     def die(self, exit_code: int | None = None) -> None:
-        """End it immediately, whatever it is doing."""
+        """End the process immediately, whatever it is doing."""
         if self.is_dead:
             return
         self.thaw()
@@ -83,12 +83,12 @@ class Process:
             task.cancel()
 
     def freeze(self) -> None:
-        """Pause, like SIGSTOP."""
+        """Pause the process, like SIGSTOP."""
         if self.held is None and not self.is_dead:
             self.held = deque()
 
     def thaw(self) -> None:
-        """Continue, like SIGCONT."""
+        """Continue the process, like SIGCONT."""
         held, self.held = self.held, None
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
@@ -113,11 +113,11 @@ PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("proces
 
 
 class StandstillError(AssertionError):
-    """Nothing is ready and no timer runs, but the simulation has not ended."""
+    """No callback is ready and no timer runs, but the simulation has not ended."""
 
 
 class Callback(asyncio.TimerHandle):
-    """A handle without asyncio's debugging support, since half of a simulation's time goes into callbacks and
+    """A handle without asyncio's debugging support, since half of the time of a simulation is spent in callbacks and
     timers.
     """
 
@@ -139,22 +139,22 @@ class Callback(asyncio.TimerHandle):
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Do not call it any more."""
+        """Cancel the callback."""
         self._cancelled = True
         self._callback = None
         self._args = ()
 
 
 class VirtualLoop(asyncio.base_events.BaseEventLoop):
-    """An event loop; time is in seconds since the start of the simulation."""
+    """An event loop whose time is in seconds since the start of the simulation."""
 
     _ready: deque[Callback]
     _stopping: bool
-    # Creates its servers and connections.
+    # The loop creates its servers and connections with these.
     sockets: Any = None
 
     def __init__(self, resolve: Callable[[str], list[str]]) -> None:
-        """Resolve names behind `dns:///` with `resolve`."""
+        """Create the loop; `resolve` resolves names after `dns:///`."""
         super().__init__()
         self.now = 0.0
         self.failures: list[str] = []
@@ -165,11 +165,11 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         self.set_exception_handler(self._note_failure)
 
     def time(self) -> float:
-        """Return the seconds since the start."""
+        """Return the seconds since the start of the simulation."""
         return self.now
 
     def unix_ns(self) -> int:
-        """Return `time.time_ns` for the current process."""
+        """Return the value of `time.time_ns` for the current process."""
         process, now_s = PROCESS.get(), self.now
         if process is not None:
             now_s += now_s * process.wall_drift + process.wall_shift_s
@@ -188,13 +188,13 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
     # Used by futures.
     get_debug = staticmethod(bool)
 
-    # There is only one thread.
+    # There is only one thread, so this is the same.
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_later(  # type: ignore[override]  # no type variables here
         self, delay: float, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        """Call back after some seconds."""
+        """Call back after a delay in seconds."""
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
@@ -220,12 +220,12 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         fd.watch(lambda: self.call_soon(callback, *args, context=context))
 
     def remove_reader(self, fd: Any) -> bool:
-        """Do not call back again."""
+        """Stop calling back for the socket."""
         fd.watch(lambda: None)
         return True
 
     def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:  # type: ignore[override]
-        """Set a handler of the current process."""
+        """Set a signal handler of the current process."""
         process = PROCESS.get()
         assert process is not None
         process.signals[sig] = lambda: callback(*args)
@@ -239,7 +239,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         return await self.sockets.connect(protocol_factory, host, port)
 
     async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> list[Any]:
-        """Return names of machines as addresses."""
+        """Return machine names as addresses."""
         return [(0, 0, 0, "", (address, port)) for address in self._resolve(host)]
 
     def _run_once(self) -> None:
@@ -248,7 +248,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
             heapq.heappop(timers)
         if not ready and not self._stopping:
             if not timers:
-                raise StandstillError("everything waits, and nothing will come")
+                raise StandstillError("all tasks wait, and no timer is set")
             self.now = max(self.now, timers[0][0])
         while timers and timers[0][0] <= self.now:
             ready.append(heapq.heappop(timers)[2])
@@ -281,13 +281,13 @@ class Flag:
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
-        """Wake the current or next waiter."""
+        """Wake the current waiter, or else the next one."""
         self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until it is set or the time is over, and reset it."""
+        """Wait until the flag is set or the time is over, and reset it."""
         if not self._is_set:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()

@@ -1,7 +1,7 @@
-"""The model of every simulated worker: a token is a hash of all preceding ones, the seed and the sequence.
+"""The model of every simulated worker: a token is a hash of all preceding tokens, the seed and the sequence index.
 
 Each token therefore depends only on its request and the preceding tokens, and a lost, duplicated or foreign token
-changes all later ones. Tokens are pieces of text that split characters.
+changes all later tokens. Tokens are pieces of text that split characters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from midstream.model.token_bytes import byte_level_alphabet
 
 VOCAB_SIZE = 96
 END_ID = 1
-# A worker dies when it gets a prompt with this token.
+# A worker crashes when a prompt contains this token.
 POISON_ID = 2
 FIRST_PLAIN_ID = 4
 TOKENS_PER_BLOCK = 4
@@ -27,7 +27,7 @@ _MASK = (1 << 61) - 1
 
 
 def extend_state(state: int, token: int) -> int:
-    """Return the hash of some tokens and one more, as stored in the cache."""
+    """Return the hash of some tokens and one more token, as stored in the cache."""
     return (state * 1_000_003 + token + 1) & _MASK
 
 
@@ -42,12 +42,14 @@ def next_token(state: int, seed: int, sequence_index: int) -> int:
 
 
 def log_prob(token: int, position: int) -> float:
-    """Return the log probability of a token: exact as a 32-bit float, and different for neighbours."""
+    """Return the log probability of a token, which is exact as a 32-bit float and differs between neighboring
+    tokens.
+    """
     return -(token * 64 + position % 64 + 1) / 64
 
 
 class ProtocolError(AssertionError):
-    """A step that no scheduler should send."""
+    """A step that a correct scheduler never sends."""
 
 
 @dataclass
@@ -62,10 +64,10 @@ class Row:
 
 
 class SimulatedModel:
-    """Rows of one epoch, and blocks; each step is checked.
+    """The rows and blocks of one epoch; each step is checked.
 
-    Its KV cache stores, for each slot, a hash of all tokens up to it. When a row is computed, all preceding tokens must
-    be in its blocks, so wrong sharing, and blocks released too early, are detected where they happen.
+    For each slot, the KV cache stores a hash of all tokens up to it. When a row is computed, all preceding tokens must
+    be in its blocks. Wrong sharing, and blocks that are released too early, are therefore detected where they happen.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -82,7 +84,7 @@ class SimulatedModel:
         """Run a step.
 
         Raises:
-            ProtocolError: It contradicts the current state.
+            ProtocolError: The step contradicts the current state.
         """
         self._update_rows(step)
         self._update_generating(step)
@@ -127,13 +129,17 @@ class SimulatedModel:
         for number in self._generating:
             row = self._row(number)
             if row.num_computed != len(row.tokens) - 1:
-                raise ProtocolError(f"row {number} generates with {row.num_computed} of {len(row.tokens)} computed")
+                raise ProtocolError(
+                    f"row {number} generates, but only {row.num_computed} of {len(row.tokens)} tokens are computed"
+                )
 
     def _compute(self, spans: list[tuple[Row, int, int]]) -> None:
-        """Write all keys and values of a step before any attention."""
+        """Write all keys and values of a step before any attention is computed."""
         for row, start, end in spans:
             if end > len(row.tokens) or end > len(row.table) * TOKENS_PER_BLOCK:
-                raise ProtocolError(f"{row.new.request_id} computes up to {end} with {len(row.table)} blocks")
+                raise ProtocolError(
+                    f"{row.new.request_id} computes up to token {end} with only {len(row.table)} blocks"
+                )
             while len(row.states) <= end:
                 row.states.append(extend_state(row.states[-1], row.tokens[len(row.states) - 1]))
             for position in range(start, end):
@@ -161,26 +167,26 @@ class SimulatedModel:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A stand-in for the model folder's tokenizer; entries are in GPT-2's alphabet of bytes."""
+    """A stand-in for the tokenizer in the model folder; entries use GPT-2's byte alphabet."""
 
     pieces: tuple[bytes, ...]
     vocab_size: int = VOCAB_SIZE
     special_ids: frozenset[int] = frozenset((0, END_ID, POISON_ID, 3))
 
     def token(self, token_id: int) -> str | None:
-        """Return the entry of an id."""
+        """Return the vocabulary entry of a token id."""
         alphabet = {byte: character for character, byte in byte_level_alphabet().items()}
         return "".join(alphabet[byte] for byte in self.pieces[token_id]) if token_id < VOCAB_SIZE else None
 
     def text(self, token_ids: list[int]) -> str:
-        """Return the text of tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         data = b"".join(self.pieces[token] for token in token_ids if token not in self.special_ids)
         return data.decode("utf-8", "replace")
 
 
 @cache
 def vocabulary() -> Vocabulary:
-    """Return letters, words, and the split bytes of emoji and Chinese characters."""
+    """Return letters, words, and the separate bytes of emoji and Chinese characters."""
     dice = random.Random("vocabulary")
     pieces = [b"<s>", b"</s>", b"<poison>", b"<pad>"]
     pieces += [bytes([byte]) for byte in b"abcdefgh ,."]

@@ -1,7 +1,7 @@
 """The network between simulated machines: it delays, partitions, cuts, and counts every message that arrives.
 
-A `Wire` is one direction of a connection. Its messages arrive in order, as over TCP: during a partition they are held,
-and arrive once it is healed unless the connection is cut before.
+A `Wire` is one direction of a connection. Its messages arrive in order, as over TCP. During a partition they are held;
+they arrive once it is healed, unless the connection is cut before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from tests.simulation.loop import PROCESS, Process, VirtualLoop
 
-# Both ends close a connection that gets no answer for this long.
+# Both ends close a connection that receives no response for this long.
 KEEPALIVE_S = 5.0
 _OUTSIDE = contextvars.Context()
 
@@ -26,8 +26,8 @@ class Weather:
 
     Attributes:
         delay_s: Typical delay of a message.
-        slow_share: Share of messages that take up to `slow_s`.
-        loss, repeats, overtakes: Shares of ZeroMQ messages that are lost, repeated, or reordered.
+        slow_share: Share of messages that are delayed by up to `slow_s`.
+        loss, repeats, overtakes: Shares of ZeroMQ messages that are lost, duplicated, or reordered.
     """
 
     delay_s: float = 0.001
@@ -44,22 +44,24 @@ class Connection(Protocol):
     ends: tuple[Process, Process]
 
     def break_(self) -> None:
-        """Notify both ends that it is gone; messages in transit are lost."""
+        """Notify both ends that the connection is gone; messages in transit are lost."""
 
     def end_closed(self, end: Process) -> None:
-        """Handle the death of the process at one end; the other end is notified after everything sent before."""
+        """Handle the death of the process at one end; the other end is notified after everything that was sent
+        before.
+        """
 
 
 class Network:
     """All connections of a simulation.
 
     Attributes:
-        loop: The running loop.
-        weather: Its current behaviour.
-        window: Maximum number of messages of a call in transit or unread.
+        loop: The running event loop.
+        weather: Current behavior of the network.
+        window: Maximum number of a call's messages that are in transit or unread.
         listeners: Listeners by address.
         connections: Open connections, oldest first.
-        num_messages: Messages that have arrived.
+        num_messages: Number of messages that have arrived.
         on_message: Called before each message arrives.
         on_write: Called with the call and what its server writes to it.
         trace: All events, one per line; None if tracing is off.
@@ -121,19 +123,19 @@ class Network:
         process.on_death.append(unbind)
 
     def died(self, process: Process) -> None:
-        """Close the connections of a dead process, like its operating system."""
+        """Close the connections of a dead process, as its operating system does."""
         for connection in [item for item in self.connections if process in item.ends]:
             connection.end_closed(process)
 
     def cut(self, matches: Callable[[Process, Process], bool]) -> int:
-        """Break connections; return how many."""
+        """Break connections; return how many were broken."""
         broken = [item for item in self.connections if matches(*item.ends)]
         for connection in broken:
             connection.break_()
         return len(broken)
 
     def is_parted(self, one: Process, other: Process) -> bool:
-        """Return whether two machines are disconnected."""
+        """Return whether two machines are partitioned from each other."""
         return frozenset((one.name, other.name)) in self._parted
 
     def part(self, one: str, other: str) -> None:
@@ -176,13 +178,13 @@ class Wire:
         self._held: list[Any] = []
 
     def send(self, item: Any) -> None:
-        """Send a message; dead processes send none."""
+        """Send a message; dead processes send no messages."""
         if self.source.is_dead or self.is_cut:
             return
         self._send(item)
 
     def send_end(self, item: Any) -> None:
-        """Send the last message, even if the source is dead."""
+        """Send the last message, even if the sending process is dead."""
         if not self.is_cut:
             self._send(item)
 
@@ -214,5 +216,5 @@ class Wire:
 def running() -> Process:
     """Return the process whose code is running."""
     process = PROCESS.get()
-    assert process is not None, "a part of the system runs outside of any process"
+    assert process is not None, "code of the system runs outside of any process"
     return process

@@ -1,4 +1,6 @@
-"""Run one seed: a scenario on simulated machines, from the first request until everything has ended."""
+"""Run one seed: a scenario on simulated machines, from the first request until every client and process has
+finished.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class Outcome:
     Attributes:
         all_kv: Whether roles and tiers were forced.
         happened: Faults and adoptions that occurred.
-        problems: Violations; empty for a seed that passes.
+        problems: Violations; empty if the seed passes.
         trace: All events, if requested; the same for the same seed.
     """
 
@@ -55,10 +57,10 @@ def run_seed(
 
     Args:
         seed: The seed.
-        faults: Inject the scenario's faults; otherwise only its workload runs.
-        trace: Keep all events.
-        make: Makes the scenario.
-        all_kv: Workers have roles and tiers, whatever the seed draws.
+        faults: Whether to inject the scenario's faults; otherwise only its workload runs.
+        trace: Whether to record all events.
+        make: Function that creates the scenario.
+        all_kv: Whether to give workers roles and tiers, whatever the seed draws.
     """
     dice = random.Random(f"simulation {seed}")
     scenario = make(dice) if make is not None else scenario_of(seed, dice)
@@ -96,7 +98,7 @@ def run_seed(
 
 
 def begin_many_seeds() -> None:
-    """From now on, collect garbage only when a seed asks for it, and ignore older objects."""
+    """Until the end of the process, collect garbage only when a seed asks for it, and ignore existing objects."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -149,7 +151,7 @@ async def _play(scenario: Scenario, stage: Stage, outcome: Outcome, faults: bool
             await stage.settle()
     except TimeoutError:
         waiting = [job.request.request_id for job in stage.jobs if not job.is_done]
-        outcome.problems.append(f"it hangs: {waiting} are not done")
+        outcome.problems.append(f"it hangs: {waiting} have not finished")
         return
     for job in stage.jobs:
         _judge(job, outcome)

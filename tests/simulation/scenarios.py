@@ -22,12 +22,12 @@ def _accept(_: Stage) -> None:
 
 @dataclass
 class Scenario:
-    """Parts, requests, and faults.
+    """Processes, requests, and faults.
 
     Attributes:
-        inject: Injects the faults.
-        judge: Checks the result, in addition to the general invariants.
-        may_report: Errors that parts may log.
+        inject: Function that injects the faults.
+        judge: Function that checks the result, in addition to the general invariants.
+        may_report: Errors that processes may log.
     """
 
     name: str = ""
@@ -38,7 +38,7 @@ class Scenario:
     may_report: tuple[str, ...] = ()
 
 
-# Each fault has one of this many seeds, and mixtures have the rest.
+# Each fault has one of this many seeds, and mixtures have the remaining seeds.
 _CYCLE = 25
 
 MakeScenario = Callable[[random.Random], Scenario]
@@ -56,7 +56,7 @@ def scenario(number: int) -> Callable[[MakeScenario], MakeScenario]:
 
 
 def scenario_of(seed: int, dice: random.Random) -> Scenario:
-    """Return the scenario of a seed; all scenarios alternate."""
+    """Return the scenario of a seed; the seeds cycle through all scenarios."""
     from tests.simulation import fault_mix, faults_of_clients, faults_of_services, faults_of_workers  # noqa: F401 (they register)
 
     make = SCENARIOS.get(seed % _CYCLE, SCENARIOS[0])

@@ -1,6 +1,6 @@
-"""Sockets of an event loop over the simulated network, used by frames.
+"""The sockets of an event loop over the simulated network, used by frames.
 
-A writer is told to pause while `window` of its writes have not been read at the other end.
+A writer is told to pause while `window` of its writes are unread at the other end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class End(asyncio.Transport):
         self.protocol.connection_made(self)
 
     def receive(self, item: Item) -> None:
-        """Handle an arriving item in the context of the process."""
+        """Handle an arriving item in the context of the receiving process."""
         self._network.loop.call_soon(self._receive, item, context=self.process.context.copy())
 
     def _receive(self, item: Item) -> None:
@@ -102,7 +102,7 @@ class End(asyncio.Transport):
             self.protocol.pause_writing()
 
     def close(self) -> None:
-        """Close after everything sent before."""
+        """Close the connection after everything that was sent before."""
         if not self._is_closed and self.out is not None and self.pair is not None:
             self.out.send(Item("closed"))
             self._network.remove(self.pair)
@@ -111,15 +111,15 @@ class End(asyncio.Transport):
     abort = close
 
     def is_closing(self) -> bool:
-        """Return whether it is closed."""
+        """Return whether the connection is closed."""
         return self._is_closed
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Return the default."""
+        """Return the default value."""
         return default
 
     def get_write_buffer_size(self) -> int:
-        """Return 0, since everything is in transit."""
+        """Return 0, since all written data is in transit."""
         return 0
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
@@ -127,7 +127,7 @@ class End(asyncio.Transport):
 
 
 class Pair:
-    """A connection."""
+    """The two ends of a connection."""
 
     def __init__(self, network: Network, client: Process, server: Process, make: Make) -> None:
         self.ends = (client, server)
@@ -149,7 +149,7 @@ class Pair:
             self.server.receive(item)
 
     def show(self, data: bytes) -> None:
-        """Show what a scheduler feeds to the checker. Whole frames are written."""
+        """Show the checker what a scheduler sends on a feed. Each write contains whole frames."""
         at = 0
         while at < len(data):
             length, kind = _HEAD.unpack_from(data, at)
@@ -168,7 +168,7 @@ class Pair:
                 self._network.later(self._network.delay(), end.receive, Item("broken"))
 
     def end_closed(self, end: Process) -> None:
-        """Close the connection, as the system of a dead process does."""
+        """Close the connection, as the operating system of a dead process does."""
         self._network.remove(self)
         mine, other = self._wires if end is self.ends[0] else reversed(self._wires)
         other.is_cut = True
@@ -205,17 +205,17 @@ class Sockets:
         self._ports = itertools.count(_FIRST_FREE_PORT)
 
     def listen(self, make: Make, host: str, port: int) -> Listener:
-        """Listen at an address; port 0 takes a free one."""
+        """Listen at an address; port 0 picks a free port."""
         return Listener(self._network, (host, port or next(self._ports)), make)
 
     async def connect(self, make: Make, host: str, port: int) -> tuple[End, Any]:
-        """Connect to an address; waits while the network blocks the traffic."""
+        """Connect to an address; waits while the network blocks traffic."""
         network, process = self._network, running()
         await asyncio.sleep(2 * network.delay())
         while True:
             listener: Listener | None = network.listeners.get(f"{host}:{port}")
             if listener is None or process.is_dead:
-                raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
+                raise ConnectionRefusedError(f"no process listens at {host}:{port}")
             if not network.is_parted(process, listener.process):
                 break
             await asyncio.sleep(_RECONNECT_S)

@@ -1,4 +1,4 @@
-"""A running simulation, as used by scenarios to inject faults."""
+"""A running simulation, through which scenarios inject faults."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class Stage:
         return all(job.is_done for job in self.jobs)
 
     async def at(self, condition: Callable[[], bool], action: Callable[[], None] = lambda: None) -> bool:
-        """Act just before the message at which a condition holds; return False if everything ended before that."""
+        """Act just before the first message at which a condition holds; return False if all clients finished before
+        that.
+        """
         done = asyncio.get_running_loop().create_future()
 
         def act() -> None:
@@ -69,7 +71,7 @@ class Stage:
             if condition():
                 return True
             await asyncio.sleep(_POLL_S)
-        self.problems.append(f"not within {limit_s} s: {what}")
+        self.problems.append(f"did not happen within {limit_s} s: {what}")
         return False
 
     async def sleep(self, low_s: float, high_s: float) -> None:
@@ -77,17 +79,17 @@ class Stage:
         await asyncio.sleep(self.dice.uniform(low_s, high_s))
 
     def messages(self, low: int, high: int) -> Callable[[], bool]:
-        """Return a condition that holds after some more messages."""
+        """Return a condition that holds after a random number of further messages."""
         network = self.cluster.network
         due = network.num_messages + self.dice.randint(low, high)
         return lambda: network.num_messages >= due
 
     def process(self, name: str) -> Process:
-        """Return the newest process of a name."""
+        """Return the newest process with a name."""
         return self.cluster.processes[name]
 
     def kill(self, name: str) -> None:
-        """Send SIGKILL."""
+        """Send SIGKILL to a process."""
         process = self.process(name)
         if not process.is_dead:
             self.cluster.network.note(f"{process!r} is killed")
@@ -95,19 +97,19 @@ class Stage:
             process.die()
 
     def jump(self, name: str) -> None:
-        """Shift the wall clock of a part; later incarnations on that machine have the new time too."""
+        """Shift the wall clock of a process's machine; later processes on that machine use the shifted clock too."""
         seconds = self.dice.choice((3, -3, 30, -30, 3600, -3600))
         self.cluster.wall_shifts[name] = self.process(name).wall_shift_s = seconds
         self.cluster.network.note(f"{self.process(name)!r} has its clock at {seconds:+d} s")
 
     async def restart(self, name: str, low_s: float = 0.05, high_s: float = 1.0) -> None:
-        """Start a part that has ended, after a delay."""
+        """Restart a dead process after a delay."""
         await self.sleep(low_s, high_s)
         if self.process(name).is_dead:
             self.cluster.start(name)
 
     def supervise(self, kind: str, delay_s: float) -> None:
-        """Restart parts whenever they end."""
+        """Restart processes whenever they end."""
         self._tasks.append(asyncio.create_task(self._supervise(kind, delay_s)))
 
     async def _supervise(self, kind: str, delay_s: float) -> None:
@@ -136,7 +138,7 @@ class Stage:
         return any(not job.is_done and job.num_tokens for job in self.jobs)
 
     async def settle(self) -> None:
-        """Wait until the scheduler has nothing left to do."""
+        """Wait until the scheduler has no more work."""
         self.cluster.network.heal()
         while (engine := self.cluster.engine) is None or engine.core.lifecycle.num_unfinished:
             if engine is None and self.process("scheduler").is_dead:

@@ -1,4 +1,4 @@
-"""The cost of a token, counted instead of timed: messages between the parts, and callbacks of their event loops."""
+"""The cost of a token, counted instead of timed: messages between components, and callbacks of their event loops."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.simulation.worker import SimulatedLink
 from tests.simulation.workload import Job, long_request
 
 NUM_REQUESTS, NUM_TOKENS = 24, 120
-# Steps of prompts, attaching, ends, and messages that do not arrive in one piece.
+# Allowance for prefill steps, attaching, ends, and messages that do not arrive in one piece.
 MARGIN = 40
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return the tasks and callbacks of each kind of part, the commits, and the results that wake a worker's connection
+    """Return the tasks and callbacks of each component, the commits, and the results that wake a worker's connection
     thread.
     """
     counts = Counter[str]()
@@ -67,20 +67,20 @@ def test_a_step_costs_a_message_for_each_pair_of_parts_however_many_streams(made
         words = line.split()
         if words[3:5] == ["frames", "data"]:
             sent[words[1].partition("-")[0].partition("#")[0], words[2].partition("-")[0].partition("#")[0]] += 1
-    # Results and heartbeats of the worker.
+    # These are results and heartbeats of the worker.
     num_steps = sum(line.split()[1:4] == ["worker-0#1", "scheduler#0", "zmq"] for line in outcome.trace)
-    assert num_steps < 3 * NUM_TOKENS, "steps of several streams each"
+    assert num_steps < 3 * NUM_TOKENS, "each step has tokens of several streams"
     assert sent["scheduler", "detokenizer"] <= num_steps + MARGIN
     assert sent["detokenizer", "router"] <= sent["scheduler", "detokenizer"] + MARGIN
-    # Upstream, attach and detach commands, combined for one iteration of the loop.
+    # These are attach and detach commands, combined per iteration of the loop.
     assert sent["detokenizer", "scheduler"] <= NUM_REQUESTS + MARGIN
     assert sent["router", "detokenizer"] <= NUM_REQUESTS + MARGIN
-    # No task and at most one callback per message; a router's tasks are those of its calls.
+    # There is no task and at most one callback per message; the router's tasks are those of its calls.
     assert made["tasks of scheduler"] <= 2 * NUM_REQUESTS + MARGIN
     assert made["tasks of detokenizer"] <= MARGIN
     assert made["callbacks of detokenizer"] <= sent["scheduler", "detokenizer"] + MARGIN
-    # The turn after a result, and the feed's batch after its commit.
+    # These are the turn after a result, and the feed's batch after its commit.
     assert made["callbacks of scheduler"] <= 2 * num_steps + 2 * MARGIN
     assert made["commits"] <= num_steps + MARGIN
-    # The compute loop sends its results itself.
+    # The compute loop sends its results itself, without the thread.
     assert made["wakes of a link's thread"] <= MARGIN

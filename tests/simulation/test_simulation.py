@@ -13,7 +13,7 @@ from tests.simulation.scenarios import scenario_of
 
 SEEDS_PER_CHUNK = 126
 NUM_CHUNKS = 8
-# Faults that must occur among the seeds, so that no seed passes without its fault.
+# Faults that must occur for some of the seeds, so that no scenario passes without its fault.
 FAULTS = (
     *("1", "2", "3", "4", "4 hang", "5", "5 long", "6", "7", "8", "9", "10", "11", "12", "13 queue", "13 decode"),
     *("14", "15", "16", "17 cut", "17 parted", "18", "19", "20 full", "20 torn", "20 corrupt", "20 corrupt request"),
@@ -34,7 +34,7 @@ def report(outcomes: list[Outcome]) -> str:
 
 @functools.cache
 def run_chunk(chunk: int) -> tuple[str, Counter[str]]:
-    """Return what failed, and which faults occurred."""
+    """Return the failures, and the faults that occurred."""
     outcomes = [run_seed(seed) for seed in range(chunk * SEEDS_PER_CHUNK, (chunk + 1) * SEEDS_PER_CHUNK)]
     return report(outcomes), sum((outcome.happened for outcome in outcomes), Counter[str]())
 

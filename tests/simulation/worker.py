@@ -1,4 +1,6 @@
-"""A worker's process: the real connection and wire format around the fake model, in one task instead of two threads."""
+"""The process of a simulated worker: the real connection and wire format with the fake model, in one task instead of
+two threads.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,12 @@ from tests.simulation.model import POISON_ID, TOKENS_PER_BLOCK, VOCAB_SIZE, Simu
 from tests.simulation.network import Network, running
 from tests.simulation.zmq_transport import Dealer, Poller
 
-# The memory of a host: the process, hashes and slots of each pool.
+# The shared memory of a host: the process, hashes and slots of each pool.
 Pool = tuple[Process, NDArray[np.uint64], list[list[int]]]
 Store = list[Pool]
-# The newest pool of each worker, by its kv_source.
+# The newest pool of each worker, by its `kv_source`.
 Pools = dict[str, Pool]
-_BLOCK_BYTES = 8 << 20  # so that a step adopts four
+_BLOCK_BYTES = 8 << 20  # so that a step adopts four blocks
 _MAX_STORED = 60
 
 
@@ -44,8 +46,8 @@ class Host:
     """Data that workers leave for others.
 
     Attributes:
-        store: The host's memory; None: each worker's pool ends with its process.
-        tier: Slots of stored blocks by hash, the last used ones at the end; None: there are no tiers.
+        store: The host's memory; None if each worker's pool ends with its process.
+        tier: Slots of stored blocks by hash, the most recently used ones last; None if there are no tiers.
         pools: Sources of fetched blocks.
         happened: How often each event occurred.
     """
@@ -57,7 +59,9 @@ class Host:
 
 
 class Tiers:
-    """A worker's view of the host's tier: it stores with a delay, and its information may be out of date."""
+    """The tier of a host as seen by one worker: it stores blocks with a delay, and its information may be out of
+    date.
+    """
 
     def __init__(self, network: Network, stored: dict[int, list[int]], pool: Pool, step_s: float) -> None:
         self._network, self._stored, self._step_s = network, stored, step_s
@@ -86,7 +90,7 @@ class Tiers:
         return StoreChanges(tuple(sorted(now - before)), tuple(sorted(before - now)))
 
     def get(self, value: int) -> list[int] | None:
-        """Return a block's slots; one in twenty is damaged, which is detected and removed."""
+        """Return the slots of a block; one block in twenty is damaged, which is detected, and the block is removed."""
         if self._network.dice.random() < 0.05:
             self._stored.pop(value, None)
         found = self._stored.pop(value, None)
@@ -97,7 +101,7 @@ class Tiers:
 
 
 class Fetcher:
-    """Fetches blocks of other workers one after another; some requests are never answered.
+    """Fetches blocks of other workers one after another; some fetches never complete.
 
     Attributes:
         held: Slots of blocks that no step has adopted, by hash.
@@ -140,7 +144,7 @@ class Fetcher:
 
 
 class SimulatedLink(SchedulerLink):
-    """The connection, whose thread is a task."""
+    """The connection to the scheduler, with a task instead of a thread."""
 
     def __init__(
         self,
@@ -185,7 +189,7 @@ class SimulatedLink(SchedulerLink):
 
 @functools.cache
 def _unused() -> dict[str, Any]:
-    """Handler of requests that are not simulated."""
+    """Reject a request that is not simulated."""
     given = ("self", "address", "register", "metrics", "memory", "kept")
     parameters = inspect.signature(SchedulerLink.__init__).parameters.values()
     return {item.name: Mock() for item in parameters if item.name not in given and item.default is item.empty}
@@ -200,8 +204,8 @@ class SimulatedWorker:
     """The worker's compute loop.
 
     Attributes:
-        hangs: Whether the next step never ends, while the connection continues.
-        lies: Number of next results that are wrong; -1: all.
+        hangs: Whether the next step hangs while the connection stays alive.
+        lies: Number of upcoming results that are wrong; -1 means all.
     """
 
     def __init__(
@@ -262,7 +266,7 @@ class SimulatedWorker:
                 self._model.clear()
             else:
                 assert isinstance(work, Stopped)
-                # Messages still in the socket are sent within its linger time.
+                # Messages that are still in the socket are sent within its linger time.
                 await asyncio.sleep(0.05)
                 return work.exit_code
 
@@ -277,7 +281,7 @@ class SimulatedWorker:
         if step.epoch != self.link.epoch:
             return
         if any(POISON_ID in new.token_ids for new in step.new_sequences):
-            self._network.note(f"{self.process!r} is poisoned")
+            self._network.note(f"{self.process!r} crashes because of a poison request")
             self.process.die()
         while self.hangs:  # noqa: ASYNC110 (for good)
             await asyncio.sleep(1)
@@ -306,7 +310,7 @@ class SimulatedWorker:
         return replace(output, **dice.choice(lies))
 
     def _adopt(self, step: Step) -> tuple[int, ...]:
-        """Fill blocks with fetched data, data left by dead workers, or data from tiers; return those that were not
+        """Fill blocks with fetched data, the data of dead workers, or data from tiers; return the blocks that were not
         found.
         """
         missing = []

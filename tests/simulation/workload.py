@@ -25,7 +25,7 @@ from tests.simulation.model import (
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The result of the fault-free run for one sequence."""
+    """The output of the fault-free run for one sequence."""
 
     token_ids: list[int]
     text: str
@@ -34,7 +34,7 @@ class Expected:
 
 
 def expected(request: pb.GenerateRequest) -> list[Expected]:
-    """Compute the result of the fault-free run without the system; a test compares the two."""
+    """Compute the output of the fault-free run without the system; a test compares the two."""
     return [_sequence(request, index) for index in range(max(request.sampling.num_return_sequences, 1))]
 
 
@@ -62,12 +62,12 @@ def _sequence(request: pb.GenerateRequest, index: int) -> Expected:
 
 @dataclass
 class Job:
-    """A request, its client's behaviour, and the result.
+    """A request, the behavior of its client, and the result.
 
     Attributes:
-        start_s: Time at which it is sent.
-        timeout_s: Its deadline.
-        leaves_after: The client disconnects after this many tokens; None: never.
+        start_s: Time at which the request is sent.
+        timeout_s: Timeout of the request.
+        leaves_after: The client disconnects after this many tokens; None means never.
         leaves_at_s: Time at which the client disconnects.
         pause_s: Pause between chunks.
         watch: Called with each chunk.
@@ -110,50 +110,50 @@ class Job:
         """Add a received chunk."""
         index, say = chunk.sequence_index, self.problems.append
         if self.final is not None:
-            say("a chunk came after the final one")
+            say("a chunk was received after the final one")
         if index >= len(self.tokens):
-            say(f"there is no sequence {index}")
+            say(f"sequence {index} does not exist")
             return
         tokens = self.tokens[index]
         if index in self.ends and not chunk.is_final:
-            say(f"sequence {index} went on after its end")
+            say(f"sequence {index} continued after its end")
         if chunk.token_offset != len(tokens):
-            say(f"sequence {index} goes on at {chunk.token_offset}, {len(tokens)} tokens are there")
+            say(f"sequence {index} continues at token {chunk.token_offset}, but {len(tokens)} tokens were received")
         tokens.extend(chunk.token_ids)
         self.texts[index] += chunk.text
         if chunk.extras is not None and chunk.extras.log_probs is not None:
             self.log_probs[index].extend(chunk.extras.log_probs.token_log_probs)
         wanted = self.expected[index]
         if tokens != wanted.token_ids[: len(tokens)]:
-            say(f"sequence {index} has tokens {tokens}, those of {wanted.token_ids} were due")
-        # A failed request shows U+FFFD for a character that is cut off at its end.
+            say(f"sequence {index} has tokens {tokens}, expected a prefix of {wanted.token_ids}")
+        # If a request fails in the middle of a character, its text ends with U+FFFD.
         is_cut = chunk.is_sequence_final and len(tokens) < len(wanted.token_ids)
         if not wanted.text.startswith(self.texts[index].rstrip("\ufffd") if is_cut else self.texts[index]):
-            say(f"sequence {index} says {self.texts[index]!r}, {wanted.text!r} was due")
+            say(f"sequence {index} has text {self.texts[index]!r}, expected a prefix of {wanted.text!r}")
         if chunk.is_sequence_final:
             self.ends[index] = chunk
         if chunk.is_final:
             self.final = chunk
 
     def check_complete(self) -> None:
-        """Compare the delivered output with the fault-free run."""
+        """Compare the delivered output with that of the fault-free run."""
         say = self.problems.append
         if self.final is None or self.final.usage is None:
-            say("it ended without a final chunk that says its usage")
+            say("it ended without a final chunk that contains the usage")
             return
         for index, wanted in enumerate(self.expected):
             end = self.ends.get(index)
             got = (self.tokens[index], self.texts[index], end and end.finish_reason, end and end.matched_stop)
             due = (wanted.token_ids, wanted.text, wanted.reason, wanted.matched_stop)
             if got != due:
-                say(f"sequence {index} is {got}, {due} was due")
+                say(f"sequence {index} is {got}, expected {due}")
             if self.request.output.HasField("log_probs"):
                 probs = [log_prob(token, position) for position, token in enumerate(wanted.token_ids)]
                 if self.log_probs[index] != probs:
-                    say(f"sequence {index} has log probs {self.log_probs[index]}, {probs} were due")
+                    say(f"sequence {index} has log probs {self.log_probs[index]}, expected {probs}")
         due_count = sum(len(item.token_ids) for item in self.expected)
         if self.final.usage.completion_tokens != due_count:
-            say(f"usage says {self.final.usage.completion_tokens} tokens, {due_count} were due")
+            say(f"usage reports {self.final.usage.completion_tokens} tokens, expected {due_count}")
 
     async def run(self, client: AsyncClient) -> None:
         """Send the request and read its output."""
@@ -208,7 +208,7 @@ def request(dice: random.Random, number: int, **fields: object) -> pb.GenerateRe
 
 
 def long_request(dice: random.Random, number: int, prompt: int, max_tokens: int) -> pb.GenerateRequest:
-    """Return a request with the given lengths that ignores EOS, so it generates `max_tokens` tokens."""
+    """Return a request with the given lengths that ignores EOS, so that it generates `max_tokens` tokens."""
     result = pb.GenerateRequest(request_id=f"r{number}", max_tokens=max_tokens)
     result.token_ids.values.extend(dice.randrange(FIRST_PLAIN_ID, VOCAB_SIZE) for _ in range(prompt))
     result.sampling.seed = dice.getrandbits(32)
@@ -217,16 +217,16 @@ def long_request(dice: random.Random, number: int, prompt: int, max_tokens: int)
 
 
 def poison(result: pb.GenerateRequest) -> pb.GenerateRequest:
-    """Make a request crash the workers that run it."""
+    """Turn a request into one that crashes the workers that run it."""
     result.token_ids.values.append(POISON_ID)
     return result
 
 
 def jobs(dice: random.Random, count: int, spread_s: float = 0.3) -> list[Job]:
-    """Return some requests spread over some time."""
+    """Return several requests, sent at random times."""
     return [Job(request(dice, number), start_s=dice.uniform(0, spread_s)) for number in range(count)]
 
 
 def ids(items: Sequence[Job]) -> set[str]:
-    """Return their request ids."""
+    """Return the ids of the requests."""
     return {item.request.request_id for item in items}

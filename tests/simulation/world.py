@@ -1,4 +1,4 @@
-"""Replace this process's clock, random numbers and transports by simulated ones."""
+"""Replace this process's clock, random numbers and transports with simulated ones."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class _NoServer:
 
 
 class _nothing:  # noqa: N801
-    """Do nothing; may be awaited or not."""
+    """Do nothing; callers may or may not await the result."""
 
     def __await__(self) -> Iterator[None]:
         return iter(())
 
 
 class _Prompts:
-    """Prompts that are already token ids."""
+    """A stand-in for prompt processing whose prompts are already token ids."""
 
     tokenizer = None
 
@@ -95,7 +95,7 @@ class _Prompts:
 
 
 class ErrorLog(logging.Handler):
-    """Errors reported by parts.
+    """Errors logged by the components.
 
     Attributes:
         lines: All lines.
@@ -120,7 +120,7 @@ def _leaf(error: BaseException) -> BaseException:
 def simulated(
     loop: VirtualLoop, network: Network, seed: int, make_journal: Any, make_engine: Any
 ) -> Iterator[ErrorLog]:
-    """Take all external input from the simulation within this context."""
+    """Replace all external input by simulated input within this context."""
     dice_state = random.getstate()
     random.seed(seed)
     errors, root = ErrorLog(), logging.getLogger()

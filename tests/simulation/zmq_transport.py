@@ -1,7 +1,7 @@
 """A ZeroMQ ROUTER and its DEALERs without sockets, over the simulated network.
 
 As with real ZeroMQ, a connection is restored automatically with a new identity, and messages in transit are lost. In
-addition, this network may lose, repeat and reorder single messages.
+addition, this network may drop, duplicate and reorder individual messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.simulation.loop import Flag, Process
 from tests.simulation.network import Network, Wire, running
 
 _RECONNECT_S = 0.05
-# Creating an exception each time would ask the library for the text of its number.
+# One shared exception, because each new exception would ask the library for the text of its error number.
 _AGAIN = zmq.Again()
 
 
@@ -83,7 +83,7 @@ class Link:
         self._dealer.lose()
 
     def end_closed(self, end: Process) -> None:
-        """Close the connection, as the system of a dead process does."""
+        """Close the connection, as the operating system of a dead process does."""
         self.network.remove(self)
         if end is self.ends[0]:
             self.up.send_end(Frame(b"", "closed"))
@@ -107,7 +107,7 @@ class Monitor:
         self._readable.set()
 
     async def recv_multipart(self) -> list[bytes]:
-        """Return the next message, like zmq.asyncio."""
+        """Return the next message, like zmq.asyncio does."""
         while not self._inbox:
             await self._readable.wait()
         return self._inbox.popleft()
@@ -129,13 +129,13 @@ class Router:
         self._monitor: Monitor | None = None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Accept all options; the security ones have no effect here."""
+        """Accept all options; security options have no effect here."""
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *_: None
 
     def bind(self, address: str) -> None:
-        """Let dealers connect."""
+        """Accept connections from dealers."""
         self._address = address
         self._network.bind(address, self)
 
@@ -154,11 +154,11 @@ class Router:
             self._monitor.receive(_DISCONNECTED)
 
     def fileno(self) -> Any:
-        """Return itself, for the loop."""
+        """Return the socket itself, as the descriptor for the loop."""
         return self
 
     def getsockopt(self, _: int) -> int:
-        """Return whether it is readable."""
+        """Return whether the socket is readable."""
         return zmq.POLLIN * bool(self._inbox)
 
     def watch(self, on_readable: Callable[[], object]) -> None:
@@ -178,7 +178,7 @@ class Router:
         return self._inbox.popleft()
 
     def send_multipart(self, frames: list[bytes], _: int = 0) -> None:
-        """Send to the dealer with an identity."""
+        """Send a message to the dealer with an identity."""
         link = self.links.get(frames[0])
         if link is None:
             raise zmq.ZMQError(zmq.EHOSTUNREACH)
@@ -209,7 +209,7 @@ class Context:
 
 
 class LinkMonitor:
-    """The same for a worker, which polls."""
+    """A stand-in for a worker's monitor socket, which is polled."""
 
     def __init__(self) -> None:
         self.events: deque[list[bytes]] = deque()
@@ -268,7 +268,7 @@ class Dealer:
         self.link.send(self.link.up, data)
 
     def getsockopt(self, _: int) -> int:
-        """Return whether it is readable."""
+        """Return whether the socket is readable."""
         return zmq.POLLIN * bool(self._inbox)
 
     def recv_multipart(self, _: int = 0) -> list[bytes]:
@@ -279,8 +279,8 @@ class Dealer:
 
 
 class Poller:
-    """A poller; the simulated connection waits by itself before it polls."""
+    """A stand-in for a poller; the simulated connection does its own waiting before it polls."""
 
     def poll(self, _: int) -> list[object]:
-        """Return at once."""
+        """Return immediately."""
         return []

@@ -8,7 +8,7 @@ from scheduler.core.worker_group import WorkerGroup
 
 
 class OneAtATime(CapacityScheduler):
-    """Start a request only on an empty group."""
+    """Starts a request only on an empty group."""
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
         """Return whether the group is empty and the request fits until its end."""

@@ -6,7 +6,9 @@ from scheduler.core.active_requests import KvCacheManager, LlmRequest, RequestLi
 
 
 class ShortestFirst(RequestListScheduler):
-    """Start the requests that fit until their end, shortest first; none overtakes the first one that does not fit."""
+    """Starts the requests that fit until their end, shortest first; none overtakes the first request that does
+    not fit.
+    """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager) -> None:
         super().__init__()
@@ -14,7 +16,7 @@ class ShortestFirst(RequestListScheduler):
         self.blocks = kv_cache_manager
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
-        """Return the requests to run and to start; pause none."""
+        """Return the requests to run and to start; preempt none."""
         fitting = [request for request in active_requests if not request.is_queued]
         num_free = self.blocks.get_max_resource_count() - sum(map(self._num_blocks, fitting))
         for request in sorted((item for item in active_requests if item.is_queued), key=_length):
