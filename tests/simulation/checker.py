@@ -100,6 +100,6 @@ class Checker:
             problems = blocks.check([])
             if blocks.num_available != blocks.num_blocks or group.tables.num_reserved_blocks or group.active:
                 problems.append(
-                    f"{blocks.num_available} of {blocks.num_blocks} blocks are free, {len(group.active)} requests active"
+                    f"{blocks.num_available} of {blocks.num_blocks} blocks are free, {len(group.active)} requests run"
                 )
             self.problems.extend(f"{group.group_id}: {problem}" for problem in problems)
