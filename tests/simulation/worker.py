@@ -189,7 +189,7 @@ class SimulatedLink(SchedulerLink):
 
 @functools.cache
 def _unused() -> dict[str, Any]:
-    """Reject a request that is not simulated."""
+    """Return stand-ins for the arguments that the simulation does not use."""
     given = ("self", "address", "register", "metrics", "memory", "kept")
     parameters = inspect.signature(SchedulerLink.__init__).parameters.values()
     return {item.name: Mock() for item in parameters if item.name not in given and item.default is item.empty}
