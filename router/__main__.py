@@ -1,4 +1,4 @@
-"""`python -m router`: serves clients."""
+"""Run a router, which serves clients: `python -m router`."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ async def serve(config: RouterConfig) -> None:
     """Run the service until SIGTERM.
 
     Raises:
-        ConfigError: The model folder or a setting is wrong.
-        ExecutionError: A loop that the router needs has ended.
-        OSError: A port is taken.
+        ConfigError: The model folder or a setting is invalid.
+        ExecutionError: A main loop of the router has ended.
+        OSError: A port is in use.
     """
     tls, authenticator = Tls.from_config(config), Authenticator.from_config(config)
     folder = open_model_folder(config.model)
@@ -95,7 +95,7 @@ async def serve(config: RouterConfig) -> None:
         progress,
         max_message_bytes=config.max_message_bytes,
         max_request_bytes=max_request_bytes(folder, config.max_message_bytes),
-        # Above the router's own limit, which rejects calls: at this one they would wait silently.
+        # Higher than the router's own limit, which rejects calls; calls above this limit would wait silently.
         max_concurrent_streams=2 * config.max_concurrent_streams,
         tls=tls,
         admit=remember_client(admit) if tracer is not None else admit,
@@ -183,7 +183,7 @@ def main() -> int:
     try:
         config = load_config(RouterConfig, "router")
         configure_logging(config.name or f"router:{config.port}", level=config.log_level, style=config.log_format)
-        # Threads that parse and check requests compute in Python; the event loop waits this long for each turn.
+        # Threads that parse and check requests hold the GIL; the event loop waits up to this long to get it back.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         asyncio.run(serve(config))
     except ExecutionError as error:

@@ -1,9 +1,9 @@
 """Authentication of callers by bearer token or client certificate.
 
-Every gRPC call passes `admit`, and every HTTP request `AuthenticatedApp`, before anything else. An authenticated
-caller's name becomes the client id of its requests, whatever they set, and part of their internal request ids, so that
-only an admin can resume, abort or probe another caller's requests. Roles determine what a caller may do
-(permissions.py). Health and pages, which contain no data, need no credentials.
+Every gRPC call passes `admit`, and every HTTP request `AuthenticatedApp`, before any other processing. An authenticated
+caller's name becomes the client id of its requests, regardless of what they set, and part of their internal request
+ids, so that only an admin can resume, abort or probe another caller's requests. Roles determine what a caller may do
+(permissions.py). Health checks and pages, which contain no data, need no credentials.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from router.permissions import (
 logger = logging.getLogger(__name__)
 
 _OPEN_METHODS = "/grpc.health.v1.Health/"
-# Pages contain no data; they fetch it with a token.
+# Pages contain no data; they fetch data with the user's token.
 _OPEN_PATHS = frozenset({"/health", "/live", "/dashboard", "/", "/docs"})
 _OPEN_PREFIXES = ("/dashboard/static/", "/static/")
 _MIN_TOKEN_CHARACTERS = 16
 _LOOK_INTERVAL_S = 1.0
 _MAX_CLIENT_ID = 128
-# An internal request id, as in the logs.
+# A request's internal id, as it appears in logs.
 _INNER_ID = re.compile(r".*@[0-9a-f]{16}", re.DOTALL)
 
 _EntryT = TypeVar("_EntryT")
@@ -60,10 +60,10 @@ _EntryT = TypeVar("_EntryT")
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a client may use; 0 is no limit. Enforced in router/pipeline/quotas.py.
+    """What a client may use; 0 means no limit. Quotas are enforced in router/pipeline/quotas.py.
 
     Attributes:
-        priority: Maximum priority of its requests; None: no limit.
+        priority: Maximum priority of its requests; None means no limit.
     """
 
     requests_per_minute: int = 0
@@ -77,8 +77,8 @@ class Caller:
     """The caller of a request.
 
     Attributes:
-        name: The client id of an authenticated caller, else the address of the connection.
-        is_authenticated: Whether a token or a certificate identifies it.
+        name: The client id of an authenticated caller, otherwise the address of its connection.
+        is_authenticated: Whether a token or a certificate identifies the caller.
         roles: What it may do.
         quota: What it may use.
     """
@@ -90,13 +90,13 @@ class Caller:
 
     @property
     def owner(self) -> str:
-        """Return the name under which the caller's documents are stored; empty without authentication."""
+        """Return the name under which the caller's documents are stored; empty if authentication is off."""
         return self.name if self.is_authenticated else ""
 
     def scope(self, request_id: str) -> str:
         """Return a request's internal id, which is unique to the caller if it is authenticated.
 
-        An admin names others' requests by their internal ids, which logs and status show.
+        An admin refers to other callers' requests by their internal ids, which the logs and the status show.
         """
         if not self.is_authenticated or (Role.ADMIN in self.roles and _INNER_ID.fullmatch(request_id)):
             return request_id
@@ -117,7 +117,7 @@ class Caller:
 
 
 NO_CERTIFICATE = PeerCertificate()
-# Outside of a call, where nothing was authenticated.
+# The caller outside of calls, where nothing is authenticated.
 _NOBODY = Caller()
 current_caller: ContextVar[Caller] = ContextVar("current_caller", default=_NOBODY)
 
@@ -127,7 +127,7 @@ _MAX_QUOTA, _MAX_PRIORITY = 10**11, 100
 
 
 class _WatchedFile(ABC, Generic[_EntryT]):
-    """Lines of a file, reloaded when it changes; an invalid change is logged and ignored."""
+    """The lines of a file that is reloaded when it changes; an invalid change is logged and ignored."""
 
     field: str
 
@@ -135,7 +135,7 @@ class _WatchedFile(ABC, Generic[_EntryT]):
         """Read the file.
 
         Raises:
-            ConfigError: It is missing, or a line is wrong.
+            ConfigError: The file is missing, or a line is invalid.
         """
         self._path = Path(path)
         self._signature = self._sign()
@@ -197,14 +197,15 @@ _Grant = tuple[frozenset[Role], Quota]
 class TokenFile(_WatchedFile[tuple[str, _Grant]]):
     """Bearer tokens with their client ids, roles and quotas.
 
-    A line is `TOKEN CLIENT_ID [ROLE,...] [NAME=NUMBER ...]`, where TOKEN may be `sha256:` and the hexadecimal digest of
-    one. Without roles it is generate and observe. Empty lines and those that begin with # are skipped.
+    A line is `TOKEN CLIENT_ID [ROLE,...] [NAME=NUMBER ...]`, where TOKEN may be `sha256:` followed by the hexadecimal
+    digest of the token. The default roles are generate and observe. Empty lines and lines that begin with # are
+    skipped.
     """
 
     field = "auth_tokens"
 
     def caller_of(self, token: str) -> Caller | None:
-        """Return the caller with this token; compares in constant time."""
+        """Return the caller with this token; tokens are compared in constant time."""
         digest, found = _digest(token), None
         for known, entry in self.entries().items():
             if hmac.compare_digest(known, digest):
@@ -212,8 +213,8 @@ class TokenFile(_WatchedFile[tuple[str, _Grant]]):
         return None if found is None else Caller(found[0], True, *found[1])
 
     def client(self, name: str) -> Caller | None:
-        """Return a client by name, with all roles and the quota of its first token; None if the client no longer has a
-        token.
+        """Return a client by name, with the roles and the quota of its first token; None if no token names the
+        client.
         """
         grants = [grant for known, grant in self.entries().values() if known == name]
         return Caller(name, True, *grants[0]) if grants else None
@@ -225,12 +226,14 @@ class TokenFile(_WatchedFile[tuple[str, _Grant]]):
 
 
 class RoleFile(_WatchedFile[_Grant]):
-    """Roles and quotas of clients authenticated by certificate: lines of `CLIENT_ID [ROLE,...] [NAME=NUMBER ...]`."""
+    """Roles and quotas of clients authenticated by certificate. A line is `CLIENT_ID [ROLE,...] [NAME=NUMBER ...]`."""
 
     field = "auth_roles"
 
     def grant_of(self, client: str) -> _Grant:
-        """Return a client's roles and quota; generate and observe if it is not listed."""
+        """Return a client's roles and quota; generate and observe, without a quota, if the file does not list the
+        client.
+        """
         return self.entries().get(client.encode(), (DEFAULT_ROLES, Quota()))
 
     def _parse(self, words: list[str]) -> tuple[bytes, _Grant]:
@@ -251,7 +254,7 @@ def _token_digest(word: str) -> bytes:
 
 
 def _grant(words: list[str]) -> _Grant:
-    """Parse the roles and quota that follow the client on a line."""
+    """Parse the roles and quota that follow the client id on a line."""
     roles = DEFAULT_ROLES
     if words and "=" not in words[0]:
         roles, words = parse_roles(words[0], ""), words[1:]
@@ -279,13 +282,14 @@ class Authenticator:
         roles: RoleFile | None = None,
         anonymous_roles: frozenset[Role] | None = None,
     ) -> None:
-        """Authenticate callers by token or by certificate name; without either all callers are accepted.
+        """Authenticate callers by token or by certificate name; if neither is configured, all callers are accepted.
 
         Args:
             tokens: Bearer tokens.
             by_certificate: Whether to authenticate by client certificate.
             roles: Roles of clients authenticated by certificate.
-            anonymous_roles: Roles of callers without credentials; by default all without authentication, else none.
+            anonymous_roles: Roles of callers without credentials; by default all roles if authentication is off,
+                otherwise none.
         """
         self._tokens = tokens
         self._by_certificate = by_certificate
@@ -295,10 +299,10 @@ class Authenticator:
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> Authenticator:
-        """Return the authenticator that the configuration sets.
+        """Return the authenticator for a configuration.
 
         Raises:
-            ConfigError: It contradicts itself, or a file is not usable.
+            ConfigError: The settings conflict, or a file is not usable.
         """
         if config.auth_tokens and config.auth != "token":
             raise ConfigError(f"is set, but auth is {config.auth}", field="auth_tokens")
@@ -320,7 +324,7 @@ class Authenticator:
 
         Raises:
             UnauthenticatedError: The caller is unknown.
-            PermissionDeniedError: It lacks the role that the method needs.
+            PermissionDeniedError: The caller lacks the roles that the method requires.
         """
         address = context.peer().rpartition(":")[0]
         if method.startswith(_OPEN_METHODS):
@@ -340,14 +344,14 @@ class Authenticator:
         """Return the caller.
 
         Args:
-            authorization: The header or metadata of that name; empty if there is none.
+            authorization: Value of the header or metadata entry of that name; empty if there is none.
             certificate: The verified client certificate.
             address: The client's address.
-            roles: Roles of which the caller needs one.
+            roles: The caller must have at least one of these roles.
 
         Raises:
-            UnauthenticatedError: No credentials, or wrong ones.
-            PermissionDeniedError: It has none of the roles.
+            UnauthenticatedError: Credentials are missing or wrong.
+            PermissionDeniedError: The caller has none of the roles.
         """
         caller = self._known(authorization, certificate, address, roles)
         caller.require(roles)
@@ -400,7 +404,7 @@ class AuthenticatedApp:
         Args:
             app: The wrapped application.
             authenticator: Authenticates callers.
-            refuse: Sends the error response of a rejected request.
+            refuse: Sends the error response to a rejected request.
             quota_headers: Returns the headers with the remaining quota of a caller.
         """
         self._app = app
@@ -409,12 +413,12 @@ class AuthenticatedApp:
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Handle a request."""
         if scope["type"] == "http" and not _is_open(scope["path"]):
             values = [value for key, value in scope["headers"] if key == b"authorization"]
             authorization = values[-1].decode("latin-1") if values else ""
             if not values:
-                # Anthropic's clients send the key this way.
+                # Anthropic's clients send the API key in this header.
                 keys = [value for key, value in scope["headers"] if key == b"x-api-key"]
                 authorization = f"Bearer {keys[-1].decode('latin-1')}" if keys else ""
             client = scope.get("client")
@@ -451,7 +455,7 @@ def _anonymous_roles(config: RouterConfig) -> frozenset[Role] | None:
     if not config.anonymous_roles:
         return None if config.auth != "none" or is_loopback(config.host) else DEFAULT_ROLES
     roles = parse_roles(config.anonymous_roles, "anonymous_roles")
-    # An anonymous caller could choose an authenticated caller's request id.
+    # An anonymous caller could otherwise choose the request id of an authenticated caller.
     if config.auth != "none" and not roles <= {Role.OBSERVE}:
         raise ConfigError(f"may only be observe when auth is {config.auth}", field="anonymous_roles")
     return roles

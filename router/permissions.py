@@ -1,4 +1,4 @@
-"""The roles that each gRPC method and HTTP path needs."""
+"""The roles that each gRPC method and HTTP path requires."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from midstream.errors import ConfigError
 class Role(StrEnum):
     """What a caller may do.
 
-    GENERATE: run requests, and read, resume and abort one's own.
-    OBSERVE: metrics, loads and status, which hold no contents of requests.
-    ADMIN: all of that, adapters, KV events (they hold the tokens of all prompts) and other callers' requests.
+    GENERATE: run requests, and read, resume and abort one's own requests. OBSERVE: read metrics, loads and status,
+    which hold no contents of requests. ADMIN: all of the above, and manage adapters, read KV events (which hold the
+    tokens of all prompts) and access other callers' requests.
     """
 
     GENERATE = "generate"
@@ -27,7 +27,7 @@ DEFAULT_ROLES = frozenset({Role.GENERATE, Role.OBSERVE})
 _GENERATE = frozenset({Role.GENERATE})
 _OBSERVE = frozenset({Role.OBSERVE})
 _ADMIN = frozenset({Role.ADMIN})
-# Model information and readiness, which all clients query first.
+# Model information and readiness, which all clients query before they send requests.
 _ANY = ALL_ROLES
 
 _METHODS = {
@@ -91,12 +91,12 @@ _HTTP = (
 
 
 def roles_for_method(method: str) -> frozenset[Role]:
-    """Return the roles that may call a gRPC method (any one suffices); unlisted methods need admin."""
+    """Return the roles that may call a gRPC method (any one of them suffices); unlisted methods require admin."""
     return _GRPC.get(method, _ADMIN)
 
 
 def roles_for_path(path: str) -> frozenset[Role]:
-    """Return the roles that may use an HTTP path (any one suffices); unlisted paths need admin."""
+    """Return the roles that may use an HTTP path (any one of them suffices); unlisted paths require admin."""
     return next((roles for prefix, roles in _HTTP if path.startswith(prefix)), _ADMIN)
 
 
@@ -104,7 +104,7 @@ def parse_roles(text: str, field: str) -> frozenset[Role]:
     """Return the roles in a comma-separated list.
 
     Raises:
-        ConfigError: One is unknown, or the list is empty.
+        ConfigError: A role is unknown, or the list is empty.
     """
     names = [name.strip() for name in text.split(",")]
     try:

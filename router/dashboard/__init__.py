@@ -1,8 +1,8 @@
 """The dashboard: a page that shows the state of every process, and its feed.
 
-The page loads only from this router: its styles and scripts are served here, and its content security policy forbids
-anything else. The feed is the stream of GetStatus as server-sent events, each with a JSON object, with the router's
-authentication; the page sends the bearer token that its user typed.
+The page loads files only from this router: its styles and scripts are served here, and its content security policy
+forbids all other sources. The feed sends the stream of GetStatus as server-sent events, each with a JSON object. It
+requires the router's authentication; the page sends the bearer token that its user has typed.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ def dashboard_routes(status: StatusFeed) -> list[Route]:
 
 
 def page(path: Path) -> Response:
-    """Return an ASGI app that serves a static file, with a content security policy that allows only our own files."""
+    """Return an ASGI app that serves a static file with a content security policy that allows only the router's own
+    files.
+    """
     media_type, _ = mimetypes.guess_type(path.name)
-    # The body is kept in memory, so that a request opens no file.
+    # The body is kept in memory, so that no request has to open a file.
     return Response(path.read_bytes(), headers=_HEADERS, media_type=media_type)
 
 

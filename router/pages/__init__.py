@@ -1,6 +1,6 @@
-"""Pages on the HTTP port: a chat at `/`, the API reference at `/docs`; and `/version`.
+"""Pages on the HTTP port: a chat at `/` and the API reference at `/docs`; also `/version`.
 
-The pages need no token, since they contain no data; they call the API with the token that their user types.
+The pages need no token, since they contain no data; they call the API with the token that their user has typed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DeepSeek V3, R1 and V3.1: a section of calls, each with a name and JSON arguments between special tokens.
 
-V3 and R1 write `function`, a separator, the name, and the arguments in a fenced block; V3.1 the name, a separator, and
-the arguments.
+V3 and R1 write `function`, a separator, the name, and the arguments in a fenced block. V3.1 writes the name, a
+separator, and the arguments.
 """
 
 from __future__ import annotations

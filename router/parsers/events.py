@@ -25,8 +25,8 @@ class CallBegin:
 
     Attributes:
         index: Index of the call in the sequence, from 0.
-        name: The tool, one of those offered.
-        call_id: The model's own id of the call; None in formats without ids.
+        name: Name of the tool, one of those offered to the model.
+        call_id: The id that the model gave the call; None in formats without ids.
     """
 
     index: int

@@ -1,4 +1,6 @@
-"""The formats by name, and how to detect a model's format from its chat template or architecture."""
+"""The tool and reasoning formats by name, and the detection of a model's format from its chat template or
+architecture.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def _plain_id(digest: bytes, name: str, index: int) -> str:
 
 
 def _short_id(digest: bytes, name: str, index: int) -> str:
-    # Mistral's templates reject other ids.
+    # Mistral's templates accept no other form of id.
     number = int.from_bytes(digest, "little")
     return "".join(_BASE36[number // 36**place % 36] for place in range(9))
 
@@ -58,12 +60,14 @@ class ToolFormat:
     """How a model writes tool calls.
 
     Attributes:
-        script: Parses the calls.
+        script: The parser of the calls.
         marks: Markers that begin and end calls; if they are special tokens, the text must keep special tokens.
         ends_reasoning: The markers that never occur within reasoning.
-        make_id: Makes a call's id as the template expects it, from 16 random bytes, the tool's name and the index.
-        grammar: Grammar of calls that follow a schema, by the model's template; None: not available.
-        arguments_are_text: The model's template expects the arguments of earlier calls as text, not as an object.
+        make_id: Makes a call's id in the form that the template expects, from 16 random bytes, the tool's name and the
+            index.
+        grammar: Returns the grammar of calls that follow a schema, given the model's template; None if there is none.
+        arguments_are_text: Whether the model's template expects the arguments of earlier calls as text instead of an
+            object.
     """
 
     script: Script
@@ -99,7 +103,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         invoke.minimax, (invoke.MINIMAX_BEGIN, invoke.MINIMAX_END), (invoke.MINIMAX_BEGIN,)
     ),
 }  # fmt: skip
-# gpt-oss's reasoning is in its channels: one script parses both.
+# gpt-oss writes its reasoning in a channel: one parser handles both calls and reasoning.
 REASONING_FORMATS: dict[str, ThinkTags | None] = {
     "think": ThinkTags("<think>", "</think>"),
     "deepseek_r1": ThinkTags("<think>", "</think>", is_always_open=True),
@@ -148,7 +152,7 @@ _REASONING_ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFormat:
-    """How the served model writes tool calls and reasoning; None if unknown: all text is then the answer."""
+    """How the served model writes tool calls and reasoning; None means unknown, so that all text is the answer."""
 
     tools: ToolFormat | None = None
     reasoning: ThinkTags | None = None
@@ -173,8 +177,8 @@ class ModelFormat:
         return Machine(after_thinking(self.reasoning, answer, ends), offer)
 
     def call_id(self, request_id: str, sequence: int, index: int, name: str) -> str:
-        """Return an id for a call that has none in the model's text: deterministic, so that parsing again gives the
-        same id.
+        """Return an id for a call that has none in the model's text. It is deterministic, so that parsing the text
+        again gives the same id.
         """
         digest = hashlib.blake2b(f"{request_id}/{sequence}/{index}".encode(), digest_size=16).digest()
         return (self.tools.make_id if self.tools else _plain_id)(digest, name, index)
@@ -184,7 +188,7 @@ def format_of(folder: ModelFolder, tool_parser: str = "auto", reasoning_parser: 
     """Return a model's format: the configured one, or by default the detected one.
 
     Raises:
-        ConfigError: Unknown name.
+        ConfigError: The name is unknown.
     """
     tools = _choose(tool_parser, "tool_parser", tuple(TOOL_FORMATS), _TOOL_ROWS, folder)
     reasoning = _choose(reasoning_parser, "reasoning_parser", tuple(REASONING_FORMATS), _REASONING_ROWS, folder)

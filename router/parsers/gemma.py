@@ -1,4 +1,4 @@
-"""FunctionGemma and Gemma 4: `call:NAME{key:value,...}` between tags, strings in special quote tokens."""
+"""FunctionGemma and Gemma 4: `call:NAME{key:value,...}` between tags, with strings between special quote tokens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from router.parsers.machine import Call, Machine, Script, Steps
 
 
 def between(opening: str, closing: str, quote: str) -> Script:
-    """Return the script for a model with these markers."""
+    """Return the parser for a model with these markers."""
 
     def script(machine: Machine) -> Steps[None]:
         while (yield from machine.text_until(opening)):
             body = ""
-            # A closing tag within a string does not count.
+            # A closing tag inside a string does not end the call.
             while True:
                 part, mark = yield from machine.take_until(quote, closing)
                 body += part + mark

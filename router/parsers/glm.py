@@ -13,7 +13,7 @@ _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
 
 
 def script(machine: Machine) -> Steps[None]:
-    """Parse content and calls."""
+    """Parse text and calls."""
     while (yield from machine.text_until(_OPENING)):
         body, closing = yield from machine.take_until(_CLOSING)
         call = _read(body, machine.offer)

@@ -1,8 +1,8 @@
-"""Grammars that constrain calls to their tools' schemas, in the model's own format.
+"""Grammars that constrain tool calls to the tools' schemas, in the model's own format.
 
-They are written in llguidance's Lark dialect. Text is free until a call begins; from there on the grammar applies, so
-that with `auto` the model chooses whether to call, and its arguments match the schema. A marker that is a single token
-is written as that token in the grammar, since text never matches it.
+They are written in llguidance's Lark dialect. Text is unconstrained until a call begins. From there on the grammar
+applies, so that with `auto` the model decides whether to call a tool, but its arguments match the schema. A marker that
+is a single token is written as that token in the grammar, since text never matches it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from router.parsers.machine import Schema
 
-# Formatting as in json.dumps. With free white space a small model may write nothing else.
+# Formatting as in json.dumps. If any white space were allowed, a small model might generate nothing else.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TEXT = r"TEXT: /(.|\n)*/"
 _SPACE = r"SPACE: /\s*/"
@@ -25,10 +25,10 @@ class CallGrammar:
     """How a format writes calls whose arguments are JSON.
 
     Attributes:
-        begin: Text before the first call, or its first part; ends the free text.
+        begin: Text before the first call, or the first part of that text; it ends the free text.
         opening: Text before a call's arguments; NAME stands for the tool and NUMBER for digits.
         closing: Text after a call's arguments.
-        separator: Text between calls of a section; None: a section has one call.
+        separator: Text between calls of a section; None if a section has only one call.
         end: Text after the last call of a section.
     """
 
@@ -52,11 +52,11 @@ def auto_guide(
 
     Args:
         grammar: The model's format.
-        tools: Schemas of parameters, by name.
+        tools: JSON schema of each tool's parameters, by name.
         strict: Tools whose arguments must match their schema; others accept any object.
-        tokens: Markers that are a single token, with its id.
+        tokens: Markers that are a single token, with the token's id.
         max_calls: 1 for at most one call; None for any number.
-        thinking: Markers of the model's reasoning, if it may come first.
+        thinking: Markers of the model's reasoning, if the model may reason first.
     """
     strict = frozenset(strict)
     spell = _Speller(tokens)
@@ -77,7 +77,7 @@ def auto_guide(
         lines.append(f"section: begin {section} {spell(grammar.end)}")
     answer = f"section{'?' if max_calls == 1 else '*'} TEXT"
     if thinking is not None and spell.first_token(thinking[0]):
-        # TEXT does not match these tokens, and the model may still reason.
+        # TEXT does not match these tokens, so they need rules of their own: the model may still reason.
         answer = f"(TEXT {spell(thinking[0])})? (TEXT {spell(thinking[1])})? {answer}"
     return "\n".join([f"start: {answer}", *lines, _TEXT])
 
@@ -97,7 +97,7 @@ def _json(schema: Schema) -> str:
 
 
 class _Speller:
-    """Writes text as Lark terms, with marker tokens by id."""
+    """Writes text as Lark terms, in which marker tokens are given by id."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = tokens

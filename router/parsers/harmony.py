@@ -1,7 +1,7 @@
-"""gpt-oss (Harmony): messages, each with a header (`<|channel|>` and maybe a recipient) and a body.
+"""gpt-oss (Harmony): messages, each with a header (`<|channel|>` and optionally a recipient) and a body.
 
-`analysis` is reasoning, `final` the answer, `commentary` a preamble to it; a message to `functions.NAME` is a call.
-The prompt ends with `<|start|>assistant`, so that the text begins within a header.
+The channel `analysis` holds reasoning, `final` the answer, and `commentary` a preamble to it; a message to
+`functions.NAME` is a call. The prompt ends with `<|start|>assistant`, so the text begins within a header.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
-# An incomplete header.
+# A header that is cut off at the end of the text.
 _HEADER = re.compile(r"[\w.\s=]*(<\|(channel|constrain)\|>[\w.\s=]*)*")
 
 
@@ -25,7 +25,7 @@ def script(machine: Machine) -> Steps[None]:
         space = yield from machine.take_space()
         begin = yield from machine.accept(START, CHANNEL, "to=functions.")
         if begin is None:
-            # Malformed: text up to the next message is the answer.
+            # The header is malformed: text up to the next message is the answer.
             machine.unread(space)
             mark = yield from machine.text_until(START, CHANNEL, *ENDS)
             if mark is None:
@@ -45,7 +45,7 @@ def _body(machine: Machine, header: str) -> Steps[None]:
     if recipient:
         body, mark = yield from machine.take_until(*ENDS, START)
         arguments = arguments_text(body or "{}")
-        # Show a malformed call's body; its header is markup.
+        # Emit the body of a malformed call as text, but not its header, which is markup.
         machine.settle(None if arguments is None else [Call(recipient[1], arguments)], body)
     elif channel and channel[1] == "analysis":
         mark = yield from machine.copy_until(machine.reasoning, *ENDS, START)

@@ -9,9 +9,9 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 def script(machine: Machine) -> Steps[None]:
-    """Parse content and calls."""
+    """Parse text and calls."""
     while (yield from machine.text_until(OPENING)):
-        # A closing tag within a string of the arguments does not count.
+        # A closing tag inside a string of the arguments does not end the call.
         space = yield from machine.take_space()
         body, is_complete = "", False
         if (yield from machine.peek()) == "{":

@@ -10,7 +10,7 @@ from router.parsers.tagged_values import arguments_of
 
 
 def invocations(prefix: str, begin: str, end: str) -> Script:
-    """Return the script for tags that begin with `prefix`, within sections between `begin` and `end`."""
+    """Return the parser for tags that begin with `prefix`, in sections between `begin` and `end`."""
     tag = re.escape(prefix)
     parameter = re.compile(
         rf'\s*<{tag}parameter name="([^">]+)"(?: string="(?:true|false)")?>(.*?)</{tag}parameter>', re.DOTALL

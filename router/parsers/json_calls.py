@@ -1,4 +1,4 @@
-"""Calls written as JSON objects, `{"name": ..., "arguments": {...}}`: shared by several formats."""
+"""Calls written as JSON objects, `{"name": ..., "arguments": {...}}`; used by several formats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from router.parsers.machine import Call, parse_json
 
 
 def read_call(value: object) -> Call | None:
-    """Return the call in a JSON value; Llama uses `parameters`, the others `arguments`."""
+    """Return the call in a JSON value. Llama's key for the arguments is `parameters`, that of the other formats
+    `arguments`.
+    """
     if not isinstance(value, dict):
         return None
     name = value.get("name")

@@ -17,7 +17,7 @@ def _read(body: str, offer: Offer) -> Call | None:
     found, arguments = _ID.fullmatch(call_id.strip()), arguments_text(text)
     if not separator or found is None or arguments is None:
         return None
-    # The template renders the ids of past calls unchanged, so the model must see its own.
+    # The template renders the ids of earlier calls unchanged, so the model must see the ids that it wrote.
     return Call(found[1], arguments, call_id.strip())
 
 

@@ -26,21 +26,21 @@ class LiteralError(ValueError):
 
 
 class Literals:
-    """Parses the literals in a text one by one.
+    """Parses the literals in a text one after another.
 
     Attributes:
         position: Index of the next character.
     """
 
     def __init__(self, text: str, quote: str = "") -> None:
-        """`quote` delimits strings without escapes, in addition to Python's quotes."""
+        """`quote` is a delimiter of strings without escapes, in addition to Python's quotes."""
         self.position = 0
         self._text = text
         self._quote = quote
         self._depth = 0
 
     def skip(self, mark: str = "") -> bool:
-        """Skip white space and then `mark`; return whether it was there."""
+        """Skip white space and then `mark`; return whether `mark` was found."""
         while self._text[self.position : self.position + 1].isspace():
             self.position += 1
         if not mark or not self._text.startswith(mark, self.position):
@@ -49,10 +49,10 @@ class Literals:
         return True
 
     def expect(self, mark: str) -> None:
-        """Skip white space and `mark`.
+        """Skip white space and then `mark`.
 
         Raises:
-            LiteralError: It is not there.
+            LiteralError: `mark` does not come next.
         """
         if not self.skip(mark):
             raise LiteralError(f"{mark} expected at {self.position}")
@@ -66,7 +66,7 @@ class Literals:
         """Return the next name, which may contain dots and hyphens.
 
         Raises:
-            LiteralError: There is none.
+            LiteralError: No name comes next.
         """
         self.skip()
         return self._match(_WORD)
@@ -75,7 +75,7 @@ class Literals:
         """Return the next value.
 
         Raises:
-            LiteralError: It is not a literal, or is nested too deeply.
+            LiteralError: No literal comes next, or it is nested too deeply.
         """
         self._depth += 1
         if self._depth > _MAX_DEPTH:

@@ -1,7 +1,7 @@
 """Llama 3 (JSON): the text consists of JSON objects, `{"name": ..., "parameters": {...}}`, optionally after
 `<|python_tag|>`.
 
-Several are written one after another, with a semicolon or comma between them, or as an array.
+Several objects are written one after another, separated by a semicolon or comma, or as an array.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def script(machine: Machine) -> Steps[None]:
 
 
 def bare_calls(machine: Machine, tag: str, *, is_tagged: bool = False) -> Steps[None]:
-    """Parse JSON that consists of calls; put back anything else."""
+    """Parse JSON that consists of calls; put all other text back."""
     raw = tag if is_tagged else ""
     raw += yield from machine.take_space()
     if not is_tagged and (yield from machine.accept(tag)):

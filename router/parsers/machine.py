@@ -1,14 +1,14 @@
 """The parsing machine behind every format: it holds text back only until its interpretation is certain.
 
-A format is a script, a generator that reads through the machine's own generators:
+A format is a generator (its script) that reads the text with the machine's own generators:
 
     def script(machine):
         while (yield from machine.text_until("<tool_call>")):
             body, _ = yield from machine.take_until("</tool_call>")
             machine.settle(read_calls(body), raw)
 
-Each of those waits (a bare `yield`) only while the text so far is ambiguous, and decides the same however the text is
-split. A call is held until it is complete, because a malformed one must be emitted as text.
+Each of these waits (a bare `yield`) only while the text so far is ambiguous, and its decision does not depend on how
+the text is split. A call is held until it is complete, because a malformed one must be emitted as text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TypeVar
 from router.parsers.events import CallArguments, CallBegin, CallEnd, Event, ReasoningDelta, TextDelta, joined
 
 _T = TypeVar("_T")
-# A part of a script: waits for text at each yield, and returns what it has read.
+# A step of a script: it waits for text at each yield, and returns what it has read.
 Steps = Generator[None, None, _T]
 Schema = Mapping[str, object]
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in ('"', "'")}
@@ -31,12 +31,12 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call as parsed by a format.
+    """A tool call as parsed by a format.
 
     Attributes:
-        name: The tool.
+        name: Name of the tool.
         arguments: JSON text of an object.
-        call_id: The model's own id of the call, if any.
+        call_id: The id that the model gave the call, if any.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a request offers the model.
+    """The tools that a request offers the model, and its limits.
 
     Attributes:
         tools: JSON schema of the parameters of each tool, by name.
-        max_calls: Further calls, and all text after them, are dropped; None: no limit.
-        is_thinking: The prompt has opened the reasoning.
+        max_calls: Maximum number of calls; further calls, and all text after them, are dropped. None means no limit.
+        is_thinking: Whether the prompt has opened the reasoning.
     """
 
     tools: Mapping[str, Schema]
@@ -64,10 +64,10 @@ Script = Callable[["Machine"], Steps[None]]
 
 
 class Machine:
-    """Runs one script over the text of one sequence.
+    """Runs one format's parser (a generator) over the text of one sequence.
 
     Attributes:
-        offer: What the request offers.
+        offer: The tools and limits of the request.
     """
 
     def __init__(self, script: Script, offer: Offer) -> None:
@@ -75,7 +75,7 @@ class Machine:
         self._held = ""
         self._is_ended = False
         self._has_finished = False
-        self._space = ""  # trimmed before the last marker
+        self._space = ""  # white space trimmed before the last marker
         self._num_calls = 0
         self._events: list[Event] = []
         self._script = script(self)
@@ -104,10 +104,10 @@ class Machine:
         events, self._events = joined(self._events), []
         return events
 
-    # Output of scripts.
+    # Methods with which scripts emit output.
 
     def text(self, text: str) -> None:
-        """Emit content."""
+        """Emit text of the answer."""
         if not self._is_full:
             self._events.append(TextDelta(text))
 
@@ -132,7 +132,7 @@ class Machine:
     def settle(self, calls: Sequence[Call] | None, raw: str) -> bool:
         """Emit `calls`; emit `raw` as text if there are none, or if one names a tool that is not offered.
 
-        Return whether they were calls.
+        Return whether the calls were emitted.
         """
         space, self._space = self._space, ""
         if not calls or not all(call.name in self.offer.tools for call in calls):
@@ -153,16 +153,16 @@ class Machine:
     def _is_full(self) -> bool:
         return self.offer.max_calls is not None and self._num_calls >= self.offer.max_calls
 
-    # Input of scripts.
+    # Generators with which scripts read input.
 
     def text_until(self, *markers: str) -> Steps[str | None]:
-        """Emit content up to the first of `markers`; see `copy_until`."""
+        """Emit text of the answer up to the first of `markers`; see `copy_until`."""
         return (yield from self.copy_until(self.text, *markers))
 
     def copy_until(self, emit: Callable[[str], None], *markers: str) -> Steps[str | None]:
         """Emit text up to the first of `markers`, which is consumed and returned; None at the end.
 
-        White space before a marker is left out. No marker may begin with another.
+        White space before a marker is omitted. No marker may be a prefix of another.
         """
         while True:
             position, marker = _first(self._held, markers)
@@ -179,8 +179,8 @@ class Machine:
             yield
 
     def take_until(self, *markers: str) -> Steps[tuple[str, str]]:
-        """Consume and return the text before the first of `markers`, and that marker; all text and "" if there is
-        none.
+        """Consume and return the text before the first of `markers`, and that marker; all text and "" if no marker
+        occurs.
         """
         margin = max(map(len, markers)) - 1
         start = 0
@@ -194,9 +194,10 @@ class Machine:
             yield
 
     def take_balanced(self, *stops: str, quotes: str = '"') -> Steps[tuple[str, bool]]:
-        """Consume the text from an opening bracket to the matching one; return it, and whether the match was found.
+        """Consume the text from an opening bracket to the matching one; return the text, and whether the match was
+        found.
 
-        Without a match, consume the text up to a stop outside of strings (not including it), or to the end.
+        If there is no match, consume the text up to, but not including, a stop outside of strings, or to the end.
         """
         outside = re.compile("|".join([f"[{quotes}(){{}}\\[\\]]", *map(re.escape, stops)]))
         position = depth = 0
@@ -236,7 +237,7 @@ class Machine:
             yield
 
     def accept(self, *literals: str) -> Steps[str | None]:
-        """Consume and return whichever of `literals` comes next; None if none does."""
+        """Consume and return the one of `literals` that comes next; None if none does."""
         while True:
             for literal in literals:
                 if self._held.startswith(literal):
@@ -265,9 +266,7 @@ class Machine:
 
 
 def _first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]:
-    """Return the position of the earliest of `markers`, and that marker; the end of the text and "" if there is
-    none.
-    """
+    """Return the position of the earliest of `markers`, and that marker; the end of the text and "" if none occurs."""
     position, found = len(text), ""
     for marker in markers:
         at = text.find(marker, start, position + len(marker))
@@ -277,7 +276,7 @@ def _first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]
 
 
 def _overlap(text: str, markers: Sequence[str]) -> int:
-    """Return how many characters at the end of `text` may be the beginning of one of `markers`."""
+    """Return the number of characters at the end of `text` that may be the beginning of one of `markers`."""
     longest = 0
     for marker in markers:
         for size in range(min(len(marker) - 1, len(text)), longest, -1):
@@ -296,7 +295,7 @@ def parse_json(text: str) -> object:
     """Return the JSON value in `text`.
 
     Raises:
-        ValueError: It is not JSON.
+        ValueError: `text` is not JSON.
     """
     try:
         return json.loads(text, parse_constant=refuse_constant)
@@ -305,7 +304,7 @@ def parse_json(text: str) -> object:
 
 
 def arguments_text(text: str) -> str | None:
-    """Return `text` stripped of white space if it is a JSON object, else None."""
+    """Return `text` without surrounding white space if it is a JSON object, otherwise None."""
     text = text.strip()
     try:
         return text if isinstance(parse_json(text), dict) else None

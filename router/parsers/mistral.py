@@ -1,4 +1,5 @@
-"""Mistral: after `[TOOL_CALLS]` an array of JSON objects or, with newer tokenizers, one `name[ARGS]{...}` per call.
+"""Mistral: `[TOOL_CALLS]`, followed by an array of JSON objects or, with newer tokenizers, by `name[ARGS]{...}` for
+each call.
 
 `[CALL_ID]` and an id may come before `[ARGS]`.
 """
@@ -13,7 +14,7 @@ MARK, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 def script(machine: Machine) -> Steps[None]:
-    """Parse content, and the calls after each marker."""
+    """Parse text, and the calls after each marker."""
     space = yield from machine.take_space()
     mark = yield from machine.accept(MARK)
     machine.unread(space + (mark or ""))

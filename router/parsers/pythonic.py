@@ -1,6 +1,6 @@
 """Llama 3.2 and 4 (pythonic): the whole text is a list of Python calls, `[weather(city="Oslo"), time()]`.
 
-Llama 4 may put it between `<|python_start|>` and `<|python_end|>`.
+Llama 4 may write it between `<|python_start|>` and `<|python_end|>`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _start(machine: Machine) -> Steps[str]:
 
 
 def _read(text: str) -> list[Call] | None:
-    """Return the calls of a list."""
+    """Return the calls in a list of calls."""
     reader, calls = Literals(text), list[Call]()
     try:
         reader.expect("[")

@@ -13,7 +13,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 
 
 def script(machine: Machine) -> Steps[None]:
-    """Parse content and calls; models sometimes omit the outer tags."""
+    """Parse text and calls; models sometimes omit the outer tags."""
     while mark := (yield from machine.text_until(_OPENING, _FUNCTION)):
         raw = mark
         if mark == _OPENING:
@@ -39,7 +39,7 @@ def _read(body: str, offer: Offer) -> Call | None:
     name = name.strip()
     position, values = 0, []
     while found := _PARAMETER.match(rest, position):
-        # The template puts each value on its own lines.
+        # The template writes each value on lines of its own.
         value = found[2].removeprefix("\n").removesuffix("\n")
         values.append((found[1].strip(), value))
         position = found.end()

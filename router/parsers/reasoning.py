@@ -1,4 +1,4 @@
-"""Reasoning that comes before the answer, between tags; gpt-oss has channels instead (harmony.py)."""
+"""Reasoning between tags that precedes the answer; gpt-oss uses channels instead (harmony.py)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from router.parsers.machine import Machine, Script, Steps
 
 @dataclass(frozen=True, slots=True)
 class ThinkTags:
-    """How a model marks its reasoning.
+    """The tags around a model's reasoning.
 
     Attributes:
-        opening: Written by the model, or by the template at the end of the prompt.
-        closing: Ends it.
-        is_always_open: The model reasons first even without an opening tag (DeepSeek R1).
+        opening: Opening tag, written by the model, or by the template at the end of the prompt.
+        closing: Closing tag.
+        is_always_open: Whether the model reasons first even without an opening tag (DeepSeek R1).
     """
 
     opening: str
@@ -22,7 +22,7 @@ class ThinkTags:
     is_always_open: bool = False
 
     def is_open_after(self, prompt: str) -> bool:
-        """Return whether a prompt ends within the reasoning."""
+        """Return whether the reasoning is open at the end of a prompt."""
         return self.is_always_open or prompt.rstrip().endswith(self.opening.rstrip())
 
 
@@ -33,7 +33,7 @@ def plain(machine: Machine) -> Steps[None]:
 
 
 def after_thinking(tags: ThinkTags, answer: Script, call_marks: tuple[str, ...]) -> Script:
-    """Parse reasoning, then the answer with `answer`; a marker in `call_marks` also ends reasoning without a closing
+    """Parse reasoning, then the answer with `answer`; one of `call_marks` also ends reasoning that has no closing
     tag.
     """
 

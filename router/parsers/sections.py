@@ -1,4 +1,4 @@
-"""Calls within a section: DeepSeek, Kimi, MiniMax."""
+"""Calls that are grouped in sections, as in the formats of DeepSeek, Kimi and MiniMax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from router.parsers.machine import Call, Machine, Offer, Script, Steps
 
 
 def section(begin: str, end: str, call: str, call_end: str, read: Callable[[str, Offer], Call | None]) -> Script:
-    """Return the script of a format whose calls are in sections between `begin` and `end`, each between `call` and
+    """Return the parser of a format whose calls are in sections between `begin` and `end`, each between `call` and
     `call_end`.
 
     `read` returns the call in the text between `call` and `call_end`.
@@ -26,7 +26,7 @@ def section(begin: str, end: str, call: str, call_end: str, read: Callable[[str,
             raw += yield from machine.take_space()
             mark = yield from machine.accept(call, end)
             if mark is None:
-                # Neither a call nor the end: emit text up to either.
+                # The text is neither a call nor the end: emit it up to the next call or the end.
                 rest, mark = yield from machine.take_until(call, end)
                 raw += rest
             if mark == call:

@@ -1,4 +1,4 @@
-"""Converts arguments given as text between tags, without JSON quotes, according to the tool's schema."""
+"""Converts arguments that are written as text between tags, without JSON quotes, to the types in the tool's schema."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _value(text: str, schema: object) -> object:
     if kinds == {"string"}:
         return text
     stripped = text.strip()
-    # Templates that print Python values write True and None.
+    # Some templates print values as Python does: True and None.
     if stripped.lower() in _WORDS and kinds & {"boolean", "null"}:
         return _WORDS[stripped.lower()]
     try:

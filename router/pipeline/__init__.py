@@ -1,1 +1,1 @@
-"""A request's path through the router: validate, tokenize, choose a cell, submit, relay."""
+"""The processing of a request in the router: validate, tokenize, choose a cell, submit, relay."""

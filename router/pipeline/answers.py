@@ -1,7 +1,7 @@
-"""Scores by a model that answers whether a document fits a query, as defined by sentence-transformers.
+"""Scores from a model that answers whether a document fits a query, as defined by sentence-transformers.
 
-The model folder's `1_LogitScore/config.json` names the tokens of the answers, and its chat template renders a query and
-a document, in the roles `query` and `document`.
+The model folder's `1_LogitScore/config.json` names the tokens of the two answers, and its chat template renders a query
+and a document, which have the roles `query` and `document`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from midstream.model.folder import ModelFolder
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The tokens of both answers.
+    """The tokens of the two answers.
 
     Attributes:
-        no: None: a score is the logit of `yes` alone.
+        no: If None, a score is the logit of `yes` alone.
     """
 
     yes: int
@@ -28,7 +28,7 @@ class Answers:
 
     @property
     def output(self) -> str:
-        """Name of the additional output with their logits."""
+        """Name of the additional output with the logits of the answers."""
         return f"token_logits.{self.yes}" if self.no is None else f"token_logits.{self.yes}.{self.no}"
 
     def score(self, logits: Sequence[float]) -> float:
@@ -38,10 +38,10 @@ class Answers:
 
 
 def answers_of(folder: ModelFolder) -> Answers | None:
-    """Return the model's answers; None if it was not trained to score this way.
+    """Return the model's answers; None if the model was not trained to score this way.
 
     Raises:
-        ConfigError: The file is not JSON, or names no tokens of the model.
+        ConfigError: The file is not JSON, or does not name tokens of the model.
     """
     file = folder.path / "1_LogitScore" / "config.json"
     try:

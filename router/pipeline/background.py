@@ -1,4 +1,4 @@
-"""Requests that run in the background, such as lines of batches, at a lower priority than requests clients wait for."""
+"""Requests that run in the background, such as lines of batches, at a lower priority than interactive requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Background:
     """Settings that all requests of a background task share.
 
     Attributes:
-        priority: At most; requests may have a lower one.
-        until: Unix seconds at which they time out.
+        priority: Maximum priority of a request.
+        until: Unix time, in seconds, at which the requests time out.
     """
 
     priority: int

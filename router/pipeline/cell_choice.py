@@ -1,10 +1,10 @@
-"""Chooses the cell for a request: the one with the least work to do for it, including the work queued before it.
+"""Chooses the cell for a request: the one that has the least work to do for it, including the work queued ahead of it.
 
-What cells have cached is known from their KV events (kv_index). If no cell has any of the prompt, requests with the
-same beginning go to the same cell, unless it is clearly busier than the least busy one.
+The router knows from KV events which prefixes each cell has cached (kv_index). If no cell has cached any of the prompt,
+requests with the same beginning go to the same cell, unless it is clearly busier than the least busy one.
 
 A call with an idempotency key instead goes to a home cell that its request id determines. A repeated call, through any
-router, must find the first one, whichever cells were busy or down then.
+router, must find the request of the first call, regardless of which cells were busy or down then.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Protocol, TypeVar
 from router.pipeline.kv_index import KvIndex, PromptBlocks
 
 _PREFIX_TOKENS = 64
-# Limit on the load of the cell with the prefix, relative to the least busy one.
+# Maximum load of the cell preferred for a prefix, relative to the load of the least busy cell.
 _BUSY_FACTOR, _BUSY_MARGIN = 1.25, 8
-# Weight of one request of a cell, in prompt tokens to compute.
+# Load of one running request, expressed as a number of prompt tokens to compute.
 _TOKENS_PER_REQUEST = 32
 
 
 class CellState(Protocol):
-    """The state of a cell on which the choice depends.
+    """The properties of a cell on which the choice depends.
 
     Attributes:
-        name: Its address.
-        load: Its requests.
+        name: Address of the cell.
+        load: Number of its requests.
         index: Its cached prefixes.
     """
 
@@ -40,7 +40,7 @@ CellT = TypeVar("CellT", bound=CellState)
 
 
 def choose_cell(cells: Sequence[CellT], token_ids: Sequence[int], cache_salt: str) -> CellT:
-    """Return the cell for a prompt. Precondition: there is at least one."""
+    """Return the cell for a prompt. Precondition: `cells` is not empty."""
     if len(cells) == 1:
         return cells[0]
     prompt = PromptBlocks(token_ids, cache_salt)
@@ -53,8 +53,8 @@ def choose_cell(cells: Sequence[CellT], token_ids: Sequence[int], cache_salt: st
 
 
 def choose_home(cells: Sequence[CellT], request_id: str) -> CellT:
-    """Return the cell for a request that may be submitted again, from its id alone. Precondition: there is at least
-    one.
+    """Return the cell for a request that may be submitted again, from its id alone. Precondition: `cells` is not
+    empty.
     """
     return max(cells, key=lambda cell: hashlib.blake2b(f"{cell.name}\0{request_id}".encode(), digest_size=8).digest())
 

@@ -1,8 +1,8 @@
 """Exports the load behind a router as metrics, under the names that gateways' endpoint pickers read from model servers.
 
 Schedulers export their own load as `midstream:NAME`. A gateway sees only routers, so these metrics repeat the sum over
-the reachable schedulers, as of their last poll. They have only vLLM's names, so that sums over `midstream:NAME` count
-nothing twice.
+the reachable schedulers, as of the last poll. They have only vLLM's names, so that nothing is counted twice in sums
+over `midstream:NAME`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CellMetrics(Collector):
 
         Args:
             model: Name of the model, for the label.
-            loads: Returns the last loads of the cells that are up.
+            loads: Returns the most recent load reports of the cells that are up.
         """
         self._model, self._loads = model, loads
 

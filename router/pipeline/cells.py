@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 1.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _TRY_TIMEOUT_S = 5.0
-# A busy scheduler may return CANCELLED at the call's deadline, before the deadline passes here.
+# A busy scheduler may return CANCELLED when the call's deadline has passed on its side but not yet here.
 _TRIED_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
@@ -34,16 +34,17 @@ class Cell:
     """One scheduler.
 
     Attributes:
-        name: Its address.
-        stub: For calls that run requests, and those that show whether requests would be answered.
-        watch_stub: For all other calls; a separate connection, so that watchers cannot saturate that of requests.
-        load: Number of its requests: those in its last report and those submitted since.
-        reports: Its last report.
-        index: The prefixes its workers have cached, as known from its KV events.
+        name: Address of the scheduler.
+        stub: For calls that run requests, and for polls, which show whether requests would be answered.
+        watch_stub: For all other calls; it has its own connection, so that watchers cannot saturate the one for
+            requests.
+        load: Number of its requests, both those in its last report and those submitted since.
+        reports: Its last load report.
+        index: The prefixes that its workers have cached, according to its KV events.
         features: Features of its workers; None if unknown.
         is_up: Whether its last poll succeeded.
         has_workers: Whether it had workers at its last successful poll.
-        is_gone: It is no longer discovered, and gets no more requests.
+        is_gone: Whether it is no longer discovered, and therefore gets no more requests.
     """
 
     def __init__(self, name: str, max_message_bytes: int, tls: Tls | None = None, server_name: str = "") -> None:
@@ -73,7 +74,7 @@ class Cell:
         self.reports = loads.cells
         self.has_workers = any(cell.num_blocks for cell in loads.cells)
         self.load = sum(cell.num_running_requests + cell.num_queued_requests for cell in loads.cells)
-        # None until a worker joins; the scheduler then rejects unsupported features itself.
+        # The value is None until a worker joins; until then the scheduler itself rejects unsupported features.
         self.features = frozenset(info.features) or None
 
     async def submit(
@@ -82,12 +83,13 @@ class Cell:
         """Submit a request, with retries while the scheduler is unreachable, since Submit is idempotent.
 
         Args:
-            request: Checked and normalized.
-            give_up_at: Loop time of the last retry.
+            request: The request, already checked and normalized.
+            give_up_at: Loop time after which there are no more retries.
             deadline: Loop time of the request's deadline, from which each attempt's timeout is computed.
 
         Raises:
-            MidstreamError: The scheduler's error; UnavailableError if it is unreachable; DeadlineError.
+            MidstreamError: The scheduler rejected the request; UnavailableError if it is unreachable, DeadlineError if
+                the deadline has passed.
         """
         loop = asyncio.get_running_loop()
         attempt, delay = 0, _FIRST_RETRY_S
@@ -168,7 +170,7 @@ class Cells:
                         cell.follow()
                 await asyncio.sleep(_POLL_S if self.cells else 0.01)
                 if discovering.done():
-                    discovering.result()  # raises the task's error
+                    discovering.result()  # raises the error of the task, if it failed
         finally:
             discovering.cancel()
             await asyncio.gather(*(cell.close() for cell in self.cells.values()))
@@ -177,7 +179,7 @@ class Cells:
         """Return the cell for a prompt.
 
         Raises:
-            UnavailableError: There is none.
+            UnavailableError: There is no cell.
         """
         cells = [cell for cell in self.cells.values() if cell.is_up] or list(self.cells.values())
         if not cells:
@@ -188,7 +190,7 @@ class Cells:
         """Return the cell for all submissions of a request, even if the cell is down.
 
         Raises:
-            UnavailableError: There is none.
+            UnavailableError: There is no cell.
         """
         if not self.cells:
             raise UnavailableError("no scheduler found")
@@ -198,7 +200,7 @@ class Cells:
         """Return a cell that is up, for calls that any cell can answer.
 
         Raises:
-            UnavailableError: There is none.
+            UnavailableError: There is no cell.
         """
         cells = sorted(self.cells.values(), key=lambda cell: not cell.is_up)
         if not cells:
@@ -215,11 +217,11 @@ class Cells:
         return next((cell.features for cell in self.cells.values() if cell.is_up and cell.features), frozenset())
 
     async def abort(self, request_id: str, *, only_if_unread: bool = False) -> bool:
-        """Abort a request in any cell; with `only_if_unread` only if nobody is reading it. Return whether it was
+        """Abort a request in any cell; with `only_if_unread`, only if no client is reading it. Return whether it was
         running.
 
         Raises:
-            MidstreamError: No cell has it, and some cell did not answer.
+            MidstreamError: No cell has the request, and some cell did not respond.
         """
         request = loads_pb2.AbortRequest(request_id=request_id, only_if_unread=only_if_unread)
         results = await asyncio.gather(
@@ -243,7 +245,7 @@ class Cells:
 
 
 async def _leave(cell: Cell) -> None:
-    """Close a cell once no call to it can be in flight, because closing it earlier would cancel the call."""
+    """Close a cell once no call to it can be in progress, because closing it earlier would cancel the call."""
     cell.is_gone = True
     await asyncio.sleep(2 * _TRY_TIMEOUT_S)
     await cell.close()

@@ -1,7 +1,7 @@
 """Renders a model's chat template: untrusted Jinja from the model folder.
 
-It runs in separate processes (template_renderer.py) with little memory, no files and no network. One that times out or
-dies is replaced; its conversation is rejected, and no other is affected.
+It runs in separate processes (template_renderer.py) with a memory limit and without access to files or the network. A
+process that times out or dies is replaced; its conversation is rejected, and no other is affected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.python_process import python_command, python_environment
 from router.pipeline.template_renderer import CPU_LIMIT_S, LENGTH, MAX_OUTPUT_CHARACTERS
 
-# For a process that blocks instead of computing; its own limit is CPU time.
+# Time limit for a process that blocks without computing; its CPU time has a limit of its own.
 _WALL_LIMIT_S = 20.0
 _MAX_TEMPLATE_CHARACTERS = 1 << 20
 _MAX_ANSWER_BYTES = 12 * MAX_OUTPUT_CHARACTERS
@@ -31,24 +31,24 @@ class _BrokenError(Exception):
 
 
 class ChatTemplate:
-    """A chat template and the processes that render it; thread-safe, one process per thread."""
+    """A chat template and the processes that render it; it is thread-safe, and each thread uses one process."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], num_processes: int = 1) -> None:
         """Compile the template.
 
         Args:
-            source: Jinja.
+            source: The template, in Jinja.
             tokens: Variables such as `bos_token` that templates expect.
-            num_processes: Conversations rendered concurrently.
+            num_processes: Number of conversations rendered concurrently.
 
         Raises:
-            ConfigError: It does not compile.
+            ConfigError: The template does not compile.
         """
         if len(source) > _MAX_TEMPLATE_CHARACTERS:
             raise ConfigError("the chat template is too large", field="model")
         self._source = source
         self._tokens = dict(tokens)
-        # None: started on demand.
+        # None stands for a process that is started on demand.
         self._processes: queue.LifoQueue[_Process | None] = queue.LifoQueue()
         for _ in range(num_processes - 1):
             self._processes.put(None)
@@ -98,15 +98,15 @@ class ChatTemplate:
 
 
 class _Process:
-    """A renderer process; not thread-safe."""
+    """A renderer process; it is not thread-safe."""
 
     def __init__(self, source: str) -> None:
         """Start the process and compile `source`.
 
         Raises:
-            _BrokenError: That failed.
+            _BrokenError: The process did not start, or did not compile `source`.
         """
-        # Without this process's environment, which may hold keys and tokens.
+        # The process does not inherit this process's environment, which may hold keys and tokens.
         environment = python_environment({"PATH": os.environ.get("PATH", "")})
         self._process = subprocess.Popen(
             python_command("router.pipeline.template_renderer"),
@@ -128,7 +128,7 @@ class _Process:
         """Send a message and return the answer.
 
         Raises:
-            _BrokenError: No answer; close the process.
+            _BrokenError: The process did not answer; close it.
         """
         assert self._process.stdin is not None
         body = json.dumps(message).encode()

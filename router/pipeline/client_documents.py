@@ -1,6 +1,6 @@
-"""Documents that the router stores at the schedulers on behalf of clients: files and batches.
+"""Documents that the router stores in the schedulers on behalf of clients: files and batches.
 
-A document belongs to the cell that it was stored in. Ids are unique over all cells, so reading asks every cell.
+A document belongs to the cell in which it was stored. Ids are unique across all cells; a read queries every cell.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class ClientDocument:
     """A document and where it is stored.
 
     Attributes:
-        cell: The cell that has it.
-        owner: Name of the authenticated client; empty without authentication.
-        id: Its id.
-        data: Its contents.
+        cell: The cell that stores the document.
+        owner: Name of the authenticated client; empty if authentication is off.
+        id: Id of the document.
+        data: Contents of the document.
         version: Incremented by each put.
     """
 
@@ -42,7 +42,9 @@ class ClientDocument:
 
 
 class ClientDocuments:
-    """Documents in all cells. Methods raise UnavailableError if a scheduler stays unreachable beyond the timeout."""
+    """Documents in all cells. Methods raise UnavailableError if a scheduler is unreachable for longer than the
+    timeout.
+    """
 
     def __init__(self, cells: Cells, unavailable_timeout_s: float) -> None:
         self.cells = cells
@@ -61,7 +63,8 @@ class ClientDocuments:
     ) -> int:
         """Store a document; return its new version, or 0 if `if_version` is set but is not the current version.
 
-        A put is repeated while the scheduler is unreachable. One with `if_version` may then find its own write.
+        A put is repeated while the scheduler is unreachable. A repeated put with `if_version` may therefore find its
+        own write.
         """
         key = pb.DocumentKey(owner=owner, kind=kind, id=document_id)
         request = pb.PutDocumentRequest(key=key, data=data, expires_unix_ns=expires_ns, if_version=if_version)
@@ -72,7 +75,7 @@ class ClientDocuments:
         """Return a document.
 
         Raises:
-            NotFoundError: There is none.
+            NotFoundError: The document does not exist.
         """
         request = pb.GetDocumentRequest(key=pb.DocumentKey(owner=owner, kind=kind, id=document_id))
         found = await ask_cells(
@@ -90,7 +93,7 @@ class ClientDocuments:
             return
 
     async def parts(self, cell: Cell, kind: str, owner: str, prefix: str, limit: int) -> AsyncIterator[ClientDocument]:
-        """Return a cell's documents whose ids start with a prefix, in order of their ids, reading at most `limit` at a
+        """Return a cell's documents whose ids start with a prefix, in the order of their ids. Read at most `limit` at a
         time.
         """
         request = pb.ListDocumentsRequest(kind=kind, owner=owner, prefix=prefix, limit=limit)
@@ -116,10 +119,10 @@ class ClientDocuments:
         return found[:limit]
 
     async def waiting(self, cell: Cell, kind: str, limit: int) -> list[ClientDocument]:
-        """Return a cell's documents of all owners, oldest first; makes one attempt only.
+        """Return a cell's documents of all owners, oldest first; only one attempt is made.
 
         Raises:
-            MidstreamError: The cell does not answer.
+            MidstreamError: The cell does not respond.
         """
         request = pb.ListDocumentsRequest(kind=kind, limit=limit)
         try:

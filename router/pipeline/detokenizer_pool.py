@@ -1,7 +1,7 @@
 """The detokenizers that this router uses, with one stream to each.
 
 Each request is attached to the one with the fewest streams. When a detokenizer dies, its ClientStreams fail with
-UNAVAILABLE, and the requests' owners attach them to another at the offsets reached.
+UNAVAILABLE, and the tasks that read them attach them to another detokenizer at the offsets reached.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _Call = grpc.aio.StreamStreamCall[pb.StreamCommand, pb.StreamBatch]
 
 
 class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
-    """The stream to one detokenizer; while it is open, requests can be attached.
+    """The stream to one detokenizer; requests can be attached while it is open.
 
     Attributes:
         streams: Attached streams, by number.
-        refuses_until: Loop time until which it is used only as a last resort.
+        refuses_until: Loop time until which this detokenizer is used only as a last resort.
     """
 
     batch_class = pb.StreamBatch
@@ -55,7 +55,7 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         self._numbers = itertools.count(1)
 
     def attach(self, stream: ClientStream) -> int:
-        """Attach a request at the offsets of `stream`; return the stream number, with which to detach it."""
+        """Attach a request at the offsets of `stream`; return the stream number, which `detach` takes."""
         number = next(self._numbers)
         self.streams[number] = stream
         attach = pb.StreamAttach(
@@ -98,7 +98,7 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
                 del streams[item.stream]
                 error = from_proto(item.error)
                 if isinstance(error, UnavailableError):
-                    # It is draining or lost its scheduler: prefer others for a while.
+                    # The detokenizer is draining or has lost its scheduler: prefer others for a while.
                     self.refuses_until = asyncio.get_running_loop().time() + _REFUSAL_S
                 stream.fail(error)
 
@@ -146,19 +146,19 @@ class DetokenizerPool:
 
     async def run(self) -> None:
         """Keep the links connected until cancelled."""
-        async with self._running:  # an error in one task ends all
+        async with self._running:  # an error in one task ends all tasks
             try:
                 await self._discovery.run()
                 await asyncio.Event().wait()
             finally:
-                for task in self._tasks.values():  # in order, so that a simulation can be replayed
+                for task in self._tasks.values():  # in order, so that a simulation is reproducible
                     task.cancel()
 
     async def attach(self, stream: ClientStream, *, avoid: DetokenizerLink | None = None) -> Attachment:
         """Attach to the live detokenizer with the fewest streams; wait until there is one.
 
         Args:
-            stream: The stream, attached at the offsets that it has reached.
+            stream: The stream; it is attached at the offsets that it has reached.
             avoid: A detokenizer to use only if there is no other.
         """
         while True:
@@ -166,7 +166,7 @@ class DetokenizerPool:
             now = asyncio.get_running_loop().time()
             live = [link for link in live if link is not avoid and link.refuses_until <= now] or live
             if live:
-                # Round robin among equals.
+                # Take turns among detokenizers with equally many streams.
                 self._turn += 1
                 start = self._turn % len(live)
                 link = min(live[start:] + live[:start], key=lambda link: len(link.streams))
@@ -176,7 +176,7 @@ class DetokenizerPool:
 
     def _set_targets(self, targets: list[str]) -> None:
         for target in set(self.links) - set(targets):
-            # Its streams fail as the task ends.
+            # The streams of the removed link fail when its task ends.
             del self.links[target]
             self._tasks.pop(target).cancel()
         for target in targets:

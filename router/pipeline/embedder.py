@@ -1,9 +1,9 @@
-"""Embeddings and scores: each input is a native request for one token, of which only a tensor is used.
+"""Embeddings and scores: each input becomes a native request for one token, from whose output only a tensor is used.
 
-So inputs are batched with all other requests, their prefixes are cached, and they survive the loss of any process. The
-vector is the model's last hidden state, after the final norm, at the input's last token (last-token pooling), or its
-mean over all tokens of the input (mean pooling, for which no cached prefix is used). A score is the probability of one
-of two tokens as the answer to a query and a document.
+As a result, inputs are batched with all other requests, their prefixes are cached, and they survive the loss of any
+process. The vector is the model's last hidden state, after the final norm, at the input's last token (last-token
+pooling), or its mean over all tokens of the input (mean pooling, for which no cached prefix is used). A score is the
+probability of one of two tokens as the answer to a query and a document.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EmbedInput:
     """One input.
 
     Attributes:
-        field: Its name in the client's request, for errors.
+        field: Name of the input in the client's request, for error messages.
         prompt: Text or token ids.
     """
 
@@ -79,7 +79,7 @@ class EmbedInput:
     prompt: str | Sequence[int]
 
     def fill(self, request: pb.GenerateRequest) -> None:
-        """Set the request's input."""
+        """Set the prompt of a request to this input."""
         if isinstance(self.prompt, str):
             request.prompt = self.prompt
         else:
@@ -91,7 +91,7 @@ class Pair:
     """A query and a document to score.
 
     Attributes:
-        field: The document's name in the client's request, for errors.
+        field: Name of the document in the client's request, for error messages.
     """
 
     field: str
@@ -99,7 +99,7 @@ class Pair:
     document: str
 
     def fill(self, request: pb.GenerateRequest) -> None:
-        """Set the request's input."""
+        """Set the prompt of a request to this pair."""
         for role, content in (("query", self.query), ("document", self.document)):
             request.chat.messages.add(role=role, content=content)
 
@@ -109,15 +109,15 @@ class VectorShape:
     """How a hidden state is returned.
 
     Attributes:
-        dimensions: Number of values, the first ones; None: all.
-        normalizes: Whether they are scaled to length 1.
+        dimensions: Return only this many leading values; None returns all.
+        normalizes: Whether the vector is scaled to unit length.
     """
 
     dimensions: int | None = None
     normalizes: bool = True
 
     def of(self, state: Vector) -> Vector:
-        """Return the vector of a hidden state."""
+        """Return the vector for a hidden state."""
         values = state[: self.dimensions]
         if not self.normalizes:
             return values
@@ -134,8 +134,8 @@ class Embedder:
     """Computes embeddings and scores for all APIs.
 
     Attributes:
-        front: Runs the requests.
-        answers: Of a model that scores by its answers.
+        front: The front door, which runs the requests.
+        answers: The answer tokens, if the model was trained to score by its answer.
     """
 
     def __init__(self, front: FrontDoor) -> None:
@@ -160,11 +160,11 @@ class Embedder:
         Args:
             base: The native request of each input, without its prompt and output options. With several inputs, a number
                 is added to its request id.
-            inputs: At least one.
-            shape: How each hidden state is returned.
-            pooling: None: the model's own.
+            inputs: The inputs; there must be at least one.
+            shape: Form of the returned vectors.
+            pooling: How to pool; None for the pooling that the model was trained for.
             timeout_s: Time left until the call's deadline.
-            key: The idempotency key that the request id was derived from; empty for none.
+            key: The idempotency key that the request id was derived from; empty if there is none.
 
         Raises:
             MidstreamError: An input failed; the others are aborted.
@@ -182,7 +182,7 @@ class Embedder:
             num_states = usage.prompt_tokens if is_mean else 1
             if len(values) != num_states * self._model.hidden_size:
                 raise ExecutionError("the request ended without its hidden states")
-            # A long input has millions of values.
+            # The hidden states of a long input have millions of values, so a thread processes them.
             return shape.of(await asyncio.to_thread(_mean, values, num_states))
 
         output = pb.AdditionalOutput(name=self._output, gather_context=is_mean)
@@ -207,7 +207,7 @@ class Embedder:
         timeout_s: float | None,
         key: str,
     ) -> tuple[list[_T], Usage]:
-        """Return for each input what `read` makes of the tensor `output`, and the total usage."""
+        """Apply `read` to the tensor `output` of each input; return the results and the total usage."""
         if len(inputs) > MAX_INPUTS:
             raise InvalidArgumentError(
                 f"has {len(inputs)} inputs; must have at most {MAX_INPUTS}", field=inputs[0].field.split("[")[0]
@@ -289,7 +289,7 @@ def _are_finite(values: Vector) -> bool:
 
 
 def _mean(values: Vector, num_states: int) -> Vector:
-    """Return the mean of vectors, each value rounded once."""
+    """Return the mean of vectors; each value is rounded only once."""
     width = len(values) // num_states
     return [math.fsum(values[column::width]) / num_states for column in range(width)]
 

@@ -1,6 +1,6 @@
-"""Threads for work that would block the event loop, shared between clients in turn.
+"""Threads for work that would block the event loop; clients take turns.
 
-In a plain thread pool one client's work would wait behind all that another has sent before.
+In a plain thread pool, a client's work would wait behind all the work that another client has submitted before.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _T = TypeVar("_T")
 
 
 class FairThreads:
-    """Runs functions for the current caller; of those that wait, the next one is of the next client.
+    """Runs functions on behalf of the current caller; clients with waiting functions take turns.
 
     Attributes:
-        num_waiting: Functions that wait for a thread.
+        num_waiting: Number of functions that wait for a thread.
     """
 
     def __init__(
         self, num_threads: int, name: str, *, num_per_client: int = 0, max_waiting_per_client: int = 0
     ) -> None:
-        """Start no thread before it is needed.
+        """Create the pool; threads start on demand.
 
         Args:
-            num_threads: Functions that run at once.
+            num_threads: Maximum number of functions that run concurrently.
             name: Prefix of the threads' names.
-            num_per_client: How many of those may be one client's; 0: all.
-            max_waiting_per_client: Functions of a client that may wait; 0: any number.
+            num_per_client: Maximum number of running functions of one client; 0 means no limit.
+            max_waiting_per_client: Maximum number of waiting functions of one client; 0 means no limit.
         """
         self.num_waiting = 0
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -42,18 +42,18 @@ class FairThreads:
         self._num_per_client = num_per_client or num_threads
         self._max_waiting_per_client = max_waiting_per_client
         self._running = Counter[str]()
-        # By client; the first of those that may run is next.
+        # Waiting functions by client; the first client that is below its limit is next.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     def close(self) -> None:
-        """Stop the threads, when what runs has ended."""
+        """Stop the threads once the running functions have ended."""
         self._threads.shutdown(cancel_futures=True)
 
     async def run(self, function: Callable[[], _T]) -> _T:
         """Run a function in a thread and return its result.
 
         Raises:
-            OverloadedError: Too much of this client's work waits.
+            OverloadedError: Too many functions of this client are waiting.
         """
         client, loop = current_caller.get().name, asyncio.get_running_loop()
         await self._wait(client)
@@ -67,18 +67,18 @@ class FairThreads:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._release, client)
 
-        # A thread goes on with its function when nobody waits for the result any more.
+        # A thread finishes its function even if its caller was cancelled and no longer waits for the result.
         work.add_done_callback(ended)
         return await asyncio.wrap_future(work)
 
     async def _wait(self, client: str) -> None:
-        """Wait for a thread, and take it."""
+        """Wait until a thread is free, and reserve it."""
         if self._num_free and self._running[client] < self._num_per_client and client not in self._waiting:
             self._take(client)
             return
         own = self._waiting.setdefault(client, deque())
         if self._max_waiting_per_client and len(own) >= self._max_waiting_per_client:
-            raise OverloadedError("too many requests of this client wait to be read")
+            raise OverloadedError("too many requests of this client are waiting to be read")
         turn = asyncio.get_running_loop().create_future()
         own.append(turn)
         self.num_waiting += 1
@@ -109,7 +109,7 @@ class FairThreads:
             if self._running[client] < self._num_per_client:
                 turn = self._waiting[client][0]
                 self._remove(client, turn)
-                if client in self._waiting:  # it is last now
+                if client in self._waiting:  # the client goes to the end of the queue
                     self._waiting[client] = self._waiting.pop(client)
                 self._take(client)
                 turn.set_result(None)

@@ -1,9 +1,9 @@
-"""A request's path through the router, shared by all APIs.
+"""The processing of a request in the router, shared by all APIs.
 
 1. `start` checks the request, tokenizes its prompt, fills unset fields, and chooses a cell.
 2. The cell's scheduler accepts it (Submit, retried within the deadline while the scheduler is unreachable).
-3. It is attached to a live detokenizer, whose output collects in a ClientStream.
-4. The API takes chunks. When the detokenizer is lost, the next `take` attaches to another at the offset reached; when
+3. It is attached to a live detokenizer, whose output is collected in a ClientStream.
+4. The API takes chunks. If the detokenizer is lost, the next `take` attaches to another at the offset reached. If
    the scheduler has lost the request, it is submitted again, and since its output is a function of its contents and
    seed, the stream continues from the same offset.
 5. When the client disconnects before the end and does not soon return, the request is aborted, unless it is detached.
@@ -15,8 +15,8 @@ The router holds no state that cannot be recovered: `resume` enters at step 3 wi
             for chunk in await output.take():
                 await write(chunk)
 
-While a write waits for the client, output is merged in the ClientStream; past its limit the task that opened the
-output is cancelled, to interrupt the blocked write.
+While a write waits for the client, output is merged in the ClientStream; when the output exceeds its limit, the task
+that opened it is cancelled, to interrupt the blocked write.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _RETURN_S = 0.5
 
 
 class Readers:
-    """Counts each request's clients, since a client may reconnect before its first stream is closed."""
+    """Counts the clients of each request, since a client may reconnect before its first stream is closed."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -179,7 +179,7 @@ class Generation:
         if self._is_reading:
             self._is_reading = False
             self._runner.readers.leave(self.request_id)
-        # The scheduler reports a passed deadline.
+        # The scheduler itself reports that the deadline has passed.
         is_late = self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline
         if abort and not is_late and not self.stream.is_final and self._request and not self._request.detached:
             self._runner.abort_soon(self.request_id)
@@ -189,8 +189,8 @@ class Runner:
     """Runs requests on the cells and detokenizers of this router.
 
     Attributes:
-        readers: Clients that wait for a request's output, or for its scheduler to accept it.
-        adapter_root: Folder from which adapters may be loaded by path; empty: disabled.
+        readers: Counts the clients that wait for a request's output, or for a scheduler to accept it.
+        adapter_root: Folder from which adapters may be loaded by path; empty if that is disabled.
     """
 
     def __init__(
@@ -213,14 +213,14 @@ class Runner:
         Args:
             model: The served model.
             prompts: Converts requests' inputs to token ids.
-            cells: Schedulers.
-            pool: Detokenizers.
+            cells: The schedulers.
+            pool: The detokenizers.
             max_pending_bytes: Maximum bytes pending for one slow reader.
             unavailable_timeout_s: How long to wait for an unreachable component if there is no deadline.
             max_tensor_bytes: Limit on a request's output tensors.
             sampling_defaults: Defaults of unset sampling parameters.
             share_prefix_cache: Whether authenticated clients share prefixes.
-            adapter_root: Folder from which requests may name adapters by path; empty: disabled.
+            adapter_root: Folder from which requests may name adapters by path; empty if that is disabled.
         """
         self.model = model
         self.cells = cells
@@ -248,10 +248,10 @@ class Runner:
         """Start a request; `request` is normalized in place, to the form sent to the scheduler.
 
         Args:
-            request: As received from the client.
+            request: The request as received from the client.
             timeout_s: Time left until the call's deadline.
-            on_overflow: Called when the client reads too slowly; its next `take` raises.
-            is_keyed: Whether its id was derived from an idempotency key.
+            on_overflow: Called when the client reads too slowly; the next `take` raises the error.
+            is_keyed: Whether the request's id was derived from an idempotency key.
 
         Raises:
             MidstreamError: The request is rejected.
@@ -280,7 +280,7 @@ class Runner:
             cell = await self.submit(cell, request, deadline, is_keyed=is_keyed)
         except BaseException as error:
             self.readers.leave(request.request_id)
-            # If the client disconnected, the scheduler may still have the request.
+            # If the client disconnected, the scheduler may already have received the request.
             if isinstance(error, asyncio.CancelledError) and not request.detached:
                 self.abort_soon(request.request_id)
             raise
@@ -343,8 +343,8 @@ class Runner:
     def abort_soon(self, request_id: str) -> None:
         """Abort a request whose client disconnected, in the background.
 
-        A client whose connection broke soon reconnects; so the request is aborted after a delay, and only if nobody
-        reads it then.
+        A client whose connection broke reconnects soon, so the request is aborted after a delay, and only if no client
+        reads it by then.
         """
         task = asyncio.create_task(self._abort(request_id))
         self._aborting.add(task)
@@ -357,7 +357,7 @@ class Runner:
         try:
             await self.cells.abort(request_id, only_if_unread=True)
         except MidstreamError as error:
-            # The scheduler ends it when nobody has been attached for a while.
+            # The scheduler ends the request itself if no client is attached for a while.
             logger.warning("abort failed: %s", error, extra={"request_id": request_id})
 
     async def _normalize(self, request: pb.GenerateRequest) -> None:
@@ -381,7 +381,7 @@ class Runner:
         request.model = self.model.name
         fill_sampling(request.sampling, self._sampling_defaults)
         if not request.sampling.HasField("seed"):
-            # Derived from the id, so that another router gives the same request the same contents.
+            # The seed is derived from the id, so that any router gives the same request the same contents.
             digest = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()
             request.sampling.seed = int.from_bytes(digest, "little")
         if not request.arrival_time_unix_ns:
@@ -393,7 +393,7 @@ class Output:
 
     Attributes:
         request_id: The request's id.
-        is_final: The final chunk has been taken.
+        is_final: Whether the final chunk has been taken.
     """
 
     def __init__(
@@ -494,8 +494,8 @@ class FrontDoor:
     """Starts and resumes requests for all APIs.
 
     Attributes:
-        runner: The path of all requests.
-        draining: Set while running requests finish and new ones are rejected.
+        runner: Runs the requests of all APIs.
+        draining: Set when the router is draining: running requests finish, and new ones are rejected.
     """
 
     def __init__(
@@ -519,12 +519,12 @@ class FrontDoor:
         """Start a request, or attach to the one that was started with the same idempotency key.
 
         Args:
-            request: As received from the client; it is changed.
+            request: The request as received from the client; it is modified.
             timeout_s: Time left until the call's deadline.
-            key: The idempotency key that the request's id was derived from; empty for none.
+            key: The idempotency key from which the request's id was derived; empty if there is none.
 
         Raises:
-            MidstreamError: It is rejected.
+            MidstreamError: The request is rejected.
         """
         arrival, caller = time.monotonic(), current_caller.get()
         request_id = request.request_id or uuid.uuid4().hex

@@ -15,7 +15,7 @@ from protos import generation_pb2 as pb
 from router.pipeline.fair_threads import FairThreads
 
 MAX_CHECKED = 1024
-# Guides that wait, in total and of one client.
+# Maximum number of waiting guides, in total and per client.
 MAX_WAITING, MAX_WAITING_PER_CLIENT = 256, 32
 _FIELD = "guided_decoding.guide"
 KINDS = {
@@ -27,7 +27,7 @@ KINDS = {
 
 
 class GrammarChecker:
-    """Checks guides one at a time, of each client in turn; the process is started for the first one.
+    """Checks guides one at a time, and takes them from each client in turn; the process starts with the first guide.
 
     Attributes:
         num_checked: Number of cached results.
@@ -54,7 +54,7 @@ class GrammarChecker:
         """Check that the guide compiles.
 
         Raises:
-            InvalidArgumentError: It does not compile within the limits.
+            InvalidArgumentError: The guide does not compile within the limits.
             OverloadedError: Too many guides are waiting.
             UnsupportedError: The grammar library is not installed.
         """
@@ -64,7 +64,7 @@ class GrammarChecker:
             if not is_available():
                 raise UnsupportedError("the grammar library is not installed on this router", field="guided_decoding")
             if self._thread.num_waiting >= MAX_WAITING:
-                raise OverloadedError("too many grammars wait to be checked", field=_FIELD)
+                raise OverloadedError("too many grammars are waiting to be checked", field=_FIELD)
             problem = await self._thread.run(lambda: self._check(guide))
             self._checked[guide] = problem
             if len(self._checked) > MAX_CHECKED:

@@ -1,7 +1,7 @@
 """Idempotency keys: a call that is repeated with the same key attaches to the request that the first call started.
 
 The request's id is derived from the key, and Submit is idempotent on the id. The request is detached, since its client
-may return after its connection broke, and it is kept for a day.
+may reconnect after its connection broke, and its output is kept for a day.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_key(key: str | None) -> str:
     """Return the key if it is valid; empty if there is none.
 
     Raises:
-        InvalidArgumentError: It is empty or too long.
+        InvalidArgumentError: The key is empty or too long.
     """
     if key is not None and not 0 < len(key) <= _MAX_KEY:
         raise InvalidArgumentError(f"must be 1 to {_MAX_KEY} characters", field=_FIELD)
@@ -31,7 +31,9 @@ def check_key(key: str | None) -> str:
 
 
 def key_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Return the idempotency key in a gRPC call's metadata; empty if there is none. Errors as in `check_key`."""
+    """Return the idempotency key in a gRPC call's metadata; empty if there is none. Raises the errors of
+    `check_key`.
+    """
     values = [str(value) for name, value in metadata if name == HEADER]
     return check_key(values[-1] if values else None)
 
@@ -45,7 +47,7 @@ def make_repeatable(request: pb.GenerateRequest, request_id: str) -> None:
     """Derive a request's id from its key.
 
     Raises:
-        InvalidArgumentError: It already has an id.
+        InvalidArgumentError: The request already has an id.
     """
     check_no_id(request.request_id)
     request.request_id = request_id
@@ -66,7 +68,7 @@ def keep(request: pb.GenerateRequest) -> None:
 
 @contextlib.contextmanager
 def naming_key(key: str) -> Iterator[None]:
-    """Convert a request-id conflict into an error about the idempotency key; that error is not retried.
+    """Convert a request-id conflict into an error that names the idempotency key and is not retried.
 
     Raises:
         InvalidArgumentError: The key belongs to another request.

@@ -1,4 +1,4 @@
-"""Looks up and deletes requests at the schedulers, including finished ones that are kept."""
+"""Looks up and deletes requests in the schedulers, including finished requests that are kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KeptRequests:
     """Kept requests of all cells; an authenticated caller finds only its own."""
 
     def __init__(self, cells: Cells, unavailable_timeout_s: float) -> None:
-        """`unavailable_timeout_s`: how long to wait for an unreachable scheduler."""
+        """`unavailable_timeout_s` is how long to wait for an unreachable scheduler."""
         self._cells = cells
         self._unavailable_timeout_s = unavailable_timeout_s
 
@@ -31,15 +31,15 @@ class KeptRequests:
         """Return a request, given the id under which the caller knows it.
 
         Raises:
-            NotFoundError: No cell has it.
-            UnavailableError: No cell that responds has it, and some do not respond.
+            NotFoundError: No cell has the request.
+            UnavailableError: No responding cell has the request, and some cells do not respond.
         """
         query = scheduler_pb2.GetRequestRequest(request_id=current_caller.get().scope(request_id))
         found = await self._ask(lambda cell: cell.stub.GetRequest(query, timeout=_TRY_TIMEOUT_S))
         return next(iter(found.values()))
 
     async def delete(self, request_id: str) -> None:
-        """Abort a request if it is running, and delete it; errors as in `get`."""
+        """Abort a request if it is running, and delete it; raises the errors of `get`."""
         query = scheduler_pb2.DeleteRequestRequest(request_id=current_caller.get().scope(request_id))
         await self._ask(lambda cell: cell.stub.DeleteRequest(query, timeout=_TRY_TIMEOUT_S))
 
@@ -52,12 +52,12 @@ async def ask_cells(cells: Cells, call: Callable[[Cell], Awaitable[_T]], timeout
 
     Args:
         cells: All cells.
-        call: A call that may be repeated.
+        call: The call, which may be repeated.
         timeout_s: How long to wait for unreachable schedulers.
 
     Raises:
-        NotFoundError: No cell has it.
-        UnavailableError: No cell that responds has it, and some do not respond.
+        NotFoundError: All cells raise it.
+        UnavailableError: All responding cells raise NotFoundError, and some cells do not respond.
     """
     loop = asyncio.get_running_loop()
     give_up_at, delay = loop.time() + timeout_s, _FIRST_RETRY_S
@@ -81,7 +81,7 @@ async def ask_cells(cells: Cells, call: Callable[[Cell], Awaitable[_T]], timeout
 
 
 async def ask_cell(cell: Cell, call: Callable[[Cell], Awaitable[_T]], timeout_s: float) -> _T:
-    """Return the response of one cell; retry while the cell is unreachable. Errors as in `ask_cells`."""
+    """Return the response of one cell; retry while the cell is unreachable. Raises the errors of `ask_cells`."""
     loop = asyncio.get_running_loop()
     give_up_at, delay = loop.time() + timeout_s, _FIRST_RETRY_S
     while True:

@@ -1,7 +1,7 @@
-"""Cached prefixes of a cell's workers, built from its KV events; a router's choice between cells is based on them.
+"""The prefixes cached by a cell's workers, as known from its KV events; routers use them to choose between cells.
 
-The index may be wrong at any time: events arrive late, and a cell may be used by other routers. This costs cache hits,
-but never changes output.
+The index may be inaccurate at any time: events arrive late, and other routers may use the cell too. This costs cache
+hits, but never changes output.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from collections.abc import Sequence
 from midstream.kv_hashes import chain_hash, chain_seed
 from protos import stats_pb2
 
-# Maximum number of blocks of a prompt to look up: more would cost more than they gain.
+# Maximum number of a prompt's blocks to look up; looking up more would cost more time than it saves.
 _MAX_BLOCKS = 1024
 
 
 class KvIndex:
-    """Hashes of the blocks in a cell's worker groups.
+    """Hashes of the cached blocks of a cell's worker groups.
 
     Attributes:
-        tokens_per_block: 0 while nothing is known.
+        tokens_per_block: 0 until the first event.
     """
 
     def __init__(self) -> None:
         self.tokens_per_block = 0
-        self._stored: dict[str, set[int]] = {}  # by group
+        self._stored: dict[str, set[int]] = {}  # by worker group
         self._next = 0
 
     def apply(self, batch: stats_pb2.KvEventBatch) -> bool:
         """Apply events; return False if some were lost or out of order, so that a snapshot is needed.
 
-        Events that were applied before are ignored.
+        Events that were already applied are ignored.
         """
         if batch.is_snapshot:
             self._stored.clear()
@@ -61,7 +61,7 @@ class KvIndex:
             self._stored.clear()
 
     def num_cached(self, prompt: PromptBlocks) -> int:
-        """Return how many of a prompt's first tokens are cached by at least one worker group."""
+        """Return the number of tokens at the beginning of a prompt that at least one worker group has cached."""
         if not self.tokens_per_block:
             return 0
         hashes = prompt.hashes(self.tokens_per_block)
@@ -80,7 +80,7 @@ class PromptBlocks:
         self._hashes: dict[int, list[int]] = {}
 
     def hashes(self, tokens_per_block: int) -> list[int]:
-        """Return the hash chain over the full blocks; the last token is excluded, since it is always computed."""
+        """Return the hash chain of the full blocks. The last token is excluded, since it is always computed."""
         if tokens_per_block not in self._hashes:
             num_blocks = min((len(self._token_ids) - 1) // tokens_per_block, _MAX_BLOCKS)
             tokens = array("I", self._token_ids[: num_blocks * tokens_per_block])

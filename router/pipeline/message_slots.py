@@ -13,13 +13,14 @@ from google.protobuf.message import DecodeError
 from midstream.errors import DeadlineError, InvalidArgumentError, OverloadedError
 from router.authentication import current_caller
 
-# Maximum messages being read at once, in total and per client. Others wait unread, held back by HTTP/2's flow control.
+# Maximum number of messages being read concurrently, in total and per client. Further messages stay unread, held back
+# by HTTP/2's flow control.
 _MAX_MESSAGES, _MAX_MESSAGES_PER_CLIENT = 128, 32
 _MESSAGE_TIMEOUT_S = 30.0
-# Health checks need no credentials, so they have slots of their own: small messages that arrive at once.
+# Health checks need no credentials, so they have slots of their own. Their messages are small and arrive quickly.
 _MAX_CHECKS, _MAX_CHECKS_PER_CLIENT = 1024, 32
 _CHECK_TIMEOUT_S = 2.0
-# Maximum requests of one client that wait for a slot, and their maximum wait.
+# Maximum number of requests of one client that wait for a slot, and how long a request waits.
 _MAX_WAITING = 1024
 _WAIT_S = 5.0
 
@@ -44,11 +45,11 @@ class MessageSlots:
 
         Raises:
             OverloadedError: Too many messages are being read.
-            DeadlineError: It did not arrive in time.
-            InvalidArgumentError: There is none, or it cannot be parsed.
+            DeadlineError: The message did not arrive in time.
+            InvalidArgumentError: The message is missing, or cannot be parsed.
         """
         caller = current_caller.get()
-        # Only callers of health checks have no role.
+        # Every caller has a role except in health checks.
         return await (self._requests if caller.roles else self._checks).read(caller.name, messages)
 
 

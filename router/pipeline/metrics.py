@@ -49,7 +49,7 @@ class RouterMetrics:
 
 
 async def log_throughput(metrics: RouterMetrics, num_open: Callable[[], int], interval_s: float) -> None:
-    """Every `interval_s`, log tokens per second, open streams and requests that ended, until cancelled."""
+    """Log tokens per second, open streams and the number of ended requests every `interval_s`, until cancelled."""
     before, num_tokens, num_ended = time.monotonic(), metrics.num_tokens, metrics.num_ended
     while True:
         await asyncio.sleep(interval_s)

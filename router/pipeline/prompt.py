@@ -1,4 +1,4 @@
-"""Convert a request's input to token ids in a thread pool, so that rendering and tokenizing do not block the event
+"""Converts a request's input to token ids in a thread pool, so that rendering and tokenizing do not block the event
 loop.
 """
 
@@ -16,7 +16,7 @@ from router.pipeline.chat_template import ChatTemplate
 from router.pipeline.fair_threads import FairThreads
 
 _T = TypeVar("_T")
-# Shorter prompts are tokenized faster than a thread pool would return.
+# Prompts shorter than this are tokenized faster than a thread pool could return the result.
 _INLINE_CHARACTERS = 256
 
 
@@ -24,10 +24,10 @@ class PromptBuilder:
     """Renders and tokenizes the prompts of one model."""
 
     def __init__(self, folder: ModelFolder, num_threads: int) -> None:
-        """Load tokenizer and chat template.
+        """Load the tokenizer and the chat template.
 
         Raises:
-            ConfigError: Either is invalid.
+            ConfigError: One of them is invalid.
         """
         self.tokenizer = Tokenizer(folder.path)
         self._max_tokens = folder.max_sequence_length
@@ -37,7 +37,7 @@ class PromptBuilder:
             ids = {"bos_token": folder.bos_id, "eos_token": ends[0] if ends else None, "pad_token": folder.pad_id}
             tokens = {name: self.tokenizer.token(value) or "" for name, value in ids.items() if value is not None}
             self._template = ChatTemplate(folder.chat_template, tokens, num_threads + 1)
-        # One client may use `num_threads`, so that another one finds a thread free.
+        # One client may use at most `num_threads` threads, so that another client finds one free.
         self._threads = FairThreads(num_threads + 1, "tokenizer", num_per_client=num_threads)
 
     def close(self) -> None:
@@ -50,8 +50,8 @@ class PromptBuilder:
         """Return the input's token ids (never empty). `add_special_tokens` applies only to text prompts.
 
         Raises:
-            InvalidArgumentError: No input, an empty one, one that is too long, or a conversation that does not parse.
-            UnsupportedError: A conversation for a model without a chat template, or an unknown kind of input.
+            InvalidArgumentError: The input is missing, empty or too long, or a conversation cannot be parsed.
+            UnsupportedError: The model has no chat template for a conversation, or the kind of input is unknown.
         """
         kind = request.WhichOneof("input")
         if kind == "token_ids":
@@ -72,7 +72,7 @@ class PromptBuilder:
         return ids
 
     async def bad_word_ids(self, words: list[str]) -> list[list[int]]:
-        """Return the token sequences of banned words: each word both unchanged and preceded by a space."""
+        """Return the token sequences of banned words: for each word, one as it is and one with a preceding space."""
 
         def encode() -> list[list[int]]:
             spellings = [spelling for word in words for spelling in (word, " " + word)]
@@ -99,11 +99,11 @@ class PromptBuilder:
             variables=variables,
         )
         self._check_length(text, "chat")
-        # The template adds the special tokens.
+        # The template itself adds the special tokens.
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _check_length(self, text: str, field: str) -> None:
-        """Reject text that is certain to exceed the model's context, before it is tokenized."""
+        """Reject a text that certainly exceeds the model's context, before it is tokenized."""
         if len(text) > self._max_tokens * self.tokenizer.longest_token:
             raise InvalidArgumentError(f"is longer than the model's context of {self._max_tokens} tokens", field=field)
 
@@ -116,7 +116,7 @@ def _message(message: pb.ChatMessage, index: int) -> dict[str, object]:
     if message.tool_calls_json:
         turn["tool_calls"] = _parse(message.tool_calls_json, list, f"{path}.tool_calls_json")
     if message.reasoning_content:
-        # gpt-oss's template names it `thinking`.
+        # gpt-oss's template calls this field `thinking`.
         turn["reasoning_content"] = turn["thinking"] = message.reasoning_content
     if message.tool_call_id:
         turn["tool_call_id"] = message.tool_call_id

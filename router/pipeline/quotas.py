@@ -1,10 +1,11 @@
 """Quotas of authenticated clients: requests and tokens per minute, and concurrent requests.
 
-A quota is a bucket that refills steadily, up to one minute's worth. A request takes one from the bucket of requests,
-and its prompt and output tokens from the bucket of tokens as they arrive. The latter may go below zero; new requests
-are then refused until it is positive again. Actual usage is counted this way, and no request is cut off.
+A quota per minute is a token bucket that refills steadily and holds at most one minute's worth. A request takes 1 from
+the bucket for requests, and its prompt and output tokens from the bucket for tokens as they are processed. The latter
+may become negative; new requests are then rejected until it is positive again. This way actual usage is counted, and no
+running request is ended.
 
-Each router counts separately, over all of its front doors.
+Each router counts separately, across all of its front doors.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MIN_RETRY_MS = 50
 
 
 class _Rate:
-    """A token bucket of requests or tokens."""
+    """A token bucket for requests or tokens."""
 
     def __init__(self, name: str, limit: int, now: float) -> None:
         self.name = name
@@ -34,7 +35,7 @@ class _Rate:
         self._at = now
 
     def level(self, now: float) -> float:
-        """Return the remaining amount; negative if there is a debt."""
+        """Return the remaining amount; a negative one is a debt."""
         self._level = min(self._level + (now - self._at) * self.limit / _PERIOD_S, self.limit)
         self._at = now
         return self._level
@@ -49,7 +50,7 @@ class _Rate:
 
 
 class Account:
-    """The accounts of one client."""
+    """The quota usage of one client."""
 
     def __init__(self, client: str, quota: Quota, clock: Callable[[], float]) -> None:
         self.quota = quota
@@ -64,7 +65,7 @@ class Account:
         """Count a new request.
 
         Raises:
-            OverloadedError: A quota is used up; its message begins with the quota's name.
+            OverloadedError: A quota is exhausted; the message begins with the quota's name.
         """
         now = self._clock()
         limit = self.quota.max_concurrent
@@ -99,7 +100,7 @@ class Admission:
     """One admitted request; call `release` once when it ends."""
 
     def __init__(self, quotas: Quotas, client: str) -> None:
-        """`client`: the client's name; empty if the client is not authenticated and so has no quota."""
+        """`client` is the client's name; it is empty if the client is not authenticated and therefore has no quota."""
         self._quotas = quotas
         self._client = client
         self._is_released = False
@@ -110,14 +111,14 @@ class Admission:
             self._quotas.charge(self._client, prompt, output)
 
     def release(self) -> None:
-        """Note that the request has ended, or that its client has disconnected."""
+        """Record that the request has ended, or that its client has disconnected."""
         if self._client and not self._is_released:
             self._is_released = True
             self._quotas.leave(self._client)
 
 
 class Quotas:
-    """The accounts of all authenticated clients."""
+    """The quota usage of all authenticated clients."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -134,7 +135,7 @@ class Quotas:
         """Count a request of `caller`.
 
         Raises:
-            OverloadedError: Its quota is used up.
+            OverloadedError: The caller's quota is exhausted.
         """
         if not caller.is_authenticated:
             return Admission(self, "")

@@ -10,20 +10,21 @@ from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
 
 _LOOK_S = 0.5
-# A killed process restarts sooner than this; meanwhile requests wait here.
+# A killed process restarts sooner than this; until then requests wait in the router.
 UNREACHED_S = 10.0
 
 
 async def watch_reach(
     cells: Cells, pool: DetokenizerPool, progress: Progress, *, unreached_s: float = UNREACHED_S
 ) -> None:
-    """Report the router as unhealthy until each component has responded once, and whenever one has not for
+    """Report the router as unhealthy until every component has responded, and whenever one has been silent for
     `unreached_s`.
 
-    A scheduler has responded when its loads arrive over the connection that requests use; they include its workers.
+    A scheduler has responded when its load report, which also covers its workers, arrives over the connection used for
+    requests.
     """
     loop = asyncio.get_running_loop()
-    seen = dict.fromkeys(("no scheduler answers", "no worker is connected", "no detokenizer answers"), -math.inf)
+    seen = dict.fromkeys(("no scheduler responds", "no worker is connected", "no detokenizer responds"), -math.inf)
     while True:
         now = loop.time()
         up = [cell for cell in cells.cells.values() if cell.is_up]

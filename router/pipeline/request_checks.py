@@ -1,4 +1,4 @@
-"""Checks every field of a request, before anything is scheduled, against the ranges of protos/generation.proto."""
+"""Checks every field of a request against the ranges in protos/generation.proto, before any work is scheduled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_DEFAULT_TOKENS = 16_384
 MAX_TOPK_LOGITS = 1024
 MAX_NGRAM_SIZE = 64
 MAX_KEEP_S = 366 * 24 * 3600
-MAX_DURATION_MS = 1 << 40  # 34 years; as nanoseconds added to the current time it fits into 64 bits
+MAX_DURATION_MS = 1 << 40  # 34 years; as nanoseconds added to the current time, it fits into 64 bits
 
 _ADDITIONAL_OUTPUT = re.compile(
     r"hidden_states\.(0|[1-9]\d{0,3})|topk_logits\.[1-9]\d{0,3}|token_logits(\.(0|[1-9]\d{0,8})){1,16}", re.ASCII
@@ -70,7 +70,7 @@ _SAMPLING: dict[str, _Range] = {
     "length_penalty": _FINITE,
     "num_return_sequences": _Range(1, 128),
 }
-# Feature -> whether a request uses it. Workers report the features they have.
+# Name of each feature -> whether a request uses it. Workers report the features that they have.
 FEATURES: dict[str, Callable[[pb.GenerateRequest], bool]] = {
     "beam_search": lambda request: request.sampling.beam_width > 1,
     "guided_decoding": lambda request: request.HasField("guided_decoding"),
@@ -116,7 +116,7 @@ def check_request(
     model: ModelFolder,
     max_beam_width: int = 16,
 ) -> None:
-    """Check all fields, except for the input's length and for requirements on the workers (`check_supported`).
+    """Check all fields, except the input's length and the required features of the workers (`check_supported`).
 
     Args:
         request: The request as received.
@@ -163,13 +163,13 @@ def check_adapter_path(path: str, root: str, field: str) -> None:
 
     Raises:
         PermissionDeniedError: The caller is not an admin.
-        InvalidArgumentError: Paths are disabled, or it is not below `root`.
+        InvalidArgumentError: Paths are disabled, or `path` is not below `root`.
     """
     current_caller.get().require(frozenset({Role.ADMIN}))
     if not root:
-        reason = "adapter paths need --adapter-root; name a loaded adapter instead"
+        reason = "adapter paths require --adapter-root; name a loaded adapter instead"
         raise InvalidArgumentError(reason, field=field)
-    # Workers check symbolic links, since the files are theirs.
+    # Workers check symbolic links, because the files are on their side.
     if not PurePath(os.path.normpath(path)).is_relative_to(os.path.normpath(root)) or "\0" in path:
         raise InvalidArgumentError("is outside the adapter folder (--adapter-root)", field=field)
 
@@ -178,12 +178,12 @@ def check_supported(request: pb.GenerateRequest, features: frozenset[str] | None
     """Check a request against the workers' `features`, and fill the widths of its output probes.
 
     Args:
-        request: Checked by `check_request`.
+        request: The request, already checked by `check_request`.
         features: Features of the cell's workers; None if no worker has registered.
 
     Raises:
         UnsupportedError: The workers lack a feature that the request uses.
-        InvalidArgumentError: They have no post-processor or output probe of that name.
+        InvalidArgumentError: The workers have no post-processor or output probe of that name.
         UnavailableError: The request names a probe, and no worker has registered yet.
     """
     if features is not None:
@@ -216,7 +216,7 @@ def fit_to_context(num_prompt_tokens: int, max_tokens: int | None, model: ModelF
     """Return the limit on a sequence's output tokens: the requested limit, capped by the model's context length.
 
     Raises:
-        InvalidArgumentError: The prompt leaves no room for a token.
+        InvalidArgumentError: The prompt leaves no room for an output token.
     """
     room = model.max_sequence_length - num_prompt_tokens
     if room < 1:
@@ -232,7 +232,7 @@ def check_tensors(request: pb.GenerateRequest, model: ModelFolder, max_tensor_by
     """Check the size of the output tensors of a normalized request.
 
     Raises:
-        InvalidArgumentError: They exceed the limit.
+        InvalidArgumentError: The tensors exceed the limit.
     """
     num_bytes = tensor_bytes(request, len(request.token_ids.values), model.vocab_size, model.hidden_size)
     if num_bytes > max_tensor_bytes:
@@ -363,7 +363,9 @@ def _at_most(value: int, limit: int, field: str) -> None:
 
 
 def _reports_prompt(request: pb.GenerateRequest) -> bool:
-    """Return whether the output has anything about the prompt. That of a beam search begins with its first token."""
+    """Return whether the output includes anything about the prompt. The output of a beam search begins with its first
+    token.
+    """
     output = request.output
     echoes = output.HasField("exclude_input_from_output") and not output.exclude_input_from_output
     has_log_probs = output.HasField("prompt_log_probs")

@@ -1,7 +1,7 @@
-"""The router's trace span of each traced request, which covers the time that the client waits.
+"""The router's trace span of each traced request; it covers the time for which the client waits.
 
 The client's `traceparent` comes as gRPC metadata or as an HTTP header; `admit` and `TracedApp` store it in a context
-variable. Of the requests without one, a fraction is sampled and starts new traces.
+variable. A sampled fraction of the requests without one starts new traces.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class RequestTraces:
     """Starts spans."""
 
     def __init__(self, tracer: Tracer, ratio: float) -> None:
-        """`ratio` is the fraction, 0 to 1, of requests without a `traceparent` that are traced."""
+        """`ratio` is the fraction, from 0 to 1, of requests without a `traceparent` that are traced."""
         self._tracer = tracer
         self._ratio = ratio
 
     def begin(self, name: str, request_id: str) -> RequestSpan | None:
-        """Start a span for the request of the current task; None if it is not traced."""
+        """Start a span for the request of the current task; return None if the request is not traced."""
         client = TraceParent.parse(_client_parent.get())
         if client is None:
             if random.random() >= self._ratio:
@@ -63,7 +63,7 @@ class RequestSpan:
         self._events.append((event, time.time_ns()))
 
     def end(self, final: Chunk | None, error: BaseException | None) -> None:
-        """End the span with the final chunk or an error; with neither, the client disconnected."""
+        """End the span with the final chunk or with an error; if neither is given, the client has disconnected."""
         attributes, failure = self._attributes, ""
         if final is not None:
             attributes["gen_ai.response.finish_reason"] = final.finish_reason or ""
@@ -88,7 +88,7 @@ class RequestSpan:
 
 
 def remember_client(admit: Admit) -> Admit:
-    """Wrap `admit` to also store the `traceparent` of gRPC calls."""
+    """Wrap `admit` so that it also stores the `traceparent` of gRPC calls."""
 
     def admit_and_remember(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> Callable[[], None] | None:
         release = admit(method, context)
@@ -109,7 +109,7 @@ class TracedApp:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Handle a request."""
         if scope["type"] == "http":
             key = TRACE_PARENT_KEY.encode()
             values = [value for name, value in scope["headers"] if name == key]

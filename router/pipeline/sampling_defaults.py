@@ -7,7 +7,7 @@ from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from router.pipeline.request_checks import check_sampling
 
-# Beam search ranks by the unmodified distribution.
+# Beam search ranks tokens by the unmodified distribution.
 _OF_BEAMS = frozenset({"repetition_penalty"})
 
 
@@ -31,7 +31,7 @@ def sampling_defaults(model: ModelFolder) -> pb.SamplingConfig:
 
 
 def fill_sampling(sampling: pb.SamplingConfig, defaults: pb.SamplingConfig) -> None:
-    """Set the fields that are unset and have a default."""
+    """Set each unset field that has a default."""
     is_beam_search = sampling.beam_width > 1
     own = {field.name for field, _ in sampling.ListFields()}
     for field, value in defaults.ListFields():

@@ -1,7 +1,7 @@
-"""A limit on requests of one client that start at the same time.
+"""Limits how many requests of one client start at the same time.
 
-All requests share the event loop. Without it a request would wait for a step of each of the thousand that another
-client has sent at once, again and again until it has started.
+All requests share the event loop. Without this limit, if another client sent a thousand requests at once, a request
+would wait for a step of each of them, again and again, until it has started.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 _MAX_STARTS_PER_CLIENT = 16
-# A start that takes longer waits for another part, and costs the event loop nothing.
+# Slots are held no longer than this: a start that takes longer waits for another component, and does not load the event
+# loop.
 _HOLD_S = 0.5
 
 
 class StartSlots:
-    """Lets a few requests of each client start at once; the others wait in order of arrival."""
+    """Lets a few requests of each client start concurrently; the others wait in order of arrival."""
 
     def __init__(self, max_starts_per_client: int = _MAX_STARTS_PER_CLIENT, hold_s: float = _HOLD_S) -> None:
         self._max_starts_per_client = max_starts_per_client
@@ -27,7 +28,7 @@ class StartSlots:
 
     @contextlib.asynccontextmanager
     async def hold(self, client: str) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it until the context ends, but not for long."""
+        """Wait for a slot, and hold it until the context ends, but not longer than `hold_s`."""
         slots = self._by_client.setdefault(client, asyncio.Semaphore(self._max_starts_per_client))
         self._users[client] += 1
         try:

@@ -14,10 +14,10 @@ from midstream.rpc.errors import Admit
 from router.authentication import Authenticator, current_caller
 
 _RETRY_AFTER_MS = 1000
-# For watch streams, and for query and control calls; requests are counted separately.
+# Limits on watch streams, and on query and control calls; requests are counted separately.
 _MAX_WATCHERS, _MAX_WATCHERS_PER_CLIENT = 256, 64
 _MAX_CONTROL_CALLS, _MAX_CONTROL_CALLS_PER_CLIENT = 1024, 128
-# Health watches need no credentials and cost a few kilobytes each.
+# Health watches need no credentials, and each costs a few kilobytes.
 _MAX_HEALTH_WATCHES, _MAX_HEALTH_WATCHES_PER_CLIENT = 2048, 256
 _NATIVE, _OPENENGINE = "/midstream.v1.Midstream/", "/openengine.v1."
 _KSERVE = "/inference.GRPCInferenceService/"
@@ -33,9 +33,9 @@ _COUNTED_AS_WATCHERS = frozenset(
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     }
 )
-# The status feed counts it, together with watchers over HTTP.
+# The status feed itself counts this call, together with watchers over HTTP.
 _GET_STATUS = _NATIVE + "GetStatus"
-# One stream may carry any number of requests, and a client may abort all of its own at once.
+# One stream may carry any number of requests, and a client may abort all of its own requests at once.
 _COUNTED_AS_STREAMS = frozenset({_KSERVE + "ModelStreamInfer", _NATIVE + "Abort", _OPENENGINE + "Control/Abort"})
 
 
@@ -53,10 +53,10 @@ class StreamLimits:
         self._open: Counter[str] = Counter()
 
     def take(self, client: str) -> Callable[[], None]:
-        """Count a stream of `client`; return a callable that releases it, once.
+        """Count a stream of `client`; return a callable that releases it, to be called once.
 
         Raises:
-            OverloadedError: The limit is reached.
+            OverloadedError: A limit is reached.
         """
         if self.num_open >= self._max_streams:
             raise OverloadedError(
@@ -80,12 +80,12 @@ class StreamLimits:
 
 
 def watcher_limits() -> StreamLimits:
-    """Return the limits on watch streams, over all protocols."""
+    """Return the limits on watch streams, across all protocols."""
     return StreamLimits(_MAX_WATCHERS, _MAX_WATCHERS_PER_CLIENT)
 
 
 class CallLimits:
-    """Counts open gRPC calls by kind, so that no client can exhaust the limit of others."""
+    """Counts open gRPC calls by kind, so that no client can use up the limit of the others."""
 
     def __init__(self, watchers: StreamLimits, max_streams: int = 4096, max_streams_per_client: int = 1024) -> None:
         self._watchers = watchers
@@ -98,7 +98,7 @@ class CallLimits:
         limited.
 
         Raises:
-            OverloadedError: The limit is reached.
+            OverloadedError: A limit is reached.
         """
         if method in _COUNTED_AS_REQUESTS or method == _GET_STATUS:
             return None
@@ -113,7 +113,7 @@ class CallLimits:
 
 
 def admit_within(limits: CallLimits, authenticator: Authenticator) -> Admit:
-    """Return the gRPC admission check: authentication, permission, and limits on open calls."""
+    """Return the admission check for gRPC calls: authentication, permission, and limits on open calls."""
 
     def admit(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> Callable[[], None] | None:
         authenticator.admit(method, context)

@@ -1,4 +1,4 @@
-"""Limits on the memory of streams of requests: of messages that have not arrived in full, and of running requests."""
+"""Limits on the memory used by request streams, both for partially received messages and for running requests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from google.protobuf.message import Message
 from midstream.errors import OverloadedError
 from router.authentication import current_caller
 
-# Streams that read their next message, in total and of one client.
+# Maximum number of streams that read their next message, in total and of one client.
 _MAX_READS, _MAX_READS_PER_CLIENT = 128, 32
-# Memory of requests between their arrival and their end, likewise; each counts as at least the second figure.
+# Maximum bytes of running requests, in total and of one client; each request counts as its size plus a fixed amount.
 _MAX_BYTES, _MAX_BYTES_PER_CLIENT = 256 << 20, 64 << 20
 _BYTES_PER_REQUEST = 64 << 10
-# A stream that has waited less is in use.
+# A stream that has waited for less than this is considered in use.
 _MIN_IDLE_S = 1.0
 _WAIT_S = 5.0
 _LOOK_INTERVAL_S = 0.1
@@ -29,9 +29,10 @@ _MessageT = TypeVar("_MessageT", bound=Message)
 class StreamSlots:
     """Decides which streams may read their next message.
 
-    Of a stream that waits for a message, all but its last byte may have arrived, in memory that gRPC allocates. Since a
-    client may leave a stream idle for as long as it likes, no time limit can tell; so while there are too many, the one
-    that has waited longest is ended. Streams whose requests run are not, and leave half of the slots to others.
+    While a stream waits for a message, all but the message's last byte may have arrived, in memory that gRPC has
+    allocated. A client may leave a stream idle for any length of time, so a time limit cannot detect this. Instead, if
+    there are too many such streams, the one that has waited longest is ended. Streams with running requests are never
+    ended, and leave half of the slots to the others.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class StreamSlots:
         self._max_reads, self._max_reads_per_client = max_reads, max_reads_per_client
         self._max_bytes, self._max_bytes_per_client = max_bytes, max_bytes_per_client
         self._min_idle_s, self._wait_s = min_idle_s, wait_s
-        self._reading: dict[RequestStream[Any], None] = {}  # the longest first
+        self._reading: dict[RequestStream[Any], None] = {}  # in order; the first has waited longest
         self._num_reads = Counter[str]()
         self._num_bytes = Counter[str]()
 
@@ -59,15 +60,15 @@ class StreamSlots:
         """Wait until a stream may read its next message.
 
         Raises:
-            OverloadedError: There is no slot for it.
+            OverloadedError: There is no slot for the stream.
         """
         since = time.monotonic()
         while not self._has_room(stream):
             if not stream.num_running:
                 if time.monotonic() - since > self._wait_s:
-                    raise OverloadedError("too many streams of requests wait for their next one")
+                    raise OverloadedError("too many request streams are waiting for their next message")
                 self._end_idle(stream.client)
-            # Whether a stream is idle also depends on time.
+            # A stream may become idle just by waiting, so look again periodically.
             await asyncio.sleep(_LOOK_INTERVAL_S)
         stream.reads_since = time.monotonic()
         self._reading[stream] = None
@@ -79,7 +80,7 @@ class StreamSlots:
         self._add(self._num_reads, stream.client, -1)
 
     def hold(self, client: str, num_bytes: int) -> None:
-        """Count the bytes of a request; negative ones at its end."""
+        """Count the bytes of a request; the number is negative when the request ends."""
         self._add(self._num_bytes, client, num_bytes)
 
     def _has_room(self, stream: RequestStream[Any]) -> bool:
@@ -92,7 +93,7 @@ class StreamSlots:
         )
 
     def _end_idle(self, client: str) -> None:
-        """End a stream of a client that has too many, or of the one that has the most."""
+        """End an idle stream of `client` if it has too many streams, otherwise of the client that has the most."""
         if self._num_reads[client] < self._max_reads_per_client:
             if len(self._reading) < self._max_reads:
                 return
@@ -114,9 +115,9 @@ class RequestStream(Generic[_MessageT]):
     """The requests of one call.
 
     Attributes:
-        client: Whose they are.
-        num_running: Requests that have arrived and not ended.
-        reads_since: When it began to wait for the next one.
+        client: The client that made the call.
+        num_running: Number of requests that have arrived and not ended.
+        reads_since: Time at which the stream began to wait for its next message.
     """
 
     def __init__(self, slots: StreamSlots, client: str, messages: AsyncIterator[_MessageT]) -> None:
@@ -129,10 +130,10 @@ class RequestStream(Generic[_MessageT]):
         self._is_refused = False
 
     async def requests(self) -> AsyncIterator[tuple[_MessageT, Callable[[object], None]]]:
-        """Yield each request, with the callback of its end.
+        """Yield each request, with a callback to call when the request ends.
 
         Raises:
-            OverloadedError: The memory that it waits with is needed.
+            OverloadedError: The stream was idle, and its memory is needed for others.
         """
         while True:
             try:
@@ -150,7 +151,7 @@ class RequestStream(Generic[_MessageT]):
             yield message, ended
 
     def refuse(self) -> None:
-        """End the stream, which waits for a message."""
+        """End the stream while it waits for a message."""
         if not self._is_refused and self._task is not None:
             self._is_refused = True
             self._task.cancel()

@@ -1,7 +1,7 @@
-"""Pending output for one client, merged.
+"""Pending output for one client, merged into one message.
 
-There is no queue. While a client is slow its next message grows, one chunk per sequence; once more than
-`max_pending_bytes` are pending, the stream is cut, without effect on others.
+There is no queue. While a client is slow, its next message grows, with one chunk per sequence. Once more than
+`max_pending_bytes` are pending, the stream is ended, without effect on other streams.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class ClientStream:
 
     Attributes:
         request_id: The request's id.
-        is_final: The final chunk has arrived (it may still be pending).
-        overflowed: The stream was cut because the client reads too slowly.
+        is_final: Whether the final chunk has arrived (it may still be pending).
+        overflowed: Whether the stream was ended because the client reads too slowly.
     """
 
     __slots__ = (
@@ -57,7 +57,7 @@ class ClientStream:
 
     @property
     def from_token(self) -> int:
-        """Start offset of sequences without output so far."""
+        """Start offset of sequences that have no output yet."""
         return self._from_token
 
     @property
@@ -67,7 +67,9 @@ class ClientStream:
         return [self._offsets.get(index, self._from_token) for index in range(size)]
 
     def push(self, chunk: Chunk) -> None:
-        """Add output, dropping duplicates; a gap is a failure of the source, so that the stream is reattached."""
+        """Add output and drop duplicates; a gap is treated as a failure of the source, so that the stream is
+        reattached.
+        """
         index = chunk.sequence_index
         if chunk.extras is not None:
             chunk.extras = self._tensors[index].new(chunk.extras)
@@ -121,7 +123,7 @@ class ClientStream:
         return chunks
 
     def _take_error(self) -> MidstreamError:
-        # A local variable would form a reference cycle with the traceback, which keeps the call alive.
+        # A local variable would form a reference cycle with the traceback and thus keep the call alive.
         try:
             return self._error or UnavailableError("the source is gone")
         finally:

@@ -4,7 +4,7 @@ Templates come with models and are not trusted. Jinja's sandbox isolates them fr
 the effect of a sandbox escape: its memory, output and CPU time per rendering are limited, and it cannot open files or
 sockets. It reads the template once, then renders conversations until its input ends.
 
-Messages, each way: four bytes of length, then JSON.
+A message in either direction consists of four bytes with the length, followed by JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 import jinja2
-import jinja2.debug  # Jinja imports it on errors, when files can no longer be opened.
+import jinja2.debug  # Jinja imports this module on errors, when files can no longer be opened
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -74,12 +74,12 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _to_json(value: object, *, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    # Jinja's own filter escapes HTML, which is wrong in a prompt.
+    # Jinja's own filter escapes HTML, which would be wrong in a prompt.
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
 
 
 def _confine() -> None:
-    # Load what Jinja and Python import lazily on errors, before files can no longer be opened.
+    # Trigger errors now, to load what Jinja and Python import lazily on errors before files can no longer be opened.
     Renderer("{% for m in messages %}{{ m.x.y | tojson }}{% endfor %}").render({"messages": [{}]})
     Renderer("{{ raise_exception('x') ~ strftime_now('%B') }}").render({})
     for limit, value in (
@@ -87,7 +87,7 @@ def _confine() -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NPROC, 0),
-        (resource.RLIMIT_NOFILE, 0),  # open files are unaffected
+        (resource.RLIMIT_NOFILE, 0),  # files that are already open are unaffected
     ):
         resource.setrlimit(limit, (value, value))
 
@@ -120,7 +120,7 @@ def _write(stream_number: int, message: Mapping[str, str]) -> None:
 
 def main() -> int:
     """Render conversations until the input ends."""
-    # Only a signal can stop a rendering stuck in one call; it kills the process.
+    # Only a signal can interrupt a rendering that is stuck in one call; this one kills the process.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _confine()

@@ -1,7 +1,7 @@
 """Checks prompt embeddings and prompt-tuning tables, and assigns them token ids starting at the vocabulary size.
 
-The rest of the service sees one form: token ids, and a table whose row i has the id vocab_size + i. A prompt given as
-embeddings becomes a table with all of its rows in order; a table for a prompt without such ids is prepended to it.
+The rest of the service sees a single form: token ids, and a table whose row i has the id vocab_size + i. A prompt given
+as embeddings becomes a table with all of its rows in order; a table for a prompt without such ids is prepended to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def check_virtual_tokens(request: pb.GenerateRequest, model: ModelFolder) -> Non
     """Check prompt tuning and prompt embeddings.
 
     Raises:
-        InvalidArgumentError: Names the field.
+        InvalidArgumentError: A field is invalid; the error names it.
     """
     tuning, has_embeddings = request.prompt_tuning, request.WhichOneof("input") == "prompt_embeddings"
     if not has_embeddings and not request.HasField("prompt_tuning"):
@@ -32,7 +32,7 @@ def check_virtual_tokens(request: pb.GenerateRequest, model: ModelFolder) -> Non
         raise InvalidArgumentError("must not be set by clients", field="prompt_tuning.resolved")
     elif tuning.HasField("table"):
         if tuning.path:
-            raise InvalidArgumentError("needs a named adapter", field="prompt_tuning.path")
+            raise InvalidArgumentError("requires the name of an adapter", field="prompt_tuning.path")
         _check_tensor(tuning.table, model, "prompt_tuning.table")
     elif not tuning.name:
         raise InvalidArgumentError("must have a name or a table", field="prompt_tuning")
@@ -81,7 +81,7 @@ def _check_tensor(tensor: pb.Tensor, model: ModelFolder, field: str) -> None:
         )
     if len(tensor.data) != shape[0] * shape[1] * size:
         raise InvalidArgumentError(
-            f"has {len(tensor.data)} bytes; must have {shape[0] * shape[1] * size}", field=f"{field}.data"
+            f"has {len(tensor.data)} bytes; must have {shape[0] * shape[1] * size} bytes", field=f"{field}.data"
         )
     if tensor.data_offset:
         raise InvalidArgumentError("must be 0: requests hold the whole tensor", field=f"{field}.data_offset")

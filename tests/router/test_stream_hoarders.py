@@ -112,16 +112,16 @@ async def test_health_says_when_the_parts_that_requests_need_do_not_answer(clust
                 while progress.problems() != problems:  # noqa: ASYNC110 (looked at from outside, as probes do)
                     await asyncio.sleep(0.05)
 
-        await until(["no detokenizer answers", "no scheduler answers", "no worker is connected"])  # at first
+        await until(["no detokenizer responds", "no scheduler responds", "no worker is connected"])  # at first
         await until([])
         cluster.scheduler.num_blocks = 0
         await until(["no worker is connected"])
         cluster.scheduler.num_blocks = 64
         await until([])
         await detokenizer.kill()
-        await until(["no detokenizer answers"])
+        await until(["no detokenizer responds"])
         await cluster.scheduler.stop()
-        await until(["no detokenizer answers", "no scheduler answers", "no worker is connected"])
+        await until(["no detokenizer responds", "no scheduler responds", "no worker is connected"])
         assert progress.stalled() == []  # it is still alive
         for task in tasks:
             task.cancel()
