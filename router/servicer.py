@@ -1,4 +1,6 @@
-"""The public gRPC service: converts protobuf and status codes; the request path is in generation.py."""
+"""The public gRPC service, which converts protobuf messages and status codes; requests are processed in
+generation.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from router.pipeline.request_checks import check_adapter_path, check_model
 from router.status import StatusFeed
 
 _CALL_TIMEOUT_S = 10.0
-# Maximum tensor bytes in one response: gRPC clients accept messages up to 4 MiB by default.
+# Maximum number of tensor bytes in one response; by default, gRPC clients accept messages of up to 4 MiB.
 _MAX_TENSOR_BYTES = 2 << 20
 _POOLING = {
     service_pb2.POOLING_UNSPECIFIED: None,
@@ -97,7 +99,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
             not request.HasField("normalize") or request.normalize,
         )
         if request.pooling not in _POOLING:
-            raise InvalidArgumentError(f"unknown pooling {request.pooling}", field="pooling")
+            raise InvalidArgumentError(f"has the unknown value {request.pooling}", field="pooling")
         vectors, usage = await self._embedder.embed(
             base, inputs, shape, pooling=_POOLING[request.pooling], timeout_s=context.time_remaining(), key=key
         )
@@ -159,7 +161,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         """Stream the statistics of all cells."""
         calls = [cell.watch_stub.GetIterationStats(request) for cell in self._cells.cells.values()]
         if request.stream:
-            # From now on the caller receives every iteration.
+            # From here on, the caller receives every iteration.
             await asyncio.gather(*(call.initial_metadata() for call in calls))
             await context.send_initial_metadata(())
         reads = {asyncio.ensure_future(call.read()): call for call in calls}
@@ -196,7 +198,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
     ) -> AsyncIterator[stats_pb2.KvEventBatch]:
         """Stream the KV-cache events of the only cell."""
         if len(self._cells.cells) > 1:
-            raise UnsupportedError("each cell numbers its own KV events: subscribe at the schedulers")
+            raise UnsupportedError("each cell numbers its own KV events; subscribe at the schedulers")
         async for batch in self._cells.any().watch_stub.SubscribeKvEvents(request):
             yield batch
 
@@ -241,7 +243,7 @@ def _embed_input(index: int, item: service_pb2.EmbedInput) -> EmbedInput:
 
 
 async def _relay(output: Output, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Write output as it arrives."""
+    """Write output to the client as it arrives."""
     request_id = output.request_id
     async with output:
         while not output.is_final:

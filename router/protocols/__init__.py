@@ -1,4 +1,4 @@
-"""APIs for existing clients, each translated into native calls."""
+"""APIs for existing clients; each is translated into native calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits on the bytes of incomplete request bodies in memory, in total and per client."""
+"""Limits on the memory used by incomplete request bodies, in total and per client."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from types import TracebackType
 from midstream.errors import OverloadedError
 from midstream.model.folder import ModelFolder
 
-# Bytes for guides, tools and everything but the prompt, and bytes per token of the context in the most verbose JSON.
+# Bytes for everything but the prompt (such as guides and tools), and bytes per token of the context in the most verbose
+# JSON.
 _FIXED_BYTES, _BYTES_PER_TOKEN = 2 << 20, 128
-# Number of largest bodies that may be received at once, in total and from one client.
+# The budget is this number of bodies of maximum size, in total and for one client.
 _BODIES, _BODIES_PER_CLIENT = 16, 4
 _RETRY_AFTER_MS = 500
 
@@ -36,14 +37,14 @@ class BodyBudget:
         self._by_client: Counter[str] = Counter()
 
     def hold(self, client: str) -> HeldBody:
-        """Return the account of one body; use it as a context manager."""
+        """Return an account of the bytes of one body; use it as a context manager."""
         return HeldBody(self, client)
 
     def add(self, client: str, num_bytes: int) -> None:
         """Count bytes.
 
         Raises:
-            OverloadedError: There are too many.
+            OverloadedError: The budget is exhausted.
         """
         if (
             self.num_bytes + num_bytes > _BODIES * self.max_body_bytes
@@ -62,7 +63,7 @@ class BodyBudget:
 
 
 class HeldBody:
-    """The bytes of one body, counted until the context ends."""
+    """The bytes of one body, which are counted until the context ends."""
 
     def __init__(self, budget: BodyBudget, client: str) -> None:
         self._budget = budget
@@ -76,7 +77,7 @@ class HeldBody:
         """Count more bytes of this body.
 
         Raises:
-            OverloadedError: There are too many, of all bodies.
+            OverloadedError: The budget for all bodies is exhausted.
         """
         self._budget.add(self._client, num_bytes)
         self._num_bytes += num_bytes

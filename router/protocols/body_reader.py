@@ -22,15 +22,15 @@ class BodyReader:
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
-        # One at a time: parsers hold the GIL, and two would starve the loop for twice as long.
+        # Bodies are parsed one at a time: parsers hold the GIL, and two would block the event loop for twice as long.
         self._threads = FairThreads(1, "bodies")
 
     async def read(self, request: Request, make: Callable[[Body], _T]) -> _T:
-        """Return the result of `make` for the parsed body; long bodies are parsed outside of the event loop.
+        """Return the result of `make` for the parsed body; long bodies are parsed in a thread.
 
         Raises:
             InvalidArgumentError: The body is too large, or is not a JSON object.
-            OverloadedError: Too many bytes of bodies are in memory.
+            OverloadedError: Too many bytes of request bodies are in memory.
         """
         limit, data = self._budget.max_body_bytes, bytearray()
         with self._budget.hold(current_caller.get().name) as held:

@@ -1,4 +1,4 @@
-"""Conversations, shared by all chat APIs, and the parser events from which the APIs build their responses.
+"""Conversations, used by all chat APIs, and the parser events from which the APIs build their responses.
 
 1. An API reads its body into a Conversation: the native request and its tools.
 2. `prepare` renders the prompt, detects whether it opens the reasoning, and adds the grammar that tools need.
@@ -28,15 +28,15 @@ from router.parsers.reasoning import after_thinking, plain
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import fit_to_context
 
-# Retention priority of prefixes that a client wants cached: above the default of 35.
+# Retention priority of prefixes that a client wants cached; the default is 35.
 _KEPT_PRIORITY = 80
-# Number of tokens at the end of a prompt in which to look for an opening of the reasoning.
+# Number of tokens at the end of a prompt in which to look for a marker that opens the reasoning.
 _NUM_TAIL = 16
 # Number of tokens of a prediction that are verified in one step.
 _NUM_DRAFTS = 8
 _ANY_JSON: Schema = {"anyOf": [{"type": "object"}, {"type": "array"}]}
 _SWITCHES = ("enable_thinking", "thinking")
-# Reasoning efforts that templates support, and those that only some APIs have.
+# Each reasoning effort with the one that templates support; some APIs have more efforts than templates.
 _EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
 EFFORTS = tuple(_EFFORTS)
 
@@ -46,10 +46,10 @@ class ChatModel:
     """The served model's text format.
 
     Attributes:
-        format: How it writes calls and reasoning.
-        template: Its chat template; empty if it has none.
-        tokens: Markers of the format that are a single token, which grammars must name by id.
-        has_special_marks: Some markers are special tokens, so the text must keep special tokens.
+        format: How the model writes calls and reasoning.
+        template: The model's chat template; empty if it has none.
+        tokens: Markers of the format that are a single token, with the token's id; grammars must refer to them by id.
+        has_special_marks: Whether some markers are special tokens, so that the text must keep special tokens.
     """
 
     format: ModelFormat = field(default_factory=ModelFormat)
@@ -64,7 +64,7 @@ class ChatModel:
         """Load the text format of the model in `folder`, with parsers by name or `auto`.
 
         Raises:
-            ConfigError: Unknown parser.
+            ConfigError: A parser's name is unknown.
         """
         found = format_of(folder, tool_parser, reasoning_parser)
         special = {tokenizer.token(token) for token in tokenizer.special_ids}
@@ -74,9 +74,7 @@ class ChatModel:
         return ChatModel(found, folder.chat_template or "", tokens, any(mark in special for mark in found.marks))
 
     def thinking_variables(self, effort: str) -> dict[str, object]:
-        """Return the template variables for a reasoning effort, one of EFFORTS; none if the template has no setting for
-        it.
-        """
+        """Return the template variables for one of EFFORTS; empty if the template has no setting for reasoning."""
         values: dict[str, object] = {}
         if "reasoning_effort" in self.template:
             values["reasoning_effort"] = _EFFORTS[effort]
@@ -93,9 +91,9 @@ class Tools:
     Attributes:
         schemas: JSON schema of each tool's parameters, by name; empty if none may be called.
         definitions: In OpenAI's format for the chat template; empty to omit them from the prompt.
-        choice: The model decides, must call one, or must call `named`.
+        choice: Whether the model decides, must call any tool, or must call `named`.
         strict: Tools whose arguments must match their schemas, if there is a grammar for the model's format.
-        is_parallel: There may be several calls.
+        is_parallel: Whether there may be several calls.
     """
 
     schemas: Mapping[str, Schema] = field(default_factory=dict)
@@ -113,8 +111,8 @@ class Conversation:
     Attributes:
         request: The native request; its input is `chat` until `prepare`.
         prediction: Text that the answer is expected to repeat.
-        num_prompt_tokens: 0 before `prepare`, and if `prepare` need not render the prompt.
-        is_thinking: The prompt has opened the reasoning.
+        num_prompt_tokens: Length of the prompt; 0 before `prepare`, and if `prepare` need not render the prompt.
+        is_thinking: Whether the prompt has opened the reasoning.
     """
 
     request: pb.GenerateRequest
@@ -144,7 +142,7 @@ class Conversation:
         return bool(self.tools.schemas) and (self.tools.choice != "auto" or known.tools is not None)
 
     async def prepare(self, prompts: PromptBuilder, folder: ModelFolder, *, renders: bool = False) -> None:
-        """Set the fields that depend on the prompt; with `renders` the prompt is always rendered, and its tokens are
+        """Set the fields that depend on the prompt. With `renders`, the prompt is always rendered, and its tokens are
         counted.
 
         Raises:
@@ -209,7 +207,7 @@ class Conversation:
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
 
     def _own_guide(self) -> pb.GuidedDecodingConfig | None:
-        """Return the request's own guide, extended by the reasoning before it; None if it needs no change."""
+        """Return the request's own guide, extended to allow reasoning before it; None if it needs no change."""
         guide = self.request.guided_decoding
         if not self.is_thinking:
             return None
@@ -239,7 +237,7 @@ class Conversation:
         is_free = tools.choice == "auto" or not tools.schemas
         if is_free and not self._is_guided:
             return known.parser(Offer(tools.schemas, limit, self.is_thinking))
-        # A grammar applies from the first token on, or from the end of the reasoning.
+        # A grammar applies either from the first token or from the end of the reasoning.
         answer: Script = plain
         if not is_free:
             answer = partial(_arguments, tools.named) if tools.choice == "named" else llama.script
@@ -252,7 +250,7 @@ class SequenceReader:
     """Reads the text of one sequence.
 
     Attributes:
-        num_calls: Calls that have begun.
+        num_calls: Number of calls that have begun.
     """
 
     def __init__(self, conversation: Conversation, request_id: str, sequence: int) -> None:
@@ -273,7 +271,7 @@ class SequenceReader:
 
 
 def keep_prefix(request: pb.GenerateRequest, num_tokens: int | None, duration_s: int) -> None:
-    """Retain the KV cache of the prompt, or of its first `num_tokens` tokens, longer than by default."""
+    """Retain the KV cache of the prompt, or of its first `num_tokens` tokens, for longer than by default."""
     kept = request.kv_retention.token_ranges.add(start=0, priority=_KEPT_PRIORITY, duration_ms=duration_s * 1000)
     if num_tokens is not None:
         kept.end = num_tokens
@@ -290,7 +288,7 @@ def _with_text_arguments(calls_json: str) -> str:
 
 
 def _arguments(name: str, machine: Machine) -> Steps[None]:
-    """Treat all text as the arguments of a call of the tool `name`."""
+    """Treat all text as the arguments of a call to the tool `name`."""
     yield from machine.take_space()
     machine.open_call(name)
     yield from machine.copy_until(machine.arguments)

@@ -1,6 +1,6 @@
-"""How each field of the HTTP APIs is handled, and the table of it in docs/adapters.md.
+"""How each field of the HTTP APIs is handled, and the generator of the tables in docs/adapters.md.
 
-`python -m router.protocols.fields` prints the table. Fields that are not in it are rejected.
+`python -m router.protocols.fields` prints the tables. Fields that are not in them are rejected.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from midstream.errors import InvalidArgumentError, UnsupportedError
 from router.protocols.openai.body import Body
 
 Status = Literal["works", "refused", "ignored"]
-# Path, without indexes -> how it is handled, and why.
+# Path of a field, without indexes -> how the field is handled, and why.
 Table = Mapping[str, tuple[Status, str]]
 
-# Fields of both completions and chat completions: OpenAI's, then vLLM's, then ours.
+# Fields of both completions and chat completions: first OpenAI's, then vLLM's, then those of this service.
 _COMMON: Table = {
     "n": ("works", ""),
     "temperature": ("works", ""),
@@ -35,10 +35,10 @@ _COMMON: Table = {
     "response_format.json_schema.name": ("ignored", "schemas do not need a name"),
     "response_format.json_schema.description": ("ignored", "only the schema is used"),
     "response_format.json_schema.strict": ("ignored", "schemas are always enforced"),
-    "service_tier": ("works", "`flex` and `priority` are priorities -50 and 50"),
-    "user": ("works", "`client_id`, for fairness"),
-    "safety_identifier": ("works", "as `user`, if that is unset"),
-    "metadata": ("ignored", "nothing is stored with it"),
+    "service_tier": ("works", "`flex` means priority -50, `priority` means 50"),
+    "user": ("works", "sets `client_id`, for fairness"),
+    "safety_identifier": ("works", "used like `user`, if `user` is unset"),
+    "metadata": ("ignored", "metadata is not stored"),
     "prompt_cache_key": ("ignored", "requests are routed by their prefix; `cache_salt` separates caches"),
     "top_k": ("works", ""),
     "min_p": ("works", ""),
@@ -74,8 +74,8 @@ _COMMON: Table = {
 COMPLETIONS: Table = {
     "model": ("works", "the served model, or a loaded adapter"),
     "prompt": ("works", "text, token ids, or an array of either"),
-    "max_tokens": ("works", "16 by default; 0 needs `echo`: the prompt alone, for scoring"),
-    "best_of": ("works", "not above `n` with `stream`"),
+    "max_tokens": ("works", "16 by default; 0 requires `echo` and returns the prompt alone, for scoring"),
+    "best_of": ("works", "must be at most `n` with `stream`"),
     "logprobs": ("works", ""),
     "echo": ("works", ""),
     "suffix": ("refused", ""),
@@ -94,7 +94,7 @@ CHAT: Table = {
     "parallel_tool_calls": ("works", "if false, only the first call is returned"),
     "reasoning_effort": ("works", "as supported by the model's template; otherwise refused"),
     "prompt_cache_retention": ("works", "`24h` keeps the prompt's KV blocks"),
-    "store": ("refused", "true: chat completions are not stored"),
+    "store": ("refused", "if true; chat completions are not stored"),
     "prediction": ("works", "searched for drafts; the usage reports how many were accepted"),
     "audio": ("refused", ""),
     "modalities": ("refused", "except text"),
@@ -118,7 +118,7 @@ CHAT: Table = {
     "messages.content.annotations": ("ignored", "from an earlier response"),
     **_COMMON,
 }
-# Fields of /tokenize with messages.
+# Fields of /tokenize for a body with messages.
 TOKENIZE: Table = {name: CHAT[name] for name in CHAT if CHAT[name][0] == "ignored" or name in ("tools", "tool_choice")}
 MESSAGES: Table = {
     "model": ("works", "the served model, or a loaded adapter"),
@@ -175,14 +175,14 @@ MESSAGES: Table = {
         "returns the model's reasoning; if unset, reasoning is disabled where the template allows it",
     ),
     "thinking.type": ("works", "enabled, adaptive, between_tools (all equivalent), or disabled"),
-    "thinking.budget_tokens": ("ignored", "checked; `max_tokens` limits reasoning and answer together"),
-    "thinking.display": ("works", "summarized returns the full reasoning, omitted none"),
+    "thinking.budget_tokens": ("ignored", "validated; `max_tokens` limits reasoning and answer together"),
+    "thinking.display": ("works", "`summarized` returns the full reasoning, `omitted` returns none"),
     "output_config": ("works", ""),
     "output_config.effort": ("works", "as supported by the model's template"),
     "output_config.format": ("works", "a JSON schema"),
     "metadata": ("works", ""),
-    "metadata.user_id": ("works", "`client_id`, for fairness"),
-    "cache_control": ("works", "keeps the KV blocks of the prefix for `ttl`"),
+    "metadata.user_id": ("works", "sets `client_id`, for fairness"),
+    "cache_control": ("works", "retains the KV blocks of the prefix for `ttl`"),
     "service_tier": ("ignored", "there is only one tier"),
     "inference_geo": ("refused", ""),
     "container": ("refused", ""),
@@ -191,8 +191,8 @@ MESSAGES: Table = {
     "fallbacks": ("refused", ""),
     "speed": ("refused", "except standard"),
     "diagnostics": ("ignored", "cache diagnostics are not reported"),
-    "user_profile_id": ("ignored", "Anthropic accounts only"),
-    "workspace_id": ("ignored", "Anthropic accounts only"),
+    "user_profile_id": ("ignored", "applies only to Anthropic accounts"),
+    "workspace_id": ("ignored", "applies only to Anthropic accounts"),
     "request_id": ("works", "extension: the id of the native request"),
 }
 RESPONSES: Table = {
@@ -266,9 +266,9 @@ RESPONSES: Table = {
     "client_metadata": ("ignored", "sent by Codex"),
     "prompt_cache_key": ("ignored", "requests are routed by their prefix"),
     "prompt_cache_retention": ("works", "`24h` keeps the prompt's KV blocks"),
-    "service_tier": ("works", "`flex` and `priority` are priorities -50 and 50"),
-    "safety_identifier": ("works", "as `user`, if that is unset"),
-    "user": ("works", "`client_id`, for fairness"),
+    "service_tier": ("works", "`flex` means priority -50, `priority` means 50"),
+    "safety_identifier": ("works", "used like `user`, if `user` is unset"),
+    "user": ("works", "sets `client_id`, for fairness"),
     "truncation": ("refused", "except disabled"),
     "top_logprobs": ("refused", ""),
     "conversation": ("refused", "use `previous_response_id`"),
@@ -279,10 +279,10 @@ RESPONSES: Table = {
 # Fields of embeddings, scores and reranking.
 _EMBEDDING_COMMON: Table = {
     "model": ("works", "the served model, or a loaded adapter"),
-    "user": ("works", "`client_id`, for fairness"),
+    "user": ("works", "sets `client_id`, for fairness"),
     "request_id": ("works", "ids of the native requests, with a number appended per text"),
     "priority": ("works", "lower runs first, as in vLLM; overrides `service_tier`"),
-    "service_tier": ("works", "`flex` and `priority` are priorities -50 and 50"),
+    "service_tier": ("works", "`flex` means priority -50, `priority` means 50"),
     "cache_salt": ("works", ""),
     "timeout_ms": ("works", ""),
     "pooling": ("works", "`last` or `mean`; by default the model's own (`1_Pooling/config.json`), else `last`"),
@@ -292,7 +292,7 @@ EMBEDDINGS: Table = {
     "input": ("works", "text, token ids, or an array of either; at most 2,048"),
     "encoding_format": ("works", "float or base64"),
     "dimensions": ("works", "truncates the vector and rescales it to unit length"),
-    "normalize": ("works", "if false, the unscaled hidden state"),
+    "normalize": ("works", "if false, returns the unscaled hidden state"),
     "messages": ("refused", ""),
     "add_special_tokens": ("ignored", "text gets the tokenizer's special tokens"),
     **_EMBEDDING_COMMON,
@@ -304,20 +304,26 @@ SCORE: Table = {
     "documents": ("works", "as `text_2`"),
     "use_activation": ("refused", "scores are probabilities or cosine similarities"),
     **_EMBEDDING_COMMON,
-    "pooling": ("works", "`last` or `mean`: the score is a cosine, also for a model that answers yes or no"),
+    "pooling": (
+        "works",
+        "`last` or `mean`; the score is then a cosine similarity, even if the model was trained to answer yes or no",
+    ),
 }
 RERANK: Table = {
     "query": ("works", ""),
     "documents": ("works", "texts, or objects with `text`"),
     "documents.text": ("works", ""),
-    "top_n": ("works", "0 or unset: all"),
+    "top_n": ("works", "0 or unset returns all documents"),
     "return_documents": ("works", "true by default"),
     "rank_fields": ("refused", ""),
     "max_chunks_per_doc": ("refused", ""),
     "max_tokens_per_doc": ("refused", ""),
     "use_activation": ("refused", "scores are probabilities or cosine similarities"),
     **_EMBEDDING_COMMON,
-    "pooling": ("works", "`last` or `mean`: the score is a cosine, also for a model that answers yes or no"),
+    "pooling": (
+        "works",
+        "`last` or `mean`; the score is then a cosine similarity, even if the model was trained to answer yes or no",
+    ),
 }
 RESPONSES_OPAQUE = (
     "tools.parameters",
@@ -328,7 +334,7 @@ RESPONSES_OPAQUE = (
     "metadata",
     "stream_options",
 )
-# Values defined by the client, which are not checked.
+# Fields whose values are defined by the client and not checked.
 _OPAQUE = (
     "tools.input_schema",
     "messages.content.input",
@@ -338,7 +344,7 @@ _OPAQUE = (
     "context_management",
     "diagnostics",
 )
-# Values of refused fields that match the behaviour anyway, and are accepted.
+# Values of refused fields that are accepted because they match the behavior anyway.
 _DEFAULTS: dict[str, object] = {
     "speed": "standard",
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},

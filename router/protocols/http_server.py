@@ -38,7 +38,7 @@ class ConnectionLimits:
     """Counts the open connections of a port, in total and per client address."""
 
     def __init__(self, max_connections: int) -> None:
-        """Limit all connections to half of the open-files limit, and those of one address to half of that."""
+        """Limit all connections to half of the open-file limit, and those from one address to half of that."""
         self.max_connections = max(min(max_connections, _MAX_CONNECTIONS), 2)
         self._open: Counter[str] = Counter()
         self._num_open = 0
@@ -62,7 +62,7 @@ class ConnectionLimits:
 class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on connections, on the size of the head, and on the time to receive a request.
 
-    It also provides the names in the client's certificate.
+    It also extracts the names in the client's certificate.
     """
 
     limits: ConnectionLimits
@@ -73,7 +73,7 @@ class _Protocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Reject a connection over the limit; otherwise start to wait for a request's head."""
+        """Reject a connection over the limit; otherwise wait for the head of a request."""
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
         self._is_counted = self.limits.enter(self._address)
@@ -102,7 +102,7 @@ class _Protocol(HttpToolsProtocol):
             self._expect(self.timeouts_s[0])
 
     def _expect(self, timeout_s: float | None) -> None:
-        """Close the connection unless this is called again in time; None removes the time limit."""
+        """Close the connection unless this is called again within the time; None removes the time limit."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if timeout_s is None else self.loop.call_later(timeout_s, self._time_out, timeout_s)
@@ -111,7 +111,7 @@ class _Protocol(HttpToolsProtocol):
         self._timer = None
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not cycle.more_body:
-            # A complete request has no time limit here.
+            # Once a request is complete, no time limit applies here.
             self._expect(timeout_s)
         elif not self.transport.is_closing():
             if cycle is None or cycle.response_complete or not cycle.response_started:
@@ -162,7 +162,7 @@ class HostCheckedApp:
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle a request."""
         if scope["type"] == "http":
             hosts = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
             if not all(map(self._allowed.include, hosts)):
@@ -192,8 +192,8 @@ class HttpPort:
             app: The ASGI application.
             host: Address to listen on.
             port: 0 selects a free one, stored in `self.port`.
-            tls: Certificates for HTTPS; None: plain HTTP.
-            max_open_files: The process's limit on open files; connections use half of it at most.
+            tls: Certificates for HTTPS; None for plain HTTP.
+            max_open_files: The process's open-file limit; connections use at most half of it.
             head_timeout_s: Time limit to receive a request's head.
             body_timeout_s: Time limit to receive its body.
 

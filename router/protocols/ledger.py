@@ -1,4 +1,4 @@
-"""The ledger over HTTP: `GET /ledger`, for admins."""
+"""The ledger over HTTP, for admins: `GET /ledger`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _TIMEOUT_S = 10.0
 
 
 def ledger_route(cells: Cells) -> Route:
-    """Return the route: it serves the entries after `after` as JSON, from the only cell or from `cell`."""
+    """Return the route, which serves the entries after `after` as JSON. They are those of the only cell, or of
+    `cell`.
+    """
 
     async def answer(request: Request) -> Response:
         try:

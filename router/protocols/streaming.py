@@ -1,4 +1,4 @@
-"""Responses that are computed while their client is connected: complete ones, and server-sent events."""
+"""Responses that are computed while their client is connected, either complete or as server-sent events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from midstream.errors import MidstreamError, OverloadedError
 from router.protocols.openai.endpoints import error_response, shown
 
 _SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-# Returns compact JSON.
+# Encodes a value as compact JSON.
 dump = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -22,7 +22,7 @@ class EventStream:
     """A response of server-sent events.
 
     Attributes:
-        has_begun: It is too late for a response with an error status.
+        has_begun: Whether the head was sent, so that the status can no longer change to an error.
     """
 
     def __init__(self, send: Send) -> None:
@@ -30,7 +30,7 @@ class EventStream:
         self._send = send
 
     async def begin(self, headers: Mapping[str, str] | None = None) -> None:
-        """Write the head, with further headers."""
+        """Write the head; `headers` are added to it."""
         self.has_begun = True
         named = [(name.encode(), value.encode()) for name, value in {**_SSE_HEADERS, **(headers or {})}.items()]
         await self._send({"type": "http.response.start", "status": 200, "headers": named})
@@ -49,7 +49,7 @@ class ComputedResponse(Response):
 
     @abstractmethod
     async def compute(self, events: EventStream) -> Response | None:
-        """Return the response, or write events and return None."""
+        """Return the response, or stream events and return None."""
 
     def refusal(self, error: MidstreamError) -> Response:
         """Return the response to a request that failed before its first event."""
@@ -71,7 +71,7 @@ class ComputedResponse(Response):
     async def _fail(self, events: EventStream, error: MidstreamError) -> Response | None:
         if not events.has_begun:
             return self.refusal(error)
-        # A client that reads too slowly would not read this either: close the connection.
+        # A client that reads too slowly would not read the error either, so close the connection.
         if not isinstance(error, OverloadedError):
             await events.write(self.failure(error), more=False)
         return None

@@ -1,6 +1,6 @@
 """Polls the schedulers' status once a second, and distributes it to any number of watchers.
 
-A watcher holds only a cursor into the samples: a slow one skips intermediate states but no samples. Schedulers build
+A watcher holds only a cursor into the samples, so a slow one skips intermediate states but no samples. Schedulers build
 block maps only while there are watchers.
 """
 
@@ -67,7 +67,7 @@ class StatusFeed:
                 try:
                     await self._ask()
                 except Exception:
-                    # The feed must survive a defect here or in a scheduler.
+                    # The feed must survive a bug in this router or in a scheduler.
                     logger.exception("cannot collect the status")
                 # Python 3.11's wait_for loses a cancellation that arrives at its timeout.
                 with contextlib.suppress(TimeoutError):
@@ -77,8 +77,8 @@ class StatusFeed:
             sending_away.cancel()
 
     async def watch(self) -> AsyncGenerator[status_pb2.SystemStatus, None]:
-        """Yield the status including block maps once it is known, then every new one; the caller may modify the
-        messages.
+        """Yield the current status, including block maps, once it is known, and then every new status; the caller may
+        modify the messages.
 
         Raises:
             OverloadedError: There are too many watchers.
@@ -133,7 +133,7 @@ class StatusFeed:
         silent = [self._names.get(cell.name, cell.name) for cell in cells if cell.name not in answered]
         self._samples.add(time.time(), answered)
         parts = [part for answer in answered.values() for part in cell_parts(answer)]
-        # Its own status is newer than a scheduler's copy.
+        # This router's own status is newer than the copy in a scheduler.
         parts.append(router_part(router))
         status = status_pb2.SystemStatus(
             time_unix_ms=round(time.time() * 1e3),

@@ -1,4 +1,6 @@
-"""The status of each part (a process of the service), including recently lost ones. Pure: time is an argument."""
+"""The status of each part (a process of the service), including recently lost ones. This module reads no clock; the
+time is an argument.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +21,26 @@ class Parts:
     """All recently seen parts."""
 
     def __init__(self) -> None:
-        # (kind, name) -> (time last seen, status at that time).
+        # (kind, name) -> (time when last seen, status at that time).
         self._seen: dict[tuple[str, str], tuple[float, PartStatus]] = {}
 
     def update(
         self, now_s: float, present: Iterable[PartStatus], silent_schedulers: Iterable[str] = ()
     ) -> list[PartStatus]:
-        """Update with the parts present now; return these and the missing ones, ordered by kind and name.
+        """Update with the parts that are present now; return these and the missing ones, ordered by kind and name.
 
         Args:
             now_s: Time of any monotonic clock.
-            present: One status per part; if duplicated, the last one wins.
-            silent_schedulers: Names of schedulers that are not responding; parts connected to them
-                have an unknown status.
+            present: One status per part; if a part is duplicated, the last status wins.
+            silent_schedulers: Names of schedulers that are not responding; parts connected to them have an unknown
+                status.
         """
         here = {(part.kind, part.name): part for part in present}
         silent = {("scheduler", name) for name in silent_schedulers} - here.keys()
         self._forget(now_s, here)
         is_complete = silent.isdisjoint(self._seen)
         parts = list(here.values())
-        # A standby does not respond either.
+        # The scheduler may be a standby, which does not respond.
         parts += [_part(key, PartStatus.UNKNOWN, "has not responded yet") for key in silent - self._seen.keys()]
         for key, (seen_s, part) in list(self._seen.items()):
             if key in here:

@@ -1,4 +1,6 @@
-"""Recent rates and latencies, computed from each scheduler's cumulative counters. Pure: time is an argument."""
+"""Recent rates and latencies, computed from each scheduler's cumulative counters. This module reads no clock; the time
+is an argument.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,23 @@ from protos import status_pb2
 
 LATENCY_WINDOW_S = 10
 HISTORY_S = 300
-# Readings may be close together; rates over a few milliseconds are too noisy.
+# Minimum window for rates; over the few milliseconds between close readings they would be too noisy.
 _RATE_WINDOW_S = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """The status of all schedulers that responded at one time, by scheduler address."""
+    """The status, at one time, of all schedulers that responded, by scheduler address."""
 
     time_s: float
     cells: Mapping[str, status_pb2.CellStatus]
 
 
 class Samples:
-    """Samples of all cells together, one per reading; those of the last minutes are kept.
+    """Samples over all cells, one per reading; those of the last few minutes are kept.
 
     Attributes:
-        kept: Oldest first.
+        kept: The kept samples, oldest first.
         last_number: Number of the newest sample, counted from 1.
     """
 
@@ -44,8 +46,8 @@ class Samples:
         """Add a reading, and set each worker group's steps per second.
 
         Args:
-            time_s: Unix seconds.
-            cells: Status by address, of the schedulers that responded.
+            time_s: Unix time in seconds.
+            cells: Status of each scheduler that responded, by address.
         """
         reading = _Reading(time_s, cells)
         while self._readings and self._readings[0].time_s < time_s - LATENCY_WINDOW_S - 0.5:
@@ -60,7 +62,7 @@ class Samples:
         self.last_number += 1
 
     def _reading_before(self, time_s: float) -> _Reading:
-        """Return the newest reading that is at least this old, else the oldest reading."""
+        """Return the newest reading that is at least this old; if there is none, the oldest reading."""
         old = [reading for reading in self._readings if reading.time_s <= time_s]
         return old[-1] if old else self._readings[0]
 
@@ -83,8 +85,8 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
     Args:
         bounds: Upper bounds of the buckets, ascending from above 0; there is one more bucket above them.
-        counts: Number of values in each bucket; at least one in total.
-        share: 0 to 1.
+        counts: Number of values in each bucket; there must be at least one value in total.
+        share: Which quantile to return, from 0 to 1.
     """
     rank, below = share * sum(counts), 0
     for index, count in enumerate(counts):
@@ -127,7 +129,7 @@ def _fill_rates(sample: status_pb2.StatusSample, before: _Reading, after: _Readi
 
 
 def _between(before: _Reading, after: _Reading, name: str) -> tuple[list[float], list[int]]:
-    """Return by how much counters grew between two readings, summed over all cells."""
+    """Return the growth of counters between two readings, summed over all cells."""
     totals: dict[float, int] = {}
     for cell_name, cell in after.cells.items():
         earlier = _same_life(before, cell_name, cell)

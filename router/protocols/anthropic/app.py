@@ -63,7 +63,7 @@ class MessagesApi:
         check_name(native.request_id, "request_id")
         native.request_id = native.request_id or request_id
         await self._models.resolve([native])
-        # The last of several breakpoints with one duration includes the others.
+        # If several breakpoints have the same duration, the last one covers the others.
         points = {point.duration_s: point for point in job.breakpoints}
         prefixes = {duration_s: job.prefix_of(point) for duration_s, point in points.items()}
         await job.conversation.prepare(self._prompts, self._folder, renders=True)
@@ -85,8 +85,8 @@ class MessagesApi:
         return await self._bodies.read(request, lambda body: read_messages(body, self._chat, needs_limit=needs_limit))
 
     async def _keep(self, native: pb.GenerateRequest, prefixes: Mapping[int, pb.GenerateRequest | None]) -> int:
-        """Set the cache retention of prefixes, given by duration in seconds; return the token count of the longest
-        prefix.
+        """Set the cache retention of the prefixes, given by duration in seconds; return the number of tokens in the
+        longest one.
         """
         kept = [0]
         for duration_s, prefix in prefixes.items():
@@ -95,7 +95,7 @@ class MessagesApi:
                 try:
                     size = _common(native.token_ids.values, await self._prompts.token_ids(prefix))
                 except MidstreamError as error:
-                    # The template cannot render a partial conversation: ignore the hint.
+                    # The template cannot render a partial conversation; ignore the breakpoint, which is only a hint.
                     logger.debug("a prefix cannot be rendered: %s", error)
                     continue
             if size:
@@ -120,7 +120,7 @@ class _Reply(ComputedResponse):
         self._writer = MessageWriter(self._id, job.model or front.runner.model.name, shows_thinking=job.shows_thinking)
 
     async def compute(self, events: EventStream) -> Response | None:
-        """Return the message, or write its events."""
+        """Return the message, or stream its events."""
         own_headers = {"request-id": quote(self._id, safe="")}
         opened = await self._front.start(self._native, None, self._key)
         async with opened as output:
@@ -161,7 +161,7 @@ class _Reply(ComputedResponse):
 
 
 async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send `error` for a request that does not reach an endpoint, in the format of the API it was meant for."""
+    """Send `error` for a request that does not reach an endpoint, in the format of the API for which it was meant."""
     if scope["path"].startswith(_PATH):
         await _error_response(error)(scope, receive, send)
     else:

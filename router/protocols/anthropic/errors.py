@@ -1,4 +1,4 @@
-"""Errors in Anthropic's format, with the HTTP statuses that its clients act on: they retry 408, 409, 429 and 5xx."""
+"""Errors in Anthropic's format, with the HTTP statuses to which its clients react: they retry 408, 409, 429 and 5xx."""
 
 from __future__ import annotations
 

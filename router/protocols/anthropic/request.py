@@ -30,8 +30,9 @@ class Breakpoint:
 
     Attributes:
         duration_s: How long to keep it, in seconds.
-        num_turns: Turns of the conversation in the prefix, including the system turn; 0: only the tools.
-        num_characters: Characters of the last of those turns in the prefix; None: the whole turn.
+        num_turns: Number of turns of the conversation in the prefix, including the system turn; 0 if it has only the
+            tools.
+        num_characters: Number of characters of the last of these turns in the prefix; None for the whole turn.
     """
 
     duration_s: int
@@ -45,8 +46,8 @@ class MessagesJob:
 
     Attributes:
         model: The model's name as sent by the client.
-        shows_thinking: Reasoning is part of the answer.
-        breakpoints: At most four, in order.
+        shows_thinking: Whether the answer includes the reasoning.
+        breakpoints: The cache breakpoints in order; at most four.
     """
 
     conversation: Conversation
@@ -68,14 +69,14 @@ class MessagesJob:
         if point.num_turns and point.num_characters is not None:
             last = prefix.chat.messages[-1]
             last.content = last.content[: point.num_characters]
-        # Templates need a user turn; its text must differ from any that follows.
+        # Templates require a user turn; its text must differ from any text that follows the prefix.
         prefix.chat.messages.add(role="user", content="\u0000")
         return prefix
 
 
 @dataclass(slots=True)
 class _Reading:
-    """State while the body is read."""
+    """State while a body is read."""
 
     turns: list[pb.ChatMessage] = field(default_factory=list)
     breakpoints: list[Breakpoint] = field(default_factory=list)
@@ -100,8 +101,8 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
     """Return the job for a body; /v1/messages/count_tokens does not require max_tokens.
 
     Raises:
-        InvalidArgumentError: A field is wrong, missing or not known.
-        UnsupportedError: A feature that this service lacks.
+        InvalidArgumentError: A field is invalid, missing or unknown.
+        UnsupportedError: The body uses a feature that this service lacks.
     """
     check_fields(body, MESSAGES)
     max_tokens = body.integer("max_tokens", 1)
@@ -149,12 +150,12 @@ def _sampling(body: Body, request: pb.GenerateRequest) -> None:
 def _user(body: Body) -> str:
     metadata = body.child("metadata")
     user = (metadata.text("user_id") or "") if metadata is not None else ""
-    # Claude Code's are longer than a client id may be.
+    # The user ids of Claude Code are longer than a client id may be.
     return user if len(user) <= MAX_NAME else hashlib.sha256(user.encode()).hexdigest()
 
 
 def _thinking(body: Body, max_tokens: int | None) -> tuple[bool, bool]:
-    """Return whether the model should reason, and whether the client is shown the reasoning."""
+    """Return whether the model should reason, and whether the client gets the reasoning."""
     thinking = body.child("thinking")
     if thinking is None:
         return False, False
@@ -216,7 +217,7 @@ def _chosen(body: Body, tools: Tools) -> Tools:
         return tools
     kind = choice.choice("type", ("auto", "any", "tool", "none"))
     if kind is None or (kind in ("any", "tool") and not tools.schemas):
-        raise InvalidArgumentError("needs a type, and tools", field="tool_choice")
+        raise InvalidArgumentError("must have a type, and requires tools", field="tool_choice")
     if kind == "none":
         return Tools()
     named = choice.text("name") or "" if kind == "tool" else ""
@@ -255,7 +256,7 @@ def _message(message: Body, reading: _Reading) -> None:
 
 
 def _blocks(role: str, message: Body, reading: _Reading) -> None:
-    """Add text and tool results; each result is a separate turn."""
+    """Add text and tool results; each result becomes a separate turn."""
     turn: pb.ChatMessage | None = None
     for block in message.objects("content"):
         if block.text("type") == "tool_result":

@@ -1,4 +1,4 @@
-"""Responses in Anthropic's format: a message of content blocks, complete or as events."""
+"""Responses in Anthropic's format: a message of content blocks, either complete or as events."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MessageWriter:
         self._input = ""
 
     def begin(self, num_prompt_tokens: int) -> list[Fields]:
-        """Return the events that come before any output; the number of cached tokens is only known at the end."""
+        """Return the events that precede all output; the number of cached tokens becomes known only at the end."""
         message = self.message(None, None, usage_fields(Usage(num_prompt_tokens), 0))
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
@@ -55,7 +55,7 @@ class MessageWriter:
         return written
 
     def end(self, chunk: Chunk, stop_words: Iterable[str], usage: Fields) -> list[Fields]:
-        """Return the events that come after all output."""
+        """Return the events that follow all output."""
         reason, word = self.stop(chunk, stop_words)
         delta = {"stop_reason": reason, "stop_sequence": word}
         return [*self._close(), {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
@@ -99,7 +99,7 @@ class MessageWriter:
         block, index = self.blocks[-1], len(self.blocks) - 1
         written: list[Fields] = []
         if block["type"] == "thinking":
-            # Clients send it back; it is not read.
+            # Clients send the signature back; it is not read.
             digest = hashlib.blake2b(f"{self._request_id}/{index}".encode(), digest_size=24).digest()
             block["signature"] = base64.b64encode(digest).decode()
             written.append(self._shown_delta("signature_delta", "signature", block["signature"]))
@@ -131,7 +131,7 @@ def usage_fields(usage: Usage, num_kept: int) -> Fields:
 
 
 def _is_object(text: str) -> bool:
-    """Return whether a call's arguments are complete; max_tokens may have cut them off."""
+    """Return whether a call's arguments are complete; max_tokens may have truncated them."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):

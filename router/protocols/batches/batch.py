@@ -1,7 +1,7 @@
-"""A batch as it is stored, and its changes.
+"""A batch as it is stored, and changes to it.
 
-The document of a batch is changed by the router that runs it and by cancelling clients, so each change is a function
-that is reapplied if another change was stored first.
+The document of a batch is changed both by the router that runs it and by clients that cancel it, so each change is a
+function that is applied again if another change was stored first.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _USAGE = ("input_tokens", "output_tokens", "total_tokens", "cached_tokens", "rea
 
 @dataclass(slots=True)
 class Batch:
-    """A batch; the fields up to `usage` are OpenAI's.
+    """A batch; the fields up to `usage` are those of OpenAI's API.
 
     Attributes:
         output_ttl_s: How long its output and error files are stored.
-        num_parts: Number of parts whose output is stored.
-        num_output_bytes, num_error_bytes: Bytes stored so far of the two files.
-        digest: Of the body that created it, to recognize a repeated call.
+        num_parts: Number of parts whose output has been stored.
+        num_output_bytes, num_error_bytes: Number of bytes of each file stored so far.
+        digest: Digest of the body that created the batch, to recognize a repeated call.
     """
 
     id: str
@@ -73,7 +73,7 @@ class Batch:
         return f"{FILE_PREFIX}{self.id.removeprefix(BATCH_PREFIX)}e"
 
     def enter(self, status: str) -> None:
-        """Change the status, and record the time."""
+        """Change the status, and record the time of the change."""
         self.status = status
         setattr(self, f"{status}_at", int(time.time()))
 
@@ -90,26 +90,26 @@ class Batch:
 
 
 class Batches:
-    """The batches of all clients. `owner` is the client's name; empty without authentication."""
+    """The batches of all clients. `owner` is the client's name; empty if authentication is off."""
 
     def __init__(self, documents: ClientDocuments) -> None:
         self.documents = documents
 
     async def create(self, cell: Cell, owner: str, batch: Batch) -> None:
-        """Store a new batch, unless a batch with its id exists."""
+        """Store a new batch, unless a batch with its id already exists."""
         await self._put(cell, owner, batch, 0)
 
     async def get(self, owner: str, batch_id: str) -> tuple[Cell, Batch]:
         """Return a batch, and the cell that stores it.
 
         Raises:
-            NotFoundError: There is none.
+            NotFoundError: The batch does not exist.
         """
         cell, batch, _ = await self._get(owner, batch_id)
         return cell, batch
 
     async def update(self, owner: str, batch_id: str, change: Callable[[Batch], None]) -> Batch:
-        """Apply `change` and return the batch; `change` may run several times, on different states, so it must be
+        """Apply `change` and return the batch; `change` may be called several times, on different states, so it must be
         idempotent.
         """
         while True:

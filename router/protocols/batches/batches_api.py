@@ -1,4 +1,4 @@
-"""The routes of the Batches API. runner.py runs the batches that they create."""
+"""The routes of the Batches API. The batches that they create are run by runner.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATH = "/v1/batches"
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})([smh])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
-# As long as the requests of its lines are kept, so that none of them ever runs twice.
+# Maximum completion window. The requests of a batch's lines are kept for as long, so that none of them ever runs twice.
 _MAX_WINDOW_S = 24 * 3600
 _LISTED, _MAX_LISTED = 20, 100
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
@@ -76,7 +76,7 @@ class BatchesApi:
         cell, _ = await self._files.get(owner, batch.input_file_id)
         key = check_key(request.headers.get(HEADER))
         cell, batch.id = await claim(self._documents, cell, owner, key, PATH, batch.id)
-        # Add it to the queue first, since a batch that is not in the queue would never run.
+        # Add the batch to the queue first, since a batch that is not in the queue would never run.
         await self._leases.add(cell, owner, batch.id)
         await self._batches.create(cell, owner, batch)
         _, stored = await self._batches.get(owner, batch.id)
@@ -94,7 +94,7 @@ class BatchesApi:
         found = _WINDOW.fullmatch(window or "")
         seconds = int(found[1]) * _SECONDS[found[2]] if found else 0
         if not 0 < seconds <= _MAX_WINDOW_S:
-            raise InvalidArgumentError("must be 24h, or less, such as 30m or 90s", field="completion_window")
+            raise InvalidArgumentError("must be 24h or shorter, such as 30m or 90s", field="completion_window")
         output_ttl_s = self._file_ttl_s
         lifetime = body.child("output_expires_after")
         if lifetime is not None:

@@ -1,4 +1,4 @@
-"""Calls the router's own endpoints in process, without a connection."""
+"""Calls to the router's own endpoints within the process, without a connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Answer:
     """An endpoint's response.
 
     Attributes:
-        headers: By lower-case name.
+        headers: Headers by lower-case name.
     """
 
     status: int
@@ -22,7 +22,7 @@ class Answer:
 
 
 async def post(app: ASGIApp, path: str, body: bytes, headers: dict[str, str]) -> Answer:
-    """POST a JSON body to an endpoint; cancelling the call is treated as a client's disconnection."""
+    """POST a JSON body to an endpoint; if the call is cancelled, the endpoint sees a client that disconnects."""
     named = {"content-type": "application/json", "content-length": str(len(body)), **headers}
     scope: Scope = {
         "type": "http",
@@ -43,7 +43,7 @@ async def post(app: ASGIApp, path: str, body: bytes, headers: dict[str, str]) ->
     async def receive() -> Message:
         nonlocal is_read
         if is_read:
-            await asyncio.Event().wait()  # connected until the response is complete
+            await asyncio.Event().wait()  # the client stays connected until the response is complete
         is_read = True
         return {"type": "http.request", "body": body, "more_body": False}
 

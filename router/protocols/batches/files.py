@@ -1,7 +1,7 @@
-"""Files of clients: each is stored as a document that describes it and chunks with its contents.
+"""Files of clients: each is stored as one document that describes it, and chunks with its contents.
 
-A file exists once its description is written, which happens last. Chunks without a description expire as the file would
-have.
+A file exists once its description is written, which happens last. Chunks without a description expire when the file
+would have expired.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FileInfo:
     """Description of a file.
 
     Attributes:
-        digest: Of its contents, to recognize a repeated upload.
+        digest: Digest of the contents, to recognize a repeated upload.
     """
 
     id: str
@@ -53,7 +53,7 @@ class FileInfo:
 
 
 class Files:
-    """The files of all clients. `owner` is the client's name; empty without authentication."""
+    """The files of all clients. `owner` is the client's name; empty if authentication is off."""
 
     def __init__(self, documents: ClientDocuments) -> None:
         self._documents = documents
@@ -62,7 +62,7 @@ class Files:
         """Return a file's description, and the cell that stores it.
 
         Raises:
-            NotFoundError: There is none.
+            NotFoundError: The file does not exist.
         """
         missing = NotFoundError(f"no file {file_id[:64]!r} is stored here")
         if not file_id.startswith(FILE_PREFIX):
@@ -90,7 +90,7 @@ class Files:
         """Store the contents of a file that does not exist yet; return their size and digest.
 
         Raises:
-            InvalidArgumentError: They have more than `limit` bytes.
+            InvalidArgumentError: The contents have more than `limit` bytes.
         """
         digest, num_bytes, number, chunk = hashlib.blake2b(digest_size=16), 0, 0, bytearray()
         async for part in contents:
@@ -108,7 +108,7 @@ class Files:
         return num_bytes, digest.hexdigest()
 
     async def put_chunk(self, cell: Cell, owner: str, file_id: str, place: str, data: bytes, expires_at: int) -> None:
-        """Store a chunk; a file's contents are its chunks in the order of `place`."""
+        """Store a chunk; the contents of a file are its chunks in the order of `place`."""
         await self._documents.put(cell, _CHUNK, owner, f"{file_id}/{place}", data, expires_ns=expires_at * NS_PER_S)
 
     async def create(self, cell: Cell, owner: str, info: FileInfo) -> None:
@@ -117,12 +117,12 @@ class Files:
         await self._documents.put(cell, _FILE, owner, info.id, data, expires_ns=info.expires_at * NS_PER_S)
 
     async def contents(self, cell: Cell, owner: str, file_id: str) -> AsyncIterator[bytes]:
-        """Return the contents of a file."""
+        """Yield the contents of a file."""
         async for chunk in self._documents.parts(cell, _CHUNK, owner, f"{file_id}/", _CHUNKS_AT_ONCE):
             yield chunk.data
 
     async def lines(self, cell: Cell, owner: str, file_id: str) -> AsyncIterator[bytes]:
-        """Return the lines of a file without line endings; blank lines are skipped."""
+        """Yield the lines of a file without line endings; blank lines are skipped."""
         rest = b""
         async for data in self.contents(cell, owner, file_id):
             *lines, rest = (rest + data).split(b"\n")

@@ -32,7 +32,7 @@ class FilesApi:
     def __init__(
         self, documents: ClientDocuments, files: Files, draining: asyncio.Event, *, max_file_bytes: int, ttl_s: int
     ) -> None:
-        """`ttl_s`: how long a file is stored, unless its upload sets a shorter time."""
+        """`ttl_s` is how long a file is stored, unless its upload sets a shorter time."""
         self._documents = documents
         self._files = files
         self._draining = draining
@@ -68,7 +68,7 @@ class FilesApi:
             except NotFoundError:
                 pass
             else:
-                file_id = new_id(FILE_PREFIX)  # a second file, to compare the contents
+                file_id = new_id(FILE_PREFIX)  # a second temporary file, to compare the contents
         num_bytes, digest = await self._files.write(
             cell, owner, file_id, contents, expires_at=created_at + self._ttl_s, limit=self._max_file_bytes
         )
@@ -133,7 +133,7 @@ def checked_ttl(value: object, field: str) -> int:
     """Return a lifetime in seconds.
 
     Raises:
-        InvalidArgumentError: It is not a number in the range that OpenAI allows.
+        InvalidArgumentError: The value is not a number in the range that OpenAI allows.
     """
     text = str(value)
     if not (text.isascii() and text.isdigit() and MIN_TTL_S <= int(text[:9]) <= MAX_TTL_S):
@@ -142,7 +142,7 @@ def checked_ttl(value: object, field: str) -> int:
 
 
 def page(views: list[dict[str, object]], limit: int) -> dict[str, object]:
-    """Return a page of a list; `views` has one item more than the page if there is a next page."""
+    """Return a page of a list; `views` has one item more than fits on the page if there is a next page."""
     shown = views[:limit]
     ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
     return {"object": "list", "data": shown, **ends, "has_more": len(views) > limit}

@@ -1,8 +1,8 @@
 """The queue of unfinished batches, with a lease for the router that runs each batch.
 
-An entry's document names its holder, which writes it again about every second. A router that sees the same version for
-long enough, by its own clock, takes it over, so the clocks of routers need not agree. This is harmless if the old
-holder is still alive, since both write the same output.
+An entry's document names its holder, which rewrites it about every second. A router that sees the same version for long
+enough, by its own clock, takes the entry over, so the clocks of routers need not agree. If the old holder is still
+alive, this does no harm, since both write the same output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_SEEN = 1000
 
 @dataclass(slots=True)
 class Lease:
-    """An entry of the queue that this router has leased."""
+    """An entry of the queue for which this router holds the lease."""
 
     cell: Cell
     owner: str
@@ -40,7 +40,7 @@ class Leases:
     """Unfinished batches of all clients."""
 
     def __init__(self, documents: ClientDocuments, *, lease_s: float = _LEASE_S) -> None:
-        """`lease_s`: how long a holder may fail to renew a lease before another router can take it."""
+        """`lease_s` is how long a holder may fail to renew a lease before another router can take it."""
         self._documents = documents
         self._lease_s = lease_s
         self._holder = uuid.uuid4().hex
@@ -55,15 +55,15 @@ class Leases:
         """Lease up to `limit` free entries of a cell, oldest first.
 
         Args:
-            cell: Where to look.
-            held: Batches that this router runs.
+            cell: The cell whose queue is searched.
+            held: Ids of the batches that this router runs.
             limit: Maximum number of entries to take.
         """
         now = asyncio.get_running_loop().time()
         try:
             entries = await self._documents.waiting(cell, _KIND, _MAX_SEEN)
         except MidstreamError:
-            # While the cell is unreachable no router can renew its lease.
+            # While the cell is unreachable, no router can renew its lease.
             self._seen = {key: (version, now) for key, (version, _) in self._seen.items()}
             return []
         known = {(cell, entry.id) for entry in entries}
@@ -88,7 +88,7 @@ class Leases:
         return not holder or now - since >= self._lease_s
 
     async def keep(self, lease: Lease) -> None:
-        """Keep renewing a lease until another router has taken it."""
+        """Renew a lease regularly until another router has taken it."""
         while True:
             await asyncio.sleep(_RENEW_S)
             try:
@@ -103,7 +103,7 @@ class Leases:
             lease.version = version
 
     async def give_back(self, lease: Lease) -> None:
-        """Release a lease, so that another router can take the batch over at once."""
+        """Release a lease, so that another router can take over the batch immediately."""
         try:
             async with asyncio.timeout(_GIVE_BACK_S):
                 await self._put(lease.cell, lease.owner, lease.batch_id, lease.version, "")
@@ -119,7 +119,7 @@ class Leases:
         stored = await self._documents.put(cell, _KIND, owner, batch_id, _entry(holder), if_version=version)
         if stored or not holder:
             return stored
-        # The put may have been repeated after its first response was lost.
+        # The put may have been repeated because its first response was lost.
         found = await self._documents.get(_KIND, owner, batch_id)
         return found.version if json.loads(found.data)["holder"] == holder else 0
 

@@ -1,4 +1,4 @@
-"""Lines of a batch: validation of the input, and results."""
+"""Lines of a batch: validation of the input lines, and their results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _USAGES = {"input_tokens": ("prompt_tokens", "input_tokens"), "output_tokens": (
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a batch's input.
+    """A line of a batch's input file.
 
     Attributes:
-        number: From 0.
-        body: The request.
+        number: Index of the line, from 0.
+        body: Body of the request.
     """
 
     number: int
@@ -37,7 +37,7 @@ class Outcome:
     """A line of a batch's output file or error file.
 
     Attributes:
-        usage: Numbers of tokens, by the names of Batch.usage.
+        usage: Numbers of tokens, with the keys of Batch.usage.
     """
 
     text: str
@@ -49,7 +49,7 @@ def read_line(number: int, data: bytes, endpoint: str) -> Line:
     """Parse a line of the input file.
 
     Raises:
-        InvalidArgumentError: It is not a request to the batch's endpoint.
+        InvalidArgumentError: The line is not a request to the batch's endpoint.
     """
     try:
         fields = json.loads(data, parse_constant=refuse_constant)
@@ -76,7 +76,7 @@ def read_line(number: int, data: bytes, endpoint: str) -> Line:
 
 
 async def check_lines(lines: AsyncIterator[bytes], endpoint: str) -> tuple[int, list[dict[str, object]]]:
-    """Validate the input file; return its number of lines and the validation errors (none if it can run)."""
+    """Validate the input file; return its number of lines and the validation errors (none if the batch can run)."""
     errors: list[dict[str, object]] = []
     seen: set[bytes] = set()
     count = 0
@@ -110,7 +110,7 @@ def answered(batch: Batch, line: Line, status: int, request_id: str, body: dict[
 
 
 def unanswered(batch: Batch, line: Line, code: str, message: str) -> Outcome:
-    """Return the outcome of a line whose request did not run to its end."""
+    """Return the outcome of a line whose request was not completed."""
     return Outcome(_text(batch, line, None, {"code": code, "message": message}), True, {})
 
 
@@ -121,7 +121,7 @@ def _text(batch: Batch, line: Line, response: object, error: object) -> str:
 
 
 def usage_of(body: dict[str, object]) -> dict[str, int]:
-    """Return the token usage in the response of any endpoint, with the field names of Batch.usage."""
+    """Return the token usage in the response of any endpoint, with the keys of Batch.usage."""
     usage = body.get("usage")
     if not isinstance(usage, dict):
         return {}

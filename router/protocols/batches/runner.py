@@ -3,10 +3,11 @@
 1. A new batch joins a queue in the scheduler's documents; each router polls it and leases free batches (lease.py). When
    a router dies, another takes over its batches.
 2. The input is checked as a whole. Then its lines run as calls to the router's own endpoint, each with an
-   idempotency key: a line that any router repeats attaches to its first execution.
+   idempotency key: a line that any router repeats attaches to the first run of that line.
 3. Lines are stored in parts, in the order of the input. A part's output is a function of its lines, so it does not
-   matter if two routers store it. Lines not stored when a router dies are requested again, but not computed again.
-4. When all parts are stored the output and error files appear, and the batch ends.
+   matter if two routers store it. When a router dies, lines that are not stored yet are requested again, but not
+   computed again.
+4. When all parts are stored, the output and error files are created, and the batch ends.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.5
 _MAX_BATCHES = 16
 _PART_LINES = 32
-# Maximum parts that run at once while the first of them still has unfinished lines.
+# Maximum number of parts that run concurrently while the first of them still has unfinished lines.
 _PARTS_AT_ONCE = 4
 _CHUNK_CHARACTERS = 1 << 20
-# Below all interactive requests, `flex` (-50) included.
+# Lower than the priority of all interactive requests, including `flex` (-50).
 PRIORITY = -75
 _RETRIED = frozenset({408, 429, 499, 503})
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 # How long running lines may take to finish when a batch is cancelled.
 _CANCEL_GRACE_S = 10.0
-# A line may time out this long before its batch expires, since the clock is read separately for each.
+# A line may time out this long before its batch expires, because the clock is read separately for each.
 _CLOCK_S = 0.5
 _PIECES = {"cancelled": "the batch was cancelled", "expired": "the batch's completion window has ended"}
 
@@ -73,14 +74,14 @@ class BatchRunner:
         """Prepare the runner; `run` runs the batches.
 
         Args:
-            app: The router's endpoints.
-            cells: Where to look for batches.
-            files: Inputs and outputs.
+            app: The application with the router's endpoints.
+            cells: The cells that are searched for batches.
+            files: The input and output files.
             batches: All batches.
             leases: The queue of unfinished batches.
-            draining: Set when this router takes no more work.
+            draining: Set when this router accepts no more work.
             metrics: Metrics of the router.
-            caller_of: Returns a batch's owner by name; None if it may no longer call.
+            caller_of: Returns a batch's owner by name; None if the owner is no longer authorized.
             max_lines: Maximum concurrent lines of all batches.
         """
         self._app = app
@@ -120,7 +121,7 @@ class BatchRunner:
     async def _hold(self, lease: Lease) -> None:
         """Run a batch while this router holds its lease."""
         caller = self._caller_of(lease.owner)
-        # The batch of an unknown client is ended without running anything.
+        # If the client is no longer known, the batch is ended without running anything.
         current_caller.set(caller or Caller(lease.owner, is_authenticated=True, roles=frozenset()))
         working = asyncio.create_task(self._drive(lease))
         keeping = asyncio.create_task(self._leases.keep(lease))
@@ -134,7 +135,7 @@ class BatchRunner:
             await working
             await self._leases.remove(lease)
         except MidstreamError as error:
-            # Its lease expires by itself, and the router that takes it retries.
+            # The lease expires by itself, and the router that takes it over tries again.
             logger.warning("batch %s cannot continue now: %s", lease.batch_id, error.message)
         except asyncio.CancelledError:
             keeping.cancel()
@@ -143,18 +144,18 @@ class BatchRunner:
             await self._leases.give_back(lease)
             raise
         except Exception:
-            logger.exception("batch %s failed unexpectedly; it is tried again", lease.batch_id)
+            logger.exception("batch %s failed unexpectedly; it is retried", lease.batch_id)
         finally:
             for task in (working, keeping):
                 task.cancel()
             await asyncio.gather(working, keeping, return_exceptions=True)
 
     async def _drive(self, lease: Lease) -> None:
-        """Run a batch from whatever state it is in to its end."""
+        """Run a batch to its end, whatever its current state."""
         try:
             _, batch = await self._batches.get(lease.owner, lease.batch_id)
         except NotFoundError:
-            return  # its creation was not completed
+            return  # the call that creates the batch did not complete
         if batch.status in ENDED:
             return
         try:
@@ -275,7 +276,7 @@ class BatchRunner:
 
 
 class _Run:
-    """A run over the lines of one batch, starting at the first line that is not stored yet."""
+    """Runs the lines of one batch, starting at the first line that is not stored yet."""
 
     def __init__(
         self, runner: BatchRunner, lease: Lease, batch: Batch, lines: Callable[[], AsyncIterator[bytes]]
@@ -284,7 +285,7 @@ class _Run:
         self._lease = lease
         self._batch = batch
         self._lines = lines
-        self._ended = ""  # cancelled or expired, which comes before the last line
+        self._ended = ""  # cancelled or expired, before the last line
 
     async def run(self) -> None:
         self._look()

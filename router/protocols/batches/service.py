@@ -27,7 +27,7 @@ class BatchService:
     """The files and batches of one router.
 
     Attributes:
-        routes: For the HTTP port.
+        routes: Routes for the HTTP port.
         runner: Runs batches.
     """
 
@@ -48,7 +48,7 @@ def batch_service(
     file_ttl_s: int,
     max_lines: int,
 ) -> BatchService:
-    """Return the service; `app` serves the endpoints that lines call. Other arguments as in BatchRunner and
+    """Return the service; `app` serves the endpoints that lines call. The other arguments are those of BatchRunner and
     RouterConfig.
     """
     documents = ClientDocuments(cells, unavailable_timeout_s)

@@ -1,4 +1,4 @@
-"""Read an upload form as it arrives, so that a file is never in memory as a whole."""
+"""Reads an upload form as it arrives, so that the whole file is never held in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Form:
         """Prepare to parse a body of this content type.
 
         Raises:
-            InvalidArgumentError: It is not a form.
+            InvalidArgumentError: The content type is not that of a form.
         """
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
@@ -91,7 +91,7 @@ class Form:
             self.fields[self._name.decode("utf-8", "replace")] = self._field.decode("utf-8", "replace")
 
     async def file(self, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the file's contents as they arrive; all other attributes are complete once this has ended.
+        """Yield the file's contents as they arrive; all other attributes are complete once the iteration has ended.
 
         Raises:
             InvalidArgumentError: The body is not a form with one file.

@@ -1,1 +1,1 @@
-"""Embeddings of OpenAI, and scores and reranking as vLLM, Cohere and Jina have them."""
+"""OpenAI's embeddings API, and the scoring and reranking APIs of vLLM, Cohere and Jina."""

@@ -1,7 +1,7 @@
-"""The endpoints of embeddings, scores and reranking.
+"""The endpoints for embeddings, scores and reranking.
 
-A score is the probability that the model answers yes, if it was trained to (answers.py), else the cosine of the two
-texts' embeddings. Reranking sorts documents by their score with the query.
+A score is the probability that the model answers yes, if it was trained to answer (answers.py); otherwise it is the
+cosine similarity of the two texts' embeddings. Reranking sorts documents by their scores for the query.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class EmbeddingsApi:
 
 
 class _Computed(ComputedResponse):
-    """The answer to one call; a dropped connection aborts its requests."""
+    """The response to one call; a dropped connection aborts its requests."""
 
     def __init__(self, compute: Callable[[], Awaitable[Response]]) -> None:
         super().__init__()

@@ -14,13 +14,13 @@ from router.protocols.openai.parameters import read_priority
 
 @dataclass(slots=True)
 class EmbeddingJob:
-    """A call of any of the endpoints.
+    """A call to any of the endpoints.
 
     Attributes:
         base: The native request of each input, without its prompt.
         model: The model's name as sent by the client.
         inputs: Inputs to embed.
-        pooling: None: the model's own.
+        pooling: How to pool; None for the pooling that the model was trained for.
         ignored: Fields of the body that have no effect.
     """
 
@@ -33,7 +33,7 @@ class EmbeddingJob:
 
 @dataclass(slots=True)
 class VectorsJob(EmbeddingJob):
-    """A call of /v1/embeddings."""
+    """A call to /v1/embeddings."""
 
     shape: VectorShape
     is_base64: bool
@@ -41,10 +41,10 @@ class VectorsJob(EmbeddingJob):
 
 @dataclass(slots=True)
 class ScoreJob(EmbeddingJob):
-    """A call of /score.
+    """A call to /score.
 
     Attributes:
-        pairs: Indexes in `inputs` of the two texts of each score.
+        pairs: For each score, the indexes of its two texts in `inputs`.
     """
 
     pairs: list[tuple[int, int]]
@@ -52,11 +52,11 @@ class ScoreJob(EmbeddingJob):
 
 @dataclass(slots=True)
 class RerankJob(ScoreJob):
-    """A call of /rerank: the query is the first input, and the documents follow.
+    """A call to /rerank; the query is the first input, and the documents follow.
 
     Attributes:
         top_n: Number of documents to return.
-        returns_documents: Whether results contain their text.
+        returns_documents: Whether the results contain the documents' text.
     """
 
     top_n: int
@@ -72,7 +72,7 @@ def read_embeddings(body: Body) -> VectorsJob:
     """Read a body of /v1/embeddings.
 
     Raises:
-        MidstreamError: A field is wrong or not supported.
+        MidstreamError: A field is invalid or not supported.
     """
     check_fields(body, EMBEDDINGS)
     value = body.get("input")
@@ -91,7 +91,7 @@ def read_embeddings(body: Body) -> VectorsJob:
 
 
 def read_score(body: Body) -> ScoreJob:
-    """Read a body of /score; errors as in `read_embeddings`."""
+    """Read a body of /score; raises the errors of `read_embeddings`."""
     check_fields(body, SCORE)
     names = ("queries", "documents") if body.has("queries") else ("text_1", "text_2")
     left, right = (body.texts(name) for name in names)
@@ -99,7 +99,7 @@ def read_score(body: Body) -> ScoreJob:
         if not texts:
             raise InvalidArgumentError("must be a text or an array of texts", field=name)
     if len(left) not in (1, len(right)):
-        raise InvalidArgumentError(f"has {len(left)} texts; must be one, or as many as {names[1]}", field=names[0])
+        raise InvalidArgumentError(f"has {len(left)} texts; must have one, or as many as {names[1]}", field=names[0])
     inputs = [_named(names[0], index, text) for index, text in enumerate(left)]
     inputs += [_named(names[1], index, text) for index, text in enumerate(right)]
     pairs = [(index if len(left) > 1 else 0, len(left) + index) for index in range(len(right))]
@@ -107,7 +107,7 @@ def read_score(body: Body) -> ScoreJob:
 
 
 def read_rerank(body: Body) -> RerankJob:
-    """Read a body of /rerank; errors as in `read_embeddings`."""
+    """Read a body of /rerank; raises the errors of `read_embeddings`."""
     check_fields(body, RERANK)
     query = body.text("query")
     if query is None:

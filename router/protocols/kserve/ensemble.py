@@ -26,7 +26,7 @@ Fill = Callable[[pb.GenerateRequest, InputTensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One input: its usual type, and its effect on the native request."""
+    """An input tensor: its usual type, and its effect on the native request."""
 
     datatype: str
     fill: Fill
@@ -103,7 +103,7 @@ def _log_probs(request: pb.GenerateRequest, tensor: InputTensor) -> None:
 
 
 def _ignored(request: pb.GenerateRequest, tensor: InputTensor) -> None:
-    """Check only the tensor's type: its value is handled together with another input."""
+    """Check only the type of the tensor; its value is handled together with another input."""
     _one(tensor, _INTEGERS | {"BOOL"}, "one value")
 
 
@@ -144,7 +144,7 @@ INPUTS: Mapping[str, Field] = {
     "stream": Field("BOOL", lambda request, tensor: _set(request, "streaming", _flag(tensor), tensor)),
     "prompt_embedding_table": Field("FP32", _prompt_table, dims=(-1, -1)),
     "prompt_vocab_size": Field("INT32", _ignored),
-    # Both are read together, in `native_request`.
+    # `native_request` reads these two together.
     "embedding_bias_words": Field("BYTES", lambda request, tensor: None, dims=(-1,)),
     "embedding_bias_weights": Field("FP32", lambda request, tensor: None, dims=(-1,)),
     "lora_task_id": Field("UINT64", lambda request, tensor: _set(request.lora, "name", str(_integer(tensor)), tensor)),
@@ -169,7 +169,7 @@ def check_outputs(names: Sequence[str]) -> frozenset[str]:
     """Return the names of the requested outputs; all outputs if the request names none.
 
     Raises:
-        InvalidArgumentError: An output is unknown.
+        InvalidArgumentError: The name of an output is unknown.
     """
     for name in names:
         if name not in OUTPUTS:
@@ -181,7 +181,7 @@ def num_rows(inputs: Mapping[str, InputTensor]) -> int:
     """Return the batch size: the number of rows of text_input.
 
     Raises:
-        InvalidArgumentError: It is missing or empty.
+        InvalidArgumentError: text_input is missing or empty.
     """
     if "text_input" not in inputs:
         raise InvalidArgumentError("must be given", field="text_input")
@@ -211,7 +211,7 @@ async def native_request(
 
 
 async def _fill_bias(request: pb.GenerateRequest, parts: Mapping[str, InputTensor], prompts: PromptBuilder) -> None:
-    """Bias every token of a word by the word's weight."""
+    """Add a word's weight to the bias of each of its tokens."""
     words, weights = parts.get("embedding_bias_words"), parts.get("embedding_bias_weights")
     if words is None and weights is None:
         return

@@ -1,4 +1,4 @@
-"""A request's output as the ensemble's tensors."""
+"""Conversion of a request's output to the ensemble's tensors."""
 
 from __future__ import annotations
 

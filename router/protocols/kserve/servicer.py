@@ -1,8 +1,8 @@
 """`inference.GRPCInferenceService`: one request becomes the native one, and its output the ensemble's tensors.
 
-1. `ModelInfer` and `ModelStreamInfer` read the tensors (tensors.py), and make a native request of each row
+1. `ModelInfer` and `ModelStreamInfer` read the tensors (tensors.py), and convert each row to a native request
    (ensemble.py).
-2. The rows run concurrently as native requests. `ModelInfer` answers when all have ended.
+2. The rows run concurrently as native requests. `ModelInfer` responds when all have ended.
 3. `ModelStreamInfer` is decoupled: its requests run concurrently, and every chunk is a response; the last response of a
    request has the parameter `triton_final_response`. When the client disconnects, all are aborted.
 """
@@ -47,7 +47,7 @@ _VERSION = "1"
 _FINAL = "triton_final_response"
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _TYPES = {"BYTES": pb.TYPE_STRING}
-# Responses queued for a slow reader of a stream, in addition to each request's own pending output.
+# Maximum number of responses queued for a slow reader of a stream, in addition to each request's own pending output.
 _MAX_WAITING = 64
 
 
@@ -62,7 +62,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self._num_success = self._num_failures = self._success_ns = self._failure_ns = self._last_ms = 0
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: object) -> pb.ServerLiveResponse:  # noqa: N802
-        """Return that the process is live."""
+        """Report that the process is live."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: object) -> pb.ServerReadyResponse:  # noqa: N802
@@ -132,7 +132,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         try:
             inputs, wanted = self._read(request)
             if "stream" in inputs and any(inputs["stream"].values):
-                raise InvalidArgumentError("streams come from ModelStreamInfer", field="stream")
+                raise InvalidArgumentError("streaming is only supported by ModelStreamInfer", field="stream")
             rows = num_rows(inputs)
             key = key_of(context.invocation_metadata() or ())
             left_s = context.time_remaining()
@@ -168,7 +168,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                         task.add_done_callback(ended)
             except* OverloadedError as errors:
                 failure = next(error for error in errors.exceptions if isinstance(error, OverloadedError))
-            except* Exception:  # from gRPC: errors of requests are sent in the stream
+            except* Exception:  # raised by gRPC: errors of requests are sent in the stream
                 logger.debug("a request stream broke", exc_info=True)
                 failure = InvalidArgumentError("the message is not a ModelInferRequest")
             await responses.put(None)
@@ -280,7 +280,9 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def _request_id(request: pb.ModelInferRequest, index: int, rows: int) -> str:
-    """Return a unique request id: clients number their requests from 1, so ids of different clients would collide."""
+    """Return a unique request id. Clients number their requests from 1, so the ids of different clients would
+    collide.
+    """
     return f"kserve-{uuid.uuid4().hex}-{index}" if rows > 1 else f"kserve-{uuid.uuid4().hex}"
 
 
@@ -289,7 +291,7 @@ def _data_type(datatype: str) -> pb.DataType.ValueType:
 
 
 def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
-    """Return the first error in an exception group: one failed row fails the whole batch."""
+    """Return the first error in an exception group; one failed row fails the whole batch."""
     first: BaseException = errors.exceptions[0]
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]

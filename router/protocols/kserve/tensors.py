@@ -1,4 +1,4 @@
-"""Tensors of the KServe protocol as Python values, and back."""
+"""Conversion of the KServe protocol's tensors to Python values, and back."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _RAW_ONLY = {"FP16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """An input tensor; for 16-bit float types `data` is set instead of `values`."""
+    """An input tensor; for 16-bit float types, `data` is set instead of `values`."""
 
     name: str
     datatype: str
@@ -72,7 +72,7 @@ def parse_inputs(request: pb.ModelInferRequest) -> dict[str, InputTensor]:
     """Return all inputs by name.
 
     Raises:
-        InvalidArgumentError: A duplicate name, an unknown type, or contents that do not match type and shape.
+        InvalidArgumentError: A name is duplicated, a type is unknown, or contents do not match the type and shape.
     """
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
@@ -91,7 +91,7 @@ def parse_inputs(request: pb.ModelInferRequest) -> dict[str, InputTensor]:
 def _parse(item: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> InputTensor:
     shape, datatype = tuple(item.shape), item.datatype
     if any(size < 0 for size in shape):
-        raise ValueError("a size is negative")
+        raise ValueError("a size in its shape is negative")
     values: Sequence[Value] = ()
     data = b""
     if datatype in _RAW_ONLY:
@@ -113,7 +113,7 @@ def _unpack(datatype: str, raw: bytes) -> Sequence[Value]:
     if datatype == "BOOL":
         return [value != 0 for value in raw]
     values = array(_ARRAY_CODES[datatype])
-    values.frombytes(raw)  # ValueError if a partial element is left
+    values.frombytes(raw)  # raises ValueError if a partial element is left over
     if sys.byteorder == "big":
         values.byteswap()
     return values

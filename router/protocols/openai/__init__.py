@@ -1,1 +1,1 @@
-"""OpenAI's HTTP interface, with vLLM's extras."""
+"""OpenAI's HTTP API, with vLLM's extensions."""

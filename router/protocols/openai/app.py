@@ -102,7 +102,7 @@ class OpenAiApi:
         return Reply(self._front, job, request.headers.get("last-event-id"))
 
     async def _first_arrival(self, job: Job) -> int:
-        """Return the Unix time in seconds at which a job first arrived; the current time for a new job."""
+        """Return the Unix time, in seconds, at which a job first arrived; for a new job, this is the current time."""
         try:
             first = (await self._kept.get(job.requests[0].request_id)).request
         except NotFoundError:

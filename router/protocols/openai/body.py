@@ -1,4 +1,4 @@
-"""Reads the fields of a JSON body and tracks which were not read. null means unset, as in OpenAI's API."""
+"""Reads the fields of a JSON body, and tracks which were not read. As in OpenAI's API, null means unset."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Body:
         """Parse the object in `data`.
 
         Raises:
-            InvalidArgumentError: It is not JSON, or not an object.
+            InvalidArgumentError: `data` is not JSON, or not an object.
         """
         try:
             value = json.loads(data, parse_constant=refuse_constant)
-            # A lone surrogate is legal JSON, but not valid text.
+            # A lone surrogate is valid JSON, but not valid text.
             if b"\\ud" in data.lower():
                 json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
@@ -48,7 +48,7 @@ class Body:
         return self._fields
 
     def get(self, name: str) -> object:
-        """Return the value unchanged, and mark everything in it as read; None if unset."""
+        """Return the value unchanged, and mark everything in it as read; None if it is unset."""
         self._read.add(name)
         return self._fields.get(name)
 
@@ -105,7 +105,7 @@ class Body:
         return self._parts[name][0]
 
     def array(self, name: str) -> list[object]:
-        """Return an array; empty if unset."""
+        """Return an array; empty if the field is unset."""
         value = self.get(name)
         if value is None:
             return []
@@ -126,7 +126,7 @@ class Body:
         return self._parts.setdefault(name, bodies)
 
     def unread(self) -> Iterator[str]:
-        """Yield the paths of fields that were not read and are set to anything but an empty or false value."""
+        """Yield the paths of fields that were not read and whose values are neither empty nor false."""
         for name, value in self._fields.items():
             if name in self._read or not value:
                 continue
@@ -155,10 +155,10 @@ class Body:
 
 
 def token_ids(values: list[object], field: str) -> list[int]:
-    """Return `values` if all of them are integers in the range of token ids.
+    """Return `values` if all of them are integers in the valid range of token ids.
 
     Raises:
-        InvalidArgumentError: One is not.
+        InvalidArgumentError: A value is not a token id.
     """
     ids = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     if len(ids) < len(values) or not all(0 <= value <= _MAX_UINT32 for value in ids):

@@ -1,4 +1,4 @@
-"""Echoed prompts with log probabilities, which arrive after the prompt's text and only with the first sequence."""
+"""Echoed prompts with log probabilities. These arrive after the prompt's text, and only with the first sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from midstream.extras import Extras, LogProbs
 
 
 class EchoedPrompt:
-    """Buffers the sequences of one prompt until the prompt's log probabilities are complete, and adds these to each
+    """Buffers the sequences of one prompt until the prompt's log probabilities are complete, and adds them to each
     sequence.
     """
 
@@ -21,7 +21,7 @@ class EchoedPrompt:
     def release(self, chunk: Chunk) -> list[Chunk]:
         """Return the chunks that may be sent now that `chunk` has arrived.
 
-        Sequence 0 comes last, since a stream that is resumed within it has no prompt.
+        Sequence 0 comes last, since a stream that is resumed within sequence 0 has no prompt.
         """
         is_first = chunk.sequence_index not in self._held
         if is_first:

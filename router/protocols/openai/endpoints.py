@@ -31,7 +31,9 @@ def mapped(endpoint: Endpoint) -> Endpoint:
 
 
 def shown(error: Exception) -> MidstreamError:
-    """Return the error that a client sees for any error of a call; unexpected ones are only logged."""
+    """Return the error that the client gets for an error of a call; the details of unexpected errors are only
+    logged.
+    """
     if isinstance(error, MidstreamError):
         return error
     if isinstance(error, RecursionError):

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format, with the HTTP statuses that its clients act on: they retry 408, 409, 429 and 5xx."""
+"""Errors in OpenAI's format, with the HTTP statuses to which its clients react: they retry 408, 409, 429 and 5xx."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from midstream.errors import MidstreamError, OverloadedError, StatusCode
 
 _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
-    # 501 would be retried in vain.
+    # Clients would retry the status 501, in vain.
     StatusCode.UNIMPLEMENTED: (400, "invalid_request_error"),
     StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
     StatusCode.PERMISSION_DENIED: (403, "permission_error"),
@@ -19,7 +19,8 @@ _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.UNAVAILABLE: (503, "service_unavailable_error"),
     StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
-# Native fields with other names in OpenAI's and vLLM's APIs; for the rest the last part of the path is the same.
+# Native fields that have other names in OpenAI's and vLLM's APIs; for all others, the last part of the path is the
+# same.
 _PARAMS = {
     "chat": "messages",
     "lora.name": "model",

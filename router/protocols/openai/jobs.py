@@ -1,4 +1,4 @@
-"""Converts a body into a job: one native request per prompt, and the format of the response."""
+"""Converts a body to a job: one native request per prompt, and the format of the response."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Vocabulary:
     """The model's properties that are needed to build a job.
 
     Attributes:
-        spell: Returns the bytes of one token.
-        chat: Its format of calls and reasoning.
+        spell: Returns the bytes of a token.
+        chat: The model's format of calls and reasoning.
     """
 
     spell: Spell
@@ -46,14 +46,14 @@ class Job:
     """One HTTP request.
 
     Attributes:
-        request_id: Id of the job; with several prompts, native requests add a number to it.
-        requests: One per prompt.
+        request_id: Id of the job; if there are several prompts, native requests append a number to it.
+        requests: One native request per prompt.
         model: The model's name as sent by the client.
-        num_choices: Choices shown per prompt: the best of its sequences.
-        includes_usage: The last event of a stream contains the usage.
+        num_choices: Number of choices returned per prompt, which are the best of its sequences.
+        includes_usage: Whether the last event of a stream contains the usage.
         ignored: Fields of the body that have no effect.
-        conversation: Of a chat; None for completions.
-        key: Idempotency key; empty for none.
+        conversation: The conversation of a chat; None for completions.
+        key: Idempotency key; empty if there is none.
     """
 
     request_id: str
@@ -70,8 +70,8 @@ class Job:
     key: str = ""
 
     def make_repeatable(self, key: str, call: str) -> None:
-        """Derive the request ids from an idempotency key; `call` names the endpoint, so that endpoints do not share
-        keys.
+        """Derive the request ids from an idempotency key; `call` names the endpoint, so that a key is separate for each
+        endpoint.
         """
         self.key, self.request_id = key, request_id_of(key, call)
         for request, name in zip(self.requests, request_ids(self.request_id, len(self.requests)), strict=True):
@@ -88,7 +88,7 @@ def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
     """Return the job for a body of /v1/completions.
 
     Raises:
-        MidstreamError: A field is wrong or not supported.
+        MidstreamError: A field is invalid or not supported.
     """
     refuse(body, "suffix", "prompt_embeds")
     request = native_request(body)
@@ -123,7 +123,7 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     """Return the job for a body of /v1/chat/completions.
 
     Raises:
-        MidstreamError: A field is wrong or not supported.
+        MidstreamError: A field is invalid or not supported.
     """
     refuse(body, *_NOT_IN_CHAT)
     request = native_request(body)
@@ -223,7 +223,9 @@ def _best_of(body: Body, request: pb.GenerateRequest) -> int:
     if best_of < shown:
         raise InvalidArgumentError("must be at least n", field="best_of")
     if body.flag("stream"):
-        raise InvalidArgumentError("must not be set with stream: the best are known only at the end", field="best_of")
+        raise InvalidArgumentError(
+            "must not be set with stream: the best choices are known only at the end", field="best_of"
+        )
     request.sampling.num_return_sequences = best_of
     if not request.output.HasField("log_probs"):
         request.output.log_probs = 0

@@ -1,4 +1,4 @@
-"""Converts chat messages into the native request's turns."""
+"""Converts chat messages to turns of the native request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def chat_messages(body: Body) -> list[pb.ChatMessage]:
 
     Raises:
         InvalidArgumentError: A message is invalid.
-        UnsupportedError: One has content that is not text.
+        UnsupportedError: A message has content that is not text.
     """
     return [_message(message) for message in body.objects("messages")]
 
@@ -45,7 +45,7 @@ def _content(message: Body) -> str:
 
 
 def _tool_call(call: Body) -> dict[str, object]:
-    """Parse a call's arguments: templates expect an object, but OpenAI's clients send it as text."""
+    """Parse a call's arguments: templates expect an object, but OpenAI's clients send JSON text."""
     function = call.child("function")
     if function is None:
         raise InvalidArgumentError("must be an object", field=call.path("function"))

@@ -1,4 +1,4 @@
-"""Names accepted in `model`: the served model and its loaded adapters."""
+"""The names that `model` accepts: the served model and its loaded adapters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Models:
         """Return a model or adapter.
 
         Raises:
-            NotFoundError: It does not exist.
+            NotFoundError: The model or adapter does not exist.
             MidstreamError: No scheduler responds.
         """
         if name == self._model.name:
@@ -56,7 +56,7 @@ class Models:
         return self._adapter_card(adapter)
 
     async def resolve(self, requests: Iterable[pb.GenerateRequest]) -> None:
-        """Replace an adapter's name in `model` by a request for that adapter."""
+        """If `model` names an adapter, replace it with a request for that adapter."""
         for request in requests:
             if request.model in ("", self._model.name):
                 continue
@@ -70,7 +70,7 @@ class Models:
                 request.lora.name = adapter.name
 
     async def _adapter(self, name: str) -> loads_pb2.LoraInfo | None:
-        """Return an adapter by name, from a short-lived cache that is refreshed if it lacks the name."""
+        """Return an adapter by name, from a short-lived cache that is refreshed if the name is missing."""
         if name not in self._adapters or asyncio.get_running_loop().time() >= self._fresh_until:
             await self._listed()
         return self._adapters.get(name)

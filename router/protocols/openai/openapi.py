@@ -15,7 +15,7 @@ from router.pipeline.request_checks import (
 )
 from router.protocols.conversation import EFFORTS
 
-# A JSON schema, or another part of the document.
+# A JSON schema, or another part of an OpenAPI document.
 Part = dict[str, Any]
 
 _TEXT: Part = {"type": "string"}
@@ -112,7 +112,7 @@ def document(model: ModelFolder) -> Part:
         "/v1/responses/{response_id}/cancel": {
             "post": _get("Cancel a background response.") | _with(stored[0]),
         },
-        "/v1/responses/{response_id}/input_items": {"get": _get("The items of its input.") | _with(stored[0])},
+        "/v1/responses/{response_id}/input_items": {"get": _get("The input items of a response.") | _with(stored[0])},
         **_embedding_paths(names, {"anyOf": [text, tokens, *embedded["anyOf"]]}),
         "/v1/files": {"get": _get("The caller's files, newest first."), "post": _upload()},
         "/v1/files/{file_id}": {
@@ -197,7 +197,7 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
 
 
 def _request_fields(names: Part) -> Part:
-    """Return the schemas that endpoints share with embeddings."""
+    """Return the schemas that the generating endpoints share with embeddings."""
     return {
         "model": names,
         "user": _NAME,

@@ -1,4 +1,4 @@
-"""Parameters shared by completions and chat completions, including vLLM's extensions, converted to native fields."""
+"""Parameters that completions and chat completions share, including vLLM's extensions, converted to native fields."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from protos import generation_pb2 as pb
 from router.protocols.openai.body import Body
 
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-# vLLM's extras that would change the output, and so cannot be ignored.
+# vLLM's extensions that would change the output, and therefore cannot be ignored.
 _NOT_SUPPORTED = (
     "allowed_token_ids", "logits_processors", "prompt_logprobs", "return_tokens_as_token_ids", "truncate_prompt_tokens",
 )  # fmt: skip
-# Seconds to retain a prompt's KV cache.
+# Number of seconds for which to retain a prompt's KV cache.
 CACHE_RETENTION_S = {"in_memory": 0, "24h": 24 * 3600}
 # Priorities of service tiers.
 TIERS = {"auto": 0, "default": 0, "flex": -50, "priority": 50}
@@ -58,7 +58,7 @@ def native_request(body: Body) -> pb.GenerateRequest:
 
 
 def read_priority(body: Body) -> int:
-    """Return the priority from vLLM's `priority`, where lower values run first, or from OpenAI's service tier."""
+    """Return the priority from vLLM's `priority`, of which lower values run first, or from OpenAI's service tier."""
     tier = TIERS[body.choice("service_tier", tuple(TIERS)) or "auto"]
     priority = body.integer("priority", -100, 100)
     return tier if priority is None else -priority
@@ -108,8 +108,8 @@ def _fill_stopping(body: Body, stopping: pb.StoppingConfig) -> None:
 
 
 def _guide(body: Body) -> pb.GuidedDecodingConfig | None:
-    """Return the guide from response_format, or from vLLM's guided_* or newer structured_outputs fields; None if
-    unset.
+    """Return the guide from response_format, from vLLM's guided_* fields, or from its newer structured_outputs field;
+    None if all are unset.
     """
     guides = [_response_format(body), *_named_guides(body, "guided_")]
     structured = body.child("structured_outputs")
@@ -159,7 +159,7 @@ def _named_guides(body: Body, prefix: str) -> list[pb.GuidedDecodingConfig | Non
 
 
 def refuse(body: Body, *names: str) -> None:
-    """Raise UnsupportedError if one of `names` is set to anything but an empty or false value."""
+    """Raise UnsupportedError if the value of one of `names` is neither empty nor false."""
     for name in names:
         if body.get(name):
             raise UnsupportedError("is not supported", field=body.path(name))

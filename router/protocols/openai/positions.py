@@ -1,8 +1,8 @@
 """A client's position in a stream, encoded in event ids.
 
-An id is `REQUEST/PART/PART...` with a part for each prompt: for each sequence the next token offset, then `:` and a
-number of characters if the text is parsed for tool calls or tokens are reported with their offset in it, then `x` and
-the bytes of an unfinished character in hexadecimal, if any, then `f` if it has ended.
+An id is `REQUEST/PART/PART...`, with a part for each prompt. A part has for each sequence: the next token offset; then
+`:` and a number of characters, if the text is parsed for tool calls or the text offsets of tokens are reported; then
+`x` and the bytes of an incomplete character in hexadecimal, if any; then `f`, if the sequence has ended.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Position:
 
     Attributes:
         offsets: Next token offset of each sequence.
-        characters: Characters of each sequence's text, if text is parsed or its offsets are reported; else empty.
-        partial: Bytes of the unfinished character that follows them.
+        characters: Number of characters of each sequence's text, if text is parsed or its offsets are reported;
+            otherwise empty.
+        partial: Bytes of the incomplete character that follows them.
         ended: Sequences that have ended.
     """
 
@@ -62,8 +63,8 @@ class Position:
             self.ended.add(index)
 
     def known_part(self, chunk: Chunk) -> tuple[str, Chunk]:
-        """Split a chunk of a sequence that is read again from its beginning: return the known text, and the chunk
-        without it.
+        """Split a chunk of a sequence that is read again from its beginning. Return the text that the client has, and
+        the chunk without it.
         """
         index = chunk.sequence_index
         characters, offset = self._skipped.get(index, (self.characters.get(index, 0), self.offsets.get(index, 0)))
@@ -92,7 +93,7 @@ def read_event_id(text: str, num_prompts: int) -> tuple[str, list[Position]]:
     """Parse an event id; return the request id and a position for each prompt.
 
     Raises:
-        InvalidArgumentError: It is not an event id of such a request.
+        InvalidArgumentError: `text` is not an event id of a request with this number of prompts.
     """
     name, *parts = text.split("/")
     if len(parts) != num_prompts or not all(map(_PART.fullmatch, parts)):

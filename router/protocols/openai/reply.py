@@ -1,7 +1,7 @@
 """Runs the requests of one job, and writes their output as JSON or as server-sent events.
 
-Each event's id encodes the reader's position (positions.py). The same body sent with it as Last-Event-ID, to any
-router, resumes the stream.
+Each event's id encodes the reader's position (positions.py). If a client sends the same body with that id as
+Last-Event-ID, to any router, the stream resumes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Reply(ComputedResponse):
         self._positions = [Position() for _ in job.requests]
         self._echoed: list[EchoedPrompt | None] = []
         self._usages: list[Usage] = []
-        self._metrics: list[PerfMetrics] = []  # if there was a prediction
+        self._metrics: list[PerfMetrics] = []  # set if there was a prediction
 
     async def compute(self, events: EventStream) -> Response | None:
         """Return the complete response, or write it as events."""
@@ -50,7 +50,7 @@ class Reply(ComputedResponse):
         return None
 
     def failure(self, error: MidstreamError) -> str:
-        """Return the error as an event, and the end."""
+        """Return the events of the error and of the stream's end."""
         return f"data: {dump(error_body(error))}\n\ndata: [DONE]\n\n"
 
     def _own_headers(self) -> dict[str, str]:
@@ -60,7 +60,7 @@ class Reply(ComputedResponse):
         if self._last_event_id is not None:
             self._read_positions(self._last_event_id)
         self._job.shape.request_id = self._job.request_id
-        # A stream resumed after the end of the prompt has none.
+        # A stream that is resumed after the end of the prompt has no echoed prompt.
         self._echoed = [
             EchoedPrompt() if self._job.echoes_log_probs and not position.offsets.get(0) else None
             for position in self._positions
@@ -76,7 +76,7 @@ class Reply(ComputedResponse):
                     output = await self._front.start(request, None, self._job.key)
                 outputs.append(await stack.enter_async_context(output))
         except MidstreamError:
-            # Without the failed one, the started requests are useless, unless the client retries with its key.
+            # If one request fails, the others are useless, unless the client retries with its key.
             for output in [] if self._job.key else outputs:
                 self._front.abort_soon(output.request_id)
             raise
@@ -84,7 +84,7 @@ class Reply(ComputedResponse):
 
     def _read_positions(self, text: str) -> None:
         if not self._job.is_stream:
-            raise InvalidArgumentError("is set, but the request does not stream", field="Last-Event-ID")
+            raise InvalidArgumentError("is set, but stream is false", field="Last-Event-ID")
         self._job.request_id, self._positions = read_event_id(text, len(self._job.requests))
 
     async def _whole(self, outputs: list[Output]) -> Mapping[str, object]:

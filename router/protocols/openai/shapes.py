@@ -1,4 +1,4 @@
-"""Output in OpenAI's format: a choice is a complete sequence, or the part of it in one event."""
+"""Output in OpenAI's format. A choice is a complete sequence, or the part of it in one event."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from midstream.extras import Extras, LogProbs
 from router.parsers.events import CallArguments, CallBegin, Event, ReasoningDelta, TextDelta
 from router.protocols.conversation import Conversation, SequenceReader
 
-# The bytes of one token.
+# Returns the bytes of one token.
 Spell = Callable[[int], bytes]
-# JSON has no infinity; OpenAI and vLLM report this for impossible tokens.
+# JSON has no infinity; OpenAI and vLLM report this value for impossible tokens.
 _LOWEST_LOG_PROB = -9999.0
 
 
@@ -21,10 +21,10 @@ class Shape(Protocol):
     """The output format of one of the two endpoints.
 
     Attributes:
-        prefix: Prefix of the response's id.
-        name: `object` of the response; chunk_name is that of one event.
-        request_id: Of the job; set before anything is read.
-        envelope: Further fields of a response, and of each event.
+        prefix: Prefix of the id of a response.
+        name: The field `object` of a response; `chunk_name` is that of an event.
+        request_id: Id of the job; it is set before any output is read.
+        envelope: Additional fields of a response, and of each event.
     """
 
     prefix: str
@@ -34,7 +34,7 @@ class Shape(Protocol):
     envelope: dict[str, object]
 
     def opening(self, index: int) -> dict[str, object] | None:
-        """Return the content of a choice's first event, before any output."""
+        """Return the content of a choice's first event, which precedes all output."""
 
     def part(self, index: int, chunk: Chunk) -> dict[str, object]:
         """Return a delta of a choice, for one event."""
@@ -46,10 +46,12 @@ class Shape(Protocol):
         """Process text that the client already has, to restore the parser's state."""
 
     def begin_at(self, index: int, num_characters: int, partial: bytes) -> None:
-        """Continue a choice after this many characters and the bytes of an unfinished one, unless it has begun."""
+        """Unless the choice has begun, continue it after `num_characters` characters and the bytes of an incomplete
+        one.
+        """
 
     def text_offset(self, index: int) -> tuple[int, bytes] | None:
-        """Return the arguments of `begin_at` for what follows; None if offsets are not reported."""
+        """Return the arguments of `begin_at` for the output that follows; None if offsets are not reported."""
 
 
 class CompletionShape:
@@ -87,7 +89,7 @@ class CompletionShape:
         self._offsets.setdefault(index, _TextOffset(num_characters, partial))
 
     def text_offset(self, index: int) -> tuple[int, bytes] | None:
-        """Return the arguments of `begin_at` for what follows; None without log probabilities."""
+        """Return the arguments of `begin_at` for the output that follows; None if there are no log probabilities."""
         offset = self._offsets.get(index)
         return None if offset is None else offset.state
 
@@ -122,16 +124,16 @@ class CompletionShape:
 
 
 class _TextOffset:
-    """Counts the complete characters of a text, given its bytes."""
+    """Counts the complete characters of a text that is given as bytes."""
 
     def __init__(self, num_characters: int = 0, partial: bytes = b"") -> None:
-        """Start after some characters and the bytes of an unfinished one."""
+        """Start after `num_characters` characters and the bytes of an incomplete one."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_characters = num_characters + len(self._decoder.decode(partial))
 
     @property
     def state(self) -> tuple[int, bytes]:
-        """Arguments to continue from here."""
+        """Arguments of `__init__` that continue from here."""
         return self._num_characters, self._decoder.getstate()[0]
 
     def before(self, piece: bytes) -> int:
@@ -142,7 +144,7 @@ class _TextOffset:
 
 
 def _entry_name(piece: bytes) -> str:
-    """Return a token's text or, if it is part of a character, its bytes in OpenAI's notation, so that names are
+    """Return a token's text, or its bytes in OpenAI's notation if it is part of a character, so that names are
     unique.
     """
     try:
@@ -224,7 +226,7 @@ class ChatShape:
         fields = {"logprobs": self._log_probs(chunk), **_ending(chunk)}
         if self._returns_ids:
             fields["token_ids"] = list(chunk.token_ids)
-        # OpenAI ends a call required by name with "stop".
+        # OpenAI ends with "stop" if the called tool was required by name.
         is_named = self._conversation.tools.choice == "named"
         if self._has_calls(index) and not is_named and fields["finish_reason"] == FinishReason.STOP:
             fields["finish_reason"] = "tool_calls"
@@ -242,7 +244,7 @@ class ChatShape:
 
     def _entry(self, token_id: int, value: float) -> dict[str, object]:
         piece = self._spell(token_id)
-        # OpenAI writes a part of a character this way too.
+        # OpenAI also uses this notation for a part of a character.
         token = piece.decode(errors="backslashreplace")
         return {"token": token, "logprob": _finite(value), "bytes": list(piece)}
 
@@ -274,7 +276,7 @@ def _ending(chunk: Chunk) -> dict[str, object]:
 
 
 def _joined(events: list[Event]) -> tuple[str, str, dict[int, dict[str, object]]]:
-    """Return the content, the reasoning, and the delta of each call by its index."""
+    """Return the content, the reasoning, and the delta of each call by index."""
     content = reasoning = ""
     calls: dict[int, dict[str, object]] = {}
     for event in events:

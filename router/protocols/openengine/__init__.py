@@ -1,1 +1,1 @@
-"""openengine.v1, for gateways that control engines over gRPC."""
+"""The openengine.v1 API, for gateways that control engines over gRPC."""

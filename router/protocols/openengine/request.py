@@ -1,4 +1,4 @@
-"""Converts openengine requests into native ones."""
+"""Converts openengine requests to native ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ def native_request(request: oe.GenerateRequest, metadata: Iterable[tuple[str, st
 
     Raises:
         InvalidArgumentError: A value does not fit its field; the native checks validate ranges.
-        UnsupportedError: Media, KV caches of other engines, or an unsupported kind of guide or candidates.
+        UnsupportedError: The request has media, KV caches of other engines, or an unsupported kind of guide or
+            candidates.
     """
     if request.media:
         raise UnsupportedError("only text and tokens are supported", field="media")
     if request.HasField("kv") and request.kv.HasField("session"):
         raise UnsupportedError("KV caches of other engines are not supported", field="kv.session")
     if request.kv.bypass_prefix_cache:
-        raise UnsupportedError("the prefix cache is on or off for the whole service", field="kv.bypass_prefix_cache")
+        raise UnsupportedError(
+            "the prefix cache is enabled or disabled for the whole service", field="kv.bypass_prefix_cache"
+        )
     native = pb.GenerateRequest(
         request_id=request.request_id, model=request.model, streaming=True, cache_salt=request.kv.cache_salt
     )

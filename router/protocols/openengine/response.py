@@ -1,4 +1,4 @@
-"""Converts native chunks into openengine's events."""
+"""Converts native chunks to openengine's events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RETRYABLE = (OverloadedError, UnavailableError)
 
 
 class Events:
-    """Converts the chunks of one request into events; text and tokens are never cumulative."""
+    """Converts the chunks of one request to events; text and tokens are never cumulative."""
 
     def __init__(self, request: oe.GenerateRequest, end_ids: Sequence[int], spell: Spell) -> None:
         """`spell` returns a token's text; `end_ids` are the end tokens of the model."""
@@ -82,7 +82,7 @@ class Events:
         )
 
     def _prompt(self, rows: LogProbs) -> oe.PromptOutput:
-        # The first token has no context, and so no log probability.
+        # The first token has no context, and therefore no log probability.
         ids = self._prompt_ids or [0] * (len(rows.token_log_probs) + 1)
         first = oe.TokenInfo(token_id=ids[0], token=self._spell(ids[0]))
         tokens = [first, *_tokens(ids[1:], rows, self._spell)]

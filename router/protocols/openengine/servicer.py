@@ -1,7 +1,7 @@
 """`openengine.v1.Inference` and `openengine.v1.Control`, implemented with the native services and the cells.
 
-A rejected request fails the call with the error's status. A request that fails after it was accepted ends with an
-EngineError, and its call with OK, as the protocol requires.
+If a request is rejected, the call fails with the error's status. If it fails after it was accepted, the stream ends
+with an EngineError and the call with OK, as the protocol requires.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HASH_BYTES = 8
 
 
 class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
-    """Generation."""
+    """Implements the Inference service, which generates text."""
 
     def __init__(self, front: FrontDoor, prompts: PromptBuilder) -> None:
         self._front = front
@@ -50,7 +50,7 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
             make_repeatable(native, request_id_of(key, "openengine"))
         request.request_id = native.request_id = native.request_id or uuid.uuid4().hex
         opened = await self._front.start(native, context.time_remaining(), key)
-        # By now the input is token ids, whatever its original form.
+        # By now the input has been converted to token ids.
         request.token_ids.ids[:] = native.token_ids.values
         events = Events(request, self._front.runner.model.end_ids, self._spell)
         try:
@@ -69,7 +69,7 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
 
 
 class ControlServicer(openengine_pb2_grpc.ControlServicer):
-    """Information about engine and model, and control of adapters and requests."""
+    """Implements the Control service: information about engine and model, and control of adapters and requests."""
 
     def __init__(self, front: FrontDoor, native: RouterServicer, cells: Cells) -> None:
         """`native` is the native service, which covers all cells."""
@@ -98,7 +98,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         return answer
 
     async def GetModelInfo(self, request: oe.GetModelInfoRequest, context: object) -> oe.ModelInfo:  # noqa: N802
-        """Return the served model."""
+        """Return information about the served model."""
         model, features = self._model, self._cells.any().features or frozenset()
         check_model(request.model, model)
         top_n = [oe.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N]
@@ -150,7 +150,9 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         )
 
     async def Health(self, request: oe.HealthRequest, context: object) -> oe.HealthResponse:  # noqa: N802
-        """Return the health of the router, of its schedulers and, on request, whether a token can be generated."""
+        """Return the health of the router and of its schedulers; on request, also test whether a token can be
+        generated.
+        """
         checks = [oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY), await self._scheduler_check(context)]
         if self._front.draining.is_set():
             checks[0].state = oe.HEALTH_STATE_DRAINING
@@ -199,7 +201,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         names.
         """
         if len(self._cells.cells) > 1:
-            raise UnsupportedError("each cell numbers its own KV events: subscribe at the schedulers")
+            raise UnsupportedError("each cell numbers its own KV events; subscribe at the schedulers")
         ranks: dict[str, int] = {}
         native = stats_pb2.SubscribeKvEventsRequest(start_sequence_number=request.start_sequence_number)
         async for batch in self._cells.any().watch_stub.SubscribeKvEvents(native):

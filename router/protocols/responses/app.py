@@ -1,8 +1,8 @@
 """The routes of the Responses API.
 
 A response is a request that its scheduler keeps (`keep_s`), together with the client's body (`attachment`). Its events
-are a function of these and of the request's tokens (writer.py), so nothing else is stored: any router can recreate a
-response from its request, which is in a scheduler's journal, and resume the stream after any event.
+are a function of these two and of the request's tokens (writer.py), so nothing else is stored: any router can recreate
+a response from its request, which is in a scheduler's journal, and resume the stream after any event.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class StoredResponse:
     """A response whose events can be written.
 
     Attributes:
-        response_id: The id that its client sees.
+        response_id: The id that the client sees.
         job: The client's request.
         context: Input and output items of the responses that it continues.
-        created_at: Unix seconds.
-        key: Idempotency key that it is created with; empty for none.
+        created_at: Creation time in Unix seconds.
+        key: Idempotency key with which it is created; empty if there is none.
     """
 
     response_id: str
@@ -87,7 +87,7 @@ class ResponsesApi:
         kept: KeptRequests,
         ttl_s: int,
     ) -> None:
-        """`ttl_s`: how long a response is stored."""
+        """`ttl_s` is how long a response is stored."""
         self._front = front
         self._folder = front.runner.model
         self._prompts = prompts
@@ -146,7 +146,7 @@ class ResponsesApi:
         is_stream = flag(query, "stream")
         after = integer(query, "starting_after")
         if after is not None and not is_stream:
-            raise InvalidArgumentError("needs stream=true", field="starting_after")
+            raise InvalidArgumentError("requires stream=true", field="starting_after")
         stored = await self._stored(request.path_params["response_id"])
         if is_stream:
             stored.job.is_stream = True
@@ -204,7 +204,7 @@ class ResponsesApi:
         """Return a response that the caller has stored.
 
         Raises:
-            NotFoundError: There is none.
+            NotFoundError: The caller has stored no such response.
         """
         missing = NotFoundError(f"no response {response_id[:64]!r} is stored here")
         if not response_id.startswith(_PREFIX):
@@ -286,14 +286,16 @@ class ResponsesApi:
 
 
 class _Reply(ComputedResponse):
-    """The HTTP response for a new or stored response; unless that runs in the background, a dropped connection aborts
-    it.
+    """The HTTP response for a new or stored response. A dropped connection aborts the request, unless it runs in the
+    background.
     """
 
     def __init__(
         self, api: ResponsesApi, stored: StoredResponse, native: pb.GenerateRequest | None, after: int = -1
     ) -> None:
-        """`native`: the request to start; None for a stored response. `after`: the last event that the client has."""
+        """`native` is the request to start, or None for a stored response; `after` is the number of the last event that
+        the client has.
+        """
         super().__init__()
         self._api = api
         self._stored = stored
@@ -312,7 +314,7 @@ class _Reply(ComputedResponse):
         return None
 
     def failure(self, error: MidstreamError) -> str:
-        """Return the error as an event of this stream, not of the response: it gets no number, so that no event is
+        """Return the error as an event of this stream, not of the response; it has no number, so that no event is
         skipped after a resume.
         """
         found = error_body(error)["error"]
@@ -324,7 +326,7 @@ class _Reply(ComputedResponse):
         writer = self._stored.writer()
         if not self._stored.job.is_background:
             return await self._api.whole(self._stored, writer, output)
-        async with output:  # the request is detached: it continues
+        async with output:  # the request is detached, so it continues
             return writer.response("queued")
 
     async def _stream(self, output: Output, events: EventStream) -> None:
@@ -338,7 +340,7 @@ class _Reply(ComputedResponse):
         await events.write("", more=False)
 
     async def _write(self, events: EventStream, written: list[Fields]) -> None:
-        """Write the events that the client does not have yet, in one write."""
+        """Write the events that the client does not have yet, all at once."""
         new = [event for event in written if int(str(event["sequence_number"])) > self._after]
         if new:
             self._last = int(str(new[-1]["sequence_number"]))
@@ -346,7 +348,7 @@ class _Reply(ComputedResponse):
 
 
 def _listed(item: Item, item_id: str) -> Item:
-    """Return an input item as lists show it: with a type and an id, and its text as content parts."""
+    """Return an input item as it appears in lists: with a type and an id, and with its text as content parts."""
     kind = item.get("type") or "message"
     listed: Item = {**item, "type": kind, "id": item.get("id") or item_id}
     if kind == "message" and isinstance(item.get("content"), str):

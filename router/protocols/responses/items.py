@@ -1,4 +1,4 @@
-"""Convert the input items of a response, and the items of the responses it continues, to turns of a conversation."""
+"""Converts the input items of a response, and the items of the responses it continues, to turns of a conversation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def input_items(body: Body) -> list[Body]:
     """Return the input items of a body; a string is one user message.
 
     Raises:
-        InvalidArgumentError: It is not set, or neither text nor items.
+        InvalidArgumentError: The input is missing, or is neither text nor items.
     """
     value = body.get("input")
     if isinstance(value, str):
@@ -50,7 +50,7 @@ class Turns:
     has_developer: bool
     turns: list[pb.ChatMessage] = field(default_factory=list)
     _calls: list[Item] = field(default_factory=list)
-    _is_open: bool = False  # the last turn is the assistant's, and may get more
+    _is_open: bool = False  # the last turn is the assistant's, and items may be added to it
 
     def add(self, items: Iterable[Body]) -> None:
         """Read items.
@@ -120,7 +120,7 @@ class Turns:
 
 
 def hide_reasoning(text: str) -> str:
-    """Encode reasoning for clients that send it back without its text; it is not encrypted, since they also get the
+    """Encode reasoning for clients that send it back without its text. It is not encrypted, since they also get the
     text.
     """
     return base64.b64encode(text.encode()).decode()

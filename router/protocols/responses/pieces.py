@@ -1,13 +1,13 @@
-"""Split a text into a stream's deltas. How text arrives depends on batching, drafts and failures, but a stream that is
-read again must have the same events. So the splits depend only on the text: like most tokens, a piece is a word or
-another single character, with the space before it. A word is complete once the next character is known.
+"""Splits a text into the deltas of a stream. How text arrives depends on batching, drafts and failures, but a stream
+that is read again must have the same events. So the splits depend only on the text: like most tokens, a piece is a word
+or another single character, with the space before it. A word is complete once the next character is known.
 """
 
 from __future__ import annotations
 
 import re
 
-# Letters and digits of scripts with spaces between words; in others each character is a piece.
+# Letters and digits of scripts with spaces between words; in all other scripts, each character is a piece.
 _WORD = r"[^\W\u2e80-\U0010ffff]"
 _MAX_SPACE, _MAX_WORD = 16, 16
 _OTHER = r"[\W\u2e80-\U0010ffff]"
@@ -16,7 +16,7 @@ _PIECE = re.compile(rf"\s{{{_MAX_SPACE}}}|\s{{0,{_MAX_SPACE - 1}}}(?:{_WORDS}|{_
 
 
 class Pieces:
-    """Splits a text, as it arrives, into pieces that do not depend on how it arrives."""
+    """Splits a text, as it arrives, into pieces that depend only on the text."""
 
     def __init__(self) -> None:
         self._held = ""

@@ -1,4 +1,4 @@
-"""Converts the body of a /v1/responses call into a conversation."""
+"""Converts the body of a /v1/responses call to a conversation."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class ResponseJob:
     """One requested response.
 
     Attributes:
-        echo: Fields of the response that repeat the request's.
+        echo: Fields of the response that repeat fields of the request.
         items: The input's items.
         custom_tools: Names of tools whose input is free text.
-        is_stored: It can be retrieved, and continued.
-        is_background: It continues when its client disconnects.
-        shows_hidden: Reasoning items have `encrypted_content`.
+        is_stored: Whether the response can be retrieved and continued.
+        is_background: Whether it continues when its client disconnects.
+        shows_hidden: Whether reasoning items have `encrypted_content`.
     """
 
     conversation: Conversation
@@ -60,8 +60,8 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         context: Input and output items of the responses that it continues.
 
     Raises:
-        InvalidArgumentError: A field is wrong, missing or not known.
-        UnsupportedError: A feature that this service lacks.
+        InvalidArgumentError: A field is invalid, missing or unknown.
+        UnsupportedError: The body uses a feature that this service lacks.
     """
     check_fields(body, RESPONSES, RESPONSES_OPAQUE)
     is_stored, is_background = body.flag("store") is not False, bool(body.flag("background"))
@@ -142,7 +142,7 @@ def _text_format(body: Body, request: pb.GenerateRequest) -> None:
 
 
 def _refuse_values(body: Body) -> None:
-    """Reject fields with values that conflict with each other."""
+    """Reject fields whose values conflict with each other."""
     if "message.output_text.logprobs" in body.texts("include"):
         raise UnsupportedError("log probabilities are not supported here", field="include")
     metadata = body.get("metadata")
@@ -159,7 +159,7 @@ def _refuse_values(body: Body) -> None:
 
 
 def _tools(body: Body) -> tuple[Tools, frozenset[str]]:
-    """Return the tools of a body, and the names of those that take free text."""
+    """Return the tools of a body, and the names of those whose input is free text."""
     schemas: dict[str, Schema] = {}
     definitions: dict[str, object] = {}
     strict, custom = set(), set()

@@ -1,7 +1,7 @@
-"""The events of a response, and the response object that they add up to.
+"""The events of a response, and the response object that they build.
 
-Both depend only on the request and the model's text: every router writes the same events with the same numbers. So a
-stream is resumed by recreating it without the events that its reader has.
+Both depend only on the request and the model's text, so every router writes the same events with the same numbers. A
+stream is therefore resumed by writing it again without the events that its reader already has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from router.protocols.responses.pieces import Pieces
 
 Fields = dict[str, object]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
-# By item type: the type of delta events, and the name of the text in them.
+# For each item type, the type of its delta events, and the name of the text in them.
 _DELTAS = {
     "message": ("response.output_text", "text"),
     "reasoning": ("response.reasoning_text", "text"),
@@ -31,7 +31,7 @@ class ResponseWriter:
     """Writes one response.
 
     Attributes:
-        items: Its output so far.
+        items: Output items so far.
         reasoning: Text of all reasoning so far.
     """
 
@@ -47,11 +47,11 @@ class ResponseWriter:
         """Begin a response.
 
         Args:
-            response_id: Its id, from which its items' ids are derived.
-            head: Its constant fields.
-            is_background: Whether it was queued first.
+            response_id: Id of the response, from which the items' ids are derived.
+            head: Constant fields of the response.
+            is_background: Whether the response was queued first.
             custom_tools: Names of tools whose input is free text.
-            shows_hidden: Reasoning items have `encrypted_content`.
+            shows_hidden: Whether reasoning items have `encrypted_content`.
         """
         self.items: list[Item] = []
         self.reasoning = ""
@@ -61,12 +61,12 @@ class ResponseWriter:
         self._custom_tools = custom_tools
         self._shows_hidden = shows_hidden
         self._pieces = Pieces()
-        self._text = ""  # of the open item
+        self._text = ""  # text of the open item
         self._is_open = False
         self._next_number = 0
 
     def begin(self) -> list[Fields]:
-        """Return the events that come before any output."""
+        """Return the events that precede all output."""
         first: Status = "queued" if self._is_background else "in_progress"
         events = [self._event("response.created", response=self.response(first))]
         if self._is_background:
@@ -97,11 +97,11 @@ class ResponseWriter:
         return events
 
     def end(self, chunk: Chunk, usage: Fields) -> list[Fields]:
-        """Return the events that come after all output; `chunk` is the last chunk of it."""
+        """Return the events that follow all output; `chunk` is the last chunk."""
         is_whole = chunk.finish_reason is FinishReason.STOP
         events = self._close("completed" if is_whole else "incomplete")
         status = status_of(chunk)
-        # OpenAI has no event for a response that was cancelled; its status says so.
+        # OpenAI's API has no event for a cancelled response; its status shows it.
         kind = "incomplete" if status == "cancelled" else status
         response = self.response(status, usage=usage, **_ending(chunk, status))
         return [*events, self._event(f"response.{kind}", response=response)]
@@ -150,7 +150,7 @@ class ResponseWriter:
     def _more(self, text: str) -> list[Fields]:
         self._text += text
         if self.items[-1]["type"] == "custom_tool_call":
-            return []  # the input is a string inside the arguments, which must be complete to be parsed
+            return []  # the input is a string in the JSON of the arguments, which must be complete to be parsed
         return [self._delta(piece) for piece in self._pieces.add(text)]
 
     def _delta(self, text: str) -> Fields:
@@ -209,7 +209,7 @@ def _ending(chunk: Chunk, status: Status) -> Fields:
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the text in the arguments of a custom tool's call; the arguments unchanged if they contain none."""
+    """Return the text in the arguments of a custom tool's call; if there is none, return the arguments unchanged."""
     try:
         value = json.loads(arguments)
     except ValueError:
