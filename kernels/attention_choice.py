@@ -46,7 +46,8 @@ Time = Callable[[Callable[[], object]], float]
 class AttentionChoice:
     """The implementation for each kind of step; a step uses that of the nearest smaller kind.
 
-    Attributes: backends: Implementations by kind; kinds that are missing use our own.
+    Attributes:
+        backends: Implementations by kind; kinds that are missing use our own.
     """
 
     backends: Mapping[StepShape, AttentionBackend]
@@ -80,7 +81,8 @@ def installed(capability: tuple[int, int]) -> dict[str, AttentionBackend]:
 def requested(name: str, case: AttentionCase, capability: tuple[int, int]) -> AttentionChoice:
     """Return a choice that uses one implementation for every step that it supports.
 
-    Raises: ValueError: It is not installed for this device, or supports no kind of step.
+    Raises:
+        ValueError: It is not installed for this device, or supports no kind of step.
     """
     backend = installed(capability).get(name)
     if backend is None:

@@ -77,7 +77,8 @@ def set_batch_invariant(is_on: bool, max_sequence_length: int = 0) -> None:
 
     Processes whose outputs must be bit-identical need the same max_sequence_length, in tokens.
 
-    Raises: RuntimeError: Batch invariance is requested, but there is no CUDA device or Triton is not installed.
+    Raises:
+        RuntimeError: Batch invariance is requested, but there is no CUDA device or Triton is not installed.
     """
     global _is_batch_invariant, _segment_keys
     if is_on and not _HAS_TRITON:

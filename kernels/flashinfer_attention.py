@@ -33,7 +33,8 @@ _CAPABILITIES = (9, 10, 12)
 class FlashInferAttention:
     """FlashInfer's attention for one query per sequence.
 
-    Attributes: function: flashinfer.decode.trtllm_batch_decode_with_kv_cache.
+    Attributes:
+        function: flashinfer.decode.trtllm_batch_decode_with_kv_cache.
     """
 
     function: Callable[..., Tensor]

@@ -1,1 +1,1 @@
-"""The pure core: events in, effects out. It imports no socket, clock, randomness or thread."""
+"""The pure core: it takes events and returns effects. It uses no sockets, clock, randomness or threads."""

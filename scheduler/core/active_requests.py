@@ -17,11 +17,11 @@ from scheduler.core.worker_group import WorkerGroup
 
 
 class LlmRequestState(enum.Enum):
-    """Stages of a request, in order."""
+    """Stages of a request, in the order in which it passes through them."""
 
     CONTEXT_INIT = 1  # queued, or its prompt is not yet computed
     GENERATION_IN_PROGRESS = 2
-    GENERATION_TO_COMPLETE = 3  # its last token is planned
+    GENERATION_TO_COMPLETE = 3  # its last token has been planned
     GENERATION_COMPLETE = 4
 
 
@@ -30,11 +30,11 @@ class LlmRequest:
 
     Attributes:
         request_id, client_id, priority: As set by the client.
-        prompt_len: Tokens of the prompt. max_new_tokens: Maximum output tokens over all sequences.
-        num_generated_tokens: Output tokens over all sequences so far.
-        state: Its stage.
-        is_queued: It holds no blocks.
-        arrival_ns: When it arrived, nanoseconds since the Unix epoch.
+        prompt_len: Number of tokens in the prompt. max_new_tokens: Maximum output tokens over all sequences.
+        num_generated_tokens: Output tokens so far, over all sequences.
+        state: Stage of the request.
+        is_queued: Whether it holds no blocks.
+        arrival_ns: Arrival time in nanoseconds since the Unix epoch.
     """
 
     __slots__ = ("_request", "is_queued", "state")
@@ -46,7 +46,7 @@ class LlmRequest:
 
     @property
     def request_id(self) -> str:
-        """The client's id."""
+        """The id that the client set."""
         return self._request.request_id
 
     @property
@@ -56,7 +56,7 @@ class LlmRequest:
 
     @property
     def priority(self) -> int:
-        """Higher is more urgent."""
+        """Priority of the request; higher is more urgent."""
         return self._request.spec.priority
 
     @property
@@ -81,7 +81,7 @@ class LlmRequest:
 
     @staticmethod
     def unwrap(requests: Iterable[LlmRequest]) -> list[Request]:
-        """Return the core's requests."""
+        """Return the core requests wrapped by `requests`."""
         return [request._request for request in requests]
 
 
@@ -95,7 +95,7 @@ class KvCacheManager:
         self._group = group
 
     def get_max_resource_count(self) -> int:
-        """Return the number of blocks."""
+        """Return the total number of blocks."""
         return self._group.blocks.num_blocks
 
     def get_num_free_blocks(self) -> int:
@@ -121,7 +121,7 @@ class RequestListScheduler(ABC):
 
         Args:
             max_num_requests: Maximum sequences that the group runs at the same time.
-            kv_cache_manager: Its blocks.
+            kv_cache_manager: The group's KV blocks.
         """
         self.max_num_requests = max_num_requests
         self.kv_cache_manager = kv_cache_manager
@@ -136,13 +136,13 @@ class RequestListScheduler(ABC):
 
 
 class RequestListCapacity(CapacityScheduler):
-    """A capacity policy that delegates to a RequestListScheduler."""
+    """A capacity policy that delegates every decision to a RequestListScheduler."""
 
     def __init__(self, policy: type[RequestListScheduler]) -> None:
         self._policy = policy
 
     def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request]:
-        """Return the queued requests among those that fit."""
+        """Return the queued requests that are among those that fit."""
         possible = [request for request in queued if group.is_large_enough(request)]
         fitting, _ = self._schedule(group, possible)
         return [request for request in fitting if request.group is None]

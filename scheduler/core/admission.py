@@ -1,4 +1,4 @@
-"""Reject requests that can never run here."""
+"""Rejects requests that no worker could ever run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Adoption: fill blocks from the pool of a dead worker on the same host, or from tiers, instead of computing them.
+"""Adoption: fills blocks from the pool of a dead worker on the same host, or from tiers, instead of computing them.
 
-A request that lost its worker starts elsewhere with blocks for all its known tokens. If the pools of both workers
+A request that lost its worker starts on another one, with blocks for all its known tokens. If the pools of both workers
 are in the same memory, its full blocks are *adopted*: a step asks the worker to find them by their hashes, in the pools
 of dead workers. Blocks of any request that are known to be in the tiers below the worker's pool are adopted too. Until
 the result of that step reports which were found, the blocks are pending, as if another sequence were to compute them;
@@ -18,7 +18,7 @@ from scheduler.core.request import Request, Sequence
 
 @dataclass(frozen=True, slots=True)
 class AdoptedBlock:
-    """A block to adopt: the one at `index` in a sequence's block table."""
+    """A block to adopt, at `index` in a sequence's block table."""
 
     sequence: Sequence
     index: int
@@ -72,11 +72,11 @@ class Adoptions:
         return self._waiting[-1]
 
     def take(self) -> Adoption:
-        """Remove and return the adoption for the next step."""
+        """Remove and return the adoptions of the next step."""
         return self._waiting.popleft() if self._waiting else Adoption()
 
     def keep(self, is_wanted: Callable[[Adoption, AdoptedBlock], bool]) -> None:
-        """Drop the blocks that are no longer wanted."""
+        """Drop queued blocks that are no longer wanted."""
         for adoption in self._waiting:
             adoption.entries = [entry for entry in adoption.entries if is_wanted(adoption, entry)]
         self._waiting = deque(adoption for adoption in self._waiting if adoption.entries)

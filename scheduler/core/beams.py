@@ -4,12 +4,12 @@ A step takes the candidates of all running beams, keeps those with the best cumu
 recorded as a `BeamStep`. The state is a function of the request and its steps in order, so the journal keeps the steps.
 Ties between candidates are broken by the rank of their beam and then by token id, so candidates determine the step.
 
-Scores, and when the search is over, are as in transformers' and TensorRT-LLM's: those of the
-`width` best candidates that end are added to the ended beams, with their score; the best `width` ended beams are kept.
+Scores and the end of the search are defined as in transformers and TensorRT-LLM: those among the `width` best
+candidates that end are added to the ended beams, with their scores, and the best `width` ended beams are kept.
 
-What all beams that may still be the best one have in common is decided: it is the beginning of the best output, however
-the search goes on. Log probabilities are at most 0, so a running beam scores no better later than its cumulative log
-probability does at the most favourable length.
+The common prefix of all beams that may still become the best one is *decided*: whatever happens later, the best output
+begins with it. Log probabilities are at most 0, so a running beam can never score better than its present cumulative
+log probability at the most favorable length.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from scheduler.core.request_spec import RequestSpec
 
-STOP_WHEN_FULL = 1  # early_stopping: as soon as `width` beams have ended
-STOP_BY_PRESENT_LENGTH = 0  # when the best running beam scores no better, at its length, than the worst ended one
+STOP_WHEN_FULL = 1  # early_stopping: stop as soon as `width` beams have ended
+STOP_BY_PRESENT_LENGTH = 0  # stop when the best running beam now scores no better than the worst ended one
 
 _MAX_EXPONENT = 600.0
-# Relative rounding error of scores, generously.
+# Generous bound on the relative rounding error of scores.
 _ROUNDING = 1e-9
 
 # A candidate for the next token, and its log probability.
@@ -36,7 +36,7 @@ Candidate = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """One step: entry i extends the beam of rank parents[i] by token_ids[i]. Best entries first.
+    """One step: entry i extends the beam of rank parents[i] by token_ids[i]. The best entries come first.
 
     Attributes:
         token_ranks: Rank of each token among its parent's possible next tokens, from 1.
@@ -75,7 +75,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class EndedBeam:
-    """A beam that ended with a stop token or by its length."""
+    """A beam that ended with a stop token or at its maximum length."""
 
     score: float
     beam: Beam
@@ -90,7 +90,7 @@ class BeamSearch:
         steps: The steps so far.
         running: Running beams, best first; initially a single beam without tokens.
         ended: The best ended beams, best first.
-        is_over: The search has finished.
+        is_over: Whether the search has finished.
         decided: A beam that begins with the decided tokens.
         num_decided: Number of decided tokens.
     """
@@ -105,7 +105,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Return the number of candidates needed per beam, since all stop tokens may be among the most likely
+        """Return the number of candidates needed per beam; it allows for all stop tokens being among the most likely
         tokens.
         """
         return self.spec.beam_width + len(self.spec.stop_token_ids)
@@ -150,7 +150,7 @@ class BeamSearch:
         """Apply a step.
 
         Returns:
-            For each running beam, the previous rank of it or its parent.
+            For each running beam, the previous rank of the beam or of its parent.
         """
         before, self.running = self.running, []
         parents: list[int] = []
@@ -170,12 +170,12 @@ class BeamSearch:
         return parents
 
     def _decide(self) -> None:
-        """Update which tokens of the best output are decided."""
+        """Update the number of decided tokens of the best output."""
         beams = [item.beam for item in self.ended[:1]]
         if not self.is_over:
             beams += [beam for beam in self.running if self._can_be_best(beam)]
         if beams:
-            # What the first and the last one in lexical order have in common, all have.
+            # The common prefix of the lexically first and last beams is common to all.
             first, last = min(beam.tokens for beam in beams), max(beam.tokens for beam in beams)
             pairs = enumerate(zip(first, last, strict=False))
             num_common = next((i for i, (one, other) in pairs if one != other), min(len(first), len(last)))

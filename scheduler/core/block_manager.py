@@ -1,8 +1,8 @@
 """Manages the KV blocks of one worker group: ownership, allocation and eviction order.
 
-A block is *held* while live sequences refer to it, *cached* when none does but its contents can still be found, else
-*free*. Free and cached blocks are available: a cached one is evicted when no free one is left, lowest retention
-priority first, then the least recently released.
+A block is *held* while live sequences refer to it, *cached* when no sequence does but its contents can still be found,
+and otherwise *free*. Free and cached blocks are available: a cached one is evicted when no free one is left, lowest
+retention priority first, then the least recently released.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from scheduler.core.request_spec import DEFAULT_RETENTION_PRIORITY
 
 @dataclass(slots=True)
 class BlockCounts:
-    """Counters since the group joined."""
+    """Counters, from the time when the group joined."""
 
     allocated: int = 0  # including reused blocks
-    allocated_new: int = 0  # empty when allocated
+    allocated_new: int = 0  # allocated without contents
     reused: int = 0
-    missed: int = 0  # full prompt blocks looked up and not found
+    missed: int = 0  # full prompt blocks that were looked up and not found
     evicted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long a cached block is kept; without a duration, the priority holds for the block's lifetime."""
+    """Retention priority of a cached block; without a duration, it holds until the block is evicted."""
 
     priority: int
     duration_ns: int | None
@@ -59,7 +59,8 @@ class BlockManager:
         self._cached: dict[int, OrderedDict[int, None]] = {}
         self._cached_priority: dict[int, int] = {}
         self._retention: dict[int, Retention] = {}
-        # When the retention of cached blocks ends, and the same as a heap, which may contain stale entries.
+        # Times at which the retention of cached blocks ends, and the same times as a heap, which may contain stale
+        # entries.
         self._expiry_ns: dict[int, int] = {}
         self._expiries: list[tuple[int, int]] = []
 
@@ -86,8 +87,8 @@ class BlockManager:
         return len(self._free) + self._num_cached + self.num_held == self.num_blocks
 
     def occupancy(self, blocks_per_cell: int) -> tuple[list[int], list[int], list[int]]:
-        """Return, for each run of `blocks_per_cell` blocks, how many have one owner, how many several, and how many are
-        cached.
+        """Return, for each run of `blocks_per_cell` blocks, the numbers of blocks with one owner, with several owners,
+        and cached.
         """
         owners, size = self._num_owners, blocks_per_cell
         held, shared = list[int](), list[int]()
@@ -145,7 +146,7 @@ class BlockManager:
     def release(self, blocks: Iterable[int], now_ns: int) -> None:
         """Remove an owner from each block. A block without owners stays cached if it is findable and was computed.
 
-        Pass the end of a table first: of blocks released together, the first is evicted first.
+        Pass the last blocks of a table first: of blocks released together, the first one is evicted first.
         """
         for block in blocks:
             self._num_owners[block] -= 1
@@ -158,11 +159,11 @@ class BlockManager:
                 self._discard(block)
 
     def retain(self, block: int, retention: Retention) -> None:
-        """Set how long a block with new contents is kept once it is cached."""
+        """Set the retention of a block with new contents; it applies once the block is cached."""
         self._retention[block] = retention
 
     def raise_retention(self, block: int, retention: Retention, now_ns: int) -> None:
-        """Extend the retention of a block that is already findable to at least `retention`, from now on."""
+        """Raise the retention of a block that is already findable to at least `retention`, from now on."""
         self._expire_retention(now_ns)
         self._retention[block] = self._retention.get(block, _DEFAULT).raised(retention)
         if block in self._cached_priority:
@@ -205,7 +206,7 @@ class BlockManager:
         return block
 
     def _expire_retention(self, now_ns: int) -> None:
-        """Reset blocks whose duration is over to the default priority, as if just released."""
+        """Reset blocks whose retention has expired to the default priority, as if they had just been released."""
         while self._expiries and self._expiries[0][0] <= now_ns:
             due_ns, block = heapq.heappop(self._expiries)
             if self._expiry_ns.get(block) == due_ns:
@@ -214,10 +215,10 @@ class BlockManager:
                 self._put_cached(block, now_ns)
 
     def check(self, tables: Iterable[Iterable[int]]) -> list[str]:
-        """Check in full that no block is lost or counted twice, for tests and idle periods.
+        """Check exhaustively that no block is lost or counted twice; used in tests and idle periods.
 
         Args:
-            tables: Blocks that each live sequence holds.
+            tables: The blocks of each live sequence.
 
         Returns:
             The problems found; empty if none.
@@ -227,7 +228,7 @@ class BlockManager:
             for block in table:
                 owners[block] += 1
         problems = [
-            f"block {block} has {count} owners, but {self._num_owners[block]} are counted"
+            f"block {block} has {count} owners, but its counter is {self._num_owners[block]}"
             for block, count in enumerate(owners)
             if count != self._num_owners[block]
         ]

@@ -1,5 +1,5 @@
-"""The block tables of a worker group's sequences: filled when a sequence starts, grown as it generates, released at its
-end.
+"""Block tables of a worker group's sequences; a table is filled when its sequence starts, grows as the sequence
+generates, and is released at its end.
 
 Sequences with the same tokens share blocks. Others can find the blocks that a sequence will compute as soon as it
 starts (prefix_cache describes how they wait for them); blocks of generated tokens can be found once they are full.
@@ -23,8 +23,8 @@ class BlockTables:
 
     Attributes:
         has_window: Whether blocks that left the attention window are released, except those of sink tokens.
-        num_reserved_blocks: Blocks that sequences with tables may still allocate; with a window, all that they may
-            hold.
+        num_reserved_blocks: Number of blocks that sequences with tables may still allocate; with a window, that they
+            may hold in total.
     """
 
     def __init__(self, config: CoreConfig, blocks: BlockManager, clock: Clock, attention_window: int) -> None:
@@ -47,11 +47,11 @@ class BlockTables:
         return blocks - self.num_reserved_blocks
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Return the number of blocks needed for this many tokens."""
+        """Return the number of blocks that this many tokens need."""
         return -(-num_tokens // self.tokens_per_block)
 
     def max_blocks(self, max_num_tokens: int, num_known: int) -> int:
-        """Return the maximum number of blocks that a sequence holds at one time."""
+        """Return the maximum number of blocks that a sequence of this length holds at one time."""
         most = self.blocks_of(max_num_tokens)
         if self.has_window:
             most = min(most, self._window_blocks)
@@ -67,7 +67,7 @@ class BlockTables:
         return self._prefix_cache.find(extend_hashes(sequence, num_blocks, self.tokens_per_block)[:num_blocks])
 
     def reuses(self, request: Request) -> bool:
-        """Return whether cached blocks may be reused for the request, and its blocks be shared."""
+        """Return whether the request may reuse cached blocks, and others may share its blocks."""
         return self._enable_reuse and request.spec.is_cacheable
 
     def fill(
@@ -82,27 +82,28 @@ class BlockTables:
         Precondition: they are available.
 
         Args:
-            sequence: One without a table.
+            sequence: A sequence without a table.
             leader: Another sequence of its request that has a table; they share the prompt's full blocks.
-            adoptions: Queue for full blocks that a dead worker or tiers may hold; None: there are none.
+            adoptions: Queue for full blocks that a dead worker or tiers may hold; None if there are none.
             is_stored: Returns whether the block with a hash can be adopted. Adoption ends at the first one that cannot.
-            None: all can.
+                None means that all can.
 
         Returns:
-            Number of leading blocks that other sequences compute or computed.
+            The number of leading blocks that other sequences compute or have computed.
         """
         spec, block_size = sequence.request.spec, self.tokens_per_block
         known = sequence.num_tokens
         shared = self.find(sequence)
         num_prompt_shared = (len(spec.prompt) - 1) // block_size
-        if leader is not None:  # it may hold copies of the blocks found: they would be counted twice
+        if leader is not None:  # the tiers may hold copies of the found blocks, which would be counted twice
             shared = leader.table[:num_prompt_shared] + shared[num_prompt_shared:]
         self.blocks.share(shared, self._clock.now_ns)
         for index in range(len(shared)):
             self._raise_retention(sequence, index, shared[index])
         num_own = self.blocks_of(known) - len(shared)
         table = shared + self.blocks.allocate(num_own, self._clock.now_ns)
-        # With a window, a released block may stay held by other sequences that share it, so reserve all it may hold.
+        # With a window, a released block may stay held by other sequences that share it, so reserve all blocks that the
+        # sequence may hold.
         most = self.max_blocks(spec.max_num_tokens, known)
         sequence.hold(table, len(shared), most if self.has_window else most - len(table))
         self.num_reserved_blocks += sequence.num_reserved
@@ -127,7 +128,7 @@ class BlockTables:
         lane.publish_at(NO_RESULTS)
 
     def num_missing_for_forks(self, forks: Iterable[tuple[Sequence, Sequence]]) -> int:
-        """Return the number of blocks that forks allocate, minus those that they release."""
+        """Return the number of blocks that the forks allocate, minus the number that they release."""
         num_missing = 0
         for source, target in forks:
             num_missing += source.num_computed % self.tokens_per_block > 0
@@ -171,7 +172,7 @@ class BlockTables:
             lane.reserve(num_reserved)
 
     def _promise(self, sequence: Sequence, first: int, end: int) -> None:
-        """Publish the blocks [first, end) that the sequence will compute, and mark them as pending."""
+        """Make the blocks [first, end) that the sequence will compute findable, and mark them as pending."""
         cache = self._prefix_cache
         if self.reuses(sequence.request):
             extend_hashes(sequence, end, self.tokens_per_block)
@@ -179,14 +180,14 @@ class BlockTables:
                 block = sequence.table[index]
                 self._publish(sequence, index)
                 cache.claim([block], sequence)
-            # A block of generated tokens is full, and its last token computed, once the token after it is known.
+            # A block of generated tokens is full, and its last token computed, once the next token is known.
             sequence.publish_at((end + 1) * self.tokens_per_block - len(sequence.request.spec.prompt) + 1)
         else:
             cache.claim(sequence.table[first:end], sequence)
             sequence.publish_at(NO_RESULTS)
 
     def _adopt(self, sequence: Sequence, adoptions: Adoptions, is_stored: Callable[[int], bool] | None) -> None:
-        """Let adoptions fill blocks that the sequence would otherwise compute; its last known token is still
+        """Queue blocks that the sequence would otherwise compute for adoption; its last known token is still
         computed.
         """
         end = (sequence.num_tokens - 1) // self.tokens_per_block
@@ -208,11 +209,13 @@ class BlockTables:
         return entry.is_held
 
     def settle(self, adoption: Adoption, missing: Collection[int]) -> None:
-        """Apply the result of an adoption: found blocks count as computed; their sequences compute the missing ones."""
+        """Apply the result of an adoption: found blocks count as computed, and their sequences compute the missing
+        ones.
+        """
         cache = self._prefix_cache
         for entry in adoption.entries:
             if not cache.is_claimed(entry.block, adoption):
-                continue  # it was released, and may belong to another sequence
+                continue  # the block was released, and may belong to another sequence
             if not entry.is_held:
                 cache.abandon([entry.block], adoption)
             elif entry.block in missing:
@@ -222,7 +225,7 @@ class BlockTables:
                 cache.note_stored(entry.sequence, entry.index, 1, self.tokens_per_block)
 
     def grow(self, sequence: Sequence) -> int:
-        """Append a block to a sequence's table, and release blocks that are no longer within its attention window.
+        """Append a block to a sequence's table, and release blocks that have left its attention window.
 
         Precondition: a block is available.
         """
@@ -272,7 +275,7 @@ class BlockTables:
             self.blocks.raise_retention(block, retention, self._clock.now_ns)
 
     def _retention_asked(self, sequence: Sequence, index: int) -> Retention | None:
-        """Return the retention that the request asks for a block, or None."""
+        """Return the retention that the request sets for a block, or None."""
         spec, start = sequence.request.spec, index * self.tokens_per_block
         retention: Retention | None = None
         if start >= len(spec.prompt):
@@ -285,7 +288,9 @@ class BlockTables:
         return retention
 
     def break_promises(self, sequence: Sequence) -> None:
-        """Leave blocks that a sequence in its context phase would have computed to other sequences that hold them."""
+        """Release the claims of a sequence in its context phase on shared blocks; other sequences that hold them
+        compute them.
+        """
         self._prefix_cache.abandon(sequence.held_blocks, sequence)
 
     def release(self, sequence: Sequence) -> None:

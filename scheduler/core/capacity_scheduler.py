@@ -19,19 +19,20 @@ class CapacityScheduler(ABC):
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
         """Return whether a queued request may take rows and blocks of the group now. Must not change any state.
 
-        A request that `group.blocks` could not hold even when empty has already been refused.
+        Requests that are too large even for an empty group have already been rejected.
         """
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
-        """Return how many of the request's waiting sequences may take rows and blocks now; 0: the request has to wait.
+        """Return how many of the request's waiting sequences may take rows and blocks now; with 0 the request has to
+        wait.
 
-        By default all of them or none, according to `can_start`. The others stay in the queue and are tried again;
-        sequences of one request run on one group. Must not change any state.
+        By default this is all or none of them, according to `can_start`. The others stay in the queue and are tried
+        again; all sequences of a request run on the same group. Must not change any state.
         """
         return len(request.waiting_sequences) if self.can_start(request, group) else 0
 
     def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request] | None:
-        """Return the queued requests to start on the group, in order; None: follow the queue's order.
+        """Return the queued requests to start on the group, in order; None means to follow the queue's order.
 
         Each is started if it `can_start` at that point, and skipped if not. `group.active` are the running requests.
         Must not change any state.
@@ -43,7 +44,7 @@ class CapacityScheduler(ABC):
         return None
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """Return active requests that must release their blocks so that the other requests can run their next step.
+        """Return the active requests that must release their blocks so that the others can run their next step.
 
         They are queued again ahead of new requests, and resume by recomputing their tokens. Must not change any state.
         """
@@ -56,33 +57,35 @@ class GuaranteedNoEvict(CapacityScheduler):
     """
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether all blocks that the request may ever need are available, besides those reserved for others."""
+        """Return whether all blocks that the request may ever need are available, not counting those reserved for
+        others.
+        """
         return wants_context(request, group) and has_room_to_the_end(request, group, leave_room=True)
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
-        """Return the maximum number of sequences that can all run to their ends."""
+        """Return the maximum number of sequences that can all run to completion."""
         if not wants_context(request, group):
             return 0
         return _largest_part(request, lambda part: has_room_to_the_end(request, group, part, leave_room=True))
 
 
 class MaxUtilization(CapacityScheduler):
-    """Admits as much as fits now; when blocks run short, pauses the newest requests of the lowest priority."""
+    """Admits as many requests as fit now; when blocks run short, pauses the newest requests of the lowest priority."""
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether the request's known tokens and one more fit, leaving some headroom for the growth of
+        """Return whether the request's known tokens and one more token fit, with some headroom for the growth of
         others.
         """
         return wants_context(request, group) and _has_room_to_grow(request, group)
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
-        """Return the maximum number of sequences that fit, leaving some headroom for the growth of others."""
+        """Return the maximum number of sequences that fit, with some headroom for the growth of others."""
         if not wants_context(request, group):
             return 0
         return _largest_part(request, lambda part: _has_room_to_grow(request, group, part))
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """Return the newest requests, as many as needed so that every other sequence gets the block for its next
+        """Return the newest requests, as many as are needed to give every other sequence the block for its next
         step.
         """
         num_missing = _num_blocks_for_generation(group) - group.blocks.num_available
@@ -98,7 +101,7 @@ class MaxUtilization(CapacityScheduler):
 
 
 class StaticBatch(CapacityScheduler):
-    """Starts a new batch only when the last one has finished; all requests of a batch can run to their end."""
+    """Starts a new batch only when the previous one has finished; all requests of a batch can run to completion."""
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
         """Return whether no request of the current batch has run yet and the request's longest possible output fits."""
@@ -109,7 +112,8 @@ def wants_context(request: Request, group: WorkerGroup) -> bool:
     """Return whether the group's next step has token budget left, or no context of the request's client runs in the
     group.
 
-    So urgent requests can still overtake waiting ones, and no client waits for the end of another's long contexts.
+    Thus urgent requests can still overtake waiting ones, and no client waits until the long contexts of another are
+    computed.
     """
     if group.num_context_tokens < max(1, group.max_num_tokens - len(group.generating)):
         return True
@@ -118,7 +122,7 @@ def wants_context(request: Request, group: WorkerGroup) -> bool:
 
 
 def has_room_for(request: Request, group: WorkerGroup) -> bool:
-    """Return whether a request that runs on another group could run on this one to its end."""
+    """Return whether a request that runs on another group could run to completion on this one."""
     return (
         wants_context(request, group)
         and request.num_rows <= group.num_free_rows
@@ -127,7 +131,7 @@ def has_room_for(request: Request, group: WorkerGroup) -> bool:
 
 
 def has_room_now(request: Request, group: WorkerGroup) -> bool:
-    """Return whether enough rows and blocks are free for the request's known tokens and one more."""
+    """Return whether enough rows and blocks are free for the request's known tokens and one more token."""
     cost = group.start_cost(request)
     return cost.num_rows <= group.num_free_rows and cost.num_blocks_at_once <= group.blocks.num_available
 
@@ -135,13 +139,13 @@ def has_room_now(request: Request, group: WorkerGroup) -> bool:
 def has_room_to_the_end(
     request: Request, group: WorkerGroup, num_sequences: int | None = None, *, leave_room: bool = False
 ) -> bool:
-    """Return whether rows and blocks are free for the request's longest possible output, besides those reserved for
-    others.
+    """Return whether rows and blocks are free for the request's longest possible output, not counting those reserved
+    for others.
 
     Args:
         request: A queued request.
         group: Where it would start.
-        num_sequences: How many of its waiting sequences; by default all.
+        num_sequences: How many of its waiting sequences start; by default all.
         leave_room: Leave some capacity for requests of other clients.
     """
     cost = group.start_cost(request, num_sequences)
@@ -161,7 +165,7 @@ def _has_room_to_grow(request: Request, group: WorkerGroup, num_sequences: int |
 
 
 def _largest_part(request: Request, fits: Callable[[int], bool]) -> int:
-    """Return the maximum number of waiting sequences of a request that fit together; all or none for a beam search."""
+    """Return the maximum number of a request's waiting sequences that fit together; for a beam search, all or none."""
     num_waiting = len(request.waiting_sequences)
     if fits(num_waiting):
         return num_waiting
@@ -183,8 +187,8 @@ def _num_blocks_for_generation(group: WorkerGroup) -> int:
 
 
 def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
-    """Return the number of blocks gained by pausing the request: those only it holds, and those its next step would
-    need.
+    """Return the number of blocks that pausing the request frees: those that only it holds, and those that its next
+    step would need.
     """
     num_blocks = 0
     for sequence in request.placed_sequences:
@@ -196,15 +200,15 @@ def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
 def _leaves_room(request: Request, group: WorkerGroup, cost: StartCost, num_blocks: int, num_blocks_left: int) -> bool:
     """Return whether the request leaves a part of the group's rows and blocks to others, or may use that part itself.
 
-    Requests that can start in parts always have to leave it, because one of them could take all capacity for a long
-    time. Others only have to while several clients are active.
+    Requests that can start in parts must always leave this part, because one of them could take all capacity for a long
+    time. Other requests must leave it only while several clients are active.
 
     Args:
         request: A queued request.
         group: A group that has room for it.
         cost: The cost of starting it.
-        num_blocks: Blocks that the policy counts for it.
-        num_blocks_left: Blocks that the policy would have left.
+        num_blocks: Number of blocks that the policy counts for it.
+        num_blocks_left: Number of blocks that would then be left.
     """
     are_several, has_parts = group.clients.are_several, len(request.sequences) > 1 and request.beams is None
     is_smallest = cost.num_rows == 1 or not has_parts
@@ -217,7 +221,7 @@ def _leaves_room(request: Request, group: WorkerGroup, cost: StartCost, num_bloc
         rows = max(1, rows)
     is_too_large = cost.num_rows > group.max_batch_size - rows or num_blocks > group.blocks.num_blocks - blocks
     if is_smallest and is_too_large:
-        return True  # it could never leave anything
+        return True  # the request could never leave that much
     if group.num_free_rows - cost.num_rows >= rows and num_blocks_left >= blocks:
         return True
     return _is_within_equal_share(request.spec.client_id, group, cost.num_rows, num_blocks)

@@ -9,18 +9,19 @@ PROTOCOL_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreConfig:
-    """Settings of the core; times are nanoseconds.
+    """Settings of the core; times are in nanoseconds.
 
     Attributes:
         scheduler_epoch: Epoch of this incarnation; greater than any before.
-        model_fingerprint: Workers must have the same one; empty: any.
+        model_fingerprint: Workers must have the same fingerprint; empty means any.
         max_context_chunk: Maximum context tokens of one request in one step; 0: max_num_tokens.
         max_attention_window: Maximum tokens that any layer attends to; 0: the model's own window. Workers must have the
             same setting, because their results depend on it.
-        sink_token_length: First tokens of a sequence that every query attends to in addition to its window; must also
-            be the same.
-        max_tensor_bytes: Limit over all known requests that ask for tensors.
-        max_worker_deaths: Consecutive worker deaths, without a new token in between, that make a request a suspect.
+        sink_token_length: Number of first tokens that every query attends to in addition to its window; workers must
+            have the same setting.
+        max_tensor_bytes: Maximum total size of the tensors of all known requests.
+        max_worker_deaths: Number of consecutive worker deaths, without a new token in between, after which a request is a
+            suspect.
     """
 
     scheduler_epoch: int

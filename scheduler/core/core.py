@@ -1,11 +1,11 @@
 """The core: it turns events into effects. It uses no sockets, clock, randomness or threads, so it can be simulated and
 replayed.
 
-The path of a request:
+The steps of a request:
 
 1. `Submitted` puts it into the queue (lifecycle, queue), or rejects it.
-2. A `Turn` starts it on the worker group that has most of its prefix and the least work, once the capacity policy
-   allows it (placement); it gets rows and blocks there (worker_group).
+2. A `Turn` starts it on the worker group with the longest cached prefix and the least work, once the capacity policy
+allows it (placement); it gets rows and blocks there (worker_group).
 3. The same turn plans steps for every group with room in its pipeline (`_plan`): the micro-batch policy fills a step
    (steps), and the StepPlan goes out. Two steps are in flight, so the next one waits at the worker when one
    ends.
@@ -13,7 +13,7 @@ The path of a request:
    blocks are free at once, because steps run strictly in order.
 5. If it is paused, or its worker is lost, it is queued again with its tokens (membership), and continues at 2. Where
    groups have roles, it moves from a prefill group to a decode group once its context is computed (handover).
-6. It ends once, is kept a while for clients that resume it, and is forgotten (lifecycle).
+6. It ends once, is kept for a while for clients that resume it, and is then forgotten (lifecycle).
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class SchedulerCore:
     def handle(self, event: Event) -> list[Effect]:
         """Apply an event.
 
-        Events update the state; the `Turn` after them plans from it. Time never goes backwards: an event from the past
-        counts as happening at the time of the one before.
+        Events update the state; the `Turn` that follows plans from it. Time never goes backwards: an event with an
+        earlier time than its predecessor is processed at the predecessor's time.
 
         Returns:
             The effects to carry out, in order.
@@ -165,12 +165,12 @@ class SchedulerCore:
         return self._results.statistics(self.groups, time_ns, "")
 
     def report_iterations(self, *, enabled: bool) -> None:
-        """Turn IterationDone effects on (the default) or off, if nothing reads them."""
+        """Turn IterationDone effects on (the default), or off if nothing reads them."""
         self._results.reports_iterations = enabled
 
     @property
     def num_active_requests(self) -> int:
-        """Requests that hold blocks."""
+        """Number of requests that hold blocks."""
         return sum(len(group.active) for group in self.membership.groups.values())
 
     def _submit(self, event: Submitted) -> None:
@@ -249,7 +249,8 @@ class SchedulerCore:
         while (step := self._fill(group, paused)).is_empty:
             if not step.num_stalled or group.in_flight or len(group.active) < 2:
                 return False
-            # A policy has admitted more than fits: pause the newest, or there would be no progress.
+            # A policy has admitted more requests than fit: pause the newest one, since otherwise no request would
+            # progress.
             newest = max(group.active, key=lambda request: request.order)
             self._pause(group, [newest])
             paused = [*paused, newest]
@@ -272,4 +273,4 @@ class SchedulerCore:
 
 
 def _take_a_turn(_: int) -> None:
-    """Do nothing: the turn that runs this timer does the work."""
+    """Do nothing: the turn that runs this timer does all the work."""

@@ -1,6 +1,6 @@
 """Predicts how long a step takes: a fixed time, a time per context token, and a time per generating row.
 
-Fitted by least squares from recorded steps; no part is negative.
+It is fitted to recorded steps by least squares; no coefficient is negative.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Round trip to the worker.
+# Round-trip time to the worker.
 WIRE_US = 200.0
 
 
@@ -36,7 +36,9 @@ class CostFit:
     """A least-squares fit to recorded steps, in constant memory."""
 
     def __init__(self, kept_weight: float = 1.0) -> None:
-        """With `kept_weight` below 1, each new step multiplies the weight of all earlier steps by that factor."""
+        """Create an empty fit; with `kept_weight` below 1, each new step multiplies the weight of all earlier steps by
+        it.
+        """
         self.num_steps = 0
         self._kept_weight = kept_weight
         self._products = [[0.0] * 3 for _ in range(3)]
@@ -53,7 +55,7 @@ class CostFit:
                 products[column] = products[column] * self._kept_weight + left * right
 
     def model(self, wire_us: float = WIRE_US) -> CostModel:
-        """Return the best-fitting model with no negative coefficients; the default model if no steps were added."""
+        """Return the best-fitting model without negative coefficients; the default model if no steps were added."""
         if not self.num_steps:
             return CostModel(wire_us=wire_us)
         used = [index for index in range(3) if self._products[index][index] > 0]

@@ -1,4 +1,4 @@
-"""Effects: actions that the core asks the edge to execute, in order; the core does not wait for any of them."""
+"""Effects: actions that the edge executes for the core, in order; the core does not wait for any of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler.core.stats import IterationStats
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Answer to Submitted: the request is accepted, or was already known."""
+    """Answer to Submitted: the request is accepted, or is already known."""
 
     request: Request
     is_attached: bool
@@ -29,7 +29,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """New tokens, to be committed and then published: sequence i now has `lengths[i]` output tokens."""
+    """New tokens, to be committed and then published: sequence i has `lengths[i]` output tokens."""
 
     sequences: list[Sequence]
     lengths: list[int]
@@ -40,8 +40,8 @@ class BeamsAdvanced:
     """A beam search has advanced to `num_steps` steps, to be committed.
 
     Attributes:
-        num_outputs: Extra outputs of its first sequence to be committed: those of the prompt.
-        num_reported: Tokens of its first sequence whose extra outputs are known: those emitted before.
+        num_outputs: Number of extra outputs of its first sequence to be committed: those of the prompt.
+        num_reported: Number of tokens of its first sequence whose extra outputs are known from earlier emissions.
     """
 
     request: Request
@@ -52,7 +52,7 @@ class BeamsAdvanced:
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnded:
-    """A sequence's end was set, or was changed because a stop word was found earlier in the output."""
+    """A sequence's end was set, or was changed because a stop word was found at an earlier position."""
 
     sequence: Sequence
 
@@ -66,7 +66,7 @@ class RequestEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestForgotten:
-    """A finished request was dropped; it can no longer be resumed."""
+    """An ended request was dropped; it can no longer be resumed."""
 
     request: Request
 
@@ -82,7 +82,7 @@ class GroupJoined:
 
 @dataclass(frozen=True, slots=True)
 class GroupRefused:
-    """Answer to WorkerRegistered: the worker is incompatible because of the field `field` of its registration."""
+    """Answer to WorkerRegistered: the worker is incompatible, because of `field` in its registration."""
 
     connection: bytes
     reason: str
@@ -100,7 +100,7 @@ class EpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class FetchBlocks:
-    """Ask a group to fetch blocks from the group with this store and source. Answered by BlocksFetched."""
+    """Ask a group to fetch blocks from the group with this store and source; answered by BlocksFetched."""
 
     connection: bytes
     epoch: int
@@ -114,7 +114,7 @@ class StepPlan:
     """One step of a worker group, as parallel lists; the fields are those of StepBatch in the worker protocol.
 
     `added` sequences get their rows and tables in this step. With `repeats_generation`, `generation_rows` are added to
-    those of the step before; else they are all rows.
+    those of the previous step; otherwise they are all generating rows.
     """
 
     connection: bytes

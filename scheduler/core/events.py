@@ -15,7 +15,7 @@ from scheduler.core.request_spec import RequestSpec
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A router submits a request. Answered by Accepted or Refused."""
+    """A router submits a request; answered by Accepted or Refused."""
 
     time_ns: int
     spec: RequestSpec
@@ -27,9 +27,9 @@ class Recovered:
 
     Attributes:
         outputs: Output tokens so far, by sequence.
-        ends: Ends of the ended sequences, by their index.
-        extras: Extra outputs of workers, by sequence; empty if there are none.
-        finish: Set when the request had ended.
+        ends: Ends of the ended sequences, by index.
+        extras: Extra outputs from workers, by sequence; empty if there are none.
+        finish: Set if the request has ended.
         beam_steps: Steps of its beam search.
     """
 
@@ -79,22 +79,22 @@ class StopWordFound:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRegistered:
-    """A worker group registers. Answered by GroupJoined or GroupRefused.
+    """A worker group registers; answered by GroupJoined or GroupRefused.
 
     Attributes:
         connection: The edge's identifier of the connection; messages to the group are sent there.
-        max_batch_size: Rows. max_num_tokens: Tokens in one step.
-        lora_cache_bytes: Device memory for adapters. max_loras: Number of typical adapters that fit.
+        max_batch_size: Maximum number of rows. max_num_tokens: Maximum number of tokens in one step.
+        lora_cache_bytes: Device memory for adapters. max_loras: Number of typical adapters that fit into it.
         kept_blocks: Blocks whose contents are kept from an earlier epoch. kept_hashes: Their content hashes.
-        kv_store: Groups with the same name can adopt blocks of dead groups with that name; empty: adoption is off.
-        tier_store: Groups with the same name share the tiers below their pools; empty: no tiers.
+        kv_store: Groups with the same name can adopt blocks of dead groups with this name; empty if adoption is off.
+        tier_store: Groups with the same name share the tiers below their pools; empty if there are no tiers.
         stored_hashes: Hashes of the blocks in the tiers. block_bytes: Size of one block.
-        attention_windows: For each layer how many tokens a query attends to, itself included; 0: all before it. Empty:
-            unknown, treated as all tokens.
-        max_attention_window: The setting that limits the windows; 0: none.
-        sink_token_length: First tokens that every query attends to in addition to its window.
-        role: A Role; empty: both.
-        kv_source: Where other groups can fetch blocks of its pool; empty: nowhere.
+        attention_windows: For each layer, how many tokens a query attends to, including its own; 0 means all tokens.
+            Empty if unknown, which is treated as all tokens.
+        max_attention_window: The setting that limits the windows; 0 means no limit.
+        sink_token_length: Number of first tokens that every query attends to in addition to its window.
+        role: A Role; empty means both.
+        kv_source: Where other groups can fetch blocks of its pool; empty if they cannot.
     """
 
     time_ns: int
@@ -129,7 +129,7 @@ class WorkerRegistered:
 
     @property
     def attention_window(self) -> int:
-        """The largest window of any layer, in tokens; 0: a layer may attend to every token of a sequence."""
+        """The largest window of any layer, in tokens; 0 if a layer may attend to every token of a sequence."""
         widest = max(self.attention_windows, default=0)
         if 0 in self.attention_windows or widest >= self.max_sequence_length:
             return 0
@@ -144,7 +144,7 @@ class WorkerBeat:
     connection: bytes
     epoch: int
     last_step_id: int
-    memory: tuple[int, int, int] = (0, 0, 0)  # bytes: host, device, pinned
+    memory: tuple[int, int, int] = (0, 0, 0)  # bytes on the host, on the device and pinned
     stored_hashes: tuple[int, ...] = ()
     removed_hashes: tuple[int, ...] = ()
 
@@ -182,11 +182,11 @@ class StepDone:
 
     Attributes:
         token_ids: Tokens of the sampled rows, in the order of the step.
-        num_tokens: Tokens of each sampled row; empty: one each.
-        failures: Rows that failed.
+        num_tokens: Number of tokens of each sampled row; empty if each has one.
+        failures: Rows that failed, with their errors.
         outputs: Serialized extra outputs, by row.
         candidate_log_probs: Log probabilities of the candidates of all beam rows, in order.
-        num_drafts: Verified drafts of each sampled row; empty: none.
+        num_drafts: Number of verified drafts of each sampled row; empty if there are none.
         missing_blocks: Blocks to adopt that were not found.
     """
 
@@ -209,7 +209,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class BlocksFetched:
-    """A group has fetched blocks of another group, or failed to. Answers FetchBlocks."""
+    """Answer to FetchBlocks: a group has fetched blocks of another group, or failed to."""
 
     time_ns: int
     connection: bytes

@@ -1,4 +1,4 @@
-"""Failures of the core, with gRPC status codes as plain numbers, since the core does not import gRPC."""
+"""Failures of the core, with gRPC status codes as plain numbers because the core does not import gRPC."""
 
 from __future__ import annotations
 

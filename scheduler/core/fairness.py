@@ -1,7 +1,8 @@
 """Fairness between clients on a worker group.
 
-Fairness costs throughput: capacity is kept free, and steps are planned later. So it applies only while several clients
-are active: a client that sends twenty times as much as another must not make that one wait until its work is done.
+The goal: a client that sends twenty times as much as another must not make the other wait until all its work is done.
+Fairness costs throughput, because capacity is kept free and steps are planned later, so it applies only while several
+clients are active.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from scheduler.core.timers import Clock
 
 # A client counts as active for this long after its last request.
 _PRESENT_NS = 60_000_000_000
-# Recorded steps weigh half as much after 34 newer ones.
+# The weight of a recorded step halves with every 34 newer ones.
 _KEPT_WEIGHT = 0.98
 _MIN_STEPS_TO_PREDICT = 8
 _MIN_LEAD_NS = 2_000_000
@@ -27,7 +28,7 @@ class Clients:
         self._clock = clock
         self._last: str | None = None
         self._last_ns = 0
-        self._other_ns: int | None = None  # last request of any client but the last one
+        self._other_ns: int | None = None  # time of the last request of any client other than the most recent one
 
     def note(self, client_id: str) -> None:
         """Record a request of the client."""
@@ -38,7 +39,7 @@ class Clients:
 
     @property
     def are_several(self) -> bool:
-        """Return whether at least two clients have sent requests recently."""
+        """Return whether at least two clients have recently sent requests."""
         return self._other_ns is not None and self._clock.now_ns - self._other_ns < _PRESENT_NS
 
 
@@ -53,7 +54,7 @@ class Holdings:
         return iter(self._rows)
 
     def of(self, client_id: str) -> tuple[int, int]:
-        """Return the client's (rows, blocks)."""
+        """Return the client's numbers of rows and blocks."""
         return self._rows.get(client_id, 0), self._blocks.get(client_id, 0)
 
     def add(self, client_id: str, num_blocks: int) -> None:
@@ -62,7 +63,7 @@ class Holdings:
         self._blocks[client_id] = self._blocks.get(client_id, 0) + num_blocks
 
     def remove(self, client_id: str, num_blocks: int) -> None:
-        """Remove a row, with the same number of blocks as when it was added."""
+        """Remove a row, with the same number of blocks as in the call of `add`."""
         self._rows[client_id] -= 1
         self._blocks[client_id] -= num_blocks
         if not self._rows[client_id]:
@@ -72,9 +73,9 @@ class Holdings:
 class Pace:
     """Decides when to plan the step after the one in flight.
 
-    With one client, it is planned at once. With several, it is planned just before the step in flight is expected to
-    end, so that a new request waits for one step and not for two. A wrong estimate leaves the worker idle for one round
-    trip.
+    With one active client, the step is planned immediately. With several, it is planned just before the step in flight
+    is expected to end, so that a new request waits for one step instead of two. A wrong estimate leaves the worker idle
+    for one round trip.
     """
 
     def __init__(self, clients: Clients) -> None:
@@ -85,12 +86,12 @@ class Pace:
     def note_result(self, step: InFlightStep, time_ns: int) -> None:
         """Record the result of the oldest step in flight."""
         began_ns = max(step.planned_ns, self._last_result_ns)
-        if not step.adoption.entries:  # copying is not part of a normal step's time
+        if not step.adoption.entries:  # copying blocks is not part of a normal step's time
             self._fit.add(step.num_context_tokens, len(step.generation), (time_ns - began_ns) / 1_000)
         self._last_result_ns = time_ns
 
     def next_plan_ns(self, oldest: InFlightStep) -> int:
-        """Return when to plan the step after the oldest one in flight; 0: immediately."""
+        """Return when to plan the step after the oldest one in flight; 0 means immediately."""
         if not self._clients.are_several or self._fit.num_steps < _MIN_STEPS_TO_PREDICT:
             return 0
         takes_ns = self._fit.model(0.0).step_ns(oldest.num_context_tokens, len(oldest.generation))

@@ -1,13 +1,13 @@
 """Hands requests over from prefill groups to decode groups.
 
 A request starts on a prefill group. As steps there complete blocks of its prompt, a decode group is asked to fetch them
-(FetchBlocks), chunk by chunk. When it reports all of them (BlocksFetched), the context is computed and there is room,
-the request is released on the first group and started on the second, exactly as after a pause: fetched blocks are
-adopted, the rest is recomputed. Until then it generates on the prefill group, so a slow or failed transfer delays
+(FetchBlocks), chunk by chunk. Once it has reported all of them (BlocksFetched), the context is computed and there is
+room, the request is released on the first group and started on the second, exactly as after a pause: fetched blocks are
+adopted, and the rest is recomputed. Until then it generates on the prefill group, so a slow or failed transfer delays
 nothing.
 
-Everything here can be lost at any moment. A request is handed over at most as often as it starts on a prefill group,
-and stays there once its blocks could not be fetched.
+All state of this module can be lost at any moment. A request is handed over at most as often as it starts on a prefill
+group, and stays there once its blocks could not be fetched.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Transfer:
     """The transfer of a request's blocks from one group to another.
 
     Attributes:
-        sequence: The one whose leading blocks are fetched; the request's others share them.
-        num_known: Its known tokens when it started on the source.
-        num_blocks: How many of its leading blocks are to be fetched.
+        sequence: The sequence whose leading blocks are fetched; the request's other sequences share them.
+        num_known: Number of its known tokens when it started on the source.
+        num_blocks: Number of its leading blocks to fetch.
         planned: (step, leading blocks that are computed once it is done), in the order of steps.
-        num_asked: Leading blocks that the target was asked to fetch, or already has.
+        num_asked: Number of leading blocks that the target was asked to fetch or already has.
         missing: Hashes not yet reported by the target.
     """
 
@@ -51,7 +51,7 @@ class Transfer:
 
 
 class Handovers:
-    """The transfers of this scheduler's requests."""
+    """KV-block transfers of this scheduler's requests from prefill to decode groups."""
 
     def __init__(
         self, *, membership: Membership, placement: Placement, totals: Totals, effects: list[Effect], block_size: int
@@ -64,7 +64,7 @@ class Handovers:
         self._transfers: dict[Request, Transfer] = {}
 
     def note_plan(self, group: WorkerGroup) -> None:
-        """Record what the last planned step of a prefill group computes."""
+        """Record which blocks the last planned step of a prefill group computes."""
         if group.role is not Role.PREFILL:
             return
         for request in group.active:
@@ -92,10 +92,10 @@ class Handovers:
             transfer.missing.difference_update(event.fetched_hashes)
 
     def advance(self, num_steps: int) -> None:
-        """Request blocks that have been computed, and hand over requests whose blocks have all been fetched.
+        """Request the blocks that have been computed, and hand over requests whose blocks have all been fetched.
 
         Args:
-            num_steps: Steps planned so far.
+            num_steps: Number of steps planned so far.
         """
         for request, transfer in list(self._transfers.items()):
             if not self._is_current(request, transfer):
@@ -168,7 +168,7 @@ class Handovers:
         self._totals.num_handovers += 1
         self._membership.requeue(request)
         if not self._placement.start_on(request, transfer.target, num_steps):
-            request.keep_here()  # the policy wants it elsewhere; it is placed like any other
+            request.keep_here()  # the policy chooses another group; the request is placed like any other
 
 
 def _fetch_blocks(source: WorkerGroup, target: WorkerGroup, hashes: Iterable[int]) -> FetchBlocks:

@@ -1,4 +1,4 @@
-"""Steps that were sent to a worker group and have no result yet."""
+"""Steps that were sent to a worker group and whose results are awaited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from scheduler.core.request import Request, Sequence
 
 @dataclass(frozen=True, slots=True)
 class LastGeneration:
-    """The generating rows that the worker would repeat, and their `generation_version`; -1 if there are none."""
+    """The generating rows that the worker would repeat, and their `generation_version`, which is -1 if there are
+    none.
+    """
 
     version: int = -1
     sequences: tuple[Sequence, ...] = ()
@@ -22,10 +24,10 @@ class InFlightStep:
     """A step that was sent to the worker and whose result is awaited.
 
     Attributes:
-        ordinal: Number of the step over all groups.
+        ordinal: Number of the step, counted over all groups.
         context: (row, sequence, tokens, samples) of each chunk.
         generation: Sequences in ascending order of their rows.
-        draft_limits: Maximum drafts to verify, by sequence; 0 for others.
+        draft_limits: Maximum number of drafts to verify, by sequence; 0 for sequences that are missing.
         adoption: Blocks that the worker looks up in the pools of dead workers or in tiers.
     """
 
@@ -52,7 +54,7 @@ class InFlightStep:
         return sum(1 for chunk in self.context if chunk[3]) + len(self.generation)
 
     def sampled(self) -> list[Sequence]:
-        """Return the sequences of the sampled rows, in the order of the result."""
+        """Return the sequences of the sampled rows, in the order of the step's result."""
         return [chunk[1] for chunk in self.context if chunk[3]] + list(self.generation)
 
     def requests(self) -> set[Request]:

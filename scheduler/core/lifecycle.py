@@ -1,4 +1,6 @@
-"""The lifecycle of requests: accepted or rejected, attached and detached, ended once, kept for a while, and dropped."""
+"""The lifecycle of requests: accepted or rejected, attached to and detached from, ended once, kept for a while, and
+dropped.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ class Lifecycle:
     """All known requests, by id.
 
     Attributes:
-        requests: Unfinished requests and those finished ones that are still kept.
-        is_draining: New requests are rejected.
+        requests: Unfinished requests, and ended ones that are still kept.
+        is_draining: Whether new requests are rejected.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Lifecycle:
         for index, end in event.ends:
             request.sequences[index].finish(end)
         if event.finish is not None:
-            self.requests.keep(request, self._clock.now_ns)  # its age is only known by another clock
+            self.requests.keep(request, self._clock.now_ns)  # its age is known only by the clock of another process
             return request
         request.count_recovery()
         if request.beams is not None and request.live_sequences:
@@ -125,7 +127,7 @@ class Lifecycle:
         return request
 
     def _restore_finished(self, event: Recovered, finish: Finish) -> Request:
-        """Keep a request that had already ended, for clients that resume it; it is not counted again."""
+        """Keep a request that had already ended for clients that resume it, without counting it again."""
         self._num_seen += 1
         request = Request.restored(event.spec, self._num_seen, finish)
         self.requests.add(request)
@@ -151,7 +153,7 @@ class Lifecycle:
         return request
 
     def abort(self, event: AbortRequested) -> bool:
-        """End a request for a client; return False if it had already ended or is unknown."""
+        """End a request on behalf of a client; return False if it has already ended or is unknown."""
         request = self.requests.get(event.request_id)
         if request is None or request.state is RequestState.FINISHED:
             return False
@@ -174,7 +176,7 @@ class Lifecycle:
             self._timers.at(due, partial(self._on_orphaned, event.request_id))
 
     def stop_word(self, event: StopWordFound) -> None:
-        """End a sequence at its stop word, even if it has already reached a later end."""
+        """End a sequence at its stop word, even if it has already ended at a later position."""
         request = self.requests.get(event.request_id)
         if request is None or event.sequence_index >= len(request.sequences):
             return
@@ -195,7 +197,7 @@ class Lifecycle:
             self.end_sequence(sequence, SequenceEnd(reason, len(sequence.output)))
 
     def end_sequence(self, sequence: Sequence, end: SequenceEnd) -> None:
-        """End one sequence, and its request if it was the last one; its rows and blocks are free at once."""
+        """End one sequence, and its request if no other sequence is left; its rows and blocks are freed at once."""
         request = sequence.request
         sequence.finish(end)
         if request.group is not None and sequence.row is not None:
@@ -212,7 +214,7 @@ class Lifecycle:
         if not waiting:
             self._queue.remove(request)
         elif request.group is not None and len(waiting) == len(request.live_sequences):
-            request.group.release(request)  # it no longer holds anything there
+            request.group.release(request)  # the request holds nothing on the group any longer
             request.wait()
 
     def _finish(self, request: Request) -> None:
@@ -235,8 +237,8 @@ class Lifecycle:
         totals.e2e_request_latency.observe(self._clock.now_ns - request.times.queued_ns)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Free memory for a request's tensors by dropping ended requests without readers; return False if that
-        fails.
+        """Free memory for a request's tensors by dropping ended requests that nobody reads; return False if that is not
+        enough.
         """
         limit = self._config.max_tensor_bytes - num_bytes
         if self._num_tensor_bytes > limit:
@@ -267,7 +269,7 @@ class Lifecycle:
 
 
 def _is_overtaken(known: SequenceEnd, found: SequenceEnd) -> bool:
-    """Return whether a stop word precedes the known end of its sequence, which was reached before the stop word was
+    """Return whether a stop word precedes the recorded end of its sequence, which was reached before the stop word was
     found.
     """
     came_by_itself = known.reason in (FinishReason.STOP, FinishReason.LENGTH) and not known.stop_word

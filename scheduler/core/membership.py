@@ -28,12 +28,14 @@ from scheduler.core.stats import Totals
 from scheduler.core.timers import Clock, Timers
 from scheduler.core.worker_group import WorkerGroup
 
-# Epochs grow from scheduler to scheduler: the high bits are the scheduler's epoch, the low bits count registrations.
+# Epochs increase from one scheduler to the next: the high bits are the scheduler's epoch, the low bits count
+# registrations.
 _REGISTRATION_BITS = 20
-# Each block costs about 50 bytes of bookkeeping, so bound the number that a worker can claim.
+# Each block costs about 50 bytes of bookkeeping, so limit the number of blocks that a worker can register.
 _MAX_NUM_BLOCKS = 1 << 22
 _MAX_LOST = 256
-# Heartbeats usually stop because the worker's machine or network stalls, so a request is not blamed the first time.
+# Heartbeats usually stop because the worker's machine or network stalls, so the first silence is not blamed on a
+# request.
 _MAX_SILENCES = 1
 
 
@@ -66,14 +68,14 @@ class Membership:
         self._clients = clients
         self._effects = effects
         self._num_registrations = 0
-        # By group id: the incarnation whose connection was lost, and the requests blamed for its death.
+        # By group id: the epoch whose connection was lost, and the requests blamed for the worker's death.
         self._lost: OrderedDict[str, tuple[int, list[str]]] = OrderedDict()
-        self._stored: dict[str, set[int]] = {}  # hashes in the tiers, by the name of their store
+        self._stored: dict[str, set[int]] = {}  # hashes of the blocks in the tiers, by name of their store
         self._standings = Standings()
         self._no_worker_since_ns = 0
 
     def register(self, event: WorkerRegistered) -> None:
-        """Register a group under a new epoch, replacing an older epoch of the same group, or reject it."""
+        """Register a group under a new epoch, which replaces an older epoch of the same group, or reject it."""
         problem = self._problem(event)
         if problem is not None:
             field, reason = problem
@@ -83,7 +85,8 @@ class Membership:
             if group.connection == event.connection:
                 self.end_epoch(group, "registered again", tell=False)
             elif group.group_id == event.group_id:
-                # Only its connection shows whether the previous one died: this may be another worker of the same name.
+                # Only the connection shows whether the previous worker died: the new one may be another worker of the
+                # same name.
                 self.end_epoch(group, "another worker registered under its name")
         self._forgive(event)
         self._num_registrations += 1
@@ -167,7 +170,7 @@ class Membership:
             self._lost.popitem(last=False)
 
     def _forgive(self, event: WorkerRegistered) -> None:
-        """Withdraw the recorded death of a worker that reconnects, since only its connection was lost."""
+        """Withdraw the recorded death of a worker that reconnects, since it had only lost its connection."""
         incarnation, blamed = self._lost.pop(event.group_id, (0, []))
         if incarnation != event.incarnation:
             return
@@ -178,10 +181,10 @@ class Membership:
                 request.died_on.remove(event.group_id)
 
     def group_of(self, event: StepDone | WorkerBeat | BlocksFetched) -> WorkerGroup | None:
-        """Return the group that sent a message, or None if the message is stale; then count it and notify the sender.
+        """Return the group that sent a message; if the message is stale, count it, notify the sender and return None.
 
-        An epoch is bound to the connection that it was assigned to: no worker can send for another, and one whose
-        connection was lost registers again.
+        An epoch is bound to the connection that it was assigned to: no worker can send messages for another one, and a
+        worker whose connection was lost registers again.
         """
         group = self.groups.get(event.epoch)
         if group is None or group.connection != event.connection:
@@ -193,7 +196,7 @@ class Membership:
         return next((group for group in self.groups.values() if group.connection == connection), None)
 
     def reject_stale(self, connection: bytes, epoch: int) -> None:
-        """Count a message of an epoch that is over, and notify its sender."""
+        """Count a message of a past epoch, and notify its sender."""
         self._totals.num_stale_messages += 1
         self._effects.append(EpochEnded(connection, epoch))
 
@@ -206,9 +209,7 @@ class Membership:
         self.end_epoch(group, reason)
 
     def end_by_death(self, group: WorkerGroup, reason: str, *, tell: bool = True, is_silent: bool = False) -> None:
-        """End the epoch of a group that died, hangs or is silent; a request that it was running may be the cause of
-        this.
-        """
+        """End the epoch of a group that died, hangs or is silent; a request that it was running may be the cause."""
         self._totals.num_worker_deaths += 1
         group.standing.note_death(self._clock.now_ns, reason)
         culprit = self._blame(group, is_silent)
@@ -224,7 +225,7 @@ class Membership:
 
         Args:
             group: A current group.
-            reason: Logged.
+            reason: Reason for the log.
             tell: Notify the worker, in case it is still connected.
             culprit: A request to end instead of queueing it again.
         """
@@ -244,17 +245,19 @@ class Membership:
             self.wait_for_workers()
 
     def requeue(self, request: Request) -> None:
-        """Queue a request again after its release from a group."""
+        """Queue a request again after it was released from a group."""
         request.wait_again(self._clock.now_ns)
         self._queue.put_back(request)
 
     def is_suspect(self, request: Request) -> bool:
-        """Return whether several workers in a row died running the request. It then runs without other suspects."""
+        """Return whether several workers in a row died while running the request. Such a request runs without other
+        suspects.
+        """
         return len(request.died_on) >= self._config.max_worker_deaths
 
     @property
     def has_usable_group(self) -> bool:
-        """Return whether there is a group that is not held off."""
+        """Return whether any group is not held off."""
         return any(not group.is_held_off for group in self.groups.values())
 
     def should_avoid(self, request: Request, group: WorkerGroup) -> bool:
@@ -270,7 +273,7 @@ class Membership:
         )
 
     def _blame(self, group: WorkerGroup, is_silent: bool) -> Request | None:
-        """Count the death against all requests in flight; return the request to end if it is certainly to blame."""
+        """Count the death against all requests in flight; return the request to end if it is certainly the cause."""
         running = _running(group)
         if is_silent:
             running = {request for request in running if request.note_silence(group.group_id) > _MAX_SILENCES}
@@ -286,11 +289,11 @@ class Membership:
     def _is_certain(self, suspect: Request, group: WorkerGroup) -> bool:
         """Return whether it is certain that the request crashes workers.
 
-        It is certain after several groups died of it. With only one group to try, a few more deaths suffice, unless
-        that group also died of other lone suspects: then the group is to blame.
+        It is certain after several groups died while running it. If there is only one group to try, a few more deaths
+        suffice, unless that group also died while running other lone suspects: then the group is to blame.
         """
         if len(set(suspect.died_on)) > 1:
-            # The first group that fell silent is not among those that died of it, but it is not at fault either.
+            # The first group that fell silent is not in `died_on`, but it is not at fault either.
             for group_id in {*suspect.died_on, *suspect.silent_on}:
                 self._standings.of(group_id).forgive_death()
             return True
@@ -305,7 +308,8 @@ class Membership:
         self._lifecycle.end(request, FinishReason.ERROR, Failure(INTERNAL, message))
 
     def _check_alive(self, epoch: int, now_ns: int) -> None:
-        # By its epoch: a timer that referred to the group would keep its block bookkeeping alive after its end.
+        # Keyed by epoch, because a timer that referred to the group would keep its block bookkeeping alive after its
+        # end.
         group = self.groups.get(epoch)
         if group is None:
             return
@@ -322,12 +326,12 @@ class Membership:
         self._timers.at(due_ns, partial(self._check_alive, epoch))
 
     def wait_for_workers(self) -> None:
-        """Start the no-worker timeout; it applies to waiting requests that have no deadline."""
+        """Start the no-worker timeout, which applies to waiting requests without a deadline."""
         self._no_worker_since_ns = self._clock.now_ns
         self.watch_lack_of_workers()
 
     def watch_lack_of_workers(self) -> None:
-        """Schedule the check of the requests that are waiting now, for when they reach the timeout."""
+        """Schedule a check of the requests that are waiting now, at the time when they reach the timeout."""
         self._timers.at(self._clock.now_ns + self._config.no_worker_timeout_ns, self._give_up_waiting)
 
     def _give_up_waiting(self, now_ns: int) -> None:
@@ -354,17 +358,17 @@ class Membership:
 
 
 def _take_a_turn(_: int) -> None:
-    """Do nothing: the turn that runs this timer does the work."""
+    """Do nothing: the turn that runs this timer does all the work."""
 
 
 def _running(group: WorkerGroup) -> set[Request]:
-    """Return the requests that the group was computing."""
+    """Return the requests that the group is computing."""
     return {request for step in group.in_flight for request in step.requests() if request.group is group}
 
 
 def _problem_of_kept(event: WorkerRegistered) -> tuple[str, str] | None:
-    """Return the invalid field and the problem with the blocks that a worker claims to have kept; None if there is
-    none.
+    """Return the invalid field and the problem with the blocks that a worker reports as kept; None if there is no
+    problem.
     """
     kept = set(event.kept_blocks)
     if not len(event.kept_blocks) == len(kept) == len(event.kept_hashes):

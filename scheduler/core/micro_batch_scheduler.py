@@ -1,4 +1,6 @@
-"""Micro-batch policies: which of the requests that hold blocks run in the next step, and how many tokens each."""
+"""Micro-batch policies: they choose which of the requests that hold blocks run in the next step, and with how many
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from scheduler.core.request import Sequence
 from scheduler.core.steps import StepBuilder
 from scheduler.core.worker_group import WorkerGroup
 
-# A step keeps 1/_PART_FOR_OTHERS of its context tokens for clients other than the one served first.
+# A step reserves 1/_PART_FOR_OTHERS of its context tokens for clients other than the one served first.
 _PART_FOR_OTHERS = 16
 
 
@@ -22,13 +24,15 @@ class MicroBatchScheduler(ABC):
         Args:
             group: Sequences with blocks are in `group.context` and `group.generating`. Requests whose last step has not
                 returned are in `group.inflight_request_ids`; they may run again, because a worker has a step's tokens
-                before it runs the next.
+                before it runs the next step.
             step: Call `add_context` in order, and `add_generation` at most once.
         """
 
 
 class InflightFused(MicroBatchScheduler):
-    """Context chunks and generation in one step: generation first, then as much context as the token budget allows."""
+    """Context chunks and generation in the same step: generation first, then as much context as the token budget
+    allows.
+    """
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
         """Fill the step with generation, then context."""
@@ -41,7 +45,7 @@ class InflightFused(MicroBatchScheduler):
 
 
 def _a_whole_context_waits(group: WorkerGroup) -> bool:
-    """Return whether a context that must not be split does not fit along with generation; generation then skips this
+    """Return whether a context that must not be split does not fit along with generation; then generation skips this
     step.
     """
     if group.config.enable_chunked_context or not group.last_generation.rows:
@@ -54,7 +58,9 @@ class Inflight(MicroBatchScheduler):
     """Context and generation in separate, alternating steps."""
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """Fill the step with the kind that did not run last or, if there is none, with the other kind."""
+        """Fill the step with the kind that did not run in the last step or, if there is nothing of it, with the other
+        kind.
+        """
         was_context = not group.last_generation.rows
         if was_context and step.add_generation():
             return
@@ -64,10 +70,10 @@ class Inflight(MicroBatchScheduler):
 
 
 class StaticLockstep(MicroBatchScheduler):
-    """All context first, then generation in lockstep."""
+    """Computes all contexts first, then generates in lockstep."""
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """Fill the step with context as long as there is any."""
+        """Fill the step with context as long as there is any, and otherwise with generation."""
         if group.context:
             add_contexts(group, step)
         else:
@@ -78,8 +84,9 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
     """Add context chunks until the budget is used up; each client's sequences are served in the order in which they
     started.
 
-    The client with the fewest tokens is served first, and the others get as many each, so that its step stays short.
-    At least a part of the budget is for the others, so that no client waits for the end of another's contexts.
+    The client with the fewest tokens is served first, and each of the others gets as many tokens, so that this client's
+    step stays short. At least a part of the budget is for the others, so that no client waits until another's contexts
+    are computed.
     """
     limit = group.max_num_tokens
     if group.config.enable_chunked_context:
@@ -87,11 +94,11 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
     clients: dict[str, list[Sequence]] = {}
     for sequence in group.context:
         clients.setdefault(sequence.request.spec.client_id, []).append(sequence)
-    # An unsplit context may not fit into a share.
+    # A context that must not be split may not fit into a share.
     if len(clients) < 2 or not group.config.enable_chunked_context:
         budget = step.num_tokens_left
         if group.clients.are_several and group.config.enable_chunked_context:
-            budget = min(budget, max(1, group.max_num_tokens // 2))  # another client may arrive before this step ends
+            budget = min(budget, max(1, group.max_num_tokens // 2))  # another client may arrive before it ends
         _add_chunks(group.context, step, limit, budget)
         return
     least, *others = sorted(clients.values(), key=lambda waiting: sum(item.num_context_tokens for item in waiting))

@@ -1,6 +1,6 @@
-"""Placement: starts a queued request on the worker group that has the longest cached prefix and the least work.
+"""Placement: starts a queued request on the worker group with the longest cached prefix and the least work.
 
-A prefix counts if it is in the group's pool or can be fetched from its tiers.
+A prefix counts as cached if it is in the group's pool or can be fetched from its tiers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from scheduler.core.stats import Totals
 from scheduler.core.timers import Clock
 from scheduler.core.worker_group import WorkerGroup
 
-# Weight of a generating sequence, in context tokens, when groups are compared.
+# Weight of a generating sequence in the comparison of groups, in context tokens.
 _TOKENS_PER_ACTIVE_SEQUENCE = 16
-# Maximum heads of the queue to consider while the first of them has to wait.
+# Maximum number of queue heads to consider while the first of them has to wait.
 _MAX_LOOKED_AT = 8
 
 
@@ -49,12 +49,12 @@ class Placement:
         self._clock = clock
 
     def start_queued(self, num_steps: int) -> None:
-        """Start queued requests as selected by the policy, or else in queue order.
+        """Start queued requests as the policy selects them, or otherwise in queue order.
 
         In queue order, a request may start before one that has to wait if that is fair.
 
         Args:
-            num_steps: Steps planned so far.
+            num_steps: Number of steps planned so far.
         """
         if len(self._queue) and self._start_selected(num_steps):
             return
@@ -63,7 +63,7 @@ class Placement:
                 return
 
     def _start_selected(self, num_steps: int) -> bool:
-        """Start the requests that the policy selects for each group; return False if it leaves the order to the
+        """Start the requests that the policy selects for each group; return False if the policy leaves the order to the
         queue.
         """
         for group in self._membership.groups.values():
@@ -78,7 +78,9 @@ class Placement:
         return True
 
     def _try_start(self, request: Request, num_steps: int) -> bool:
-        """Start at least a part of a request, or end it if no group could run it; return False if it has to wait."""
+        """Start at least a part of a request, or end it if no group could run it; return False if the request has to
+        wait.
+        """
         group, num_sequences = self._choose_group(request)
         if group is None:
             return self.refuse_impossible(request)
@@ -97,7 +99,7 @@ class Placement:
         groups = self._membership.groups.values()
         if not any(group.num_free_rows for group in groups):
             return False
-        waiting: list[Request] = []  # for capacity
+        waiting: list[Request] = []  # heads that wait for capacity
         for request in [head, *self._queue.behind(head, _MAX_LOOKED_AT)]:
             if request is not head:
                 if not all(self._may_overtake(request, other) for other in waiting):
@@ -111,8 +113,8 @@ class Placement:
     def _may_overtake(self, request: Request, other: Request) -> bool:
         """Return whether a request may start before one of another client that waits for capacity.
 
-        It may if the other client's own requests use the capacity. Otherwise capacity is being freed for the other
-        request, and it is overtaken by at most as much as it needs itself.
+        It may if the other client's own requests use the capacity. Otherwise capacity is being freed for the waiting
+        request, and the requests that overtake it may take at most as much capacity as it needs itself.
         """
         if request.spec.client_id == other.spec.client_id:
             return False
@@ -124,7 +126,7 @@ class Placement:
     def _choose_group(self, request: Request) -> tuple[WorkerGroup | None, int]:
         """Return the group to start the request on, and how many of its sequences can start there.
 
-        Of the groups that can start the most sequences, choose the one with the least work until their contexts are
+        Of the groups that can start the most sequences, choose the one with the least work before their contexts are
         computed. A request that already runs stays on its group.
         """
         groups = self._membership.groups.values()
@@ -155,7 +157,7 @@ class Placement:
         return self._scheduler.num_sequences_to_start(request, group)
 
     def _is_for_others(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether a group only takes requests that are handed over, since other groups can compute this
+        """Return whether a group only takes requests that are handed over to it, since other groups can compute this
         context.
         """
         return group.role is Role.DECODE and any(
@@ -175,7 +177,7 @@ class Placement:
         )
 
     def has_room(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether a request that runs on another group could start on this one now and run to its end."""
+        """Return whether a request that runs on another group could start on this one now and run to completion."""
         return self.could_run(request, group) and group.adapters.fits(request.spec) and has_room_for(request, group)
 
     def start_on(self, request: Request, group: WorkerGroup, num_steps: int) -> bool:
@@ -187,8 +189,8 @@ class Placement:
         return True
 
     def _may_try(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether the request may run on the group, so that a further worker death can be attributed with
-        certainty.
+        """Return whether the request may run on the group without making it uncertain what a further worker death is
+        due to.
         """
         standing, membership = group.standing, self._membership
         if group.is_held_off or (standing.is_on_trial and group.active):
@@ -199,11 +201,11 @@ class Placement:
             return True
         if any(membership.is_suspect(other) for other in group.active):
             return False
-        # After a death other requests go first: one successful step clears the group.
+        # After a death other requests go first: one successful step clears the group's record.
         return not standing.num_deaths or all(membership.is_suspect(other) for other in self._queue)
 
     def refuse_impossible(self, request: Request) -> bool:
-        """End the request if no group could run it even when empty; return whether that was the case."""
+        """End the request if no group could run it even when empty; return whether it was ended."""
         groups = self._membership.groups.values()
         if not groups:
             return False
@@ -215,7 +217,9 @@ class Placement:
 
 
 def _holds_its_share(client_id: str, groups: Collection[WorkerGroup]) -> bool:
-    """Return whether a client that waits for capacity already holds at least its equal share of all rows or blocks."""
+    """Return whether a client that waits for capacity already holds at least its equal share of the rows or of the
+    blocks.
+    """
     clients = {client_id, *(name for group in groups for name in group.holdings)}
     num_clients = max(2, len(clients))  # at least one other client is waiting
     held = [group.holdings.of(client_id) for group in groups]

@@ -1,12 +1,13 @@
 """Finds blocks by their contents, using a hash chain over full blocks of tokens.
 
-A block's hash covers its tokens and everything before them, so that equal hashes mean equal keys and values. The chain
-starts with a seed made of cache salt, adapter and embeddings: requests that differ in one of them never share.
+A block's hash covers its tokens and all tokens before them, so that equal hashes mean equal keys and values. The chain
+starts with a seed computed from the cache salt, adapter and embeddings: requests that differ in one of these never
+share blocks.
 
-A block is published when it is allocated for known tokens, before its contents exist; until the step that computes it
-is planned it is *pending*. A request that finds a pending block holds it and waits for its writer, so a prefix that
-many requests share is computed once even when they arrive together. Steps run strictly in order, so a block whose step
-is planned can be treated as computed.
+A block becomes findable when it is allocated for known tokens, before its contents exist; until the step that computes
+it is planned it is *pending*. A request that finds a pending block holds it and waits for its writer, so a prefix that
+many requests share is computed once even if they arrive together. Steps run strictly in order, so a block can be
+treated as computed once its step is planned.
 """
 
 from __future__ import annotations
@@ -46,14 +47,12 @@ KvChange = BlocksStored | BlocksRemoved | CacheCleared
 
 
 def chain_seed(spec: RequestSpec) -> int:
-    """Return the seed of a request's hash chain; 0 without cache salt, adapter and virtual tokens."""
+    """Return the seed of a request's hash chain; 0 without cache salt, adapter or virtual tokens."""
     return kv_hashes.chain_seed((spec.cache_salt, spec.lora_name, spec.lora_key, spec.prompt_key))
 
 
 def extend_hashes(sequence: Sequence, num_blocks: int, tokens_per_block: int) -> list[int]:
-    """Extend the sequence's hash chain to at least `num_blocks` and return it; the tokens of these blocks must be
-    known.
-    """
+    """Extend the sequence's hash chain to at least `num_blocks` blocks, whose tokens must be known, and return it."""
     hashes = sequence.block_hashes
     while len(hashes) < num_blocks:
         start = len(hashes) * tokens_per_block
@@ -72,7 +71,8 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_of: dict[int, int] = {}
         self._hash_of: dict[int, int] = {}
-        # Blocks in no planned step yet, by the sequence that will compute them; None: the next one that needs it.
+        # Blocks that no planned step computes yet, by the sequence that will compute them; None: the next one that
+        # needs them.
         self._pending: dict[int, Writer | None] = {}
         self._changes: list[KvChange] = []
         self._news: list[tuple[int, int]] = []
@@ -111,7 +111,7 @@ class PrefixCache:
             self._pending[block] = writer
 
     def is_claimed(self, block: int, writer: Writer) -> bool:
-        """Return whether `writer` still has to fill the block."""
+        """Return whether `writer` has yet to fill the block."""
         return self._pending.get(block) is writer
 
     def abandon(self, blocks: Iterable[int], writer: Writer) -> None:
@@ -121,9 +121,9 @@ class PrefixCache:
                 self._pending[block] = None
 
     def wait_for(self, block: int, sequence: Sequence) -> Writer | None:
-        """Return the writer that a sequence waits for when it needs the block; None if the block is computed.
+        """Return the writer that a sequence has to wait for if it needs the block; None if the block is computed.
 
-        It is the sequence itself if it has claimed the block, or claims it now because nothing else has.
+        The writer is the sequence itself if it has claimed the block, or claims it now because nothing else has.
         """
         if block not in self._pending:
             return None
@@ -141,7 +141,7 @@ class PrefixCache:
         return self._pending.pop(block, self) is not self and block in self._hash_of
 
     def withdraw(self, block: int) -> None:
-        """Make a block unfindable, before its contents change."""
+        """Make a block unfindable, because its contents will change."""
         was_pending = self._pending.pop(block, self) is not self
         value = self._hash_of.pop(block, None)
         if value is None:
@@ -160,7 +160,7 @@ class PrefixCache:
         return [value for block, value in self._hash_of.items() if block not in self._pending]
 
     def note_stored(self, sequence: Sequence, first_block: int, num_blocks: int, tokens_per_block: int) -> None:
-        """Report consecutive stored blocks of the sequence to the worker and to readers of KV events."""
+        """Report consecutive stored blocks of the sequence to the worker and to subscribers of KV events."""
         hashes, end_block = sequence.block_hashes, first_block + num_blocks
         self._news += zip(sequence.table[first_block:end_block], hashes[first_block:end_block], strict=True)
         tokens = sequence.tokens_between(first_block * tokens_per_block, end_block * tokens_per_block)
@@ -179,12 +179,12 @@ class PrefixCache:
         return changes
 
     def take_news(self) -> list[tuple[int, int]]:
-        """Return the (block, content hash) pairs not yet sent to the worker; hash 0: the block's contents may
-        change.
+        """Return the (block, content hash) pairs that have not been sent to the worker; hash 0 means that the block's
+        contents may change.
         """
         news, self._news = self._news, []
         return news
 
     def note_dropped(self, blocks: Iterable[int]) -> None:
-        """Report blocks that the worker kept but that are not findable here: their contents may change."""
+        """Report blocks that the worker kept but that are not findable here, so that their contents may change."""
         self._news += [(block, 0) for block in blocks if block not in self._hash_of]

@@ -1,16 +1,16 @@
 """The queue of requests that wait for a worker group: ordered by priority, fair between clients, then by arrival.
 
-Clients share by start-time fair queueing: each has a virtual time that grows with what it is charged for, and the
-client that is furthest behind is served next. The charge is the KV cache that a request may hold: the blocks of all
+Clients share capacity by start-time fair queueing: each has a virtual time that grows with its charges, and the client
+with the lowest virtual time is served next. A request is charged for the KV cache that it may hold: the blocks of all
 its rows, in tokens. A client that returns after idling starts at the current virtual time, so idle clients accumulate
-no credit; debt is kept, also while the queue is empty. Requests that ran before (paused, or rebuilt after a worker's
+no credit; debt is kept, even while the queue is empty. Requests that ran before (paused, or rebuilt after a worker's
 loss) come first and are not charged again.
 
 A request with several sequences may start in parts: it stays in the queue, charged for those that started, until the
 last of them starts.
 
-A client's requests start in order of arrival, even when a smaller one behind would fit. Placement decides what may
-start before another client's head that has to wait.
+A client's requests start in order of arrival, even if a smaller one further back would fit. Placement decides which
+requests may start before a waiting head of another client.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import overload
 
 from scheduler.core.request import Request
 
-# Number of idle clients to remember, in addition to twice the number of waiting requests.
+# Number of idle clients to remember, in addition to two per waiting request.
 _MAX_IDLE_CLIENTS = 64
 
 
@@ -37,12 +37,12 @@ class _Client:
 
 
 class _FairQueue:
-    """Requests of one priority. Requests removed from the middle stay in place until they reach the head."""
+    """Requests of one priority. Requests removed from the middle stay in their lists until they reach the head."""
 
     def __init__(self) -> None:
         self._clients: dict[str, _Client] = {}
-        # (virtual time, ordinal of the oldest request, client); an entry whose virtual time is not its client's
-        # is stale.
+        # (virtual time, ordinal of the oldest request, client); an entry is stale if its virtual time is not the
+        # client's.
         self._heap: list[tuple[float, int, str]] = []
         self._now = 0.0
 
@@ -68,7 +68,7 @@ class _FairQueue:
         return None
 
     def next_heads(self, waiting: dict[Request, int], most: int) -> list[Request]:
-        """Return the first requests of the clients to serve next, in order; at most `most`."""
+        """Return the first requests of the next clients to serve, in order; at most `most`."""
         heads: list[Request] = []
         entries: list[tuple[float, int, str]] = []
         while len(heads) < most and (head := self.head(waiting)) is not None:
@@ -89,7 +89,7 @@ class _FairQueue:
         self._clients[request.spec.client_id].requests.remove(request)
 
     def charge(self, client_id: str, cost: float) -> None:
-        """Charge a client for a request that has started: its first one, or one that a policy selected."""
+        """Charge a client for a request that has started: its first request, or one that a policy selected."""
         client = self._clients[client_id]
         self._now = max(self._now, client.virtual_time)
         client.virtual_time += cost  # its entry in the heap is stale now
@@ -129,7 +129,7 @@ class _FairQueue:
 def charge(request: Request, tokens_per_block: int, num_rows: int, num_output_tokens: int | None = None) -> float:
     """Return the amount of KV cache, in tokens of whole blocks, that `num_rows` rows of a request hold.
 
-    They share the full blocks of its prompt. Each has `num_output_tokens`, by default the maximum.
+    The rows share the full blocks of the prompt. Each has `num_output_tokens` output tokens, by default the maximum.
     """
     if num_rows == 0:
         return 0.0
@@ -140,14 +140,14 @@ def charge(request: Request, tokens_per_block: int, num_rows: int, num_output_to
 
 
 class RequestQueue:
-    """A queue that is bounded for new requests; requests that ran before are always accepted."""
+    """A queue with a limit on new requests; requests that ran before are always accepted."""
 
     def __init__(self, max_size: int, tokens_per_block: int = 1) -> None:
         self.max_size = max_size
         self._tokens_per_block = tokens_per_block
         self.num_tokens = 0  # known tokens waiting to be computed
         self._waiting: dict[Request, int] = {}
-        # By order; requests taken meanwhile stay in place until they reach the head.
+        # By urgency; requests taken in the meantime stay in place until they reach the head.
         self._returned: list[tuple[tuple[int, int], int, Request]] = []
         self._num_returned = 0
         self._returned_requests: set[Request] = set()
@@ -166,7 +166,7 @@ class RequestQueue:
 
     @property
     def is_full(self) -> bool:
-        """New requests are rejected."""
+        """Whether new requests are rejected."""
         return len(self._waiting) >= self.max_size
 
     def push(self, request: Request) -> None:
@@ -179,9 +179,9 @@ class RequestQueue:
         self._fair[priority].push(request)
 
     def put_back(self, request: Request) -> None:
-        """Queue a request that ran before, or queue the whole of a request of which a part still waits.
+        """Queue a request that ran before, or all of a request of which a part is still queued.
 
-        It goes before all new requests of its priority.
+        It is placed before all new requests of its priority.
         """
         if request in self._waiting:
             self.remove(request)
@@ -195,7 +195,7 @@ class RequestQueue:
         self.num_tokens -= self._waiting.pop(request)
         if request in self._returned_requests:
             self._returned_requests.discard(request)
-        elif request in self._num_charged:  # it may be put back before it would reach the head here
+        elif request in self._num_charged:  # the request may be put back before its entry here reaches the head
             self._fair[request.spec.priority].withdraw(request)
 
     def head(self) -> Request | None:
@@ -216,7 +216,7 @@ class RequestQueue:
     def take(self, request: Request, num_sequences: int) -> None:
         """Take waiting sequences of a request in order to start them, and charge its client if the request is new.
 
-        It leaves the queue with the last of them.
+        The request leaves the queue with the last of its sequences.
         """
         is_newcomer, num_before = self.is_newcomer(request), self._num_charged.get(request, 0)
         is_whole = num_sequences == len(request.waiting_sequences)
@@ -243,7 +243,7 @@ class RequestQueue:
         return (-request.spec.priority, request not in self._returned_requests, request.ordinal)
 
     def settle(self, request: Request) -> None:
-        """Refund the unused part of a request's charge at its end."""
+        """Refund the unused part of a request's charge when it ends."""
         num_rows = self._num_charged.pop(request, 0)
         if num_rows:
             longest = max(len(sequence.output) for sequence in request.sequences)
@@ -251,7 +251,9 @@ class RequestQueue:
             self._fair[request.spec.priority].refund(request.spec.client_id, unused)
 
     def behind(self, head: Request, most: int) -> list[Request]:
-        """Return up to `most` requests after the head: those that ran before, and the first request of each client."""
+        """Return up to `most` requests after the head: requests that ran before, and the first request of each
+        client.
+        """
         returned = (item for _, _, item in heapq.nsmallest(2 * most, self._returned))
         candidates = [item for item in dict.fromkeys(returned) if item in self._returned_requests]
         for priority in self._priorities:
@@ -262,10 +264,11 @@ class RequestQueue:
         return [request for request in candidates if request is not head][:most]
 
     def allowance(self, request: Request, other: Request) -> float:
-        """Return how much more the client of `other` may be charged before the client of `request` would be served as
-        well.
+        """Return how much more the client of `other` may be charged before the client of `request` would also be
+        served.
 
-        Both are new requests and heads of their clients. A negative amount means that it has already been charged more.
+        Both are new requests and heads of their clients. A negative amount means that the client has already been
+        charged more.
         """
         if request.spec.priority != other.spec.priority:
             return -1.0
@@ -292,7 +295,7 @@ class RequestQueue:
 
 
 class WaitingRequests(Sequence[Request]):
-    """A queue's requests in order of urgency, sorted on first access."""
+    """A queue's requests in order of urgency; they are sorted on first access."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self._queue = queue
