@@ -189,9 +189,7 @@ class Placement:
         return True
 
     def _may_try(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether the request may run on the group without making it uncertain what a further worker death is
-        due to.
-        """
+        """Return whether the request may run on the group so that the cause of a further death would be certain."""
         standing, membership = group.standing, self._membership
         if group.is_held_off or (standing.is_on_trial and group.active):
             return False

@@ -1,8 +1,8 @@
 """Requests and their sequences.
 
-A request has one or more sequences; each gives one output. A sequence's tokens are its request's prompt and its own
-output so far, and all other state can be rebuilt from these: a sequence that is paused, or whose worker died, starts
-again as if its output were a part of its prompt.
+A request has one or more sequences, each of which produces one output. A sequence's tokens are its request's prompt and
+its own output so far, and all other state can be rebuilt from these: a sequence that is paused, or whose worker died,
+restarts as if its output were a part of its prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scheduler.core.beams import BeamSearch, BeamStep, Candidate
 from scheduler.core.failure import Failure
 from scheduler.core.request_spec import RequestSpec
 
-# `first_ordinal` of a sequence that ignores results: it is not on a worker, or has ended.
+# `first_ordinal` of a sequence whose results are ignored: it is not on a worker, or has ended.
 NO_RESULTS = 1 << 62
 
 
@@ -65,15 +65,15 @@ class Sequence:
     Attributes:
         output: Output tokens so far.
         table: Blocks that hold its tokens' keys and values.
-        num_freed: Leading blocks of the table that an attention window has passed; 0: none. They were released, except
+        num_freed: Number of leading blocks of the table that have left the attention window. They were released, except
             the first `num_sink_blocks`.
-        num_hit_blocks: Leading blocks that other sequences compute or computed.
-        num_reserved: Blocks reserved for it until its end.
-        num_computed: Tokens whose keys and values are in the cache once all planned steps have run.
+        num_hit_blocks: Number of leading blocks that other sequences compute or have computed.
+        num_reserved: Number of blocks reserved for it until its end.
+        num_computed: Number of tokens whose keys and values are in the cache once all planned steps have run.
         checkpoint: Value of num_computed at which generation needs another block or reaches its maximum length.
-        waits_for_result: Its next step depends on its last result: beams and speculation are not planned ahead.
-        row: Row at the worker; None: no row.
-        is_on_worker: The row was sent to the worker.
+        waits_for_result: Whether its next step depends on its last result, as with beams and speculation.
+        row: Its row at the worker; None if it has no row.
+        is_on_worker: Whether the row was sent to the worker.
         first_ordinal: Results of steps before this one are ignored.
         next_publish: Output length at which the next block of generated tokens can be published.
         block_hashes: Hash chain over its full blocks, as far as computed.
@@ -115,7 +115,7 @@ class Sequence:
     def clear_placement(self) -> None:
         """Clear the sequence's placement on a worker; its tokens are kept."""
         if not self.output:
-            self.outputs = []  # outputs of the prompt are reported again
+            self.outputs = []  # the outputs of the prompt are reported again
         self.table: list[int] = []
         self.num_freed = 0
         self.num_sink_blocks = 0
@@ -129,22 +129,22 @@ class Sequence:
         self.first_ordinal = NO_RESULTS
 
     def restore(self, tokens: Iterable[int], extras: Iterable[ExtraOutput] = ()) -> None:
-        """Set the output produced under an earlier scheduler. Precondition: the sequence has no placement."""
+        """Set the output produced under an earlier scheduler. Precondition: the sequence has not been placed."""
         self.output = array("I", tokens)
         self.outputs = list(extras)
 
     def append(self, token: int, now_ns: int) -> int:
-        """Append a token; return the output's length."""
+        """Append a token; return the length of the output."""
         self.last_token_ns = now_ns
         self.output.append(token)
         return len(self.output)
 
     def take_output(self, tokens: array[int]) -> None:
-        """Replace the output by that of a beam; the array is not copied."""
+        """Replace the output by a beam's; the array is not copied."""
         self.output = tokens
 
     def extend_to(self, tokens: array[int], num_tokens: int, now_ns: int) -> bool:
-        """Extend the output to the first `num_tokens` of `tokens`; return whether that added any."""
+        """Extend the output to the first `num_tokens` of `tokens`; return whether any were added."""
         num_known = len(self.output)
         if num_tokens <= num_known:
             return False
@@ -170,7 +170,7 @@ class Sequence:
         self.is_on_worker = True
 
     def hold(self, table: list[int], num_hit_blocks: int, num_reserved: int) -> None:
-        """Set the sequence's blocks; others compute or have computed the first `num_hit_blocks` of them."""
+        """Set the sequence's blocks; other sequences compute or have computed the first `num_hit_blocks` of them."""
         self.table = table
         self.num_hit_blocks = num_hit_blocks
         self.num_reserved = num_reserved
@@ -194,7 +194,7 @@ class Sequence:
         self.num_reserved = num_blocks
 
     def limit_hits(self, num_blocks: int) -> None:
-        """Set the number of leading blocks that others compute or computed."""
+        """Set the number of leading blocks that other sequences compute or have computed."""
         self.num_hit_blocks = num_blocks
 
     def publish_at(self, num_output: int) -> None:
@@ -211,7 +211,7 @@ class Sequence:
 
     @staticmethod
     def compute_next(sequences: Iterable[Sequence]) -> None:
-        """Plan one more token for each sequence; does what `compute_to` does, for all of a step's generation in one
+        """Plan one more token for each sequence; like `compute_to`, but for all generating sequences of a step in one
         call.
         """
         for sequence in sequences:
@@ -250,8 +250,8 @@ class Sequence:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Times of events by the scheduler's steady clock; 0: has not happened. `arrival_ns` was measured by another
-    clock.
+    """Times of events by the scheduler's steady clock; 0 if an event has not happened. `arrival_ns` was measured by
+    another clock.
     """
 
     arrival_ns: int = 0
@@ -280,16 +280,16 @@ class BeamLanes:
     """The sequences that run a beam search, one lane per beam.
 
     A beam's next token is chosen here, not by the worker, so its lane waits until all lanes have their candidates. Then
-    each running beam is assigned a lane: the first child of a beam stays in its lane, further ones fork into lanes
+    each running beam is assigned a lane: the first child of a beam stays in its lane, further children fork into lanes
     whose beam was dropped. The fork happens with the next step that runs the request (StepBuilder): full blocks are
-    shared, the last, partly filled one is copied. If the request is paused before that, nothing is lost: it restarts
-    from the tokens of its beams.
+    shared, and the last, partly filled block is copied. If the request is paused before that, nothing is lost: it
+    restarts from the tokens of its beams.
 
     Attributes:
-        search: The state of its search.
+        search: The state of the search.
         lanes: One per unit of beam width: lanes of the running beams by rank, then spare ones.
         forks: (from, to) pairs to carry out before a lane runs again.
-        has_news: The lanes' last tokens have not been sent to the worker.
+        has_news: Whether the lanes' last tokens have yet to be sent to the worker.
     """
 
     def __init__(self, request: Request) -> None:
@@ -312,7 +312,7 @@ class BeamLanes:
         return self.lanes[len(self.search.running) :]
 
     def restore(self, steps: TypingSequence[BeamStep]) -> None:
-        """Replay beam-search steps from a journal. Precondition: no lane is placed.
+        """Replay beam-search steps from a journal. Precondition: no lane has been placed.
 
         A finished search whose outputs were not kept repeats its last step.
         """
@@ -328,7 +328,7 @@ class BeamLanes:
         self.has_news = False
 
     def forget_placement(self) -> None:
-        """Reset the lanes after they have lost their worker: candidates received so far are recomputed."""
+        """Reset the lanes after their worker is lost: candidates received so far are computed again."""
         self._forget_prompt()
         self.forks.clear()
         self.has_news = False
@@ -337,7 +337,7 @@ class BeamLanes:
 
     def _forget_prompt(self) -> None:
         if not self.search.steps:
-            self._request.sequences[0].forget_extras()  # outputs of the prompt are reported again
+            self._request.sequences[0].forget_extras()  # the outputs of the prompt are reported again
 
     def report(self, lane: Sequence, data: bytes) -> None:
         """Store the extra outputs for a lane's candidates: a serialized RowOutputs."""
@@ -377,7 +377,7 @@ class BeamLanes:
         """Return the outputs and ends of a finished search, best first.
 
         If fewer beams have ended than requested, the remaining outputs are empty. If none has ended, the first output
-        is what was decided, since that has been shown.
+        consists of the decided tokens, since these have been sent to the client.
         """
         found: list[tuple[array[int], SequenceEnd]] = []
         for item in self.search.ended[:num_sequences]:
@@ -425,14 +425,14 @@ class Request:
 
     Attributes:
         ordinal: Place in the order of arrival; smaller is older.
-        group: The worker group whose blocks it holds; None while queued or finished.
-        num_cached_tokens: Prompt tokens that its first step found in the pool, or fetched from tiers or another worker.
-        lost_store: kv_store of the dead worker whose pool may still have its blocks.
-        may_fetch: Its blocks may be fetched from tiers; False after a worker died while fetching them.
-        may_hand_over: It may move from a prefill group to a decode group; False after that failed.
+        group: The worker group whose blocks it holds; None while it is queued or after it has ended.
+        num_cached_tokens: Number of prompt tokens found in the pool, or fetched from tiers or another worker.
+        lost_store: kv_store of the dead worker whose pool may still hold its blocks.
+        may_fetch: Whether its blocks may be fetched from tiers; False after a worker died while fetching them.
+        may_hand_over: Whether it may move from a prefill to a decode group; False after a move has failed.
         died_on: Groups that died consecutively while running it, without a new token in between.
         silent_on: Groups that fell silent consecutively while running it, without a new token in between.
-        num_attached: Detokenizers attached to its feed.
+        num_attached: Number of detokenizers attached to its feed.
         last_ordinal: The last step whose result was counted in num_steps.
         failure: Set when it ended in error.
         beams: Its beam search, if any.
@@ -470,7 +470,7 @@ class Request:
 
     @classmethod
     def restored(cls, spec: RequestSpec, ordinal: int, finish: Finish) -> Request:
-        """Return an ended request, restored from the record kept of it."""
+        """Return an ended request, restored from its record."""
         return cls(
             spec,
             ordinal,
@@ -486,12 +486,14 @@ class Request:
         )
 
     def note_silence(self, group_id: str) -> int:
-        """Record a group that fell silent while running the request; return how many did since its last token."""
+        """Record a group that fell silent while running the request; return how many groups have done so since its last
+        token.
+        """
         self.silent_on.append(group_id)
         return len(self.silent_on)
 
     def note_progress(self) -> None:
-        """Forget the groups that died or fell silent while running the request: it has a new token."""
+        """Clear the groups that died or fell silent while running the request, since it has a new token."""
         self.died_on.clear()
         self.silent_on.clear()
 
@@ -514,18 +516,18 @@ class Request:
         self.state = RequestState.QUEUED
 
     def wait_again(self, now_ns: int) -> None:
-        """Return to the queue, and start to measure the time that the request waits for a worker."""
+        """Return to the queue, and start to measure how long the request waits for a worker."""
         self.wait()
         self.waiting_since_ns = now_ns
 
     def complete(self, now_ns: int) -> None:
-        """Note the request's end. Precondition: all its sequences have ended."""
+        """Record the request's end. Precondition: all its sequences have ended."""
         self.state = RequestState.FINISHED
         self.times.finished_ns = now_ns
         self.times.last_token_ns = max(sequence.last_token_ns for sequence in self.sequences)
 
     def fail(self, failure: Failure | None) -> None:
-        """Set the failure with which the request ends; None: no failure."""
+        """Set the failure with which the request ends; None means no failure."""
         self.failure = failure
 
     def attach(self) -> None:
@@ -545,7 +547,7 @@ class Request:
         self.num_recoveries += 1
 
     def count_preemption(self) -> None:
-        """Count a pause."""
+        """Count a preemption of the request."""
         self.num_preemptions += 1
 
     def count_handover(self) -> None:
@@ -553,23 +555,23 @@ class Request:
         self.num_handovers += 1
 
     def keep_here(self) -> None:
-        """Note that a handover failed; no other one is attempted."""
+        """Record that a handover failed, so that no other one is attempted."""
         self.may_hand_over = False
 
     def count_step(self, ordinal: int | None = None) -> None:
-        """Count a step in which the request took part; with an `ordinal` at most once per step."""
+        """Count a step in which the request took part; with an `ordinal`, at most once per step."""
         if ordinal is None or self.last_ordinal != ordinal:
             self.num_steps += 1
         if ordinal is not None:
             self.last_ordinal = ordinal
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count draft tokens that a step verified."""
+        """Count draft tokens that were verified in a step."""
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
 
     def lose_worker(self, store: str, *, may_fetch: bool) -> None:
-        """Record the dead worker's store (empty for none), and whether blocks may still be fetched from tiers."""
+        """Record the dead worker's store (empty if it had none), and whether blocks may still be fetched from tiers."""
         self.lost_store = store
         self.may_fetch = self.may_fetch and may_fetch
 
@@ -578,12 +580,12 @@ class Request:
         self.lost_store = ""
 
     def note_scheduled(self, now_ns: int, num_cached_tokens: int) -> None:
-        """Note that the request's first step was planned, and how many prompt tokens need not be computed."""
+        """Record that the request's first step was planned, and how many prompt tokens need not be computed."""
         self.times.first_scheduled_ns = now_ns
         self.num_cached_tokens = num_cached_tokens
 
     def note_first_token(self, now_ns: int) -> None:
-        """Note the request's first token."""
+        """Record the time of the request's first token."""
         self.times.first_token_ns = now_ns
 
     @property
@@ -593,7 +595,7 @@ class Request:
 
     @property
     def has_run(self) -> bool:
-        """Whether the request held blocks before, or was accepted by an earlier scheduler."""
+        """Whether the request has held blocks, or was accepted by an earlier scheduler."""
         return self.num_preemptions > 0 or self.num_recoveries > 0 or self.num_handovers > 0
 
     @property
@@ -603,7 +605,7 @@ class Request:
 
     @property
     def finish(self) -> Finish:
-        """The record to keep, which excludes the output. Precondition: the request has ended."""
+        """The record to keep, without the output. Precondition: the request has ended."""
         return Finish(
             times=self.times,
             failure=self.failure,
@@ -627,7 +629,7 @@ class Request:
 
     @property
     def num_rows(self) -> int:
-        """Maximum number of rows that the request needs at one time from now on."""
+        """Maximum number of rows that the request will need at one time."""
         return self.spec.beam_width if self.beams is not None else len(self.live_sequences)
 
     @property
@@ -642,7 +644,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of output tokens over all sequences, not counting tokens beyond their ends."""
+        """Number of output tokens over all sequences, not counting tokens beyond the sequences' ends."""
         return sum(s.end.num_tokens if s.end else len(s.output) for s in self.sequences)
 
 

@@ -1,4 +1,6 @@
-"""The complete scheduling policy: its interface, and the default, a capacity policy plus a micro-batch policy."""
+"""The complete scheduling policy: its interface and the default implementation, which combines a capacity policy and a
+micro-batch policy.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ from scheduler.core.worker_group import WorkerGroup
 
 
 class RequestScheduler(ABC):
-    """Interface of a policy: the core calls `select` for the requests to start and their order, `can_start` for each of
-    these, and before each step first `requests_to_pause`, then `schedule`.
+    """Interface of a policy. The core calls `select` for the requests to start and their order and `can_start` for each
+    of these; before each step it calls `requests_to_pause` and then `schedule`.
 
     The outcome of a step is in its StepBuilder: `fitting_requests`, `paused_requests`, `context_requests` and
-    `generation_requests`; `group.inflight_request_ids` are those that a step in flight runs.
+    `generation_requests`; `group.inflight_request_ids` are the requests that run in a step in flight.
     """
 
     def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request] | None:
-        """Return queued requests to start; see CapacityScheduler.select."""
+        """Return the queued requests to start; see CapacityScheduler.select."""
         return None
 
     @abstractmethod
@@ -42,28 +44,28 @@ class RequestScheduler(ABC):
 
 
 class SimpleScheduler(RequestScheduler):
-    """A capacity policy and a micro-batch policy."""
+    """A policy that combines a capacity policy and a micro-batch policy."""
 
     def __init__(self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler) -> None:
         self.capacity_scheduler = capacity_scheduler
         self.micro_batch_scheduler = micro_batch_scheduler
 
     def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request] | None:
-        """Ask the capacity policy."""
+        """Delegate to the capacity policy."""
         return self.capacity_scheduler.select(queued, group)
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Ask the capacity policy."""
+        """Delegate to the capacity policy."""
         return self.capacity_scheduler.can_start(request, group)
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
-        """Ask the capacity policy."""
+        """Delegate to the capacity policy."""
         return self.capacity_scheduler.num_sequences_to_start(request, group)
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """Ask the capacity policy."""
+        """Delegate to the capacity policy."""
         return self.capacity_scheduler.requests_to_pause(group)
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """Ask the micro-batch policy."""
+        """Delegate to the micro-batch policy."""
         self.micro_batch_scheduler.schedule(group, step)

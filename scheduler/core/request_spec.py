@@ -1,4 +1,4 @@
-"""The parameters of a request, as the core sees them."""
+"""The parameters of a request, in the form that the core uses."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class RequestSpec:
 
     Attributes:
         prompt: Token ids, array type 'I'.
-        max_tokens: Output tokens per sequence; prompt and output fit into the model's length. 0: only the prompt is
-            computed; the token that its last step samples is not part of the output.
+        max_tokens: Maximum output tokens per sequence; prompt and output fit into the model's length. With 0, only the
+            prompt is computed, and the token that its last step samples is not part of the output.
         num_sequences: Number of requested outputs.
         stop_token_ids: Tokens that end a sequence, including the end ids.
-        min_tokens: A stop token before this many output tokens does not end the sequence.
-        beam_width: Above 1: beam search, whose best `num_sequences` beams are the outputs.
+        min_tokens: Number of output tokens before which a stop token does not end the sequence.
+        beam_width: Above 1, the request is a beam search, whose best `num_sequences` beams are the outputs.
         beam_diversity_rate, length_penalty, early_stopping: See protos/generation.proto.
-        num_draft_tokens: Maximum drafts to verify in one step; 0: no speculation.
-        deadline_ns: By the scheduler's steady clock, as is arrival_ns; None: no deadline.
-        lora_key: Identifies the adapter's contents; empty: none. lora_bytes: Memory that it needs on a worker's device.
-        prompt_key: Identifies the embeddings of virtual tokens; empty: there are none.
+        num_draft_tokens: Maximum number of drafts to verify in one step; 0 means no speculation.
+        deadline_ns: Deadline by the scheduler's steady clock, which also measures arrival_ns; None if there is none.
+        lora_key: Identifies the adapter's contents; empty if there is none. lora_bytes: Its size in a worker's memory.
+        prompt_key: Identifies the embeddings of virtual tokens; empty if there are none.
         num_virtual_tokens: Number of ids from vocab_size on that the prompt may contain.
-        is_cacheable: It may use cached blocks for prompt tokens, and others may use its blocks.
+        is_cacheable: Whether it may use cached blocks for prompt tokens, and others may use its blocks.
         tensor_bytes: Size of the requested tensors. If above 0, the journal keeps the request without its output, and a
             successor computes it again.
-        digest: Hash of the contents; distinguishes a repeated Submit from another request with the same id.
+        digest: Hash of the contents, which distinguishes a repeated Submit from another request with the same id.
         keep_ns: How long it is kept after its end, beyond the usual time; used by the edge only.
         payload: The normalized GenerateRequest, serialized; opaque to the core.
     """
@@ -77,7 +77,9 @@ class RequestSpec:
 
     @property
     def max_num_tokens(self) -> int:
-        """Return the maximum number of tokens in one sequence whose KV is computed: all but the last output token."""
+        """Return the maximum number of tokens in one sequence for which keys and values are computed: all but the last
+        output token.
+        """
         return len(self.prompt) + max(self.max_tokens - 1, 0)
 
     @property

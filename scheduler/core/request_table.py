@@ -1,4 +1,4 @@
-"""All known requests: unfinished ones and, for a while, finished ones."""
+"""All known requests: unfinished ones and, for a while, ended ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RequestTable(Mapping[str, Request]):
         self._timers = timers
         self._on_forget = on_forget
         self._requests: dict[str, Request] = {}
-        # In order of their ends, with the time from which they are kept.
+        # In the order of their ends, with the time from which each is kept.
         self._ended: OrderedDict[str, tuple[Request, int]] = OrderedDict()
         self._num_ended_tokens = 0
 
@@ -49,7 +49,7 @@ class RequestTable(Mapping[str, Request]):
         self._requests[request.request_id] = request
 
     def keep(self, request: Request, now_ns: int) -> None:
-        """Keep an ended request from now on, dropping older ones beyond the limits."""
+        """Keep an ended request from now on, and drop older ones beyond the limits."""
         config = self._config
         self._ended[request.request_id] = request, now_ns
         self._num_ended_tokens += _num_tokens(request)
@@ -72,5 +72,5 @@ class RequestTable(Mapping[str, Request]):
 
 
 def _num_tokens(request: Request) -> int:
-    """Return the number of tokens that keeping a request costs; constant once it has ended."""
+    """Return the number of tokens that a kept request counts for; constant once it has ended."""
     return len(request.spec.prompt) + sum(len(sequence.output) for sequence in request.sequences)

@@ -8,7 +8,7 @@ import enum
 class Role(enum.StrEnum):
     """A prefill group computes prompts and hands the requests over; a decode group takes over such requests.
 
-    Roles are preferences: while there is no group of one kind that can run a request, the other kind does all of it.
+    Roles are preferences: while no group of one kind can run a request, a group of the other kind does all of its work.
     """
 
     BOTH = "both"

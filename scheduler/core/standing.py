@@ -1,11 +1,11 @@
 """Fault record of a worker group, kept across epochs, to tell faulty workers from requests that crash workers.
 
 A *fault* is the worker's own: an invalid result, a message that cannot be processed, a missing result. It is not
-evidence against any request. A *death* (the process is gone, silent, or makes no progress) may be caused by a request,
-but several in a row without a successful step in between count against the worker too.
+evidence against any request. A *death* (the process is gone or silent, or makes no progress) may be caused by a
+request, but several deaths in a row without a successful step in between also count against the worker.
 
-A group with either is held off: it stays registered and gets nothing to run for a period that doubles each time. Then
-it is on trial with one request at a time, until it has completed a few steps.
+After either, a group is held off: it stays registered but gets nothing to run for a period that doubles each time. It
+is then on trial with one request at a time until it has completed a few steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 FIRST_PAUSE_NS = 1_000_000_000
 MAX_PAUSE_NS = 60_000_000_000
 NUM_STEPS_ON_TRIAL = 8
-# A correct worker has no faults, so they are kept for long.
+# A correct worker has no faults, so they are remembered for a long time.
 NUM_STEPS_TO_FORGET = 256
 _RECENT_NS = 60_000_000_000
 _MAX_KNOWN = 1024
@@ -27,12 +27,12 @@ class Standing:
     """One group's record.
 
     Attributes:
-        num_faults: Faults since it last completed NUM_STEPS_TO_FORGET steps without one.
-        num_deaths: Consecutive deaths, without a successful step in between.
-        num_good_steps: Successful steps since the last fault or death.
+        num_faults: Number of faults since it last completed NUM_STEPS_TO_FORGET steps without one.
+        num_deaths: Number of consecutive deaths, without a successful step in between.
+        num_good_steps: Number of successful steps since the last fault or death.
         held_until_ns: It gets nothing to run before this time.
         last_seen_ns: When it last registered or its epoch was ended.
-        reason: Reason of the last fault or death; empty: none.
+        reason: Reason of the last fault or death; empty if there was none.
         lone_victims: Requests that were the only suspect when it died, since its last successful step.
     """
 
@@ -60,7 +60,7 @@ class Standing:
         self._hold(now_ns, reason, self.num_faults)
 
     def note_death(self, now_ns: int, reason: str) -> None:
-        """Record a death from any cause; after its first death a group may run again as soon as it has reconnected."""
+        """Record a death from any cause. After its first death, a group may run again as soon as it has reconnected."""
         self.num_deaths += 1
         self._hold(now_ns, reason, self.num_deaths - 1 + self.num_faults)
 
@@ -74,7 +74,7 @@ class Standing:
             self.num_faults, self.reason = 0, ""
 
     def forgive_death(self) -> None:
-        """Withdraw a recorded death that did not happen, or that is blamed on a request."""
+        """Withdraw a recorded death that did not happen or that a request is blamed for."""
         self.num_deaths = max(0, self.num_deaths - 1)
         if not self.num_faults and self.num_deaths < 2:
             self.held_until_ns = 0
@@ -99,7 +99,7 @@ class Standings:
         return sum(now_ns - standing.last_seen_ns < _RECENT_NS for standing in self._by_group.values())
 
     def of(self, group_id: str) -> Standing:
-        """Return the group's record; a new record if the group is unknown."""
+        """Return the group's record, which is new if the group is unknown."""
         standing = self._by_group.setdefault(group_id, Standing())
         self._by_group.move_to_end(group_id)
         if len(self._by_group) > _MAX_KNOWN:

@@ -10,7 +10,7 @@ _BUCKETS_NS = tuple(int(seconds * 1e9) for seconds in LATENCY_BUCKETS_S)
 
 
 class Histogram:
-    """A histogram of durations over LATENCY_BUCKETS_S, with one more bucket above."""
+    """A histogram of durations over LATENCY_BUCKETS_S, with one more bucket for longer ones."""
 
     __slots__ = ("counts", "sum_ns")
 
@@ -33,10 +33,10 @@ class Totals:
     num_completed: int = 0
     num_preemptions: int = 0
     num_recoveries: int = 0
-    num_handovers: int = 0  # from prefill to decode groups
-    num_failed_handovers: int = 0  # blocks could not be fetched, so the request stayed
+    num_handovers: int = 0  # requests moved from prefill to decode groups
+    num_failed_handovers: int = 0  # requests that stayed because their blocks could not be fetched
     num_worker_deaths: int = 0
-    num_worker_faults: int = 0  # wrong messages and lost results
+    num_worker_faults: int = 0  # invalid messages and lost results
     num_stale_messages: int = 0
     num_wasted_tokens: int = 0
     num_conservation_violations: int = 0
@@ -45,8 +45,8 @@ class Totals:
     num_generation_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    max_num_active_requests: int = 0  # upper bound: all rows and places in the queue
-    prefix_cache_queries: int = 0  # prompt tokens looked up
+    max_num_active_requests: int = 0  # upper bound: all rows and all places in the queue
+    prefix_cache_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_cache_hits: int = 0
     time_to_first_token: Histogram = field(default_factory=Histogram)
     inter_token_latency: Histogram = field(default_factory=Histogram)
@@ -86,7 +86,7 @@ class StepStats:
 
     micro_batch_id: int = 0
     latency_ns: int = 0
-    queue_latency_ns: int = 0  # summed over the requests that ran for the first time
+    queue_latency_ns: int = 0  # summed over the requests that run for the first time
     num_context_requests: int = 0
     num_generation_requests: int = 0
     num_paused_requests: int = 0
@@ -105,7 +105,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationStats:
-    """One iteration of a worker group, from a step's plan to its result; with an empty group id, the state of all
+    """One iteration of a worker group, from a step's plan to its result; if the group id is empty, the state of all
     groups.
     """
 

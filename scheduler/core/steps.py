@@ -1,9 +1,9 @@
-"""A step of a worker group: policies choose what runs, the builder plans it, and its result is applied.
+"""Steps of a worker group: policies choose what runs, the builder plans the step, and its result is applied.
 
-Rows persist at the worker, and so does the set of generating rows: a steady-state step sends only a flag and the new
-blocks of tables that grew. The cost is independent of sequences that do not run.
+Rows persist at the worker, and so does the set of generating rows: a steady-state step contains only a flag and the new
+blocks of tables that grew. Its cost does not depend on sequences that do not run.
 
-A result appends tokens to their sequences, ends those that are complete, and is counted.
+A result appends tokens to their sequences, ends the sequences that are complete, and is counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scheduler.core.stats import IterationStats, KvStats, RequestCounts, StepSta
 from scheduler.core.timers import Clock
 from scheduler.core.worker_group import WorkerGroup
 
-_SHARES_NOTHING = Failure(UNAVAILABLE, "blocks that it shares were not computed")
+_SHARES_NOTHING = Failure(UNAVAILABLE, "a sequence that shares its blocks failed before computing them")
 End = tuple[Sequence, SequenceEnd]
 
 
@@ -32,8 +32,8 @@ class StepBuilder:
 
     Attributes:
         paused_requests: Requests paused before the step.
-        num_tokens_left: Remaining token budget of the step.
-        num_stalled: Sequences for which no block is available.
+        num_tokens_left: Remaining token budget.
+        num_stalled: Number of sequences for which no block is available.
     """
 
     def __init__(self, group: WorkerGroup, time_ns: int, ordinal: int, paused_requests: list[Request]) -> None:
@@ -70,7 +70,7 @@ class StepBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """The step has nothing to run."""
+        """Whether the step has nothing to run."""
         return not (self._context or self._generation or self._plan.beam_rows or self.group.adoptions)
 
     def add_context(self, sequence: Sequence, max_tokens: int) -> int:
@@ -81,8 +81,8 @@ class StepBuilder:
             max_tokens: Maximum tokens in the chunk.
 
         Returns:
-            Tokens in the chunk; 0 if the sequence must wait for blocks that another one is about to compute, or if
-            `max_tokens` is too small.
+            The number of tokens in the chunk; 0 if the sequence must wait for blocks that another one is about to
+            compute, or if `max_tokens` is too small.
         """
         most = min(max_tokens, self.num_tokens_left)
         if most <= 0 or sequence in self._planned_now or not self._is_ready(sequence):
@@ -95,7 +95,9 @@ class StepBuilder:
         return length
 
     def _is_ready(self, sequence: Sequence) -> bool:
-        """Skip blocks that others have computed; return False if another sequence has yet to compute the next block."""
+        """Skip blocks that others have computed; return False if another sequence still has to compute the next
+        block.
+        """
         cache, block_size = self.group.prefix_cache, self.group.tokens_per_block
         while (index := sequence.num_computed // block_size) < sequence.num_hit_blocks:
             writer = cache.wait_for(sequence.table[index], sequence)
@@ -111,7 +113,7 @@ class StepBuilder:
         """Copy the prompt's last, partly filled block from another sequence of the request (copy-on-write).
 
         Returns:
-            False while that sequence has not computed it; copies happen before a step's forward pass.
+            False while that sequence has not computed the block; copies are made before a step's forward pass.
         """
         block_size, num_prompt = self.group.tokens_per_block, len(sequence.request.spec.prompt)
         index, num_partial = divmod(num_prompt - 1, block_size)
@@ -145,13 +147,13 @@ class StepBuilder:
     def _note_first_scheduled(self, sequence: Sequence) -> None:
         request = sequence.request
         if request.times.first_scheduled_ns == 0:
-            # What it skips was in the pool, or has been fetched from tiers or another worker by now.
+            # The skipped tokens were in the pool, or have been fetched from tiers or another worker by now.
             request.note_scheduled(self._time_ns, min(sequence.num_computed, len(request.spec.prompt)))
             self._queue_latency_ns += self._time_ns - request.times.queued_ns
 
     def _settle_blocks(self, sequence: Sequence, first: int, end: int) -> None:
-        """Mark the blocks [first, end) as computed by this step, so that sequences waiting for them may run in it
-        too.
+        """Mark the blocks [first, end) as computed by this step, so that sequences that wait for them may also run in
+        it.
         """
         cache, group = self.group.prefix_cache, self.group
         run = first
@@ -167,10 +169,11 @@ class StepBuilder:
         """Add one generation step for each sequence.
 
         Args:
-            sequences: Some of `group.generating`; None: all, up to the token budget.
+            sequences: Some of `group.generating`; None means all of them, up to the token budget.
 
         Returns:
-            How many run; sequences whose tokens are all planned, or that no block is available for, are left out.
+            The number of sequences that run; those without an available block, or whose tokens are all planned, are
+            left out.
         """
         group = self.group
         chosen = group.generating
@@ -194,7 +197,7 @@ class StepBuilder:
         return len(chosen)
 
     def _without_stalled_beams(self, chosen: list[Sequence]) -> list[Sequence]:
-        """Fork beams that have diverged; leave out beams whose forks lack available blocks."""
+        """Fork beams that have diverged; leave out beams if there are not enough blocks for their forks."""
         stalled = {
             request
             for request in dict.fromkeys(sequence.request for sequence in chosen)
@@ -204,7 +207,7 @@ class StepBuilder:
         return [sequence for sequence in chosen if sequence.request not in stalled] if stalled else chosen
 
     def _fork_beams(self, request: Request) -> bool:
-        """Record the outcome of a beam search's last step: which rows fork, and the token appended to each.
+        """Apply the outcome of a beam search's last step: fork rows, and append a token to each.
 
         Returns:
             False, with nothing changed, if there are not enough blocks.
@@ -235,12 +238,12 @@ class StepBuilder:
     def _plan_drafts(self, chosen: list[Sequence]) -> None:
         """Let speculative sequences verify draft tokens, within the token and block budgets.
 
-        The worker makes the drafts and verifies them in the step's one forward pass; the result holds the accepted ones
-        and one more token. So a sequence's table must cover all its drafts. Blocks allocated for rejected drafts stay
-        in the table, for the tokens that replace them.
+        The worker makes the drafts and verifies them in the step's one forward pass; the result contains the accepted
+        drafts and one more token. A sequence's table must therefore cover all its drafts. Blocks allocated for rejected
+        drafts stay in the table, for the tokens that replace them.
 
         Args:
-            chosen: Sequences of the step, whose own token is not counted as computed yet.
+            chosen: Sequences of the step, whose own next token is not counted as computed yet.
         """
         for sequence in chosen:
             spec, num_own = sequence.request.spec, sequence.num_computed + 1
@@ -257,7 +260,9 @@ class StepBuilder:
             self.num_tokens_left -= limit
 
     def _grow_for_drafts(self, sequence: Sequence, num_tokens: int) -> int:
-        """Grow a table to hold `num_tokens` unless others may need the blocks; return how many tokens it can hold."""
+        """Extend a table to `num_tokens` tokens unless others may need the blocks; return how many tokens it can
+        hold.
+        """
         group, block_size = self.group, self.group.tokens_per_block
         assert sequence.row is not None
         while len(sequence.table) * block_size < num_tokens and group.blocks.num_available > len(group.active):
@@ -267,7 +272,7 @@ class StepBuilder:
         return len(sequence.table) * block_size
 
     def _settle_checkpoint(self, sequence: Sequence) -> bool:
-        """Grow a full table; return False if all tokens of the sequence are planned or no block is available."""
+        """Extend a full table; return False if all tokens of the sequence are planned or no block is available."""
         group = self.group
         if sequence.num_computed >= sequence.request.spec.max_num_tokens:
             group.end_generation(sequence)
@@ -282,8 +287,8 @@ class StepBuilder:
         return True
 
     def _least_advanced(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Return as many sequences as the budget allows, those with the fewest planned output tokens, so that none
-        starves.
+        """Return as many sequences as the budget allows, those with the fewest planned output tokens, so that no
+        sequence starves.
         """
 
         def num_planned(sequence: Sequence) -> int:
@@ -293,7 +298,7 @@ class StepBuilder:
         return [sequence for sequence in sequences if sequence in chosen]
 
     def finish(self) -> StepPlan:
-        """Complete the step and put it in flight. Precondition: it is not empty."""
+        """Complete the step and add it to the steps in flight. Precondition: it is not empty."""
         group, plan = self.group, self._plan
         plan.released_rows = group.take_released_rows()
         for block, value in group.prefix_cache.take_news():
@@ -324,7 +329,7 @@ class StepBuilder:
             if is_last:
                 group.begin_generation(sequence)
             else:
-                sequence.request.count_step()  # sampling rows are counted by their tokens
+                sequence.request.count_step()  # sampling rows are counted by their results
         return plan
 
     def _write_generation(self) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
@@ -354,7 +359,7 @@ class Taken:
 
     Attributes:
         emitted: Sequences with new tokens.
-        num_rows: Rows whose result was used. num_tokens: Tokens that they produced.
+        num_rows: Number of rows whose result was used. num_tokens: Number of tokens that they produced.
     """
 
     emitted: list[Sequence] = field(default_factory=list)
@@ -366,7 +371,7 @@ class Results:
     """Applies results to sequences.
 
     Attributes:
-        reports_iterations: Emit an IterationDone for each result.
+        reports_iterations: Whether to emit an IterationDone for each result.
     """
 
     def __init__(
@@ -379,7 +384,7 @@ class Results:
         effects: list[Effect],
         try_again: Callable[[WorkerGroup, Request], None],
     ) -> None:
-        """`try_again` is called to queue a request again that its worker could not run yet."""
+        """Create the object; `try_again` is called to requeue a request that its worker could not run yet."""
         self.reports_iterations = True
         self._last: tuple[InFlightStep, StepDone, int] | None = None
         self._lifecycle = lifecycle
@@ -398,14 +403,14 @@ class Results:
         if event.num_tokens:
             if len(event.num_tokens) != step.num_sampled or sum(event.num_tokens) != num_tokens:
                 return (
-                    f"{len(event.num_tokens)} rows with {num_tokens} tokens, but {step.num_sampled} rows were requested"
+                    f"{len(event.num_tokens)} rows with {num_tokens} tokens; the step samples {step.num_sampled} rows"
                 )
         elif num_tokens != step.num_sampled:
             return f"{num_tokens} tokens, but {step.num_sampled} were requested"
         if num_tokens and max(event.token_ids) >= vocab_size:
             return f"token {max(event.token_ids)} is not in the vocabulary"
         if not event.missing_blocks.issubset(step.adoption.blocks):
-            return "missing_blocks names a block that was not requested"
+            return "missing_blocks names a block that the step did not ask for"
         if (event.failures or event.outputs) and (problem := self._rows_problem(step, event)):
             return problem
         if max(event.num_draft_tokens, event.num_accepted_tokens) > sum(step.draft_limits.values()):
@@ -418,11 +423,11 @@ class Results:
         rows = self._rows(step)
         for row in [*(row for row, _ in event.failures), *(row for row, _ in event.outputs)]:
             if row not in rows:
-                return f"row {row} was not in the step"
+                return f"row {row} is not in the step"
         return ""
 
     def commit(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> None:
-        """Apply the result of the group's oldest step in flight; its shape has been checked."""
+        """Apply the result of the group's oldest step in flight, whose format has been checked."""
         first_sampled = [chunk[1] for chunk in step.context if chunk[3]]
         if event.outputs:
             self._keep_outputs(step, event)
@@ -455,9 +460,9 @@ class Results:
     ) -> Taken:
         """Apply a result row by row, for steps in which a row may produce any number of tokens.
 
-        A speculative sequence's result is a run: the accepted drafts and one more token, cut at the sequence's end. A
-        beam's result is a list of candidates; once all beams of its request have theirs, the search takes a step. Both
-        kinds waited for this result and continue now.
+        A speculative sequence's result is a run: the accepted drafts and one more token, truncated at the sequence's
+        end. A beam's result is a list of candidates; once all beams of its request have theirs, the search takes a
+        step. Both kinds of sequence waited for this result, and continue now.
         """
         taken = Taken()
         start = first_log_prob = 0
@@ -510,7 +515,7 @@ class Results:
                 group.resume_generation(lane)
             return
         for sequence, (tokens, end) in zip(request.sequences, beams.ends(len(request.sequences)), strict=True):
-            # The best one may have ended before, with a stop word.
+            # The best output may have ended before, with a stop word.
             if sequence.end is None:
                 if sequence.extend_to(tokens, len(tokens), now_ns):
                     taken.emitted.append(sequence)
@@ -519,7 +524,7 @@ class Results:
     def _append_first(
         self, group: WorkerGroup, sequences: list[Sequence], step: InFlightStep, tokens: list[int], ends: list[End]
     ) -> list[Sequence]:
-        """Append the first tokens after context phases."""
+        """Append the first tokens of sequences that have completed their context phase."""
         emitted: list[Sequence] = []
         for sequence, token in zip(sequences, tokens, strict=False):
             if sequence.first_ordinal <= step.ordinal:
@@ -531,13 +536,13 @@ class Results:
     def _append_next(
         self, group: WorkerGroup, step: InFlightStep, tokens: list[int], ends: list[End]
     ) -> list[Sequence]:
-        """Append one token to each generating sequence. This is the hot loop of the scheduler."""
+        """Append one token to each generating sequence. This is the scheduler's hot loop."""
         emitted: list[Sequence] = []
         ordinal, now_ns = step.ordinal, self._clock.now_ns
-        before_ns, num_alike = 0, 0  # most got their last token in the same step: count them together
+        before_ns, num_alike = 0, 0  # most sequences got their last token in the same step: count them together
         for sequence, token in zip(step.generation, tokens, strict=True):
             if sequence.first_ordinal > ordinal:
-                continue  # ended or paused after the step was planned
+                continue  # the sequence ended or was paused after the step was planned
             emitted.append(sequence)
             if sequence.last_token_ns != before_ns:
                 self._totals.inter_token_latency.observe(now_ns - before_ns, num_alike)
@@ -556,7 +561,7 @@ class Results:
         self._look_at_last(group, sequence, ends)
 
     def _look_at_last(self, group: WorkerGroup, sequence: Sequence, ends: list[End]) -> None:
-        """Publish the block that a sequence's last token has filled, and record its end if it is complete."""
+        """Publish the block that a sequence's last token has filled; record the sequence's end if it is complete."""
         spec, num_output, token = sequence.request.spec, len(sequence.output), sequence.output[-1]
         if num_output == sequence.next_publish:
             group.tables.publish_generated(sequence)
@@ -568,13 +573,13 @@ class Results:
             ends.append((sequence, SequenceEnd(FinishReason.LENGTH, num_output)))
 
     def _note_latency(self, sequence: Sequence, num_tokens: int) -> None:
-        """Record the time since the sequence's last token, divided equally among the new ones."""
+        """Record the time since the sequence's last token, divided equally among the new tokens."""
         if sequence.last_token_ns:
             since_ns = self._clock.now_ns - sequence.last_token_ns
             self._totals.inter_token_latency.observe(since_ns // num_tokens, num_tokens)
 
     def _note_first_token(self, sequence: Sequence) -> None:
-        """Record that a sequence made progress."""
+        """Record that a sequence has made progress."""
         request, now_ns = sequence.request, self._clock.now_ns
         request.note_progress()
         if request.times.first_token_ns == 0:
@@ -592,7 +597,7 @@ class Results:
     def _keep_outputs(self, step: InFlightStep, event: StepDone) -> None:
         rows = self._rows(step)
         sampled = {chunk[0] for chunk in step.context if chunk[3]}.union(step.generation_rows)
-        nums_before: dict[Sequence, int] = {}  # a run has outputs token by token
+        nums_before: dict[Sequence, int] = {}  # a run reports its outputs token by token
         for row, data in event.outputs:
             sequence = rows.get(row)
             if sequence is None or sequence.first_ordinal > step.ordinal:
@@ -605,14 +610,12 @@ class Results:
                 if row in sampled:
                     sequence.request.beams.report(sequence, data)
                     continue
-                sequence = sequence.request.sequences[0]  # outputs of the prompt belong to the first sequence
+                sequence = sequence.request.sequences[0]  # outputs for the prompt belong to the first sequence
                 offset = 0
             sequence.outputs.append(ExtraOutput(offset, data))
 
     def _failed_rows(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> dict[Sequence, Failure]:
-        """Return the sequences that failed, and those that share blocks which a failed one was to compute: they
-        restart.
-        """
+        """Return the failed sequences, and those that share blocks which a failed one was to compute: these restart."""
         if not event.failures:
             return {}
         rows = self._rows(step)
@@ -632,7 +635,7 @@ class Results:
             request = sequence.request
             is_here = request.group is group
             if is_here and (failure.code != UNAVAILABLE or failure is _SHARES_NOTHING):
-                # It may have failed before anything of it was computed.
+                # The sequence may have failed before any of it was computed.
                 for block in sequence.held_blocks:
                     group.prefix_cache.withdraw(block)
             if failure.code == UNAVAILABLE and is_here and sequence.end is None:
@@ -707,7 +710,7 @@ def kv_stats(groups: list[WorkerGroup]) -> KvStats:
 
 
 def memory_of(groups: list[WorkerGroup]) -> tuple[int, int, int]:
-    """Return the memory that some groups use, in bytes: (host, device, pinned)."""
+    """Return the memory that some groups use, in bytes, as (host, device, pinned)."""
     return (
         sum(group.memory[0] for group in groups),
         sum(group.memory[1] for group in groups),
@@ -716,7 +719,7 @@ def memory_of(groups: list[WorkerGroup]) -> tuple[int, int, int]:
 
 
 def _runs_problem(step: InFlightStep, event: StepDone) -> str:
-    """Return the problem with runs and candidates whose total is correct; empty if there is none."""
+    """Return the problem with runs and candidates whose total number is correct; empty if there is none."""
     if len(event.num_drafts) not in (0, step.num_sampled):
         return f"num_drafts has {len(event.num_drafts)} entries for {step.num_sampled} rows"
     num_candidates = start = 0
@@ -725,24 +728,24 @@ def _runs_problem(step: InFlightStep, event: StepDone) -> str:
         beams = sequence.request.beams
         tokens, start = event.token_ids[start : start + count], start + count
         if num_drafts > step.draft_limits.get(sequence, 0):
-            return f"{num_drafts} drafts for a row that may verify at most {step.draft_limits.get(sequence, 0)}"
+            return f"{num_drafts} drafts for a row; must be at most {step.draft_limits.get(sequence, 0)}"
         if beams is None:
             if not 1 <= count <= 1 + num_drafts:
-                return f"{count} tokens for a row that verified {num_drafts} drafts"
+                return f"{count} tokens for a row with {num_drafts} drafts; must be 1 to {1 + num_drafts}"
             continue
         num_candidates += count
         if count > beams.search.num_candidates or len(set(tokens)) != count:
-            return f"{count} candidates for a beam, which requires {beams.search.num_candidates} different ones"
+            return f"{count} candidates for a beam; must be at most {beams.search.num_candidates}, all different"
     if num_candidates != len(event.candidate_log_probs):
         return f"{len(event.candidate_log_probs)} log probabilities for {num_candidates} candidates"
     if not all(map(math.isfinite, event.candidate_log_probs)):
         return "a log probability is not finite"
     if max(event.candidate_log_probs, default=0.0) > 0:
-        return "a log probability is above 0"
+        return "a log probability is above 0; must be at most 0"
     return ""
 
 
 def _note_step(sequence: Sequence, ordinal: int) -> None:
-    """Count a step for a sequence that is not planned ahead; the steps of others are counted by their tokens."""
+    """Count a step for a sequence that is not planned ahead; steps of other sequences are counted by their tokens."""
     if sequence.waits_for_result:
         sequence.request.count_step(ordinal)

@@ -11,7 +11,7 @@ Action = Callable[[int], None]
 
 @dataclass(slots=True)
 class Clock:
-    """A clock that shows the time of the current event."""
+    """A clock that returns the time of the current event."""
 
     now_ns: int = 0
 
@@ -25,7 +25,7 @@ class Timers:
 
     @property
     def next_ns(self) -> int | None:
-        """Return when the next action is due."""
+        """Return the time at which the next action is due."""
         return self._heap[0][0] if self._heap else None
 
     def at(self, time_ns: int, action: Action) -> None:
@@ -34,6 +34,6 @@ class Timers:
         heapq.heappush(self._heap, (time_ns, self._count, action))
 
     def run_due(self, now_ns: int) -> None:
-        """Run all due actions, including due actions that they add."""
+        """Run all due actions, including those that they add."""
         while self._heap and self._heap[0][0] <= now_ns:
             heapq.heappop(self._heap)[2](now_ns)

@@ -29,7 +29,7 @@ from scheduler.core.standing import Standing
 from scheduler.core.timers import Clock
 
 _BY_ROW = attrgetter("row")
-# Limit on the data that a step copies from tiers or a dead worker's pool: a few tens of milliseconds.
+# Limit on the data that a step copies from tiers or a dead worker's pool, which takes a few tens of milliseconds.
 _MAX_ADOPTED_BYTES, _MAX_ADOPTED_BLOCKS = 32 << 20, 1024
 
 
@@ -38,12 +38,12 @@ class StartCost:
     """Resources of a group that are needed to start a request, or some of its sequences.
 
     Attributes:
-        num_rows: Rows.
-        num_blocks: Available blocks that are allocated at once.
+        num_rows: Number of rows.
+        num_blocks: Available blocks that are allocated immediately.
         num_blocks_next: Further blocks for its first generation step.
         num_blocks_to_end: Blocks to reserve so that it can run to its end.
-        num_cached_tokens: Known tokens that need not be computed.
-        num_tokens: Known tokens.
+        num_cached_tokens: Number of known tokens that need not be computed.
+        num_tokens: Number of known tokens.
     """
 
     num_rows: int
@@ -62,7 +62,7 @@ class StartCost:
 class AdapterRoom:
     """Tracks device memory for the LoRA adapters used by a group's requests.
 
-    A worker pins an adapter while a row uses it, so only as many are in use as fit together; an adapter that is already
+    A worker pins an adapter while a row uses it, so the adapters in use must fit together; an adapter that is already
     in use needs no further memory.
     """
 
@@ -75,7 +75,7 @@ class AdapterRoom:
         return not spec.lora_key or spec.lora_key in self._num_users or spec.lora_bytes <= self._left
 
     def fits_alone(self, spec: RequestSpec) -> bool:
-        """Return whether a request with this adapter could start if nothing else ran."""
+        """Return whether a request with this adapter could start if no other request ran."""
         return spec.lora_bytes <= self._all
 
     def take(self, spec: RequestSpec) -> None:
@@ -100,21 +100,22 @@ class WorkerGroup:
     """One epoch of one worker group.
 
     Attributes:
-        has_state: Whether blocks hold a state after their last token, which can only be used at the end of a block.
+        has_state: Whether blocks hold a recurrent state after their last token, which can be used only at the end of a
+            block.
         standing: Its fault record over all epochs.
         tables: Block tables of its sequences.
-        clients: Tracks whether several send requests. pace: Decides when the next step is planned.
+        clients: Tracks whether several clients send requests. pace: Decides when the next step is planned.
         active: Requests that hold blocks here, in the order in which they started.
         holdings: Rows and blocks that each client may use here until its requests end.
         context: Sequences in their context phase, in the order in which they started.
         generating: Sequences in their generation phase, by row.
         generation_version: Changes whenever `generating` does.
-        num_waiting: Sequences with rows that must wait for each result before they run again.
+        num_waiting: Number of sequences with rows that must wait for each result before they run again.
         adoptions: Blocks that the next steps ask the worker to look up in pools of dead workers, or in its tiers.
         role: Its role.
         stored: Known hashes of the blocks in its tiers; shared with groups that share the tiers.
         fetched: Hashes of the blocks that it has fetched from other groups and not adopted yet.
-        batch_size: Sequences started since the group was last empty.
+        batch_size: Number of sequences started since the group was last empty.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class WorkerGroup:
         self._take_kept(registration, clock.now_ns)
 
     def _take_kept(self, registration: WorkerRegistered, now_ns: int) -> None:
-        """Register the blocks that the worker kept as cached, and report to it those whose contents may change."""
+        """Register the kept blocks of the worker as cached, and tell the worker which of them may change."""
         kept = list(zip(registration.kept_blocks, registration.kept_hashes, strict=True))
         if self.config.enable_block_reuse and not self.standing.num_faults:
             self.blocks.adopt(kept, now_ns)
@@ -179,11 +180,11 @@ class WorkerGroup:
 
     @property
     def is_held_off(self) -> bool:
-        """Whether the group temporarily gets nothing to run."""
+        """Whether the group is held off, so that it gets nothing to run for a while."""
         return self.standing.is_held(self._clock.now_ns)
 
     def send(self, step: InFlightStep) -> None:
-        """Put a step in flight."""
+        """Add a step to the steps in flight."""
         self.in_flight.append(step)
         self.next_step_id += 1
 
@@ -191,13 +192,13 @@ class WorkerGroup:
         """Store a result until the results of all earlier steps are applied.
 
         Returns:
-            Why it is invalid, or empty; None: a duplicate of an earlier result.
+            Why it is invalid; empty if it is valid, None if it duplicates an earlier result.
         """
         self.last_heard_ns = event.time_ns
         if not self.in_flight or event.step_id < self.in_flight[0].step_id:
             return None
         if event.step_id > self.in_flight[-1].step_id:
-            return "result of a step that was not sent"
+            return "the result is for a step that was not sent"
         self._early_results[event.step_id] = event
         return ""
 
@@ -214,7 +215,7 @@ class WorkerGroup:
         self.pace.note_result(step, event.time_ns)
         self.tables.settle(step.adoption, event.missing_blocks)
         if self.fetched:
-            self.fetched.difference_update(step.adoption.hashes)  # they were looked for, and are gone
+            self.fetched.difference_update(step.adoption.hashes)  # the worker looked for them, and they are gone
         if event.missing_blocks:
             asked = zip(step.adoption.blocks, step.adoption.hashes, strict=True)
             self.stored.difference_update(value for block, value in asked if block in event.missing_blocks)
@@ -229,12 +230,13 @@ class WorkerGroup:
         if not self.in_flight or event.last_step_id < self.in_flight[0].step_id:
             self._num_beats_ahead = 0
             return True
-        # It finished a step whose result is missing. Once may be reordering, twice is a loss.
+        # The worker finished a step whose result is missing. Once may be due to reordering; twice means that the result
+        # is lost.
         self._num_beats_ahead += 1
         return self._num_beats_ahead < 2
 
     def take_released_rows(self) -> list[int]:
-        """Return the rows that the next step must release at the worker; each row is returned once."""
+        """Return the rows that the worker must release before the next step; each row is returned once."""
         rows, self._released_rows = self._released_rows, []
         return rows
 
@@ -243,7 +245,7 @@ class WorkerGroup:
         return value in self.fetched or value in self.stored
 
     def num_fetchable_tokens(self, request: Request) -> int:
-        """Return how many known tokens of a queued request are in tiers below the pool, after those in the pool."""
+        """Return how many known tokens of a queued request can be fetched from tiers, after those in the pool."""
         if not (self.stored or self.fetched) or not request.may_fetch or not self.tables.reuses(request):
             return 0
         sequence = request.waiting_sequences[0]
@@ -270,15 +272,15 @@ class WorkerGroup:
 
     @property
     def num_context_tokens(self) -> int:
-        """Number of known tokens that still have to be computed."""
+        """Number of known tokens that have yet to be computed."""
         block = self.tokens_per_block
         return sum(s.num_tokens - max(s.num_computed, s.num_hit_blocks * block) for s in self.context)
 
     def splits(self, num_tokens: int) -> bool:
         """Return whether a context with this many tokens may be split over several steps.
 
-        Without chunked context, only if it exceeds a step: a request that ran before and has grown since, or that came
-        from a group with larger steps.
+        Without chunked context, it is split only if it exceeds a step: the request ran before and has grown since, or
+        came from a group with larger steps.
         """
         return self.config.enable_chunked_context or num_tokens > self.max_num_tokens
 
@@ -293,7 +295,7 @@ class WorkerGroup:
         return frozenset(request.request_id for step in self.in_flight for request in step.requests())
 
     def blocks_alone(self, request: Request) -> int:
-        """Return the maximum number of blocks the request needs on an empty group, even if it has to restart near its
+        """Return the maximum number of blocks that the request needs on an empty group, even if it restarts near its
         end.
         """
         return self._blocks_of_rows(request, request.num_rows)
@@ -304,7 +306,7 @@ class WorkerGroup:
         return each + (num_rows - 1) * (each - shared)
 
     def takes_prompt(self, request: Request) -> bool:
-        """Return whether the request's prompt can run here: without chunked context it must fit in one step."""
+        """Return whether the request's prompt can be computed here: without chunked context it must fit in one step."""
         return request.has_run or self.config.enable_chunked_context or len(request.spec.prompt) <= self.max_num_tokens
 
     def is_large_enough(self, request: Request) -> bool:
@@ -348,9 +350,9 @@ class WorkerGroup:
         Precondition: rows and blocks as in `start_cost` are available; the request runs on no other group.
 
         Args:
-            request: A request with waiting sequences.
+            request: The request, which has waiting sequences.
             ordinal: Number of the next step; these sequences ignore results of earlier steps.
-            num_sequences: How many of them start; by default all.
+            num_sequences: How many of its sequences start; by default all.
         """
         if request.group is None:
             self.active[request] = None
@@ -379,7 +381,8 @@ class WorkerGroup:
     def _leader(self, request: Request) -> Sequence | None:
         """Return a sequence of the request that runs on this group and holds all blocks of the prompt.
 
-        Sequences that start while there is one share these blocks, so a request never holds more than `blocks_alone`.
+        Sequences that start while there is such a leader share its blocks, so a request never holds more than
+        `blocks_alone`.
         """
         if request.group is None:
             return None
@@ -396,7 +399,7 @@ class WorkerGroup:
         return -(-self._blocks_of_rows(request, num_rows) // num_rows)
 
     def begin_generation(self, sequence: Sequence) -> None:
-        """Move a sequence whose context is fully planned to generation, unless all its tokens are planned."""
+        """Move a sequence whose context is fully planned to the generation phase, unless all its tokens are planned."""
         self.context.remove(sequence)
         if not sequence.waits_for_result:
             self.resume_generation(sequence)
@@ -409,7 +412,7 @@ class WorkerGroup:
         self.generation_version += 1
 
     def rest(self, sequences: Iterable[Sequence]) -> None:
-        """Exclude sequences of a step from generation until the step's result arrives, if they depend on it."""
+        """Exclude sequences of a step that depend on its result from generation until the result arrives."""
         resting = {sequence for sequence in sequences if sequence.waits_for_result}
         if resting:
             self.generating = [sequence for sequence in self.generating if sequence not in resting]
@@ -422,7 +425,7 @@ class WorkerGroup:
         return sequence.num_computed < limit
 
     def mark_sent(self, sequence: Sequence) -> bool:
-        """Note that a sequence's row is sent to the worker; return False if it had been sent before."""
+        """Record that a sequence's row is sent to the worker; return False if it had been sent before."""
         if sequence.is_on_worker:
             return False
         sequence.mark_sent()
@@ -430,7 +433,7 @@ class WorkerGroup:
         return True
 
     def note_generation(self, version: int, sequences: tuple[Sequence, ...], rows: tuple[int, ...]) -> LastGeneration:
-        """Store which rows a step generates for; the next step is encoded relative to it."""
+        """Store the rows for which a step generates; the next step is encoded relative to them."""
         self.last_generation = LastGeneration(version, sequences, rows)
         return self.last_generation
 
@@ -440,7 +443,7 @@ class WorkerGroup:
         self.generation_version += 1
 
     def sharers(self, sequence: Sequence) -> list[Sequence]:
-        """Return sequences of other requests that hold blocks which this one was to compute."""
+        """Return sequences of other requests that hold blocks which this request was to compute."""
         blocks = set(sequence.table[max(sequence.num_freed, sequence.num_hit_blocks) :])
         return [
             other
@@ -451,7 +454,7 @@ class WorkerGroup:
         ]
 
     def release(self, request: Request) -> None:
-        """Release the rows and blocks of all sequences of a request, so that nothing of it is left on the group."""
+        """Release the rows and blocks of all sequences of a request, so that nothing of it remains on the group."""
         for sequence in request.placed_sequences:
             if sequence.row is not None:
                 self.release_sequence(sequence)
@@ -464,8 +467,8 @@ class WorkerGroup:
             self.batch_size = 0
 
     def release_sequence(self, sequence: Sequence) -> None:
-        """Release a sequence's row and blocks. Steps in flight may still write to the blocks, but later steps run after
-        them.
+        """Release a sequence's row and blocks. Steps in flight may still write to the blocks, but run before any later
+        step.
         """
         if sequence in self.context:
             self.context.remove(sequence)
