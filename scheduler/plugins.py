@@ -1,8 +1,9 @@
 """Loads schedulers: built-in ones by name, others through the entry points of installed packages.
 
-A package registers its own in the group `midstream.schedulers`: a class without constructor arguments, derived from
-RequestScheduler, or from CapacityScheduler or MicroBatchScheduler to be combined with the other kind; or a
-RequestListScheduler, a capacity policy that gets all active requests at once.
+A package registers a scheduler in the entry point group `midstream.schedulers`. It is a class without constructor
+arguments that is derived from RequestScheduler; from CapacityScheduler or MicroBatchScheduler, to be combined with a
+built-in policy of the other kind; or from RequestListScheduler, a capacity policy that gets all active requests at
+once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def load_scheduler(name: str, capacity_policy: str, batching_type: str) -> Reque
     """Return the scheduler with this name.
 
     Args:
-        name: Name of an entry point; empty: the built-in scheduler.
+        name: Name of an entry point; empty means the built-in scheduler.
         capacity_policy: One of CAPACITY_SCHEDULERS.
         batching_type: One of MICRO_BATCH_SCHEDULERS.
 
@@ -42,7 +43,7 @@ def _load_plugin(name: str) -> RequestScheduler | CapacityScheduler | MicroBatch
     if name not in found:
         known = ", ".join(sorted(found)) or "none"
         raise ConfigError(
-            f"no installed package offers {name!r} under {ENTRY_POINT_GROUP}; available: {known}",
+            f"no installed package provides {name!r} under {ENTRY_POINT_GROUP}; available: {known}",
             field="scheduler_plugin",
         )
     offered = found[name].load()

@@ -59,7 +59,7 @@ class SchedulerService:
 
     Attributes:
         engine: The running core; set by `start`.
-        frames: Accepts frame connections of detokenizers; None: gRPC only.
+        frames: Accepts frame connections of detokenizers; None for gRPC only.
         port: gRPC port. worker_port: ZeroMQ port. http_port: Port of /metrics and /health.
     """
 
@@ -117,7 +117,7 @@ class SchedulerService:
         self._tracer = Tracer.from_config(config, "scheduler")
 
     async def start(self) -> None:
-        """Take over the journal, once its lease is free, and start to serve."""
+        """Take over the journal, once its lease is free, and start serving."""
         waiting = "standby" if self.config.standby else "starting"
         self.progress.set_reason(waiting, stands=True)
         self._http.start()
@@ -218,7 +218,7 @@ class SchedulerService:
         """Serve until SIGTERM, then drain and stop.
 
         Raises:
-            ExecutionError: The journal failed, or a loop ended. The successor continues from the last commit.
+            ExecutionError: The journal failed, or a loop ended. The next scheduler continues from the last commit.
         """
         await self.start()
         try:
@@ -271,7 +271,7 @@ _LEAST = {
 
 
 def check(config: SchedulerConfig) -> None:
-    """Raise ConfigError if settings conflict or no request could run under them."""
+    """Raise ConfigError if settings conflict, or if they allow no request to run."""
     for name, least in _LEAST.items():
         if getattr(config, name) < least:
             raise ConfigError(f"is {getattr(config, name)}; must be at least {least}", field=name)
@@ -322,7 +322,7 @@ def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: in
 def make_journal(
     config: SchedulerConfig, model: ModelFolder, limits: ModelLimits, port: int, clock: SteadyClock
 ) -> Journal:
-    """Return the configured journal; without a configured path, the file is named after the gRPC port.
+    """Return the configured journal; if no path is configured, the file is named after the gRPC port.
 
     Raises:
         ConfigError: A standby is set for a journal without a lease, or PostgreSQL's package is missing.
@@ -343,7 +343,7 @@ def make_journal(
 def _file_store(config: SchedulerConfig, path: Path) -> Store:
     """Return the store of a journal on this machine's disk.
 
-    A log takes over the contents of a SQLite journal at its path, or at the same path with the suffix `.sqlite`.
+    A log takes over the contents of a SQLite journal at its path or at the same path with the suffix `.sqlite`.
     """
     if config.journal == "sqlite":
         if path.is_dir():

@@ -1,1 +1,1 @@
-"""The core's I/O: gRPC, ZeroMQ, the token feed, metrics and logs."""
+"""The I/O around the core: gRPC, ZeroMQ, the token feed, metrics and logs."""

@@ -13,12 +13,12 @@ from scheduler.core.request import ExtraOutput, Request, Sequence
 def report_beams(request: Request, num_reported: int) -> None:
     """Attach the extra outputs of new output tokens to the sequences, after a search's step.
 
-    A worker does not know which of its candidates becomes an output, so its reports for each beam and step are
-    collected here, along the path of the output. Log probabilities are those that the search summed up.
+    A worker does not know which of its candidates will be part of an output, so its reports for each beam and step are
+    collected here, along the path of the output. Log probabilities are those that the search added up.
 
     Args:
-        request: With a beam search.
-        num_reported: Tokens of the best output whose extra outputs were attached after earlier steps.
+        request: A request with a beam search.
+        num_reported: Number of tokens of the best output whose extra outputs were attached after earlier steps.
     """
     if request.beams is None:
         return
@@ -28,7 +28,7 @@ def report_beams(request: Request, num_reported: int) -> None:
     if not has_new or not (wants_log_probs or any(step.reports for step in search.steps)):
         return
     if not num_reported:
-        # The prompt's end was computed with the first step, in which there was one beam.
+        # The end of the prompt was computed by the first step, in which there was one beam.
         rows = _rows_of(search.steps[0], 0)
         best.outputs.extend(ExtraOutput(0, row.SerializeToString()) for row in rows if _is_of_prompt(row))
     _report(best, search.decided, search.steps, range(num_reported, len(best.output)), wants_log_probs)
@@ -38,7 +38,7 @@ def report_beams(request: Request, num_reported: int) -> None:
 
 
 def _report(sequence: Sequence, beam: Beam, steps: list[BeamStep], new: range, wants_log_probs: bool) -> None:
-    """Attach the extra outputs of a sequence's tokens at the offsets `new`, which are those of `beam`."""
+    """Attach the extra outputs of a sequence's tokens at the offsets `new`; the tokens are those of `beam`."""
     log_probs = generation_pb2.LogProbs()
     for offset in new:
         step, place = steps[offset], beam.places[offset]
@@ -58,7 +58,7 @@ def _report(sequence: Sequence, beam: Beam, steps: list[BeamStep], new: range, w
 
 
 def _rows_of(step: BeamStep, rank: int) -> Iterator[worker_pb2.RowOutputs]:
-    """Yield what was reported for the beam of a rank."""
+    """Yield the reports for the beam of a rank."""
     for data in step.reports[rank] if rank < len(step.reports) else ():
         yield worker_pb2.RowOutputs.FromString(data)
 

@@ -1,4 +1,4 @@
-"""Numbered items for any number of readers, each with its own cursor; only the last items are kept, so slow readers
+"""Numbered items for any number of readers, each with its own cursor. Only the latest items are kept, so slow readers
 lose some.
 """
 
@@ -37,7 +37,7 @@ class Broadcast(Generic[ItemT]):
             event.set()
 
     async def follow(self, first: int) -> AsyncIterator[list[tuple[int, ItemT]]]:
-        """Yield lists of (number, item) starting at `first`; a gap in the numbers means that items were lost."""
+        """Yield lists of (number, item) from `first` on; a gap in the numbers means that items were lost."""
         changed = asyncio.Event()
         self._changed.add(changed)
         try:

@@ -1,11 +1,11 @@
-"""The ZeroMQ port that workers connect to: sends steps and receives results.
+"""The ZeroMQ port that workers connect to; sends steps and receives results.
 
-Each message is one frame with one protobuf message. Messages that do not parse are dropped and counted; the socket
-itself drops frames above `max_frame_bytes` and closes their connection. A message that parses but is invalid
+Each message is one frame with one protobuf message. Messages that cannot be parsed are dropped and counted; the socket
+itself drops frames above `max_frame_bytes` and closes their connections. A message that can be parsed but is invalid
 (scheduler/wire/worker_checks.py) ends its sender's epoch.
 
-The socket is read in a callback on its descriptor and written where messages are made: pyzmq's asyncio wrapper costs a
-task for each message sent and several turns of the event loop for each one received.
+The socket is read in a callback on its file descriptor, and written as soon as a message is ready: pyzmq's asyncio
+wrapper needs a task for each message sent and several iterations of the event loop for each one received.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 64 << 20
 MAX_HELD_BYTES = 1 << 30
 _HIGH_WATER_MARK = 1000
-# Messages read in one callback; others get their turn before the rest.
+# Maximum messages read in one callback, so that other tasks can run before the rest are read.
 _MAX_READ = 64
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-# When to check which connection closed: the socket notices it a little later than its monitor.
+# When to check which connection closed: the socket notices the loss a little later than its monitor.
 _LOOK_AFTER_S = (0.0, 0.002, 0.02, 0.1)
 
 
@@ -47,7 +47,7 @@ _LOOK_AFTER_S = (0.0, 0.002, 0.02, 0.1)
 class _HeldOutputs:
     epoch: int
     step_id: int
-    outputs: list[tuple[int, bytes]] = field(default_factory=list)  # by row, serialized
+    outputs: list[tuple[int, bytes]] = field(default_factory=list)  # serialized, by row
     num_bytes: int = 0
 
 
@@ -56,10 +56,11 @@ class Dispatcher:
 
     Attributes:
         port: The bound port.
-        num_malformed: Messages dropped because they did not parse.
-        num_refused: Connections that failed the handshake: missing or wrong key, or not ZeroMQ.
-        num_wrong: Invalid messages.
-        num_unsent: Messages dropped because their worker was disconnected or did not read.
+        num_malformed: Number of messages dropped because they could not be parsed.
+        num_refused: Number of connections that failed the handshake: the key was missing or wrong, or the peer was not
+            ZeroMQ.
+        num_wrong: Number of invalid messages.
+        num_unsent: Number of messages dropped because their worker was disconnected or did not read.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Dispatcher:
     ) -> None:
         """Bind the port; 0 chooses a free one. With `keys`, only workers whose keys it contains can connect.
 
-        A worker may send at most `max_held_bytes` of tensors before a result. Events carry the time of `clock`.
+        A worker may send at most `max_held_bytes` of tensors before a result. `clock` provides the times of events.
 
         Raises:
             zmq.ZMQError: The port is taken.
@@ -93,7 +94,7 @@ class Dispatcher:
         self._worker_timeout_ms = worker_timeout_ms
         self._max_held_bytes = max_held_bytes
         self._outputs: dict[bytes, _HeldOutputs] = {}  # by connection: outputs of the step whose result comes next
-        # The monitor's and the authenticator's sockets, which are rarely used, are of the asyncio kind.
+        # The sockets of the monitor and of the authenticator are asyncio sockets, since they are rarely used.
         self._context = zmq.asyncio.Context()
         plain: Any = self._context.socket(zmq.ROUTER, socket_class=cast("Any", zmq.Socket))
         self._socket: zmq.Socket[bytes] = plain
@@ -132,7 +133,7 @@ class Dispatcher:
             await asyncio.wait((watching,))
 
     async def _watch_links(self, on_event: Callable[[WorkerEvent], None]) -> None:
-        """Detect the death of a worker by its closed connection, long before the heartbeat timeout."""
+        """Detect the death of a worker by its closed connection, long before the heartbeat timeout expires."""
         monitor = cast("zmq.asyncio.Socket", self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED))
         try:
             while True:
@@ -147,7 +148,7 @@ class Dispatcher:
             monitor.close()
 
     def _lost_links(self) -> list[bytes]:
-        """Return and forget the connections that have an epoch but can no longer be sent to."""
+        """Return, and stop tracking, the connections that have an epoch but can no longer be sent to."""
         lost = []
         for connection, epoch in list(self._epochs.items()):
             try:
@@ -175,7 +176,7 @@ class Dispatcher:
             self._failed.get_loop().call_soon(self._read)
 
     def _read_some(self) -> bool:
-        """Handle up to _MAX_READ messages; return whether more may be left."""
+        """Handle up to _MAX_READ messages; return whether more may be waiting."""
         receive = self._socket.recv_multipart
         for _ in range(_MAX_READ):
             try:
@@ -188,7 +189,7 @@ class Dispatcher:
         return True
 
     def _read_if_readable(self) -> None:
-        """Schedule a read if there are messages: the file descriptor does not signal messages that arrived during a
+        """Schedule a read if there are messages: the file descriptor does not signal messages that arrive during a
         send.
         """
         if not self._is_read_due and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -199,7 +200,7 @@ class Dispatcher:
         connection = frames[0]
         try:
             if len(frames) != 2:
-                raise ValueError(f"{len(frames) - 1} frames; must be 1")
+                raise ValueError(f"{len(frames) - 1} frames; must have 1")
             event = decode_worker_message(frames[1], connection, self._clock.now_ns())
             if isinstance(event, StepDone) and connection in self._outputs:
                 return self._with_outputs(event, self._outputs.pop(connection))
@@ -216,19 +217,19 @@ class Dispatcher:
             self.num_malformed += 1
             logger.warning("dropped a malformed message on the worker port: %s", error)
             return None
-        except Exception as error:  # one worker's message must never end the loop
+        except Exception as error:  # a worker's message must never end the loop
             self.num_wrong += 1
             logger.exception("failed to read a worker's message")
             return WorkerFailed(self._clock.now_ns(), connection, f"its message cannot be read: {error}")
         return event
 
     def _take_adapter_result(self, connection: bytes, result: worker_pb2.LoraResult) -> None:
-        """Forward an adapter's result; drop it if it is not from the sender's current epoch."""
+        """Forward the result of an adapter command; drop it if it is not from the sender's current epoch."""
         if self._epochs.get(connection) == result.epoch:
             self.on_adapter_result(result)
 
     def _hold_outputs(self, connection: bytes, message: worker_pb2.StepOutputs) -> None:
-        """Hold outputs of the sender's current epoch until their step's result arrives; drop others."""
+        """Hold outputs of the sender's current epoch until the result of their step arrives; drop others."""
         if self._epochs.get(connection) != message.epoch:
             return
         held = self._outputs.get(connection)
@@ -254,14 +255,14 @@ class Dispatcher:
         self._send(plan.connection, encode_step(plan, self._limits))
 
     def send_fetch(self, effect: FetchBlocks) -> None:
-        """Ask a worker to fetch blocks from another worker."""
+        """Ask a worker to fetch blocks from another one."""
         fetch = worker_pb2.FetchBlocks(
             epoch=effect.epoch, hashes=effect.hashes, kv_store=effect.kv_store, kv_source=effect.kv_source
         )
         self._send_message(effect.connection, worker_pb2.SchedulerMessage(fetch_blocks=fetch))
 
     def send_joined(self, effect: GroupJoined) -> None:
-        """Send a worker its new epoch."""
+        """Send a worker the epoch under which it has joined."""
         logger.info("worker group %s joined", effect.group_id, extra={"epoch": effect.epoch})
         registered = worker_pb2.Registered(
             epoch=effect.epoch,
@@ -305,7 +306,7 @@ class Dispatcher:
         self._send(connection, message.SerializeToString())
 
     def _send(self, connection: bytes, frame: bytes) -> None:
-        # A worker that is gone or does not read soon loses its epoch by the heartbeat timeout.
+        # A worker that is gone or does not read soon loses its epoch through the heartbeat timeout.
         try:
             self._socket.send_multipart([connection, frame], zmq.NOBLOCK)
         except zmq.ZMQError:

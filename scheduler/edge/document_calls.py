@@ -1,6 +1,7 @@
-"""The calls with which routers store documents for clients.
+"""The RPCs with which routers store documents for clients.
 
-Their kinds are separate from those of the scheduler itself: no router can read or change kept requests or the ledger.
+Their document kinds are separate from those of the scheduler itself: no router can read or change kept requests or the
+ledger.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from scheduler.journal.documents import Document, DocumentKey, Documents
 
 _PREFIX = "client "
 _MAX_LISTED = 1000
-# A list's response ends after this many bytes; a single document may be larger.
+# A response of ListDocuments ends after this many bytes; a single document may be larger.
 _LISTED_BYTES = 8 << 20
-# Smaller documents, such as a batch's state, are stored whatever else the owner has.
+# Smaller documents, such as the state of a batch, are stored whatever else the owner has stored.
 _COUNTED_BYTES = 32 << 10
 _RETRY_AFTER_MS = 60_000
 
@@ -26,7 +27,7 @@ class DocumentCalls:
     """The document methods of the scheduler's gRPC service."""
 
     def __init__(self, documents: Documents, now_ns: Callable[[], int], max_owner_bytes: int) -> None:
-        """`max_owner_bytes`: total size of the documents that one owner may store."""
+        """Create the methods; `max_owner_bytes` is the maximum total size of the documents of one owner."""
         self._documents = documents
         self._now_ns = now_ns
         self._max_owner_bytes = max_owner_bytes
@@ -37,7 +38,7 @@ class DocumentCalls:
         """Store a document."""
         key = _key(request.key)
         if request.expires_unix_ns and request.expires_unix_ns <= self._now_ns():
-            raise InvalidArgumentError("is in the past", field="expires_unix_ns")
+            raise InvalidArgumentError("must be in the future", field="expires_unix_ns")
         if len(request.data) > _COUNTED_BYTES:
             usage = await self._documents.usage(key.owner)
             if usage.num_bytes + len(request.data) > self._max_owner_bytes:

@@ -1,7 +1,8 @@
 """Drives the pure core: passes it timestamped events, carries out its effects, and runs its timers.
 
-All events of one event-loop iteration are followed by one Turn, so a burst of submits is planned together. Their
-entries go to the journal once it is over: the journal's thread and the loop then do not compete for the interpreter.
+All events of one event-loop iteration are followed by one Turn, so a burst of submissions is planned together. Its
+entries go to the journal once the iteration is over, so that the journal's thread and the loop do not compete for the
+interpreter.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ class Engine:
     """One running scheduler.
 
     Attributes:
-        clock: The clock of its times.
-        core: Its state; may be read, but changes only through events.
+        clock: The source of its times.
+        core: The core; its state may be read, but changes only through events.
         hub: The token feeds.
-        kv_events: The last KV events, as (group id, change), by sequence number.
-        num_failed_events: Worker messages on which the core raised an exception.
+        kv_events: The latest KV events, as (group id, change), by sequence number.
+        num_failed_events: Number of worker messages on which the core raised an exception.
         on_joined: Called with each worker's connection and epoch, after the worker was notified.
-        on_ended: Called with each request whose end is committed, and again, with True, if that end is amended.
+        on_ended: Called with each request whose end is committed, and again with True if that end is amended.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class Engine:
 
         Args:
             core: The requests and groups.
-            journal: Stores them.
-            dispatcher: Sends to the workers.
+            journal: Stores the requests.
+            dispatcher: Sends messages to the workers.
             observers: Called with each event and its effects.
             clock: Source of the events' times.
-            on_failure: Called when planning failed, after which no request would progress.
+            on_failure: Called when planning has failed, after which no request would progress.
         """
         self.clock = clock or SteadyClock()
         self.num_failed_events = 0
@@ -96,7 +97,7 @@ class Engine:
         self._observers = observers
         self._loop = asyncio.get_running_loop()
         self._is_turn_due = False
-        self._entries: list[JournalEntry] = []  # of this turn, to be committed
+        self._entries: list[JournalEntry] = []  # entries of this turn, to be committed
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._uncommitted: dict[str, asyncio.Event] = {}
@@ -112,7 +113,7 @@ class Engine:
         effects: list[Effect] = []
         try:
             effects = self.core.handle(event)
-        finally:  # recordings are most useful for an event on which the core fails
+        finally:  # record it first: a recording is most useful for an event on which the core fails
             for observe in self._observers:
                 observe(event, effects)
         for effect in effects:
@@ -171,7 +172,7 @@ class Engine:
 
     @contextlib.contextmanager
     def watch_iterations(self) -> Iterator[Broadcast[IterationStats]]:
-        """Collect statistics of each iteration as long as there is a reader."""
+        """Collect statistics of each iteration as long as someone reads them."""
         self._num_watchers += 1
         self.core.report_iterations(enabled=True)
         try:
@@ -259,8 +260,8 @@ class Engine:
         self._arm()
 
     def _arm(self) -> None:
-        """Set the timer for the next turn; if it is already set for an earlier time, it is left and set again when it
-        fires.
+        """Set the timer for the next turn; a timer that is already set for an earlier time is kept, and set again when
+        it fires.
         """
         next_ns = self.core.next_turn_ns
         if next_ns is None:

@@ -1,8 +1,8 @@
 """The token feeds of detokenizers.
 
-Tokens are stored in their sequence's output; a reader has a cursor on each. When its stream can take more, a feed
-collects all tokens past its cursors into one batch. So a slow reader costs a cursor and no queue, and everything new
-since the last batch is sent together. Only committed tokens are sent.
+Tokens are stored in their sequence's output, and a reader has a cursor into each output. When its stream can take more,
+a feed collects all tokens past its cursors into one batch. A slow reader therefore costs a cursor instead of a queue,
+and all tokens since the last batch are sent together. Only committed tokens are sent.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class RequestLog:
     """The committed part of a request's output, which may be sent.
 
     Attributes:
-        num_committed: Committed output tokens of each sequence.
+        num_committed: Number of committed output tokens of each sequence.
         has_ended: Whether each sequence's end is committed.
-        is_over: The request's end is committed.
-        is_awaited: Its last reader was lost without detaching, and is expected to reconnect.
+        is_over: Whether the request's end is committed.
+        is_awaited: Whether its last reader was lost without detaching, and is expected to reconnect.
     """
 
     __slots__ = ("has_ended", "is_awaited", "is_over", "num_committed", "readers", "request")
@@ -46,8 +46,8 @@ class Attachment:
 
     Attributes:
         stream: The detokenizer's stream number.
-        cursors: Tokens of each sequence that were sent.
-        num_outputs: Extra outputs of each sequence that were sent.
+        cursors: Number of tokens sent, by sequence.
+        num_outputs: Number of extra outputs sent, by sequence.
         ends_sent: Whether each sequence's end was sent.
     """
 
@@ -76,10 +76,10 @@ class FeedHub:
         """Create a hub without requests.
 
         Args:
-            scheduler_epoch: Sent with every batch.
+            scheduler_epoch: The epoch to send with every batch.
             on_attach: Called with the id of a request that gained a reader.
             on_detach: Called with the id of a request that lost a reader.
-            clock: The clock of the requests' times.
+            clock: The source of the requests' times.
         """
         self.clock = clock
         self.scheduler_epoch = scheduler_epoch
@@ -89,7 +89,7 @@ class FeedHub:
         self.feeds: list[DetokenizerFeed] = []
 
     def restore(self, request: Request) -> None:
-        """Add a request from the journal; all of its output is committed."""
+        """Add a request from the journal, all of whose output is committed."""
         log = self.logs[request.request_id] = RequestLog(request)
         log.num_committed = [len(sequence.output) for sequence in request.sequences]
         log.has_ended = [sequence.end is not None for sequence in request.sequences]
@@ -97,7 +97,7 @@ class FeedHub:
         log.is_awaited = True
 
     def is_read(self, request_id: str) -> bool:
-        """Return whether a detokenizer reads the request, or did so until the detokenizer was lost."""
+        """Return whether a detokenizer reads the request, or did so until it was lost."""
         log = self.logs.get(request_id)
         return log is not None and (bool(log.readers) or log.is_awaited)
 
@@ -123,7 +123,9 @@ class FeedHub:
                 _wake(log)
             elif isinstance(entry, RequestForgotten):
                 known = self.logs.get(entry.request.request_id)
-                if known is not None and known.request is entry.request:  # else it was restored from the kept requests
+                if (
+                    known is not None and known.request is entry.request
+                ):  # otherwise the request was restored from the kept requests
                     del self.logs[entry.request.request_id]
 
     def _publish_tokens(self, entry: Emitted) -> None:
@@ -135,7 +137,7 @@ class FeedHub:
                 reader.feed.mark(reader)
 
     def connect(self, detokenizer_id: str, wake: Callable[[], None]) -> DetokenizerFeed:
-        """Open a feed; `wake` is called when there is something to collect."""
+        """Open a feed; `wake` is called when there is something new to collect."""
         feed = DetokenizerFeed(self, detokenizer_id, wake)
         self.feeds.append(feed)
         return feed
@@ -150,7 +152,7 @@ class DetokenizerFeed:
     """One detokenizer's feed.
 
     Attributes:
-        num_attached_total: Requests that it has read.
+        num_attached_total: Number of requests that were ever attached to it.
     """
 
     def __init__(self, hub: FeedHub, detokenizer_id: str, wake: Callable[[], None]) -> None:
@@ -169,7 +171,7 @@ class DetokenizerFeed:
         return len(self._attachments)
 
     def mark(self, attachment: Attachment) -> None:
-        """Mark a reader as having new tokens."""
+        """Record that a reader has new tokens to collect."""
         if not self._dirty:
             self._wake()
         self._dirty[attachment] = None
@@ -181,7 +183,7 @@ class DetokenizerFeed:
             InvalidArgumentError: The stream number is in use.
         """
         if stream in self._attachments:
-            raise InvalidArgumentError(f"{stream} is in use on this feed", field="attach.stream")
+            raise InvalidArgumentError(f"{stream} is already in use on this feed", field="attach.stream")
         log = self._hub.logs.get(request_id)
         if log is None:
             self.refuse(stream, request_id, NotFoundError(f"no request {request_id[:128]!r} is known here"))
@@ -194,7 +196,7 @@ class DetokenizerFeed:
         self.mark(attachment)
 
     def refuse(self, stream: int, request_id: str, error: MidstreamError) -> None:
-        """Reply to an attach with an error."""
+        """Reply to an attach command with an error."""
         self._refused.append((stream, request_id, error))
         self._wake()
 

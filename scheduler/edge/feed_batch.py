@@ -1,4 +1,4 @@
-"""Builds a FeedBatch from the data after the cursors of some readers."""
+"""Builds a FeedBatch from the data past the cursors of some readers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Reader(Protocol):
 
 
 class FeedBatchBuilder:
-    """Builds one batch."""
+    """Builds one FeedBatch."""
 
     def __init__(self, scheduler_epoch: int, clock: SteadyClock) -> None:
         self._clock = clock
@@ -56,7 +56,7 @@ class FeedBatchBuilder:
         return len(self._tokens)
 
     def add_refused(self, stream: int, request_id: str, error: MidstreamError) -> None:
-        """Add an error reply to an attach."""
+        """Add an error reply to an attach command."""
         opened = self._batch.opened.add(stream=stream, request_id=request_id)
         opened.error.CopyFrom(error.to_proto())
 
@@ -66,7 +66,7 @@ class FeedBatchBuilder:
         return self._num_output_bytes >= MAX_OUTPUT_BYTES
 
     def add(self, reader: Reader) -> bool:
-        """Add new data for a reader and advance its cursors; return False if not all of it fits."""
+        """Add new data for a reader and advance its cursors; return False if some of it does not fit."""
         log = reader.log
         if not reader.is_opened:
             reader.is_opened = True
@@ -119,7 +119,7 @@ class FeedBatchBuilder:
             self._tokens.extend(sequence.output[start:end])
 
     def _add_outputs(self, reader: Reader, index: int) -> int:
-        """Add extra outputs of a sequence; return for how many of its tokens all outputs have now been sent."""
+        """Add extra outputs of a sequence; return the number of its tokens for which all outputs have been sent."""
         sequence, num_committed = reader.log.request.sequences[index], reader.log.num_committed[index]
         for extra in sequence.outputs[reader.num_outputs[index] :]:
             if extra.token_offset >= num_committed:
@@ -181,7 +181,7 @@ def usage_of(request: Request) -> generation_pb2.Usage:
 
 
 def perf_metrics_of(request: Request, clock: SteadyClock) -> generation_pb2.PerfMetrics:
-    """Return the performance metrics of a request, with times by the wall clock."""
+    """Return the performance metrics of a request, with wall-clock times."""
     times, num_steps = request.times, request.num_steps
     if not request.placed_sequences[0].waits_for_result:
         num_steps += max(len(sequence.output) for sequence in request.sequences)

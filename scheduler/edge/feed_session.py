@@ -20,11 +20,11 @@ class FeedSession:
     """A session of one detokenizer, from its hello to its disconnection.
 
     Attributes:
-        is_closed: The detokenizer has disconnected.
+        is_closed: Whether the detokenizer has disconnected.
     """
 
     def __init__(self, engine: Engine, kept: KeptRequests, wake: Callable[[], None]) -> None:
-        """Feed the requests of `engine` and `kept`; `wake` is called when there is something to collect."""
+        """Feed the requests of `engine` and `kept`; `wake` is called when there is something new to collect."""
         self.is_closed = False
         self._kept = kept
         self._finding: dict[int, asyncio.Task[None]] = {}
@@ -36,7 +36,7 @@ class FeedSession:
         """Carry out a command.
 
         Raises:
-            InvalidArgumentError: It is out of order, or conflicts with an earlier one.
+            InvalidArgumentError: The command is out of order, or conflicts with an earlier one.
         """
         kind, feed = command.WhichOneof("command"), self._feed
         if feed is None:
@@ -52,7 +52,9 @@ class FeedSession:
         elif kind == "stop":
             self._stop(command.stop, feed)
         else:
-            raise InvalidArgumentError("hello must come only once, and a command must be set", field="command")
+            raise InvalidArgumentError(
+                "hello must be sent only once, and every command must have one field set", field="command"
+            )
 
     def collect(self) -> scheduler_pb2.FeedBatch | None:
         """Return a batch with all new data, or None."""
@@ -75,7 +77,7 @@ class FeedSession:
         task.add_done_callback(lambda _: self._finding.pop(attach.stream, None))
 
     async def _find(self, attach: scheduler_pb2.FeedAttach, feed: DetokenizerFeed) -> None:
-        """Attach a request that may have to be restored first."""
+        """Attach to a request, which may have to be restored first."""
         try:
             await self._kept.find(attach.request_id)
             feed.attach(attach.stream, attach.request_id)
@@ -92,7 +94,7 @@ class FeedSession:
 
 
 class FeedFrames:
-    """A feed session over a frame connection."""
+    """A feed session over a connection that carries frames."""
 
     def __init__(self, engine: Engine, kept: KeptRequests, connection: FrameConnection) -> None:
         self._pump = Pump(connection, self._collect)

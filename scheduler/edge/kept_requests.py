@@ -1,8 +1,8 @@
 """Ended requests that are kept longer (`keep_s`): stored as documents and restored on demand.
 
-While a request runs, and for finished_ttl_s after its end, it is in memory and in the journal. One with `keep_s`
-is stored as a document when its end is committed. Submit and the feed restore it from there as a finished request; all
-else is derived from its tokens.
+While a request runs, and for finished_ttl_s after its end, it is in memory and in the journal. A request with `keep_s`
+is stored as a document when its end is committed. Submit and the feed restore it from there as an ended request;
+everything else is derived from its tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _KIND = "request"
 _RETRY_S = 1.0
-# A deleted request leaves an empty document, for longer than it can stay in memory and in the journal.
+# A deleted request leaves an empty document for longer than the request can stay in memory and in the journal.
 _DELETED_NS = 7 * 24 * 3600 * 1_000_000_000
 
 
@@ -38,8 +38,8 @@ class KeptRequests:
         """Store requests that end from now on, and those from the journal that may not have been stored yet.
 
         Args:
-            documents: Where they are stored.
-            engine: The engine of the requests; the journal has been recovered.
+            documents: Where the requests are stored.
+            engine: The engine that runs the requests; it has recovered the journal.
             limits: Limits of the served model.
             model_fingerprint: Fingerprint of the served model; requests of another one cannot be restored.
         """
@@ -54,7 +54,7 @@ class KeptRequests:
                 self._keep(request, is_recovered=True)
 
     async def find(self, request_id: str) -> Request | None:
-        """Return a known or restored request; None if there is none or it was deleted."""
+        """Return a known or restored request; None if there is none, or if it was deleted."""
         known = self._engine.core.lifecycle.requests
         request = known.get(request_id)
         if request is not None and not request.spec.keep_ns:
@@ -72,7 +72,7 @@ class KeptRequests:
         """End a request if it is running, and delete it.
 
         Raises:
-            NotFoundError: There is no such kept request.
+            NotFoundError: No request with this id is kept.
         """
         request = await self.find(request_id)
         if request is None or not request.spec.keep_ns:
@@ -82,7 +82,7 @@ class KeptRequests:
         self._engine.handle(AbortRequested(self._engine.now_ns(), request_id))
 
     async def close(self) -> None:
-        """Stop writing; the next scheduler writes the remaining requests."""
+        """Stop writing; the next scheduler stores the remaining requests."""
         for task in self._writing:
             task.cancel()
         await asyncio.gather(*self._writing, return_exceptions=True)
@@ -110,7 +110,7 @@ class KeptRequests:
                     return
             except UnavailableError as error:
                 extra = {"request_id": request.request_id}
-                logger.error("cannot store a finished request now: %s", error.message, extra=extra)
+                logger.error("cannot store a finished request now; trying again: %s", error.message, extra=extra)
                 await asyncio.sleep(_RETRY_S)
 
     def _encode(self, request: Request) -> bytes:

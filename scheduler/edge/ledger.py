@@ -1,9 +1,10 @@
 """The ledger: the usage of each ended request.
 
-An entry is created when a request's end is committed, and written with other recent ones as one document (a page). If
-the scheduler dies before that, the next one finds the request in the journal and writes the missing entry: ended
-requests stay there much longer (finished_ttl_s) than an entry waits. If an end is amended, because a stop word is found
-later, the entry is updated in place. Each request is therefore counted once, with what was delivered.
+An entry is created when a request's end is committed, and written together with other recent entries as one document (a
+page). If the scheduler dies before that, the next one finds the request in the journal and writes the missing entry:
+ended requests stay there much longer (finished_ttl_s) than an entry waits to be written. If an end is amended, because
+a stop word is found later, the entry is updated in place. Each request is therefore counted exactly once, with the
+output that was delivered.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _KIND = "ledger"
 _WAIT_S = 0.5
 _RETRY_S = 1.0
 _NUM_PAGES = 20
-# Upper bound on the clock difference between a page and its entries.
+# Upper bound on the difference between the clocks of a page and of its entries.
 _MARGIN_NS = 60_000_000_000
 _Key = tuple[str, int]
 
@@ -41,7 +42,7 @@ class Ledger:
 
         Args:
             documents: Where pages are stored.
-            engine: The engine of the requests.
+            engine: The engine that runs the requests.
             ended: Requests that had ended when the journal was read; the engine reports all others.
             ttl_s: How long entries are stored.
             model: Name of the served model.
@@ -53,36 +54,38 @@ class Ledger:
         self._recovered = [self._entry(request) for request in ended]
         self._waiting: dict[_Key, pb.LedgerEntry] = {}
         self._amended: dict[_Key, pb.LedgerEntry] = {}
-        self._page: tuple[DocumentKey, dict[_Key, pb.LedgerEntry]] | None = None  # being written
+        self._page: tuple[DocumentKey, dict[_Key, pb.LedgerEntry]] | None = None  # entries that are being written
         self._changed = asyncio.Event()
         self._last_id = 0
         self._is_open = False
         engine.on_ended.append(self._note)
 
     async def run(self) -> None:
-        """Write missing entries of requests from the journal, then entries of requests as they end, until cancelled."""
+        """Write missing entries of requests from the journal, then entries of requests as these end, until
+        cancelled.
+        """
         while True:
             try:
                 if not self._is_open:
                     await self._open()
                 await self._flush()
             except UnavailableError as error:
-                logger.error("cannot write the ledger now: %s", error.message)
+                logger.error("cannot write the ledger now; trying again: %s", error.message)
                 await asyncio.sleep(_RETRY_S)
                 continue
             await self._changed.wait()
             await asyncio.sleep(_WAIT_S)
 
     async def close(self) -> None:
-        """Make one attempt to write the remaining entries. Precondition: `run` was cancelled."""
+        """Try once to write the remaining entries. Precondition: `run` was cancelled."""
         try:
             if self._is_open:
                 await self._flush()
         except UnavailableError as error:
-            logger.warning("the ledger lacks entries until this scheduler starts again: %s", error.message)
+            logger.warning("the ledger lacks entries until the next scheduler writes them: %s", error.message)
 
     async def read(self, after: str) -> pb.GetLedgerResponse:
-        """Return the entries on some pages after `after`."""
+        """Return the entries on some of the pages after `after`."""
         pages = await self._pages(after)
         response = pb.GetLedgerResponse(next_after=pages[-1].key.id if pages else "")
         for page in pages:
@@ -90,7 +93,7 @@ class Ledger:
         return response
 
     def _note(self, request: Request, is_amended: bool) -> None:
-        """Queue the entry of a request that has ended or whose end was amended."""
+        """Queue the entry of a request that has ended, or whose end was amended."""
         entry = self._entry(request)
         key = _key(entry)
         entries = self._amended if is_amended and key not in self._waiting else self._waiting
@@ -99,7 +102,7 @@ class Ledger:
 
     def _entry(self, request: Request) -> pb.LedgerEntry:
         spec, usage, end = request.spec, usage_of(request), request.sequences[0].end
-        # The accepted request is the same in every incarnation of the scheduler, so it identifies the entry.
+        # The accepted request is identical in every incarnation of the scheduler, so it identifies the entry.
         accepted = generation_pb2.GenerateRequest.FromString(spec.payload)
         return pb.LedgerEntry(
             request_id=spec.request_id,
@@ -117,7 +120,8 @@ class Ledger:
     async def _open(self) -> None:
         """Queue entries for ended requests from the journal that are not on any page.
 
-        They are among the last max_num_finished that ended, so that many entries are read, independently of clocks.
+        These requests are among the last max_num_finished that ended, so the latest max_num_finished entries are read,
+        which does not depend on clocks.
         """
         max_num_finished, known = self._engine.core.config.max_num_finished, set[_Key]()
         after: DocumentKey | None = None
@@ -166,7 +170,7 @@ class Ledger:
                         await self._documents.put(page.key, data, expires_ns=page.expires_ns)
                         return
             after = pages[-1].key.id
-        logger.warning("the ledger has no entry to amend", extra={"request_id": entry.request_id})
+        logger.warning("the ledger has no entry to amend for a request", extra={"request_id": entry.request_id})
 
     async def _pages(self, after: str) -> list[Document]:
         place = DocumentKey("", _KIND, after) if after else None

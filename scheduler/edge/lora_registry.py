@@ -1,11 +1,11 @@
 """The registry of adapters that requests can name: stored in the journal and sent to every worker.
 
 `load` asks every worker to read and check the folder; when all agree on its contents, the adapter is stored in the
-journal and can be named. Workers that join later get all of them. An accepted request carries what its adapter's name
-resolved to (`resolve`), so it continues with the same weights on any worker, whatever is loaded or unloaded meanwhile:
-workers read missing adapters again.
+journal and can be named. Workers that join later receive all adapters. An accepted request carries what its adapter's
+name resolved to (`resolve`), so it continues with the same weights on any worker, whatever is loaded or unloaded in the
+meantime: workers read missing adapters again.
 
-The core only sees which adapter a request uses, and how much memory that takes.
+The core knows only which adapter a request uses, and how much memory the adapter takes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 MAX_NAME = 128
 _LOOK_INTERVAL_S = 0.25
-# A worker with any of these features reads adapters, and rejects the kind that it does not support.
+# A worker with any of these features reads adapters, and rejects kinds that it does not support.
 _FEATURES = frozenset(("lora", "prompt_tuning"))
 
 
@@ -69,9 +69,9 @@ class Adapters:
         """Start with the adapters from the journal.
 
         Args:
-            known: Adapters of the journal.
+            known: Adapters from the journal.
             groups: The current worker groups.
-            sender: Sends to them.
+            sender: Sends commands to the groups.
             journal: Stores loaded adapters.
             vocab_size: Vocabulary size of the model; virtual tokens have the ids that follow.
         """
@@ -89,9 +89,9 @@ class Adapters:
         """Load an adapter on every worker, unless it is loaded already.
 
         Args:
-            name: The name for requests.
-            path: Its folder.
-            field: Prefix of the fields that errors name.
+            name: The name that requests use.
+            path: The folder of the adapter.
+            field: Prefix of the field names in errors.
 
         Raises:
             MidstreamError: The name is taken by another path, no worker is connected, or the adapter does not fit.
@@ -130,10 +130,10 @@ class Adapters:
                 self._sender.send_unload_adapter(group.connection, group.epoch, adapter.fingerprint)
 
     async def resolve(self, request: generation_pb2.GenerateRequest) -> None:
-        """Resolve the adapter names in a request, and fill in the adapters.
+        """Replace the adapter names in a request by references to the adapters.
 
         Raises:
-            MidstreamError: One is unknown, of the wrong kind, or cannot be loaded from the given path.
+            MidstreamError: An adapter is unknown, of the wrong kind, or cannot be loaded from the given path.
         """
         if request.HasField("lora"):
             adapter = await self._find(request.lora.name, request.lora.path, "lora.")
@@ -162,7 +162,7 @@ class Adapters:
         if result.HasField("error"):
             logger.error("a worker cannot load the adapter %s: %s", result.name, result.error.message)
         elif known is not None and known.fingerprint != result.fingerprint:
-            logger.error("a worker found an adapter other than %s in %s", result.name, known.path)
+            logger.error("the files of adapter %s in %s differ on a worker", result.name, known.path)
 
     async def _find(self, name: str, path: str, field: str) -> LoadedAdapter:
         if path:
@@ -201,7 +201,7 @@ class Adapters:
         self._known[name] = adapter
         asked = {group.epoch for group in groups}
         for group in self._groups():
-            if group.epoch not in asked:  # joined meanwhile
+            if group.epoch not in asked:  # workers that joined in the meantime
                 self._sender.send_load_adapter(group.connection, group.epoch, name, path)
         logger.info("loaded the adapter %s", name, extra={"path": path, "fingerprint": adapter.fingerprint})
         return adapter
@@ -235,7 +235,7 @@ def _agreed(name: str, path: str, results: list[worker_pb2.LoraResult]) -> Loade
             raise from_proto(result.error)
     first = results[0]
     if any(result.fingerprint != first.fingerprint for result in results):
-        raise InvalidArgumentError(f"workers found different files in {path}", field="path")
+        raise InvalidArgumentError(f"the files in {path} differ between workers", field="path")
     return LoadedAdapter(
         name=name,
         path=path,

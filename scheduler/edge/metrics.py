@@ -1,4 +1,4 @@
-"""The scheduler's Prometheus metrics, computed from the core's state when they are read."""
+"""The scheduler's Prometheus metrics, computed from the core's state at each scrape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scheduler.journal import Journal
 
 
 class SchedulerCollector(Collector):
-    """Exports the core's state. Runs in the metrics thread: it only copies numbers and changes nothing."""
+    """Exports the core's state. Runs in the metrics thread, so it only reads numbers and changes nothing."""
 
     def __init__(self, core: SchedulerCore, dispatcher: Dispatcher, journal: Journal) -> None:
         self._core = core
@@ -71,7 +71,7 @@ class SchedulerCollector(Collector):
         yield _counter(
             "prefix_cache_hits", "Number of prompt tokens found in the prefix cache.", totals.prefix_cache_hits
         )
-        yield _counter("num_preemptions", "Number of times a request was paused.", totals.num_preemptions)
+        yield _counter("num_preemptions", "Number of times a request was preempted.", totals.num_preemptions)
         yield _counter("num_recoveries", "Number of times a request lost its worker.", totals.num_recoveries)
         yield _counter("num_handovers", "Number of requests moved from prefill to decode groups.", totals.num_handovers)
         yield _counter(

@@ -1,4 +1,4 @@
-"""The scheduler's gRPC service, which routers and detokenizers call."""
+"""The scheduler's gRPC service for routers and detokenizers."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         Args:
             engine: The running scheduler.
             adapters: Adapters that requests can name.
-            kept: Ended requests that are kept for long.
-            ledger: Usage of ended requests; None: off.
+            kept: Ended requests that are kept for a long time.
+            ledger: Usage of ended requests; None if it is off.
             documents: Where routers store files and batches.
             model: The served model.
             limits: Limits of the model.
             cell: Name of this scheduler's cell.
-            policies: Names of capacity policy, batching type and journal, for GetServerInfo.
-            max_stored_bytes: Bytes of documents that one owner may store.
-            frames: Accepts frame connections of detokenizers; None: gRPC only.
+            policies: Names of the capacity policy, the batching type and the journal, for GetServerInfo.
+            max_stored_bytes: Maximum bytes of documents that one owner may store.
+            frames: Accepts frame connections of detokenizers; None for gRPC only.
         """
         super().__init__(documents, engine.now_ns, max_stored_bytes)
         self._frames = frames
@@ -110,7 +110,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     async def _spec(self, request: generation_pb2.GenerateRequest) -> RequestSpec:
         now_ns = self._engine.now_ns()
-        if request.prompt_tuning.HasField("table"):  # megabytes to hash and to copy
+        if request.prompt_tuning.HasField("table"):  # there may be megabytes to hash and to copy
             spec = await asyncio.to_thread(spec_from_proto, request, self._limits, now_ns)
         else:
             spec = spec_from_proto(request, self._limits, now_ns)
@@ -156,7 +156,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         request: frames_pb2.OpenFramesRequest,
         context: ServicerContext[frames_pb2.OpenFramesRequest, frames_pb2.FramesOffer],
     ) -> frames_pb2.FramesOffer:
-        """Offer a frame connection instead of TokenFeed."""
+        """Offer a frame connection that replaces TokenFeed."""
         if self._frames is None:
             return frames_pb2.FramesOffer()
         return self._frames.offer(lambda connection: FeedFrames(self._engine, self._kept, connection))
@@ -176,7 +176,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         request_iterator: Commands,
         context: ServicerContext[scheduler_pb2.FeedCommand, scheduler_pb2.FeedBatch],
     ) -> AsyncIterator[scheduler_pb2.FeedBatch]:
-        """Feed one detokenizer until it disconnects."""
+        """Send tokens to one detokenizer until it disconnects."""
         ready = asyncio.Event()
         session = FeedSession(self._engine, self._kept, ready.set)
 
@@ -283,7 +283,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         request: stats_pb2.GetIterationStatsRequest,
         context: ServicerContext[stats_pb2.GetIterationStatsRequest, stats_pb2.IterationStats],
     ) -> AsyncIterator[stats_pb2.IterationStats]:
-        """Yield the current state and then, with `stream`, every iteration."""
+        """Yield the current state and then, with `stream`, the statistics of every iteration."""
         if not request.stream:
             yield iteration_stats_proto(self._engine.core.current_stats(self._engine.now_ns()), self._engine.clock)
             return
@@ -312,7 +312,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         request: stats_pb2.SubscribeKvEventsRequest,
         context: ServicerContext[stats_pb2.SubscribeKvEventsRequest, stats_pb2.KvEventBatch],
     ) -> AsyncIterator[stats_pb2.KvEventBatch]:
-        """Yield KV events starting at a sequence number, or after a snapshot; `cleared` stands in for lost events."""
+        """Yield KV events from a sequence number on, or after a snapshot; `cleared` stands for lost events."""
         events, tokens_per_block = self._engine.kv_events, self._engine.core.config.tokens_per_block
         expected = request.start_sequence_number or events.last_number + 1
         await context.send_initial_metadata(())

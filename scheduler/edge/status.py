@@ -1,4 +1,6 @@
-"""The status report of this scheduler's cell, which routers poll for monitoring. It never changes the core."""
+"""The status report of this scheduler's cell, which routers request periodically for monitoring. It never changes the
+core.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _NS_PER_MS = 1_000_000
 
 
 class CellStatusReport:
-    """Builds the answers to GetStatus, and tracks which routers have asked recently."""
+    """Builds the answers to GetStatus, and tracks which routers have recently asked for it."""
 
     def __init__(
         self, core: SchedulerCore, hub: FeedHub, cell: str, clock: Callable[[], float] = time.monotonic
@@ -28,7 +30,7 @@ class CellStatusReport:
         self._hub = hub
         self._cell = cell
         self._clock = clock
-        # Router id -> (time of its request, its status), the latest last.
+        # Router id -> (time of its last request, its status), latest last.
         self._routers: dict[str, tuple[float, status_pb2.RouterStatus]] = {}
 
     def answer(self, request: status_pb2.GetCellStatusRequest, now_ns: int) -> status_pb2.CellStatus:

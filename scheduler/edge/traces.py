@@ -1,4 +1,4 @@
-"""Trace spans of the scheduler for an ended request: time in the queue, prefill and decoding."""
+"""The scheduler's trace spans for an ended request: time in the queue, prefill and decoding."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class WorkerKeys:
         """Read the keys.
 
         Args:
-            secret_key: File with the scheduler's pair.
+            secret_key: File with the scheduler's key pair.
             worker_keys: Folder with the workers' public keys.
 
         Raises:
@@ -45,7 +45,7 @@ class WorkerKeys:
 
     @classmethod
     def from_config(cls, config: SchedulerConfig) -> WorkerKeys | None:
-        """Return the keys set in the configuration; None: the port accepts any worker.
+        """Return the keys set in the configuration; None if the port accepts any worker.
 
         Raises:
             ConfigError: Settings conflict, or a key is invalid.
@@ -66,7 +66,7 @@ class WorkerKeys:
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._pair.public)
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
-        # Without this a handshake would succeed when no authenticator is running.
+        # Without this setting, a handshake would succeed when no authenticator is running.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         return authenticator
 
@@ -79,7 +79,7 @@ class WorkerKeys:
                 self._allowed = read_public_keys(self._folder, "curve_worker_keys")
                 logger.info("loaded %d worker keys", len(self._allowed))
         except ConfigError as error:
-            logger.warning("the worker keys on disk are invalid; keeping the old ones: %s", error)
+            logger.warning("the worker keys on disk are invalid; keeping the previous ones: %s", error)
         if key not in self._allowed:
             logger.warning("rejected a worker with an unknown key", extra={"public_key": key.decode("ascii")})
         return key in self._allowed

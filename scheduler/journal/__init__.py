@@ -1,8 +1,8 @@
 """The journal stores each request and its output, so that a successor can continue after a crash.
 
-Tokens are sent to clients only once they are committed: `commit` calls back when its entries, and all before them, are
-durable. Entries are the core's effects. Outputs only grow, so a journal may read them later, up to the lengths that
-the entries state.
+Tokens are sent to clients only once they are committed: `commit` calls back when its entries and all earlier ones are
+durable. Entries are the core's effects. Outputs only grow, so a journal may read them later, up to the lengths given in
+the entries.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class LoadedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoaded:
-    """An adapter can be named from now on."""
+    """An adapter can be named in requests from now on."""
 
     adapter: LoadedAdapter
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterUnloaded:
-    """An adapter can no longer be named."""
+    """An adapter can no longer be named in requests."""
 
     name: str
 
@@ -69,7 +69,7 @@ class JournalError(ExecutionError):
 
 
 class DeposedError(JournalError):
-    """Another scheduler has taken the journal over."""
+    """Another scheduler has taken over the journal."""
 
 
 class LostError(JournalError):
@@ -102,10 +102,11 @@ class Journal(ABC):
     """Storage of requests and their tokens.
 
     Attributes:
-        num_commits: Transactions since it was opened.
-        num_damaged: Records that could not be read then, and those dropped because they followed one.
-        num_lost: How often it was lost in use and recreated from memory.
-        documents: Documents that the service stores for clients; open while the journal is.
+        num_commits: Number of transactions since it was opened.
+        num_damaged: Number of records that could not be read when it was opened, or were dropped because they followed
+            such a record.
+        num_lost: Number of times it was lost in use and recreated from memory.
+        documents: Documents that the service stores for clients; open as long as the journal is.
     """
 
     documents: Documents
@@ -115,22 +116,23 @@ class Journal(ABC):
 
     @abstractmethod
     async def open(self, on_failure: Callable[[JournalError], None]) -> JournalContents:
-        """Take the journal over from its previous writer, and read it.
+        """Take over the journal from its previous writer, and read it.
 
         Args:
-            on_failure: Called once, on the event loop, when entries can no longer be kept; then no commit calls back.
+            on_failure: Called once, on the event loop, when entries can no longer be stored; no commit calls back after
+                that.
 
         Raises:
-            ConfigError: It has a newer version, or its location does not exist.
+            ConfigError: The journal has a newer version, or its location does not exist.
             JournalError: It cannot be read or written.
         """
 
     @abstractmethod
     def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
-        """Store entries and return at once; `then` is called on the event loop, in order, once they are durable."""
+        """Store entries; return immediately. `then` is called on the event loop, in order, once they are durable."""
 
     def know(self, requests: list[Request]) -> None:  # noqa: B027 (not all journals need it)
-        """Receive the requests restored from `open`, in case they have to be written again."""
+        """Register the requests restored by `open`, in case they have to be written again."""
 
     @abstractmethod
     async def close(self) -> None:

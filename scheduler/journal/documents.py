@@ -1,8 +1,8 @@
 """Documents: data stored for clients beyond a request's lifetime, such as responses, files and batches.
 
 A document is bytes under a key of owner, kind and id. Documents are stored in a separate database, which a dedicated
-thread reads and writes: a large document delays no token. A write is durable once its coroutine returns; a failed one
-affects only its caller; one by a deposed scheduler is rejected.
+thread reads and writes, so that a large document delays no tokens. A write is durable once its coroutine returns. A
+failed write affects only its caller, and a write by a deposed scheduler is rejected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DocumentKey:
     """The key of a document. Lists are sorted by (id, owner).
 
     Attributes:
-        owner: Documents of different owners with the same kind and id are different documents. May be empty.
+        owner: Owner of the document; may be empty. Each owner has its own kinds and ids.
         kind: A short name chosen by the code, such as `response`.
         id: 1 to 512 characters, without NUL. Ids that start with a time make lists chronological.
     """
@@ -52,8 +52,8 @@ class Document:
         key: Its key.
         data: Its contents.
         version: 1 when new, incremented by each put.
-        created_ns: Unix nanoseconds of its first put.
-        expires_ns: Expiry time in Unix nanoseconds; None: never.
+        created_ns: Unix time of its first put, in nanoseconds.
+        expires_ns: Unix time of its expiry, in nanoseconds; None if it does not expire.
     """
 
     key: DocumentKey
@@ -65,7 +65,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Number and total bytes of an owner's documents."""
+    """Number and total size in bytes of an owner's documents."""
 
     num_documents: int
     num_bytes: int
@@ -81,15 +81,15 @@ class Documents:
         """Create the interface; call `open` before use.
 
         Args:
-            store: Where they are stored; its methods are called by one thread.
-            clock: Clock for expiry.
+            store: Where documents are stored; its methods are called by one thread.
+            clock: The clock that determines expiry.
         """
         self._store, self._clock = store, clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="documents")
         self._expiry: asyncio.Task[None] | None = None
 
     async def open(self, scheduler_epoch: int) -> None:
-        """Take the documents over from the previous scheduler."""
+        """Take over the documents from the previous scheduler."""
         await self._call(self._store.open, scheduler_epoch)
         self._expiry = asyncio.create_task(self._expire(), name="expiry of documents")
 
@@ -99,10 +99,11 @@ class Documents:
         """Store a document, replacing any document with the same key.
 
         Args:
-            key: Identifies it.
-            data: At most 64 MiB.
-            expires_ns: Expiry time in Unix nanoseconds; None: never.
-            if_version: Store it only if the current version is this one; 0: only if there is none; None: always.
+            key: The key of the document.
+            data: The contents, at most 64 MiB.
+            expires_ns: Unix time of its expiry, in nanoseconds; None if it does not expire.
+            if_version: Store the document only if this is its current version; 0 means only if it does not exist, None
+                always.
 
         Returns:
             The document as stored; None, with nothing changed, if the version differs.
@@ -138,18 +139,18 @@ class Documents:
         """Return documents in order of their ids.
 
         Args:
-            kind: Their kind.
-            owner: Their owner; None: any, for the service's own tasks.
+            kind: Kind of the documents.
+            owner: Owner of the documents; None means any owner, for the service's own tasks.
             prefix: Prefix of their ids.
             after: Start after this key (before it if `is_descending`); it need not exist.
             limit: Maximum number of documents to return.
-            is_descending: From the last id to the first.
+            is_descending: Whether to list from the last id to the first.
         """
         query = Query(kind, owner, prefix, after, limit, is_descending)
         return await self._call(self._store.list, query, self._clock.now_ns())
 
     async def usage(self, owner: str) -> Usage:
-        """Return the total usage of an owner's documents of all kinds."""
+        """Return the total usage of an owner's documents, over all kinds."""
         return await self._call(self._store.usage, owner, self._clock.now_ns())
 
     async def close(self) -> None:
@@ -185,11 +186,11 @@ class Query:
 
 
 class DocumentStore(ABC):
-    """Storage of documents. All methods run in one thread; `now_ns` decides expiry. Errors as in Documents."""
+    """Storage of documents. All methods run in one thread; `now_ns` determines expiry. Errors are as in Documents."""
 
     @abstractmethod
     def open(self, scheduler_epoch: int) -> None:
-        """From now on reject writes by schedulers of earlier epochs."""
+        """Reject writes by schedulers of earlier epochs from now on."""
 
     @abstractmethod
     def put(
@@ -245,11 +246,11 @@ class SqlDocuments(DocumentStore):
 
     @abstractmethod
     def _reading(self) -> AbstractContextManager[Execute]:
-        """Return a context in which statements that read can be run."""
+        """Return a context in which statements can read."""
 
     @abstractmethod
     def _writing(self) -> AbstractContextManager[Execute]:
-        """Return a context that runs statements as one transaction, which fails for a deposed scheduler."""
+        """Return a context that runs statements as one transaction, which fails if the scheduler has been deposed."""
 
     def put(
         self, key: DocumentKey, data: bytes, now_ns: int, expires_ns: int | None, if_version: int | None

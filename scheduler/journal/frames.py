@@ -1,6 +1,6 @@
 """Frames of a log: the format in which records are stored in a segment.
 
-The format is described in protos/journal.proto. Sequence numbers show whether a record is missing.
+protos/journal.proto describes the format. Sequence numbers show whether a record is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Bytes that are not a record. `is_tail`: no complete record follows in this segment."""
+    """Bytes that are not a record. `is_tail` means that no complete record follows in this segment."""
 
     start: int
     end: int
@@ -35,7 +35,7 @@ class Gap:
 
 
 def frame(sequence: int, payload: bytes) -> bytes:
-    """Return a record framed in the segment format."""
+    """Return a record as a frame of the segment format."""
     return _HEADER.pack(_MAGIC, len(payload), sequence, _checksum(sequence, payload)) + payload
 
 

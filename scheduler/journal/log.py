@@ -2,10 +2,10 @@
 
 A commit is one write and one fdatasync. For the cost see docs/decisions/journal.md.
 
-- **Power cuts.** A record counts once it is synced. Only one write is in progress at a time, so a power cut can tear
-  only the last record; nothing of it was sent, and it is dropped. A segment gets its name once its first record is
-  durable.
-- **A killed process** may leave a last record that is complete but not synced. The next one syncs it first.
+- **Power cuts.** A record is valid once it is synced. Only one write is in progress at a time, so a power cut can tear
+  only the last record; none of its tokens were sent, and it is dropped. A segment gets its name once its first record
+  is durable.
+- **A killed process** may leave a last record that is complete but not synced. The next process syncs it first.
 - **Damage.** An incomplete record followed by complete ones was synced, and has been damaged since. Its contents are
   lost. The next scheduler continues after it (see `replay`), logs its position, and keeps the file. After half a second
   without a commit an empty record is written, so that damage to the last record differs from a torn write.
@@ -50,7 +50,9 @@ _DAMAGED = ".damaged"
 
 @dataclass(slots=True)
 class _Segment:
-    """A segment file. `num_bytes`: its size on disk. `numbers`: requests whose latest full records are in it."""
+    """A segment file. `num_bytes` is its size on disk; `numbers` are the requests whose latest full records are
+    in it.
+    """
 
     number: int
     num_bytes: int
@@ -81,7 +83,7 @@ class LogStore(Store):
             folder: The log's folder.
             predecessor: A journal in SQLite, whose contents are moved into the log if there is no log yet.
             segment_bytes: Size of a segment; one record may exceed it.
-            slack_bytes: Bytes that the log may hold in addition to twice the live bytes.
+            slack_bytes: Bytes that the log may have in addition to twice the live bytes.
         """
         self._folder, self._predecessor = folder, predecessor
         self._segment_bytes, self._slack_bytes = segment_bytes, slack_bytes
@@ -124,7 +126,7 @@ class LogStore(Store):
     def _move_in(self, predecessor: SqliteStore, least_epoch: int) -> int:
         """Convert an existing SQLite journal to a log if there is no log yet; return its epoch.
 
-        The file stays, empty, and its writer is deposed. The log gets its name only once it is complete.
+        The SQLite file stays but is emptied, and its writer is deposed. The log gets its name only once it is complete.
         """
         path = self._folder.path
         if path.exists() or not predecessor.path.is_file():
@@ -172,7 +174,7 @@ class LogStore(Store):
             raise self._failure("written", error) from None
 
     def lay_down(self, stored: StoredJournal) -> None:
-        """Write the whole contents of another journal to this empty one."""
+        """Write the entire contents of another journal to this empty one."""
         transactions = [Transaction(adapters=stored.adapters)]
         transactions += [Transaction(rewritten=[row]) for row in stored.requests]
         transactions += [Transaction(commit=sealed) for _, sealed in stored.commits]
@@ -199,7 +201,7 @@ class LogStore(Store):
             raise self._failure("written", error) from None
 
     def stale(self, live_bytes: int) -> Sequence[int]:
-        """Return some requests of the oldest segment if the log is larger than twice `live_bytes`."""
+        """If the log is larger than twice `live_bytes`, return some requests of the oldest segment."""
         if sum(segment.num_bytes for segment in self._segments) <= 2 * live_bytes + self._slack_bytes:
             return ()
         oldest = self._segments[0]
@@ -213,7 +215,10 @@ class LogStore(Store):
             self._folder.open()
             with self._folder:
                 if (other := self._folder.epoch()) > epoch:
-                    raise DeposedError(f"scheduler epoch {epoch} is over: epoch {other} writes to {self._folder.path}")
+                    raise DeposedError(
+                        f"scheduler epoch {epoch} was superseded by epoch {other}, "
+                        f"which now writes to {self._folder.path}"
+                    )
                 for name in self._folder.names():
                     if name.endswith(_SUFFIX):
                         self._folder.rename(name, name + _DAMAGED)
@@ -231,14 +236,17 @@ class LogStore(Store):
         self._folder.close()
 
     def _check_is_writer(self) -> None:
-        """Check the open file; occasionally also the names in the folder, which costs more."""
+        """Check the open file and, less often because it costs more, the names in the folder."""
         self._folder.check(self._current.name, self._offset)
         now = time.monotonic()
         if now - self._checked_at > _CHECK_INTERVAL_S:
             self._folder.check_names([segment.name for segment in self._segments])
             self._checked_at = now
         if (epoch := self._folder.epoch()) != self._epoch:
-            raise DeposedError(f"scheduler epoch {self._epoch} is over: epoch {epoch} writes to {self._folder.path}")
+            raise DeposedError(
+                f"scheduler epoch {self._epoch} was superseded by epoch {epoch}, "
+                f"which now writes to {self._folder.path}"
+            )
 
     def _failure(self, what: str, error: OSError) -> JournalError:
         return JournalError(f"{self._folder.path} cannot be {what}: {error}")
@@ -256,10 +264,10 @@ class LogStore(Store):
         self._current.num_bytes = max(self._current.num_bytes, self._offset)
 
     def _begin_segment(self) -> None:
-        """Create a segment; its first record is durable before the segment gets its final name."""
+        """Create a segment; its first record becomes durable before the segment gets its final name."""
         previous = self._segments[-1] if self._segments else None
         if previous is not None:
-            # Its last record may not be synced: an empty one, or one whose writer was killed.
+            # The last record may not be synced: it is an empty one, or its writer was killed.
             self._folder.sync(previous.name)
         number = 1 if previous is None else previous.number + 1
         num_bytes = self._folder.create(_NEW, self._segment_bytes)
@@ -306,7 +314,7 @@ class LogStore(Store):
             self._homes[number] = segment
 
     def _drop_dead_segments(self) -> None:
-        """Delete the oldest segments that are no longer needed; each deletion is durable before the next one."""
+        """Delete the oldest segments that are no longer needed; each deletion becomes durable before the next one."""
         while not self._segments[0].numbers and len(self._segments) > 1:
             segment = self._segments.pop(0)
             if segment.is_damaged:
@@ -363,7 +371,7 @@ class LogStore(Store):
             self._note_damage(segment, item.start)
 
     def _note_damage(self, segment: _Segment, offset: int) -> None:
-        """Record that records are missing after the last one read, so that their changes are unknown."""
+        """Record that records are missing after the last one read, so that their effects are unknown."""
         logger.error(
             "the journal file %s is damaged at byte %d; continuing after the damage. The file is kept as *%s; check "
             "its disk",

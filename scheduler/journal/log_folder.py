@@ -1,6 +1,6 @@
 """File operations of a log; their order determines what survives a power cut.
 
-`sync` makes a file's contents durable, `sync_names` the directory entries. Nothing is durable before that.
+`sync` makes the contents of a file durable, `sync_names` the directory entries. Nothing is durable before that.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _EPOCH_BYTES = 8
 
 
 class LogFolder:
-    """A folder of files that one process at a time writes, accessible only to its owner.
+    """A folder of files to which one process at a time writes, accessible only to its owner.
 
-    The file `lock` holds the epoch of the one that may write. It is held locked during each write, and while another
-    process raises the epoch. The lock ends with its process.
+    The file `lock` holds the epoch of the process that may write. It is locked during each write, and while another
+    process raises the epoch. The lock ends with the process that holds it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class LogFolder:
     def create(self, name: str, num_bytes: int) -> int:
         """Create a file of `num_bytes` zeros, replacing any file of this name, and return its size.
 
-        Preallocation saves syncing the size with each write. Without enough disk space its size is 0.
+        Preallocation avoids syncing the size with each write. Without enough disk space the size is 0.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._files[name] = file = os.open(self.path / name, flags, 0o600)
@@ -72,7 +72,7 @@ class LogFolder:
         return os.fstat(file).st_size
 
     def write(self, name: str, data: bytes, offset: int) -> None:
-        """Write to a file that was created or renamed here."""
+        """Write to a file that was created or renamed by this object."""
         file, view = self._files[name], memoryview(data)
         while view:
             count = os.pwrite(file, view, offset)
@@ -91,7 +91,7 @@ class LogFolder:
             os.close(file)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Rename a file."""
+        """Rename a file in the folder."""
         (self.path / name).rename(self.path / new_name)
         if name in self._files:
             self._files[new_name] = self._files.pop(name)
@@ -114,7 +114,7 @@ class LogFolder:
         sync_folder(self.path)
 
     def check(self, name: str, num_bytes: int) -> None:
-        """Raise LostError if the lock file or this file was deleted or replaced, or this file has fewer than
+        """Raise LostError if the lock file or this file was deleted or replaced, or if this file has fewer than
         `num_bytes` bytes.
         """
         if os.fstat(self._lock).st_nlink == 0:
@@ -126,7 +126,7 @@ class LogFolder:
             raise LostError(f"{self.path / name} was truncated while it was in use")
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise LostError if a file with one of these names is missing or is not the one that is open."""
+        """Raise LostError if a file with one of these names is missing or is not the open one."""
         for name in (_LOCK_NAME, *names):
             path = self.path / name
             try:
@@ -167,11 +167,13 @@ class LogFolder:
                 return
 
     def epoch(self) -> int:
-        """Return the epoch of the writer; call it with the lock held."""
+        """Return the epoch of the writer; must be called with the lock held."""
         return int.from_bytes(os.pread(self._lock, _EPOCH_BYTES, 0), "little")
 
     def set_epoch(self, epoch: int) -> None:
-        """Make this epoch the only writer; call it with the lock held. The change does not survive a reboot."""
+        """Make this epoch the only one that may write; must be called with the lock held. The change does not survive a
+        reboot.
+        """
         os.pwrite(self._lock, epoch.to_bytes(_EPOCH_BYTES, "little"), 0)
 
     def close(self) -> None:

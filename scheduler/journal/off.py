@@ -1,4 +1,4 @@
-"""No journal: accepted requests are lost with the process."""
+"""No journal: accepted requests are lost when the process ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler.journal.sqlite_documents import SqliteDocuments
 
 
 class NoJournal(Journal):
-    """A journal that stores nothing and treats everything as committed at once."""
+    """A journal that stores nothing, and treats everything as committed immediately."""
 
     def __init__(self, clock: SteadyClock) -> None:
         """Keep documents in memory; `clock` determines when they expire."""
@@ -25,7 +25,7 @@ class NoJournal(Journal):
         return JournalContents(scheduler_epoch=epoch, requests=[])
 
     def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
-        """Call back at once."""
+        """Call back immediately."""
         then()
 
     async def close(self) -> None:

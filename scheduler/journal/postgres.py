@@ -1,8 +1,8 @@
 """The journal in PostgreSQL, for a scheduler with a standby on another machine.
 
 The writer holds a lease, which every transaction renews under the writer's epoch; a new holder raises the epoch in the
-same row. A transaction of a deposed scheduler therefore finds no row and is rolled back. Leases are timed only by the
-database's clock.
+same row. A transaction of a deposed scheduler therefore finds no row and is rolled back. Only the database's clock
+determines when a lease expires.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 2.0
 _POLL_INTERVAL_S = 0.2
 CONNECT_TIMEOUT_S = 5
-# Both ends detect a lost connection soon after the lease has expired, instead of hours later.
+# Both sides detect a lost connection soon after the lease has expired, instead of hours later.
 LINK = {
     "keepalives_idle": 1,
     "keepalives_interval": 1,
@@ -37,7 +37,7 @@ _SERVER_LINK = {
     "tcp_user_timeout": int(2 * LEASE_S * 1000),
     "idle_in_transaction_session_timeout": int(2 * LEASE_S * 1000),
 }
-# Any constant: an advisory lock, so that only one process at a time creates the tables.
+# An arbitrary number: the key of an advisory lock that lets only one process at a time create the tables.
 SCHEMA_LOCK = 0x6D696473
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS midstream_writer (
@@ -58,7 +58,7 @@ _RENEW = (
 def set_up_session(connection: psycopg.Connection[tuple[object, ...]]) -> None:
     """Make commits durable regardless of the server's default, and let the server detect lost clients.
 
-    Otherwise a lost client would hold the lease's row until the server aborts its transaction.
+    Otherwise a lost client would hold the lease's row until the server aborted its transaction.
     """
     connection.execute("SET synchronous_commit = on")
     for name, value in _SERVER_LINK.items():
@@ -72,8 +72,9 @@ class PostgresStore(Store):
         """Prepare the store; `take_over` connects.
 
         Args:
-            conninfo: As libpq takes it: a URL, or `host=... dbname=...`.
-            holder: Name of this scheduler. One that returns with the same name need not wait for its own old lease.
+            conninfo: Connection string for libpq: a URL, or `host=... dbname=...`.
+            holder: Name of this scheduler. A scheduler that returns with the same name need not wait for its own old
+                lease.
             is_standby: Wait for the lease in any case.
         """
         self._conninfo = conninfo
@@ -99,7 +100,7 @@ class PostgresStore(Store):
                     self._connection.execute(statement.encode())
             seen: object = None
             since = time.monotonic()
-            # A lease that is not renewed has expired even if the database's clock was set back.
+            # A lease that has not been renewed has expired, even if the database's clock was set back.
             while lease := self._try_to_take(least_epoch, is_over=time.monotonic() - since > 2 * LEASE_S):
                 if seen is None:
                     logger.info("waiting for the journal's lease")
@@ -178,7 +179,7 @@ class PostgresStore(Store):
 
     def _renew(self) -> None:
         if self._connected.execute(_RENEW, (LEASE_S, self._epoch)).rowcount != 1:
-            raise DeposedError(f"scheduler epoch {self._epoch} is over: another scheduler has the lease")
+            raise DeposedError(f"scheduler epoch {self._epoch} was superseded: another scheduler has the lease")
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:
@@ -190,7 +191,7 @@ class PostgresStore(Store):
     @property
     def _connected(self) -> psycopg.Connection[tuple[object, ...]]:
         if self._connection is None:
-            raise JournalError("it is not open")
+            raise JournalError("the journal is not open")
         return self._connection
 
     def close(self) -> None:

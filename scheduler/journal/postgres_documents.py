@@ -11,7 +11,7 @@ from midstream.errors import UnavailableError
 from scheduler.journal.documents import Cursor, Execute, SqlDocuments
 from scheduler.journal.postgres import CONNECT_TIMEOUT_S, LINK, SCHEMA_LOCK, set_up_session
 
-# Ids are compared by their bytes, whatever the database's collation.
+# Ids are compared by bytes, whatever the collation of the database.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS midstream_documents (
     kind text NOT NULL, id text COLLATE "C" NOT NULL, owner text COLLATE "C" NOT NULL, version bigint NOT NULL,
@@ -23,10 +23,10 @@ CREATE INDEX IF NOT EXISTS midstream_documents_that_expire ON midstream_document
 
 
 class PostgresDocuments(SqlDocuments):
-    """A table next to the journal's. The holder of the journal's lease may write; reconnects after a failure."""
+    """A table next to the journal's tables. The holder of the journal's lease may write; reconnects after a failure."""
 
     def __init__(self, conninfo: str, holder: str) -> None:
-        """Prepare the store; `open` connects. Arguments as in PostgresStore."""
+        """Prepare the store; `open` connects. The arguments are those of PostgresStore."""
         self._conninfo, self._holder = conninfo, holder
         self._connection: psycopg.Connection[tuple[object, ...]] | None = None
         self._epoch = 0
@@ -68,10 +68,11 @@ class PostgresDocuments(SqlDocuments):
     def _writing(self) -> Iterator[Execute]:
         with self._errors("written"), self._connected.transaction():
             yield self._execute
-            # Last, since token commits wait for the row meanwhile. A new writer waits for this transaction's end.
+            # This comes last, since token commits wait for the row meanwhile. A new writer waits for the end of this
+            # transaction.
             found = self._execute("SELECT epoch FROM midstream_writer WHERE one = 1 FOR SHARE", ()).fetchall()
             if not found or found[0][0] != self._epoch:
-                raise UnavailableError(f"scheduler epoch {self._epoch} is over: another scheduler has the lease")
+                raise UnavailableError(f"scheduler epoch {self._epoch} was superseded: another scheduler has the lease")
 
     def _execute(self, statement: str, values: Sequence[object]) -> Cursor:
         return self._connected.execute(statement.replace("?", "%s").encode(), values)

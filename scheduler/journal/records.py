@@ -24,7 +24,7 @@ class StoredRequest:
     """A request as stored in the journal's rows.
 
     Attributes:
-        is_changed: Changed by commits since the last compaction.
+        is_changed: Whether commits since the last compaction have changed it.
         first_commit: Commits before this one are included in its row.
     """
 
@@ -77,8 +77,8 @@ class Replayed:
 
     Attributes:
         requests: Requests by number.
-        num_damaged: Rows that could not be read, and commits after the first such one.
-        num_foreign: Requests of another model, left out.
+        num_damaged: Number of rows that could not be read, and of commits after the first such row.
+        num_foreign: Number of requests of another model, which are left out.
     """
 
     requests: dict[int, StoredRequest] = field(default_factory=dict)
@@ -100,7 +100,7 @@ def encode_request(request: Request, model_fingerprint: str, clock: SteadyClock)
 
 
 def add_end(record: pb.JournalCommit, number: int, index: int, end: SequenceEnd) -> None:
-    """Add a sequence's end to a record."""
+    """Add the end of a sequence to a record."""
     record.sequence_ends.add(
         request=number,
         sequence_index=index,
@@ -128,7 +128,7 @@ def add_beam_steps(record: pb.JournalCommit, number: int, steps: Iterable[BeamSt
 
 
 def read_beam_step(record: pb.JournalBeamStep) -> BeamStep:
-    """Return the step of a beam search in a record."""
+    """Return a beam-search step from a record."""
     reports: list[list[bytes]] = [[] for _ in range(max(record.report_ranks, default=-1) + 1)]
     for rank, data in zip(record.report_ranks, record.reports, strict=True):
         reports[rank].append(data)
@@ -166,8 +166,8 @@ def add_finish(record: pb.JournalCommit, number: int, finish: Finish, clock: Ste
 def replay(stored: StoredJournal, limits: ModelLimits, model_fingerprint: str, clock: SteadyClock) -> Replayed:
     """Restore requests from rows.
 
-    A request is read up to the first damaged commit after its row: the rest is recomputed, with the same result, since
-    that depends only on the request. Only damaged requests are left out. Times are converted to `clock`.
+    A request is read up to the first damaged commit after its row. The rest is recomputed with the same result, which
+    depends only on the request. Only damaged requests are left out. Times are converted to `clock`.
     """
     result = Replayed(num_damaged=stored.num_damaged)
     for number, sealed, output in stored.requests:
@@ -230,7 +230,7 @@ def _read_deadline(record: pb.JournalRequest, clock: SteadyClock) -> int | None:
 
 
 def _apply(sealed: bytes, requests: dict[int, StoredRequest], clock: SteadyClock, *, marks: bool = False) -> bool:
-    """Apply a commit record; return False if it is damaged. Parts about unknown requests are skipped."""
+    """Apply a commit record; return False if it is damaged. Entries about unknown requests are skipped."""
     data = unseal(sealed)
     if data is None:
         return False

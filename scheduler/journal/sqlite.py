@@ -1,9 +1,9 @@
 """The journal in a SQLite file, for a scheduler on one machine.
 
-The write-ahead log is synced at each transaction (synchronous=FULL), so commits survive a power cut.
-The files are accessible only to their owner: they hold prompts and outputs. Each commit first checks that they are
-still the opened files and have not shrunk: otherwise committed data would be lost.
-SQLite drops an incomplete transaction (torn tail) when it opens the file; nothing of it was sent to clients.
+The write-ahead log is synced at each transaction (synchronous=FULL), so commits survive a power cut. The files are
+accessible only to their owner, because they hold prompts and outputs. Each commit first checks that they are still the
+files that were opened and have not shrunk: otherwise committed data would be lost. SQLite drops an incomplete
+transaction (torn tail) when it opens the file; nothing of it was sent to clients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WAL_HEADER_BYTES, _WAL_FRAME_HEADER_BYTES = 32, 24
 
 
 class SqliteStore(Store):
-    """A journal in one SQLite file, with its `-wal` and `-shm` files beside it.
+    """A journal in one SQLite file, with its `-wal` and `-shm` files.
 
     Attributes:
         path: The file.
@@ -45,7 +45,7 @@ class SqliteStore(Store):
         self._connection: sqlite3.Connection | None = None
         self._epoch = 0
         self._num_damaged = 0
-        # By suffix: device, inode and largest size so far.
+        # Device, inode and largest size so far of each file, by suffix.
         self._files: dict[str, tuple[int, int, int]] = {}
 
     def take_over(self, least_epoch: int) -> int:
@@ -65,7 +65,7 @@ class SqliteStore(Store):
         return self._epoch
 
     def _look_for_truncation(self) -> None:
-        """Log and count a truncated journal, which SQLite would treat as a new, empty database."""
+        """Log and count the truncation of a journal, which SQLite would treat as a new, empty database."""
         if self.path.exists() and self.path.stat().st_size == 0:
             logger.error("the journal %s was truncated; its contents are lost", self.path)
             self._num_damaged += 1
@@ -134,7 +134,9 @@ class SqliteStore(Store):
         self.close()
         try:
             if (other := self._epoch_there()) > epoch:
-                raise DeposedError(f"scheduler epoch {epoch} is over: epoch {other} writes to {self.path}")
+                raise DeposedError(
+                    f"scheduler epoch {epoch} was superseded by epoch {other}, which now writes to {self.path}"
+                )
             self._set_aside(LostError("it was deleted or truncated while it was in use"))
             self._open(least_epoch=epoch)
         except (sqlite3.Error, OSError) as error:
@@ -161,7 +163,7 @@ class SqliteStore(Store):
         self._num_damaged += 1
 
     def read(self) -> StoredJournal:
-        """Read all rows, or those before a corrupt page; in that case write them to a new file."""
+        """Read all rows or, if a page is corrupt, those before it; in that case write them to a new file."""
         stored = StoredJournal(num_damaged=self._num_damaged)
         damage = None
         try:
@@ -201,11 +203,11 @@ class SqliteStore(Store):
         except sqlite3.Error as error:
             raise JournalError(f"{self.path} cannot be written: {error}") from None
         finally:
-            if connection.in_transaction:  # otherwise the lock would block the successor
+            if connection.in_transaction:  # otherwise the lock would block the next scheduler
                 connection.rollback()
 
     def clear(self) -> None:
-        """Delete all rows; the epoch stays."""
+        """Delete all rows; the epoch is kept."""
         connection = self._connected
         try:
             connection.execute("BEGIN IMMEDIATE")
@@ -228,12 +230,14 @@ class SqliteStore(Store):
     def _check_epoch(self) -> None:
         (epoch,) = self._connected.execute("SELECT epoch FROM writer").fetchone()
         if epoch != self._epoch:
-            raise DeposedError(f"scheduler epoch {self._epoch} is over: epoch {epoch} writes to {self.path}")
+            raise DeposedError(
+                f"scheduler epoch {self._epoch} was superseded by epoch {epoch}, which now writes to {self.path}"
+            )
 
     @property
     def _connected(self) -> sqlite3.Connection:
         if self._connection is None:
-            raise JournalError("it is not open")
+            raise JournalError("the journal is not open")
         return self._connection
 
     def close(self) -> None:
@@ -274,7 +278,7 @@ def is_sqlite(path: Path) -> bool:
 
 
 def torn_tail_bytes(path: Path) -> int:
-    """Return the bytes after the last complete frame of the write-ahead log; usually 0."""
+    """Return the number of bytes after the last complete frame of the write-ahead log; usually 0."""
     wal = path.with_name(path.name + "-wal")
     try:
         size = wal.stat().st_size

@@ -28,7 +28,7 @@ _SUFFIXES = ("", "-wal", "-shm")
 
 
 class SqliteDocuments(SqlDocuments):
-    """Documents in one file, accessible only to its owner; in memory if there is no journal."""
+    """Documents in one file that is accessible only to its owner; in memory if there is no journal."""
 
     def __init__(self, path: Path | None) -> None:
         """Prepare the store; `open` opens it. `path` is the file, or None for memory."""
@@ -38,7 +38,7 @@ class SqliteDocuments(SqlDocuments):
         self._inode = (0, 0)
 
     def open(self, scheduler_epoch: int) -> None:
-        """Open or create the file; one that SQLite cannot read is set aside."""
+        """Open or create the file; a file that SQLite cannot read is set aside."""
         self._epoch = scheduler_epoch
         with self._errors("opened"):
             try:
@@ -56,7 +56,7 @@ class SqliteDocuments(SqlDocuments):
             self._path.touch(mode=0o600)  # SQLite gives -wal and -shm the mode of this file
         connection = sqlite3.connect(self._path or ":memory:", timeout=_BUSY_TIMEOUT_S, isolation_level=None)
         self._connection = connection
-        connection.execute("PRAGMA auto_vacuum=FULL")  # before the first table, or it has no effect
+        connection.execute("PRAGMA auto_vacuum=FULL")  # must come before the first table to have an effect
         connection.execute("PRAGMA journal_mode=WAL").fetchone()
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute("BEGIN IMMEDIATE")
@@ -88,7 +88,9 @@ class SqliteDocuments(SqlDocuments):
     def _check_epoch(self, connection: sqlite3.Connection) -> None:
         (epoch,) = connection.execute("SELECT epoch FROM writer").fetchone()
         if epoch != self._epoch:
-            raise UnavailableError(f"scheduler epoch {self._epoch} is over: epoch {epoch} writes to {self._path}")
+            raise UnavailableError(
+                f"scheduler epoch {self._epoch} was superseded by epoch {epoch}, which now writes to {self._path}"
+            )
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Execute]:
@@ -122,7 +124,7 @@ class SqliteDocuments(SqlDocuments):
     @property
     def _connected(self) -> sqlite3.Connection:
         if self._connection is not None and self._stat() != self._inode:
-            logger.critical("the documents in %s were deleted or replaced while in use; starting empty", self._path)
+            logger.critical("the documents in %s were deleted or replaced while in use; starting with none", self._path)
             self.close()
         if self._connection is None:
             self._connect()

@@ -1,8 +1,8 @@
 """Storage of a journal: tables of requests, commits and adapters, and the interface of its writer.
 
-A request has one row: the accepted request, and its output as of the last compaction. A commit has one row, with the
-output of all requests since the previous commit. Compaction writes the output of changed requests into their rows and
-deletes all commits, in one transaction. The size therefore stays proportional to the kept requests.
+A request has one row, with the accepted request and its output as of the last compaction. A commit has one row, with
+the output of all requests since the previous commit. Compaction writes the output of changed requests into their rows
+and deletes all commits, in one transaction. The size therefore stays proportional to the kept requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Transaction:
 
     Attributes:
         accepted: (number, sealed JournalRequest) of new requests.
-        commit: A sealed JournalCommit; empty for none.
+        commit: A sealed JournalCommit; empty if there is none.
         forgotten: Numbers of requests whose rows are deleted.
         compacted: (number, sealed JournalCommit of that request alone) of changed requests; commits are deleted. None:
             they stay.
@@ -64,8 +64,8 @@ class Store(ABC):
     """The writer's interface to one journal. All methods run in one thread.
 
     Attributes:
-        folds_commits: The writer decides when commits are folded into rows (`Transaction.compacted`). Otherwise the
-            store chooses the rows to rewrite (`stale`).
+        folds_commits: Whether the writer decides when commits are folded into rows (`Transaction.compacted`). Otherwise
+            the store chooses the rows to rewrite (`stale`).
     """
 
     folds_commits = True
@@ -83,7 +83,7 @@ class Store(ABC):
 
     @abstractmethod
     def read(self) -> StoredJournal:
-        """Return all stored data that is readable."""
+        """Return all stored data that can be read."""
 
     @abstractmethod
     def write(self, transaction: Transaction) -> None:
@@ -96,7 +96,7 @@ class Store(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise the errors that `write` would raise; called periodically while nothing is written."""
+        """Raise the errors that `write` would raise; called periodically when nothing is written."""
 
     def stale(self, live_bytes: int) -> Sequence[int]:
         """Return the requests that the next transaction should rewrite; `live_bytes` is the approximate size of all
@@ -108,8 +108,8 @@ class Store(ABC):
         """Become the writer of a new, empty journal after a LostError.
 
         Raises:
-            DeposedError: Another one has done so.
-            JournalError: This kind of journal cannot be begun anew.
+            DeposedError: Another scheduler has done so.
+            JournalError: A journal of this kind cannot be started anew.
         """
         raise JournalError("it is lost, and a journal of this kind cannot be started anew")
 
@@ -124,6 +124,6 @@ def seal(data: bytes) -> bytes:
 
 
 def unseal(sealed: bytes) -> bytes | None:
-    """Return the data without its checksum; None if it is damaged."""
+    """Return the data without its checksum; None if the checksum does not match."""
     data = sealed[_CHECKSUM_BYTES:]
     return data if len(sealed) >= _CHECKSUM_BYTES and seal(data) == sealed else None

@@ -1,9 +1,9 @@
 """Runs a store in a dedicated thread, so that the scheduler's loop never waits for a disk.
 
-Steps of a commit:
+The steps of a commit:
 
 1. The loop queues the core's entries (`commit`) and continues; the next step is planned meanwhile.
-2. The thread takes all entries since its last transaction (group commit): a slow disk makes larger commits.
+2. The thread takes all entries since its last transaction (group commit), so a slow disk leads to larger commits.
 3. Once they are durable, it calls back on the loop, which publishes the tokens to the feeds.
 4. When a transaction fails, the thread reports it once and ends. Nothing more is published; the process exits, and its
    successor continues from the last commit.
@@ -64,9 +64,9 @@ class ThreadedJournal(Journal):
         Args:
             store: The store to write to; its methods are called by one thread.
             limits: Limits of the served model.
-            model_fingerprint: Fingerprint of the served model; requests of another one are dropped.
+            model_fingerprint: Fingerprint of the served model; requests of another model are dropped.
             clock: The scheduler's clock.
-            documents: Where documents are stored; None: in memory.
+            documents: Where documents are stored; None means in memory.
         """
         self._clock = clock
         self.documents = Documents(documents or SqliteDocuments(None), clock)
@@ -77,7 +77,7 @@ class ThreadedJournal(Journal):
         self._thread: threading.Thread | None = None
 
     async def open(self, on_failure: Callable[[JournalError], None]) -> JournalContents:
-        """Take the store over, read it, and start the thread."""
+        """Take over the store, read it, and start the thread."""
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[JournalContents] = loop.create_future()
         arguments = (loop, opened, on_failure)
@@ -118,7 +118,9 @@ class ThreadedJournal(Journal):
         try:
             self._write_all(loop, writer)
         except Exception as error:  # noqa: BLE001 (on any error the entries are not durable and must not be published)
-            failure = error if isinstance(error, JournalError) else JournalError(f"it cannot be written: {error}")
+            failure = (
+                error if isinstance(error, JournalError) else JournalError(f"the journal cannot be written: {error}")
+            )
             _call(loop, on_failure, failure)
         finally:
             self._store.close()
@@ -155,8 +157,8 @@ class ThreadedJournal(Journal):
         return JournalContents(epoch, requests, adapters), writer
 
     def _tidying(self, stored: StoredJournal, known: dict[int, StoredRequest], gone: list[int]) -> Transaction | None:
-        """Return a transaction that removes from the journal what could not be restored; None if there is nothing to
-        remove.
+        """Return a transaction that removes everything that could not be restored from the journal; None if there is
+        nothing to remove.
         """
         if self._store.folds_commits:
             if not (gone or stored.commits):
@@ -203,12 +205,12 @@ class ThreadedJournal(Journal):
                 return
 
     def _or_anew(self, action: Callable[[], None], writer: RowWriter) -> None:
-        """Run an action on the store; if the store was lost, write everything to a new one."""
+        """Run an action on the store; if the store's data was lost, write everything to a new store."""
         try:
             action()
         except LostError as error:
             self.num_lost += 1
-            logger.critical("the journal is gone: %s", error)
+            logger.critical("the journal was lost: %s", error)
             self._store.begin_anew()
             everything = writer.everything()
             self._store.write(everything)

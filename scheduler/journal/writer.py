@@ -1,4 +1,4 @@
-"""Converts effects to rows: packs the output of all requests since the last commit into one record."""
+"""Converts effects to rows; the output of all requests since the last commit is packed into one record."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from scheduler.journal.adapters import encode_adapter
 from scheduler.journal.records import StoredRequest, add_beam_steps, add_end, add_finish, encode_request
 from scheduler.journal.store import Transaction, seal
 
-# Compaction costs about as much as it writes, so it waits until the commits are as large as that, and at least this
-# large.
+# Compaction costs about as much as what it writes, so it waits until the commits are as large as that, and at least
+# this large.
 MIN_COMPACTION_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
 class Kept:
-    """How much of a request is already in the journal.
+    """Records how much of a request is already in the journal.
 
     Attributes:
-        lengths: Output tokens of each sequence.
-        num_outputs: Extra outputs of each sequence.
-        num_bytes: About the size of its output.
-        request_bytes: About the size of what was accepted.
-        num_beam_steps: Steps of its beam search.
-        has_ended: Whether each sequence's end is stored. is_over: Whether the request's end is.
+        lengths: Number of output tokens of each sequence.
+        num_outputs: Number of extra outputs of each sequence.
+        num_bytes: Approximate size of its output.
+        request_bytes: Approximate size of the accepted request.
+        num_beam_steps: Number of steps of its beam search.
+        has_ended: Whether each sequence's end is stored. is_over: Whether the request's end is stored.
     """
 
     number: int
@@ -86,7 +86,7 @@ class RowWriter:
         Args:
             kept: Contents of the journal when it was opened, by request id; compacted.
             model_fingerprint: Fingerprint of the served model.
-            clock: The clock of the requests' times.
+            clock: The source of the requests' times.
             adapters: Sealed adapter records of the journal, by name.
             folds_commits: See Store.
         """
@@ -155,7 +155,7 @@ class RowWriter:
     def _add_tokens(self, sequence: Sequence, length: int, runs: _Runs, record: pb.JournalCommit) -> None:
         request, index = sequence.request, sequence.index
         if request.spec.tensor_bytes:
-            return  # the output of such a request is not stored: it is computed again
+            return  # the output of such a request is not stored, but computed again
         request_id = request.spec.request_id
         kept = self._kept[request_id]
         start = kept.lengths[index]
@@ -274,7 +274,7 @@ def _num_bytes(step: BeamStep) -> int:
 
 
 def _stored(request: Request, kept: Kept) -> StoredRequest:
-    """Return a request as far as it is in the journal."""
+    """Return a request as it is in the journal."""
     lengths, counts = kept.lengths, kept.num_outputs
     stored = StoredRequest(
         kept.number,

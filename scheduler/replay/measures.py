@@ -15,7 +15,7 @@ from scheduler.core.stats import IterationStats
 
 _NS_PER_S = 1e9
 _NS_PER_MS = 1e6
-# Maximum number of time buckets; beyond it, pairs of buckets are merged.
+# Maximum number of time buckets; above it, pairs of buckets are merged.
 _MAX_BUCKETS = 512
 
 
@@ -44,7 +44,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Measures:
-    """Measurements of one run; times are in nanoseconds, and `tokens_ns` are mean times between the tokens of each
+    """Measurements of one run; times are in nanoseconds, and `tokens_ns` contains the mean time between tokens of each
     request.
     """
 
@@ -143,7 +143,7 @@ class Measures:
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """Return the `share`-quantile of the values; 0 if there are none."""
+    """Return the quantile `share` of the values; 0 if there are none."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else 0.0
 
@@ -168,7 +168,7 @@ def plot(columns: dict[str, Measures], path: Path) -> None:
     """Plot rows per step, queue, KV use and time to first token over time.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file's format is not known.
+        ConfigError: matplotlib is not installed, or the file's format is unknown.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,8 +1,8 @@
 """Recordings of a core: a file of frames, written by a dedicated thread and read up to its last complete frame.
 
 The engine queues each event with its effects; the thread encodes all queued events and appends them in one write, so
-everything written before the process was killed is in the file. A recording with a gap could not be
-replayed: when the disk fails, or falls behind by `_MAX_WAITING` events, recording stops and serving goes on.
+everything written before the process was killed is in the file. A recording with a gap could not be replayed. If the
+disk fails or falls behind by `_MAX_WAITING` events, recording therefore stops, and serving continues.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Recorder:
     """Writes a recording."""
 
     def __init__(self, path: Path, started: pb.RecordingStarted, time_ns: int) -> None:
-        """Open the file, drop an incomplete last frame, and record the start of a core.
+        """Open the file, drop its last frame if that is incomplete, and record the start of a core.
 
         Raises:
             ConfigError: The file cannot be written, or is not a recording.
         """
         try:
-            # `touch` first: a recording holds prompts, so only its owner may read it.
+            # Create the file first with `touch`: a recording contains prompts, so only its owner may read it.
             path.touch(mode=0o600)
             with path.open("rb") as file:
                 num_bytes = _whole_bytes(file)
@@ -57,7 +57,7 @@ class Recorder:
         self._thread.start()
 
     def note(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Queue an event and its effects; return at once."""
+        """Queue an event and its effects; return immediately."""
         if self._is_on:
             try:
                 self._waiting.put_nowait((event, effects))
@@ -65,7 +65,7 @@ class Recorder:
                 self._stop("the disk is too slow")
 
     def close(self) -> None:
-        """Return once everything is written."""
+        """Write all queued records, then return."""
         if self._thread.is_alive():
             self._waiting.put(None)
         self._thread.join()
@@ -91,11 +91,7 @@ class Recorder:
 
 
 def read_recording(path: Path) -> Iterator[pb.Record]:
-    """Yield the records of a file, up to the last complete one.
-
-    Raises:
-        ConfigError: The file cannot be read, or is not a recording.
-    """
+    """Yield the records of a file, up to the last complete one."""
     try:
         with path.open("rb") as file:
             is_empty = True

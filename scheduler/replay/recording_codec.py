@@ -44,7 +44,7 @@ _OF_A_REQUEST: dict[type[AbortRequested | Attached | Detached], str] = {
     Attached: "attached",
     Detached: "detached",
 }
-# Without the hashes of blocks, which follow from tables and tokens.
+# Fields without the hashes of blocks, which follow from tables and tokens.
 _PLAN_LISTS = (
     "released_rows", "context_rows", "context_starts", "context_lengths", "generation_rows", "idle_rows", "block_rows",
     "block_ids", "copy_source_blocks", "copy_target_blocks", "beam_rows", "beam_token_ids", "draft_rows",
@@ -95,7 +95,7 @@ def decode_event(record: pb.Record) -> Event:
     """Return the event in a record that is not a start record.
 
     Raises:
-        ValueError: It contains no event that this version knows.
+        ValueError: It contains no event that is known to this version.
     """
     kind, time_ns = record.WhichOneof("event"), record.time_ns
     if kind == "turn":

@@ -1,8 +1,8 @@
 """`python -m scheduler.replay FILE`: replays a recorded core.
 
-Without changes every plan must be bit-identical to the recorded one. With changes ("what if") results would differ, so
-workers are simulated: from the recorded arrivals, outputs and aborts, with step times from a cost model fitted to the
-recorded ones.
+Without changes every plan must be bit-identical to the recorded one. With changes ("what if"), results would differ, so
+workers are simulated: with the recorded arrivals, outputs and aborts, and with step times from a cost model that is
+fitted to the recorded steps.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Replay:
     """The outcome of a replay, with the recording's contents.
 
     Attributes:
-        difference: The first difference; empty: none.
-        outside: External events, for a simulation. scripts: The output of each sequence.
-        duration_ns: From the first event to the last.
+        difference: The first difference; empty if there is none.
+        outside: External events, for a simulation. scripts: The recorded output of each sequence.
+        duration_ns: Time from the first event to the last.
     """
 
     started: pb.RecordingStarted = field(default_factory=pb.RecordingStarted)
@@ -54,11 +54,11 @@ class Replay:
 
 
 def replay(path: Path, *, keep_outside: bool = False) -> Replay:
-    """Replay a recording through its core, up to the first difference.
+    """Replay a recording in a core of the same settings, up to the first difference.
 
     Args:
         path: The file.
-        keep_outside: Collect the input of a simulation; needs memory for every request.
+        keep_outside: Whether to collect the input of a simulation, which takes memory for every request.
 
     Raises:
         ConfigError: The file is not a recording, or its scheduler plug-in is not installed.
@@ -108,7 +108,7 @@ def _difference(record: pb.Record, effects: list[Effect]) -> str:
     if len(record.plans) != len(replayed.plans):
         return f"{len(record.plans)} steps were recorded, but the replay planned {len(replayed.plans)}"
     was_ended, is_ended = ([end.request_id for end in ends] for ends in (record.ends, replayed.ends))
-    return f"the recorded requests that ended are {was_ended}, the replayed ones {is_ended}, or their ends differ"
+    return f"the recorded requests that ended are {was_ended} and the replayed ones {is_ended}, or their ends differ"
 
 
 def _kind(event: Event) -> str:
@@ -134,7 +134,7 @@ def _keep(result: Replay, event: Event, effects: list[Effect]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Settings to change in a simulation; None and 0: as recorded."""
+    """Settings to change in a simulation; None and 0 mean as recorded."""
 
     policy: str | None = None
     batching_type: str | None = None
@@ -170,11 +170,13 @@ def simulate(recorded: Replay, changes: Changes) -> Measures:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Replay a file; return 1 if there is a difference, 2 if the file is not a recording."""
-    parser = argparse.ArgumentParser(prog="midstream replay", description="Run a recorded scheduler core again.")
-    parser.add_argument("file", type=Path, metavar="FILE", help="Made by `python -m scheduler --record FILE`.")
-    parser.add_argument("--policy", choices=sorted(CAPACITY_SCHEDULERS), help="What if: another capacity policy.")
+    parser = argparse.ArgumentParser(prog="midstream replay", description="Replay a recorded scheduler core.")
     parser.add_argument(
-        "--batching-type", choices=sorted(MICRO_BATCH_SCHEDULERS), help="What if: another batching type."
+        "file", type=Path, metavar="FILE", help="A recording made by `python -m scheduler --record FILE`."
+    )
+    parser.add_argument("--policy", choices=sorted(CAPACITY_SCHEDULERS), help="Simulate another capacity policy.")
+    parser.add_argument(
+        "--batching-type", choices=sorted(MICRO_BATCH_SCHEDULERS), help="Simulate another batching type."
     )
     for name, text in (
         ("max-num-tokens", "tokens in one step"),
@@ -182,7 +184,7 @@ def main(words: Sequence[str] | None = None) -> int:
         ("num-blocks", "KV blocks of each worker group"),
     ):
         parser.add_argument(
-            f"--{name}", type=_positive, default=0, metavar="N", help=f"What if: this number of {text}."
+            f"--{name}", type=_positive, default=0, metavar="N", help=f"Simulate this number of {text}."
         )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="Plot the run over time to a PNG or SVG file.")
     arguments = parser.parse_args(words)

@@ -1,7 +1,7 @@
 """`python -m scheduler.replay.simulator`: computes how many workers a load needs, without running a worker.
 
-Run the real core in virtual time (scheduler/replay/simulation.py), with Poisson arrivals and the lengths of the chat
-workload.
+It runs the real core in virtual time (scheduler/replay/simulation.py), with Poisson arrivals and the lengths of the
+chat workload.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from scheduler.replay.measures import table
 from scheduler.replay.replay import replay
 from scheduler.replay.simulation import Simulation
 
-# A cell has one scheduler; beyond this there are several cells.
+# A cell has one scheduler; more workers than this need several cells.
 MAX_WORKERS = 1024
 _VOCAB_SIZE = 50_000
 _MAX_SEQUENCE_LENGTH = 8192
@@ -68,7 +68,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Identical worker groups; the first `num_prefill_workers` (if above 0) prefill and the others decode."""
+    """Identical worker groups; if `num_prefill_workers` is above 0, that many prefill and the others decode."""
 
     num_workers: int = 1
     num_blocks: int = 8192
@@ -194,7 +194,7 @@ def _run(arguments: argparse.Namespace) -> int:
             core = fleet.core(arguments.policy, arguments.batching_type, arguments.max_queue_size)
             name = f"{count} worker{'s' if count > 1 else ''}"
             if num_prefill:
-                name = f"{num_prefill} + {count - num_prefill}"  # that prefill, and that decode
+                name = f"{num_prefill} + {count - num_prefill}"  # worker groups that prefill, and those that decode
             events = events_of(fleet, load)
             task = progress.add_task(name, total=len(events) - count)
             simulation = Simulation(core, events, cost=cost)

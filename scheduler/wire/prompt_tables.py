@@ -1,4 +1,4 @@
-"""Sends tables of virtual tokens to workers in parts, since several of them in one step may exceed the message
+"""Sends tables of virtual tokens to workers in parts, since several tables in one step may exceed the message size
 limit.
 """
 

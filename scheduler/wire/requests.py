@@ -28,9 +28,9 @@ def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: in
     """Return the core's form of a request.
 
     Args:
-        request: Checked by a router: token ids, request id and seed are filled.
-        limits: Of the served model.
-        now_ns: Arrival here, from which the timeout counts; `arrival_ns` stays in wall-clock time.
+        request: The request, checked by a router: token ids, request id and seed are set.
+        limits: Limits of the served model.
+        now_ns: Arrival time at the scheduler, where the timeout starts; `arrival_ns` stays in wall-clock time.
     """
     virtual = request.prompt_tuning.resolved
     named = range(virtual.first_virtual_token, virtual.first_virtual_token + virtual.num_virtual_tokens)
@@ -38,7 +38,7 @@ def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: in
     sampling = request.sampling
     room = limits.max_sequence_length - len(prompt)
     max_tokens = request.max_tokens if request.HasField("max_tokens") else min(room, DEFAULT_MAX_TOKENS)
-    if named:  # the router did not know how many there are
+    if named:  # the router did not know the number of virtual tokens
         max_tokens = min(max_tokens, max(1, room))
     retention = request.kv_retention
     has_decode_priority = retention.HasField("decode_priority")
@@ -99,7 +99,7 @@ def _num_draft_tokens(request: pb.GenerateRequest) -> int:
 
 
 def _is_cacheable(request: pb.GenerateRequest) -> bool:
-    """Return whether cached blocks can be used: not for requests that need logits of the prompt."""
+    """Return whether cached blocks can be used, which is not the case for requests that need logits of the prompt."""
     output = request.output
     wants_prompt = output.HasField("prompt_log_probs") or output.return_context_logits
     wants_prompt = wants_prompt or any(item.gather_context for item in output.additional_outputs)
@@ -107,7 +107,7 @@ def _is_cacheable(request: pb.GenerateRequest) -> bool:
 
 
 def _prompt_key(tuning: pb.PromptTuningConfig) -> str:
-    """Return a key for the embeddings of virtual tokens, since their ids do not identify them."""
+    """Return a key for the embeddings of virtual tokens, which are not identified by their ids."""
     if not tuning.HasField("table"):
         return tuning.resolved.fingerprint
     table = tuning.table

@@ -16,7 +16,7 @@ _NS_PER_MS = 1e6
 
 
 def iteration_stats_proto(stats: IterationStats, clock: SteadyClock) -> stats_pb2.IterationStats:
-    """Return the statistics of one iteration, with TensorRT-LLM's names."""
+    """Return the statistics of one iteration, under TensorRT-LLM's names."""
     requests, kv, step = stats.requests, stats.kv, stats.step
     reused_and_missed = kv.reused + kv.missed
     cpu_bytes, gpu_bytes, pinned_bytes = stats.memory
@@ -114,7 +114,7 @@ def _fill_active(stats: stats_pb2.RequestStats, request: Request, num_prompt: in
     elif request.num_output_tokens:
         stats.stage = stats_pb2.RequestStats.STAGE_GENERATION_IN_PROGRESS
     else:
-        stats.stage = stats_pb2.RequestStats.STAGE_CONTEXT_IN_PROGRESS  # its last chunk has not returned
+        stats.stage = stats_pb2.RequestStats.STAGE_CONTEXT_IN_PROGRESS  # the request's last chunk has not returned
     num_blocks = len({block for sequence in placed for block in sequence.held_blocks})
     num_reused = max((sequence.num_hit_blocks for sequence in placed), default=0)
     num_missed = max(num_prompt // group.tokens_per_block - num_reused, 0)

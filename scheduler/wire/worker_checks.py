@@ -1,6 +1,6 @@
-"""Validates a worker's message by itself: every length and range, before anything else uses it.
+"""Checks a worker's message on its own: every length and range, before anything else uses it.
 
-Checks that need the step that was sent (number of rows, drafts) are in `Results.problem`.
+Checks that depend on the step that was sent (number of rows, drafts) are in `Results.problem`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_NAME = 256
 _MAX_TEXT = 1 << 16
 _MAX_FEATURES = 256
 _MAX_BYTES = 1 << 50
-# Numbers that end up in 32-bit fields of other messages, summed over requests or groups.
+# Maximum of numbers that are summed over requests or groups and end up in 32-bit fields of other messages.
 _MAX_COUNT = 1 << 24
 _MAX_STATUS_CODE = 16
 _MAX_DIMENSIONS = 8
@@ -28,13 +28,13 @@ _ITEM_BYTES = {
 
 
 class WrongMessageError(ValueError):
-    """A message that parses but is invalid."""
+    """A message that can be parsed but is invalid."""
 
 
 def check_worker_message(message: worker_pb2.WorkerMessage) -> None:
     """Check all fields of a message that can be checked without knowing the scheduler's state.
 
-    The core answers registrations and names the invalid field; only what would make it fail is checked here.
+    The core answers registrations and names the invalid field, so this checks only values on which the core would fail.
 
     Raises:
         WrongMessageError: Names the field.
@@ -59,7 +59,7 @@ def _check_registration(message: worker_pb2.Register) -> None:
     for field in ("group_id", "model_fingerprint", "device", "dtype", "kv_store", "tier_store", "role", "kv_source"):
         _check_text(field, getattr(message, field), MAX_NAME)
     if not message.group_id.isprintable():
-        raise WrongMessageError("group_id has unprintable characters")
+        raise WrongMessageError("group_id must have only printable characters")
     if len(message.features) > _MAX_FEATURES:
         raise WrongMessageError(f"features has {len(message.features)} entries; must have at most {_MAX_FEATURES}")
     for feature in message.features:
@@ -75,17 +75,17 @@ def _check_result(result: worker_pb2.StepResult) -> None:
     if result.num_tokens:
         num_rows = len(result.num_tokens)
         if sum(result.num_tokens) != len(result.token_ids):
-            raise WrongMessageError(f"num_tokens adds up to {sum(result.num_tokens)}, not {len(result.token_ids)}")
+            raise WrongMessageError(f"num_tokens adds up to {sum(result.num_tokens)}; must be {len(result.token_ids)}")
     if len(result.num_drafts) not in (0, num_rows):
-        raise WrongMessageError(f"num_drafts has {len(result.num_drafts)} entries for {num_rows} rows")
+        raise WrongMessageError(f"num_drafts has {len(result.num_drafts)} entries; must have {num_rows}")
     if not all(map(math.isfinite, result.candidate_log_probs)):
         raise WrongMessageError("candidate_log_probs contains a number that is not finite")
     if len(set(result.missing_blocks)) != len(result.missing_blocks):
-        raise WrongMessageError("missing_blocks names a block twice")
+        raise WrongMessageError("missing_blocks must not name a block twice")
     for item in result.errors:
         _check_error(item.error)
     if len({item.row for item in result.errors}) != len(result.errors):
-        raise WrongMessageError("errors names a row twice")
+        raise WrongMessageError("errors must not name a row twice")
     for outputs in result.outputs:
         _check_row_outputs(outputs)
 
@@ -110,20 +110,22 @@ def _check_log_probs(field: str, rows: generation_pb2.LogProbs) -> None:
     num_rows, num_top = len(rows.token_log_probs), len(rows.token_log_probs) * rows.top_k
     lengths = (len(rows.token_ranks), len(rows.top_token_ids), len(rows.top_log_probs))
     if lengths != (num_rows, num_top, num_top):
-        raise WrongMessageError(f"{field} has {lengths} ranks, top ids and top values for {num_rows} x {rows.top_k}")
+        raise WrongMessageError(
+            f"{field} has {lengths} ranks, top ids and top values; must have {(num_rows, num_top, num_top)}"
+        )
     if not all(map(_is_log_prob, rows.token_log_probs)) or not all(map(_is_log_prob, rows.top_log_probs)):
         raise WrongMessageError(f"{field} contains NaN or infinity")
 
 
 def _is_log_prob(value: float) -> bool:
-    """Return whether a log probability is valid; minus infinity is allowed, for impossible tokens."""
-    return value < math.inf  # NaN is not
+    """Return whether a log probability is valid; minus infinity is allowed, for tokens with probability 0."""
+    return value < math.inf  # false for NaN
 
 
 def _check_tensor(tensor: generation_pb2.Tensor) -> None:
     _check_text("tensors.name", tensor.name, MAX_NAME)
     if tensor.dtype not in _ITEM_BYTES:
-        raise WrongMessageError(f"tensors.dtype is {tensor.dtype}, which is unknown")
+        raise WrongMessageError(f"tensors.dtype is {tensor.dtype}; must be a known type")
     if not 1 <= len(tensor.shape) <= _MAX_DIMENSIONS:
         raise WrongMessageError(f"tensors.shape has {len(tensor.shape)} dimensions; must have 1 to {_MAX_DIMENSIONS}")
     num_bytes = math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]
@@ -144,7 +146,7 @@ def _check_adapter(result: worker_pb2.LoraResult) -> None:
 
 def _check_error(error: generation_pb2.ErrorInfo) -> None:
     if not 1 <= error.code <= _MAX_STATUS_CODE:
-        raise WrongMessageError(f"error.code is {error.code}, not a gRPC status")
+        raise WrongMessageError(f"error.code is {error.code}; must be the code of a gRPC error")
     _check_text("error.message", error.message, _MAX_TEXT)
     _check_text("error.field", error.field, MAX_NAME)
 

@@ -29,11 +29,11 @@ def decode_worker_message(
 
     Args:
         frame: A serialized WorkerMessage.
-        connection: The connection that it arrived on.
+        connection: The connection on which it arrived.
         time_ns: Its arrival time.
 
     Raises:
-        ValueError: It is not a WorkerMessage; a WrongMessageError if it is an invalid one.
+        ValueError: The frame is not a WorkerMessage; WrongMessageError if it is an invalid one.
     """
     message = worker_pb2.WorkerMessage()
     try:
@@ -124,7 +124,7 @@ def _failure(error: generation_pb2.ErrorInfo) -> Failure:
 
 
 def encode_step(plan: StepPlan, limits: ModelLimits) -> bytes:
-    """Return a serialized SchedulerMessage with the plan as its StepBatch."""
+    """Return a serialized SchedulerMessage with the plan as a StepBatch."""
     message = worker_pb2.SchedulerMessage()
     batch = message.step_batch
     batch.epoch = plan.epoch

@@ -53,7 +53,7 @@ def test_policies_come_by_name() -> None:
 
 
 def test_a_plugin_that_nobody_offers_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"no installed package offers 'mine'") as caught:
+    with pytest.raises(ConfigError, match=r"no installed package provides 'mine'") as caught:
         load_scheduler("mine", "max_utilization", "inflight")
     assert caught.value.field == "scheduler_plugin"
 
