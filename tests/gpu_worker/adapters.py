@@ -1,4 +1,4 @@
-"""Adapters for tests, written without a model or by PEFT."""
+"""Adapters for tests, created by PEFT or without a model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_prompt(model: torch.nn.Module, folder: Path, seed: int, num_virtual_tok
 
 @contextlib.contextmanager
 def adapted(model: torch.nn.Module, folder: Path) -> Iterator[torch.nn.Module]:
-    """Return the model with an adapter; suppress warnings from PEFT and transformers."""
+    """Yield the model with an adapter applied; suppress warnings from PEFT and transformers."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         made = peft.PeftModel.from_pretrained(model, folder)
@@ -64,5 +64,5 @@ def _write(model: torch.nn.Module, config: peft.PeftConfig, folder: Path, seed: 
 
 
 def ref_of(runner: ModelRunner, folder: Path) -> AdapterRef:
-    """Return the reference by which requests use the adapter in `folder` once it is loaded."""
+    """Return the reference with which requests use the adapter in `folder` once it is loaded."""
     return AdapterRef(folder.name, str(folder), runner.adapters.load(str(folder)).result().fingerprint)

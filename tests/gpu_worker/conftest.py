@@ -15,7 +15,7 @@ from gpu_worker.model_runner import ModelRunner
 from midstream.model.folder import open_model_folder
 from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
 
-# PyTorch's threads would wait for each other, especially while other tests run in parallel.
+# With more threads, PyTorch's threads would wait for each other, especially while other tests run in parallel.
 torch.set_num_threads(1)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,8 +38,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="session")
 def transformers_model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
-    """Return transformers' model with the embedded model's weights, in float32."""
-    # The first process of the test run that needs it saves it for the others.
+    """Return transformers' model with the weights of the embedded model, in float32."""
+    # The first process of the test run that needs the model saves it for the other processes.
     root = tmp_path_factory.getbasetemp()
     kept = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "embedded-in-float32"
     with kept.with_suffix(".lock").open("w") as lock:
@@ -51,7 +51,9 @@ def transformers_model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Mod
 
 
 def _read_by_gguf(path: Path) -> LlamaForCausalLM:
-    """Dequantize a Llama's GGUF file with the `gguf` package; transformers' reader takes four times as long."""
+    """Dequantize the GGUF file of a Llama model with the `gguf` package; transformers' reader takes four times as
+    long.
+    """
     reader = GGUFReader(path)
     names = {
         "hidden_size": "embedding_length",

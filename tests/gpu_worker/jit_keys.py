@@ -1,8 +1,8 @@
 """Print the Triton kernels that random steps would compile after a warm-up: `python -m tests.gpu_worker.jit_keys`.
 
 Kernels are not run: each launch is recorded with the key under which Triton caches compiled code (types, pointer
-alignment, integers that are 1 or multiples of 16, constants), and PyTorch's operations compute the results. This is a
-separate process because Triton must not be in interpreter mode.
+alignment, integers that are 1 or multiples of 16, constants), and PyTorch's operations compute the results. The program
+runs as a separate process because Triton must not be in interpreter mode.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SAMPLINGS = (
 
 
 class Keys:
-    """Keys of all launches, each with the kernel's name."""
+    """The keys of all launches, each with the kernel's name."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[str, str]] = set()
@@ -62,7 +62,7 @@ class Keys:
 
 
 def with_results(name: str) -> Callable[..., Any]:
-    """Record the launch of the Triton operation, and return the result of the PyTorch one."""
+    """Record the launch of the Triton operation, and return the result of the PyTorch operation."""
     reference = getattr(dispatch, f"torch_{name}", None)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,9 @@ def record_at_once(run: Callable[[], object]) -> Callable[[], None]:
 
 
 def random_steps(generator: np.random.Generator, num_steps: int, lora: AdapterRef) -> list[Step]:
-    """Plan random steps: sequences, some with an adapter, start, are prefilled in chunks alongside decodes, and end."""
+    """Plan random steps in which sequences, some with an adapter, start, are prefilled in chunks alongside decodes, and
+    end.
+    """
     steps, lengths, computed = [], dict[int, int](), dict[int, int]()
     for _ in range(num_steps):
         released = [row for row in lengths if computed[row] >= lengths[row] and generator.random() < 0.1]
@@ -153,7 +155,7 @@ def make_runner() -> ModelRunner:
 
 
 def main() -> None:
-    """Print one JSON object: the number of keys of the warm-up, and the keys that are new after it."""
+    """Print one JSON object: the number of keys after the warm-up, and the keys that are new after that."""
     keys = Keys()
     driver.set_active(NoDevice())
     JITFunction.__getitem__ = lambda function, grid: keys.launch(function)

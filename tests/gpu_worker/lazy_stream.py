@@ -1,7 +1,7 @@
-"""Stand-ins for a CUDA stream that do no work until something waits for it.
+"""Stand-ins for a CUDA stream that do no work until the host waits for it.
 
-A real device may be this slow. Code that modifies memory which an asynchronous copy has yet to read then fails every
-time instead of occasionally.
+A real device may be as slow as this. Code that modifies memory which an asynchronous copy has yet to read therefore
+fails every time instead of occasionally.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpu_worker.batch import staging
 
 
 class LazyStream:
-    """Work items in launch order, including asynchronous copies and the events of staging buffers."""
+    """A queue of work items in launch order, including asynchronous copies and the events of staging buffers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_done = self.num_waits = 0
@@ -67,11 +67,11 @@ class LazyEvent:
 
 
 class LateReader:
-    """A stand-in for a device that performs each copy as late as possible: when its event is waited for.
+    """A stand-in for a device that performs each copy as late as possible: when the host waits for its event.
 
-    Everything else is done immediately, so a whole runner works on it. It raises if a buffer was changed between the
-    start of its copy and the wait for it; the destination of a copy to the host contains garbage until then. With
-    `catches_up`, a wait for any work completes all work that has started.
+    All other work is done immediately, so a whole runner works with it. It raises an error if a buffer changes between
+    the start of its copy and the wait for the copy; until then, the destination of a copy to the host contains garbage.
+    With `catches_up`, a wait for any work completes all work that has started.
     """
 
     NONSENSE = -987654321
@@ -88,13 +88,13 @@ class LateReader:
             self.num_to_device += 1
 
             def check() -> None:
-                assert torch.equal(source, seen), "a pinned buffer was filled again before its copy was done"
+                assert torch.equal(source, seen), "a pinned buffer was overwritten before its copy was done"
 
             self._pending.append(check)
             send(buffers, source, target)
 
         def start_late(readback: staging.Readback, values: Tensor) -> staging.Copy:
-            self._pending.append(lambda: None)  # the copy comes before its event
+            self._pending.append(lambda: None)  # the copy precedes its event
             place = len(self._pending) - 1
             copy = start(readback, values)
             numbers = copy._values.numpy()

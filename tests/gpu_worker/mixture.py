@@ -20,7 +20,7 @@ PROMPTS = (
     "One two three four. One two three four. One two",
     "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer the slings and arrows of",
 )
-# No commas or full stops between values, as they are stop tokens of some requests.
+# There are no commas or full stops between values, because these are stop tokens of some requests.
 SCHEMAS = (
     '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}',
     '{"type": "array", "items": {"enum": [1, "b", null, true]}, "minItems": 1, "maxItems": 1}',
@@ -35,7 +35,7 @@ DRAFTS = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP, 
 
 
 def draw(number: int, prompts: list[list[int]], adapters: dict[str, pb.ResolvedAdapter]) -> pb.GenerateRequest:
-    """Return request `number`: sequences or beams, with or without an adapter, and any other features, drawn
+    """Return request `number`: sequences or beams, with or without an adapter, and other features that are drawn
     independently.
     """
     rng = random.Random(number)
@@ -108,7 +108,7 @@ def _draw_sequences(request: pb.GenerateRequest, rng: random.Random) -> None:
 
 
 def resolve(runner: ModelRunner, folder: Path) -> pb.ResolvedAdapter:
-    """Return the adapter in `folder` as the scheduler knows it once it is loaded."""
+    """Return the adapter in `folder` in the form that the scheduler uses once it is loaded."""
     adapter = runner.adapters.load(str(folder)).result()
     count = 0 if adapter.prompt_table is None else len(adapter.prompt_table)
     return pb.ResolvedAdapter(

@@ -1,7 +1,7 @@
 """Quantized checkpoints of tiny models, in the formats of common tools.
 
-Each scheme converts a float32 matrix into the tensors of a module and into the values they represent. They come from
-the library that defines the scheme or, if it needs a GPU, from the scheme's arithmetic in float64.
+Each scheme converts a float32 matrix into the tensors of a module and the values that they represent. Both come from
+the library that defines the scheme or, if the library needs a GPU, from the scheme's arithmetic in float64.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Quantized = tuple[Tensors, Tensor]
 def _pack(levels: Tensor, num_bits: int) -> Tensor:
     """Pack [M, W * 32 / bits] into int32 [M, W], with the first value in the lowest bits."""
     words = torch.unflatten(levels.long(), 1, (-1, 32 // num_bits)) << torch.arange(0, 32, num_bits)
-    return words.sum(-1).int()  # wraps around
+    return words.sum(-1).int()  # the sum wraps around
 
 
 def _group_scales(weight: Tensor, group: int, most: int) -> tuple[Tensor, Tensor]:
-    """Return float16 scales and zero points that map each group's range from its minimum to its maximum weight."""
+    """Return float16 scales and zero points that map each group's range, from its minimum to its maximum weight."""
     parts = torch.unflatten(weight, 1, (-1, group))
     low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
     scale = ((high - low) / most).clamp(min=1e-4).half().float()
@@ -43,7 +43,9 @@ def _levels(weight: Tensor, scale: Tensor, zero: Tensor, groups: Tensor, most: i
 
 
 def _gptq(num_bits: int, group: int, *, with_order: bool = False, version: int = 1) -> Callable[[Tensor], Quantized]:
-    """AutoGPTQ's layout: https://github.com/AutoGPTQ/AutoGPTQ, GPTQModel's for version 2."""
+    """Return tensors in AutoGPTQ's layout (https://github.com/AutoGPTQ/AutoGPTQ), or in GPTQModel's layout for version
+    2.
+    """
 
     def quantize(weight: Tensor) -> Quantized:
         num_columns, most = weight.shape[1], (1 << num_bits) - 1
@@ -66,7 +68,9 @@ def _gptq(num_bits: int, group: int, *, with_order: bool = False, version: int =
 
 
 def _awq(group: int) -> Callable[[Tensor], Quantized]:
-    """AutoAWQ's layout for its GEMM kernels: https://github.com/casper-hansen/AutoAWQ, awq/modules/linear/gemm.py."""
+    """Return tensors in AutoAWQ's layout for its GEMM kernels: https://github.com/casper-hansen/AutoAWQ,
+    awq/modules/linear/gemm.py.
+    """
     order = [0, 2, 4, 6, 1, 3, 5, 7]
 
     def pack(levels: Tensor) -> Tensor:
@@ -194,7 +198,7 @@ SCHEMES: dict[str, tuple[Callable[[Tensor], Quantized], dict[str, Any]]] = {
 
 
 def quantize_model(folder: Path, model: torch.nn.Module, scheme: str, left_alone: str = "lm_head") -> None:
-    """Quantize the linear layers of a model and its folder, except those whose name contains `left_alone`.
+    """Quantize the linear layers of a model and of its folder, except layers whose name contains `left_alone`.
 
     The model keeps the dequantized values.
     """

@@ -1,7 +1,7 @@
-"""Processes that serve as ranks 1, 2, … of one group after another, so that tests need not start their own.
+"""Processes that serve as ranks 1, 2, … of one group after another, so that tests need not start new processes.
 
-python -m tests.gpu_worker.rank_pool reads one JSON line per group, serves as a rank until the group ends, and reports
-the end.
+python -m tests.gpu_worker.rank_pool reads one JSON line per group, serves as a rank until the group ends, and then
+reports that the group has ended.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RankPool:
     ) -> Iterator[ModelRunner]:
         """Return a runner on a grid of ranks, with the settings of `make_runner`.
 
-        `environment` are further variables of the other ranks.
+        `environment` contains additional variables for the other ranks.
         """
         defaults = {"device": "cpu", "max_kv_tokens": 4096, "max_batch_size": 8, "num_threads": 1}
         values = {**defaults, **settings, "tensor_parallel": tensor, "pipeline_parallel": stages}

@@ -1,4 +1,4 @@
-"""Post-processors that record their arguments, and whose result depends on the rank that runs them."""
+"""Post-processors that record their arguments, and whose results depend on the rank that runs them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _raise_one(logits: Tensor, tokens: NDArray[np.int32]) -> None:
 
 
 class RankPlusOne(LogitsPostProcessor):
-    """Choose the previous token plus one plus the rank."""
+    """Chooses the previous token plus one plus the rank."""
 
     def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
         """Give the chosen token the highest logit."""
@@ -37,7 +37,7 @@ class RankPlusOne(LogitsPostProcessor):
 
 
 class RankPlusOneForAll(BatchedLogitsPostProcessor):
-    """The same for all sequences at once."""
+    """Does the same for all sequences at once."""
 
     def process(
         self,

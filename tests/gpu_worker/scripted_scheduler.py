@@ -19,7 +19,7 @@ TIMEOUT_MS = 150_000
 
 
 class ScriptedScheduler:
-    """A ROUTER socket; keeps the identity of the worker that sent the last message."""
+    """A ROUTER socket that keeps the identity of the worker that sent the last message."""
 
     def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
         self._context = zmq.Context()
@@ -37,7 +37,7 @@ class ScriptedScheduler:
         return int(self.address.rpartition(":")[2])
 
     def receive(self, kind: str, accept: Callable[[Any], bool] = lambda _: True) -> Any:
-        """Return the next message of this kind that `accept` matches; skip others."""
+        """Return the next message of this kind that `accept` matches; skip other messages."""
         while True:
             if not self._socket.poll(TIMEOUT_MS):
                 raise TimeoutError(f"no {kind} came")
@@ -53,7 +53,7 @@ class ScriptedScheduler:
         self._socket.send_multipart([self.identity, *frames])
 
     def register(self, epoch: int) -> worker_pb2.Register:
-        """Receive the worker's next Register and answer it."""
+        """Receive the worker's next Register message and answer it."""
         register: worker_pb2.Register = self.receive("register")
         self.epoch = epoch
         self.send(registered=worker_pb2.Registered(epoch=epoch, heartbeat_interval_ms=50, timeout_ms=1_000_000))
@@ -73,7 +73,7 @@ class ScriptedScheduler:
 
 
 def rank_environment(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
-    """Return the environment variables of a rank's process."""
+    """Return the environment variables for the process of a rank."""
     return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
 

@@ -20,7 +20,7 @@ from tests.gpu_worker.test_cuda_path import BLOCK, LENGTH, NUM_BLOCKS, TINY, TOK
 
 CPU = torch.device("cpu")
 HIDDEN = TINY["hidden_size"]
-ONE_PAIR = 8 * 2 * HIDDEN  # elements of a pair of matrices with rank up to 8, for the attention output layer
+ONE_PAIR = 8 * 2 * HIDDEN  # elements of a pair of matrices with ranks up to 8, for the attention output layer
 
 
 def adapter(value: float, rank: int, *, layer: int = 0) -> Adapter:
@@ -51,7 +51,7 @@ def test_adapters_move_together_when_the_room_is_in_pieces() -> None:
     with pytest.raises(OverloadedError):
         arena.place(adapter(5.0, 2))
     del first, third
-    wide = arena.place(adapter(5.0, 16))  # as large as both removed adapters
+    wide = arena.place(adapter(5.0, 16))  # as large as the two removed adapters together
     assert added(arena, wide, second, fourth) == pytest.approx([80, 4, 8])
 
 
@@ -89,7 +89,7 @@ def test_graphs_run_with_adapters() -> None:
     adapted = replace(inputs, adapters=tokens(other, None, one))
     plain, eager = graphs.forward(inputs), graphs.forward(adapted)
     graphs.capture()
-    # Batches of 1, 2 and 4 rows, and mixed steps of 32 and 64 tokens, each with and without adapters.
+    # There are batches of 1, 2 and 4 rows and mixed steps of 32 and 64 tokens, each with and without adapters.
     assert num_recorded == 10
     torch.testing.assert_close(graphs.forward(adapted), eager, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(graphs.forward(inputs), plain, rtol=1e-6, atol=1e-6)

@@ -1,4 +1,6 @@
-"""Adapters and virtual tokens through the scheduler's core: paused, moved, and never mixed up in the prefix cache."""
+"""Adapters and virtual tokens in the scheduler's core: requests are preempted and moved, and the prefix cache never
+confuses them.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,7 @@ def test_the_loss_of_the_worker_changes_nothing(
     for _ in range(steps):
         whole.step()
     whole.lose_worker()
-    for ref in ("small", "large", "soft"):  # the new worker has loaded nothing yet
+    for ref in ("small", "large", "soft"):  # as if a new worker had loaded no adapter yet
         runner.adapters.unload(resolved(runner, folder, ref).fingerprint)
     whole.run([])
     assert [outputs(item) for item in made] == alone

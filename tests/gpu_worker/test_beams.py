@@ -1,4 +1,4 @@
-"""Beam search on the embedded model: the same sequences and scores as transformers, in any batch."""
+"""Beam search on the embedded model gives the same sequences and scores as transformers, in any batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEARCHES: list[dict[str, Any]] = [
 EARLY_STOPPING: dict[int, bool | str] = {0: False, 1: True, 2: "never"}
 MAX_TOKENS = 8
 PAD = 5
-# A beam's score is a sum of log probabilities; it differs by up to 1e-3 if layers are summed in another order.
+# The score of a beam is a sum of log probabilities; it differs by up to 1e-3 if layers are summed in another order.
 BOUND = 5e-3
 
 
@@ -52,7 +52,7 @@ def prompts(folder: ModelFolder) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def end_ids(folder: ModelFolder) -> tuple[int, ...]:
-    """Return the model's own end ids and some frequent tokens (line breaks, full stops), so that beams end."""
+    """Return the model's own end ids and some frequent tokens (line breaks, full stops), so that beams end early."""
     tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
     return (*folder.end_ids, *(tokenizer.encode(text).ids[0] for text in ("\n", ".", ",")))
 
@@ -69,8 +69,8 @@ def request_of(number: int, prompt: list[int], search: dict[str, Any]) -> pb.Gen
 def test_sequences_and_scores_are_those_of_transformers(
     runner: ModelRunner, transformers_model: Any, prompts: list[list[int]], end_ids: tuple[int, ...]
 ) -> None:
-    """All prompts and searches run here in one batch, and in transformers one at a time."""
-    # Two prompts for each search, and two or three searches for each prompt.
+    """All prompts and searches run here in one batch, whereas transformers runs them one at a time."""
+    # There are two prompts for each search, and two or three searches for each prompt.
     cases = [(prompts[(i + j) % 3], search) for i, search in enumerate(SEARCHES) for j in range(2)]
     found = Whole(runner, end_ids).run([request_of(i, *case) for i, case in enumerate(cases)])
     num_ended = 0
@@ -98,7 +98,7 @@ def test_sequences_and_scores_are_those_of_transformers(
             assert sequence.end.cumulative_log_prob / length ** search["length_penalty"] == pytest.approx(
                 score,
                 abs=BOUND,
-                rel=1e-4,  # a sum of many log probabilities, whose rounding errors add up
+                rel=1e-4,  # the score is a sum of many log probabilities, whose rounding errors add up
             )
             assert own == tokens[len(prompt) : len(prompt) + length]
             assert set(tokens[len(prompt) + length :]) <= {PAD}
@@ -147,7 +147,7 @@ def test_beams_are_the_same_alone_paused_moved_and_recovered(
 def test_what_is_said_of_the_prompt_comes_once_whichever_part_is_lost(
     runner: ModelRunner, end_ids: tuple[int, ...], tmp_path: Path, num_steps: int
 ) -> None:
-    """The prompt takes three steps. A worker dies in each of them, and in each later step."""
+    """The prompt takes three steps. A worker dies in each of these steps, and in each later step."""
     request = request_of(0, [7 + i % 30 for i in range(40)], SEARCHES[0])
     request.output.prompt_log_probs = 2
     (alone,) = Whole(runner, end_ids).run([request])
@@ -160,7 +160,7 @@ def test_what_is_said_of_the_prompt_comes_once_whichever_part_is_lost(
     whole.lose_worker()
     whole.run([])
     assert contents(made) == expected
-    # The same with a new scheduler.
+    # The scheduler is replaced in the same way.
     request.request_id = "again"
     whole.submit(request)
     for _ in range(num_steps):
@@ -183,7 +183,7 @@ def reported(number: int, prompt: list[int], **search: Any) -> pb.GenerateReques
 
 
 def expected_way(model: Any, prompt: list[int], end_ids: tuple[int, ...], **settings: Any) -> Any:
-    """Return transformers' search result, with the logits and hidden states of each step."""
+    """Return the result of transformers' search, with the logits and hidden states of each step."""
     with torch.inference_mode():
         return model.generate(
             torch.tensor([prompt]),
@@ -228,7 +228,7 @@ def test_what_beams_report_is_what_transformers_had_along_their_way(
             for item, row, token in zip(made.log_probs, log_probs, made.tokens, strict=True):
                 assert item.log_prob == pytest.approx(float(row[token]), abs=BOUND)
                 assert [log_prob for _, log_prob in item.top] == pytest.approx(row.topk(4).values.tolist(), abs=BOUND)
-            # The first sequence reports the prompt's outputs.
+            # The first sequence reports the outputs of the prompt.
             assert ("context_logits" in made.tensors) == (place == 0) == bool(made.prompt_log_probs)
             if place == 0:
                 assert close(made.array("context_logits", 49152), whole.logits[0])
@@ -242,7 +242,7 @@ def close(found: Any, wanted: torch.Tensor) -> bool:
 
 
 class Digits:
-    """Allow only digit tokens, six at most; from two on, allow an end."""
+    """Allows only digit tokens, at most six; after two digits, allows an end token."""
 
     def __init__(self, folder: ModelFolder, num_prompt_tokens: int, end_ids: tuple[int, ...]) -> None:
         tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
@@ -263,7 +263,7 @@ class Digits:
 def test_beams_follow_a_grammar_as_those_of_transformers_do(
     runner: ModelRunner, transformers_model: Any, folder: ModelFolder, prompts: list[list[int]]
 ) -> None:
-    """The reference is a logits processor that knows no grammars; the distribution is renormalized after it."""
+    """The reference is a logits processor that does not use grammars; the distribution is renormalized after it."""
     requests = []
     for i, prompt in enumerate(prompts):
         request = reported(i, prompt)
@@ -287,7 +287,7 @@ def test_beams_follow_a_grammar_as_those_of_transformers_do(
             assert made.cumulative_log_prob is not None
             score = made.cumulative_log_prob / len(made.tokens)
             assert score == pytest.approx(float(expected.sequences_scores[place]), abs=BOUND)
-            # Reported values come from the distribution that was searched.
+            # The reported values come from the distribution that was searched.
             assert made.cumulative_log_prob == pytest.approx(sum(item.log_prob for item in made.log_probs), abs=1e-4)
             assert all(item.rank <= len(item.top) for item in made.log_probs if item.log_prob >= item.top[-1][1])
 
@@ -315,7 +315,7 @@ def test_what_beams_report_is_the_same_whichever_part_is_lost(
             name = f"{order[0]} first"
             whole = Whole(runner, end_ids, max_num_tokens=16, journal=tmp_path / f"{has_tensors}{order[0]}")
             whole.submit(make(name, has_tensors=has_tensors))
-            # One is lost in the prompt, the other among the tokens.
+            # One is lost during the prompt, the other during generation.
             for part, num_steps in zip(order, (2, 4), strict=True):
                 for _ in range(num_steps):
                     whole.step()

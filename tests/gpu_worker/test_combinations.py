@@ -1,4 +1,4 @@
-"""Features drawn freely together, with greedy choice: tokens, ends and log probabilities are transformers'.
+"""Random combinations of features with greedy decoding: tokens, ends and log probabilities are those of transformers.
 
 MIDSTREAM_EXAMPLES=500 runs that many examples instead of a few.
 """
@@ -34,7 +34,7 @@ CLOSE = 2e-4
 
 @dataclass(frozen=True)
 class Case:
-    """One request; unset features are off."""
+    """One request; features that are not set are off."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -83,7 +83,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the requests run: chunk size, cache, pool size, and after which steps the worker is lost."""
+    """How the requests run: chunk size, cache, pool size, and the steps after which the worker is lost."""
 
     chunk: int
     reuse: bool
@@ -102,7 +102,7 @@ CASES = st.builds(
     frequency=st.sampled_from([0.0, 0.0, 1.1, -0.4]),
     min_tokens=st.sampled_from([0, 0, 2, 6, 12]),
     ngram=st.sampled_from([0, 0, 0, 1, 2, 3]),
-    # A quarter of the vocabulary or one token, so that outputs end often.
+    # These are a quarter of the vocabulary or one token, so that outputs end often.
     stop_ids=st.sampled_from([(), (), (7,), tuple(range(3, 64))]),
     stop_words=st.sampled_from([(), (), ("aa",), ("ab", "dca"), ("d", "ad")]),
     bad_words=st.lists(st.lists(TOKENS, min_size=1, max_size=2).map(tuple), max_size=3).map(tuple),
@@ -134,7 +134,7 @@ class Letters:
 
 
 class Readers:
-    """Reads what requests emit, as a detokenizer does, and reports stop words to the scheduler."""
+    """Reads the tokens that requests emit, as a detokenizer does, and reports stop words to the scheduler."""
 
     def __init__(self, whole: Whole, cases: list[Case], made: list[Request]) -> None:
         self._whole = whole
@@ -146,7 +146,7 @@ class Readers:
         }
 
     def read(self) -> None:
-        """Read what is new."""
+        """Read the tokens that are new."""
         for sequence, text in self._texts.items():
             new = sequence.output[text.num_tokens :]
             if new and text.stop_at is None:
@@ -158,7 +158,7 @@ class Readers:
 
 @dataclass(slots=True)
 class Expected:
-    """What transformers gives; of tokens only those before a choice that rounding may decide."""
+    """The result of transformers; its tokens end before the first choice that rounding may determine."""
 
     tokens: list[int] = field(default_factory=list)
     is_whole: bool = True
@@ -167,7 +167,7 @@ class Expected:
 
 
 class Penalties:
-    """OpenAI's penalties, which transformers lacks."""
+    """OpenAI's penalties, which transformers does not have."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -179,7 +179,7 @@ class Penalties:
 
 
 def processors_of(case: Case) -> transformers.LogitsProcessorList:
-    """Return transformers' own processors, in the documented order."""
+    """Return transformers' processors, in the documented order."""
     found: list[Any] = []
     if case.bias:
         found.append(transformers.SequenceBiasLogitsProcessor({(token,): value for token, value in case.bias}))
@@ -195,7 +195,7 @@ def processors_of(case: Case) -> transformers.LogitsProcessorList:
 
 
 def expected_of(model: Any, case: Case) -> Expected:
-    """Run transformers' greedy search, and apply stop words to its text."""
+    """Run greedy search in transformers, and apply stop words to its text."""
     made = model.generate(
         torch.tensor([case.prompt]),
         max_new_tokens=case.max_tokens,
@@ -254,7 +254,7 @@ def test_features_together_give_what_transformers_does(
         enable_block_reuse=setting.reuse,
     )
     numbers = itertools.count(1)
-    # The second half of the requests finds blocks of the first half.
+    # The second half of the requests reuses blocks of the first half.
     for half in (cases[::2], cases[1::2]):
         made = [whole.submit(case.request(f"r{next(numbers)}")) for case in half]
         readers = Readers(whole, half, made)

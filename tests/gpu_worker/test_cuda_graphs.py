@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class FakeDecoder:
-    """Return logits [a, b]: a is ten times the token id plus the position, b the sum of the row's blocks up to its
+    """Returns logits [a, b]: a is ten times the token id plus the position, b is the sum of the row's blocks up to its
     length.
     """
 
@@ -33,7 +33,7 @@ class FakeDecoder:
         raise NotImplementedError
 
     def place_adapter(self, adapter: object) -> object:
-        raise AssertionError("no adapter is asked for")
+        raise AssertionError("an adapter was requested")
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         assert probe is None
@@ -107,7 +107,7 @@ def test_graphs_are_recorded_largest_first() -> None:
     GraphDecoder(
         decoder, CPU, max_batch_size=20, max_num_tokens=64, max_blocks=5, make_recorder=lambda: recorder
     ).capture()
-    # The first run shows the size of the logits. Steps of 64 and 32 tokens have 20 and 8 rows.
+    # The first run determines the size of the logits. Steps of 64 and 32 tokens have 20 and 8 rows.
     assert decoder.num_rows == [20, 20, 20, 20, 16, 8, 8, 8, 4, 2, 1]
     assert recorder.num_recorded == 10
 
@@ -125,7 +125,7 @@ def test_shapes_of_mixed_steps() -> None:
 def test_decoding_pads_to_the_next_size(num_rows: int, padded: int) -> None:
     decoder = FakeDecoder()
     graphs = graph_decoder(decoder, Replays())
-    # A larger step runs first, so that its rows are still in the buffers.
+    # A larger step runs first, so the buffers still contain its rows.
     assert graphs.forward(decode_inputs(20)).tolist() == expected(20)
     assert graphs.forward(decode_inputs(num_rows)).tolist() == expected(num_rows)
     assert decoder.num_rows == [20, padded]
@@ -171,8 +171,8 @@ def test_steps_that_are_too_large_run_eagerly() -> None:
 
 
 def test_block_tables_cross_whole_or_by_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In logits [a, b], b is the sum of a row's two blocks. The number of changes sent is at most the number of rows of
-    the shape.
+    """In logits [a, b], b is the sum of the two blocks of a row. At most as many changes are sent as the shape has
+    rows.
     """
     sizes: list[int] = []
     send = PinnedBuffers.send
@@ -184,12 +184,13 @@ def test_block_tables_cross_whole_or_by_what_has_changed(monkeypatch: pytest.Mon
     monkeypatch.setattr(PinnedBuffers, "send", watched)
     graphs = graph_decoder(FakeDecoder(), Replays())
     inputs = decode_inputs(4)
-    assert graphs.forward(inputs).tolist() == expected(4)  # eight numbers
+    assert graphs.forward(inputs).tolist() == expected(4)  # eight block numbers
     assert graphs.forward(inputs).tolist() == expected(4)
     tables = inputs.block_tables.clone()
     tables[1, 1], tables[3, 0] = 50, 0
     assert graphs.forward(replace(inputs, block_tables=tables))[:, 1].tolist() == [2, 52, 6, 4]
-    # Fewer and shorter rows leave the entries beyond them unchanged; the entry was 50 again before it is 2.
+    # A step with fewer and shorter rows leaves the entries beyond them unchanged; the changed entry was reset to 2
+    # before it becomes 50 again.
     assert graphs.forward(decode_inputs(2)).tolist() == expected(2)
     assert graphs.forward(replace(inputs, block_tables=tables))[:, 1].tolist() == [2, 52, 6, 4]
     alone = sum(Shape(4, 4).sizes())
@@ -229,6 +230,7 @@ def test_a_graph_gives_the_likeliest_tokens_and_feeds_them() -> None:
     assert best is not None
     assert best.tolist() == [0, 0, 0]
     graphs.feed(torch.tensor([5, -1, 6], dtype=torch.int32))
-    # Rows 1 to 3 take the second, first and third of these. The second was not finite and counts as 0.
+    # Rows 1 to 3 use the second, first and third of these tokens. The second logits were not finite, so their token
+    # counts as 0.
     inputs = replace(decode_inputs(3), token_ids=torch.tensor([-2, -1, -3], dtype=torch.int32))
     assert graphs.forward(inputs).tolist() == [[1, 2], [51, 4], [61, 6]]

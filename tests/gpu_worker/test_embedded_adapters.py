@@ -1,4 +1,4 @@
-"""The embedded model with adapters made by PEFT, compared with transformers, in one batch and alone."""
+"""The embedded model with adapters made by PEFT, in one batch and alone, compared with transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.gpu_worker.test_models import Recorder
 from tests.gpu_worker.tiny_models import Driver, make_runner
 
 NUM_NEW, NUM_VIRTUAL = 6, 4
-# The tolerance for logits of about 20 after thirty layers that are summed in another order.
+# Tolerance for logits of about 20 after thirty layers that are summed in another order.
 TOLERANCE = 5e-3
 LORAS = {
     "r4": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
@@ -73,7 +73,7 @@ def test_each_sequence_of_a_batch_is_what_peft_computes_and_what_it_is_alone(
         output = driver.output(i)
         wanted = expected(transformers_model, folder, name, [*PROMPTS[i], *output])[len(PROMPTS[i]) - 1 : -1]
         assert float((together[i] - wanted).abs().max()) < TOLERANCE, name
-        for token, logits in zip(output, wanted, strict=True):  # greedy, except for ties
+        for token, logits in zip(output, wanted, strict=True):  # greedy choice, except for ties
             assert float(logits.max() - logits[token]) < BOUND, name
     assert len({tuple(driver.output(i)) for i in rows}) == len(NAMES)
 

@@ -1,4 +1,6 @@
-"""The embedded model: greedy tokens equal transformers' on the same weights, and are bit-identical in every batch."""
+"""The embedded model: greedy tokens equal those of transformers with the same weights, and are bit-identical in every
+batch.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ from tests.gpu_worker.tiny_models import Driver, make_runner
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 20, 25, 31, 33, 40, 50, 64, 80, 100, 150, 260, 330, 700)
 NUM_NEW = 10
 Logits = Callable[[tuple[int, ...]], torch.Tensor]
-# Two logits this close in transformers may swap order by rounding. Our logits, of about 20, differ by up to a few 1e-4
-# after thirty layers that are summed in another order, and by up to 1e-2 if inputs are rounded to 16 bits.
+# Two logits that are this close in transformers may swap their order by rounding. Our logits, of about 20, differ by up
+# to a few 1e-4 after thirty layers that are summed in another order, and by up to 1e-2 if inputs are rounded to 16
+# bits.
 BOUND, ROUNDED_BOUND = 2e-3, 2e-2
 
 
@@ -37,7 +40,7 @@ def runner(folder: ModelFolder) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def prompts(folder: ModelFolder) -> list[list[int]]:
-    """Return random tokens and pieces of text in alternation."""
+    """Return alternately random tokens and pieces of text."""
     generator = np.random.default_rng(7)
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     words = Tokenizer.from_file(str(folder.path / "tokenizer.json")).encode(text).ids
@@ -50,18 +53,18 @@ def prompts(folder: ModelFolder) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def outputs(runner: ModelRunner, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the output of each prompt, run alone and prefilled in one piece."""
+    """Return the output of each prompt when run alone and prefilled in one chunk."""
     return [Driver(runner).run_alone(tokens, NUM_NEW) for tokens in prompts]
 
 
 def run_together(
     runner: ModelRunner, prompts: Sequence[Sequence[int]], max_chunk: int, seed: int, *, share: bool
 ) -> list[list[int]]:
-    """Run all prompts in one batch: random chunks mixed with decodes and, with `share`, blocks of earlier prompts."""
+    """Run all prompts in one batch: random chunks alongside decodes and, with `share`, blocks of earlier prompts."""
     driver, generator = Driver(runner), np.random.default_rng(seed)
     new: list[NewSequence] = []
     done: dict[int, int] = {}
-    owners: dict[int, int] = {}  # the row that writes the blocks that a row shares
+    owners: dict[int, int] = {}  # for each row, the row that writes the blocks that it shares
     for row in generator.permutation(len(prompts)).tolist():
         tokens = prompts[row]
         blocks: list[int] = []
@@ -117,7 +120,9 @@ def transformers_logits(transformers_model: Any) -> Logits:
 
 
 def assert_equal_up_to_ties(logits: Logits, prompts: list[list[int]], outputs: list[list[int]], bound: float) -> None:
-    """Assert equality up to the first position where transformers' top two logits differ by at most `bound`."""
+    """Assert equality up to the first position where the two highest logits in transformers differ by at most
+    `bound`.
+    """
     num_compared = 0
     for tokens, output in zip(prompts, outputs, strict=True):
         top = logits((*tokens, *output[:-1])).topk(2, dim=1)
@@ -132,7 +137,7 @@ def assert_equal_up_to_ties(logits: Logits, prompts: list[list[int]], outputs: l
 def test_greedy_tokens_equal_transformers(
     prompts: list[list[int]], outputs: list[list[int]], transformers_logits: Logits
 ) -> None:
-    # Without the two of 260 and 700 tokens, which take transformers half of the time.
+    # The prompts of 260 and 700 tokens are left out, since they take half of the time in transformers.
     some = [i for i, length in enumerate(LENGTHS) if length not in (260, 700)]
     compared = [prompts[i] for i in some], [outputs[i] for i in some]
     assert_equal_up_to_ties(transformers_logits, *compared, ROUNDED_BOUND)

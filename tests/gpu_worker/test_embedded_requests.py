@@ -21,7 +21,7 @@ from tests.gpu_worker.whole import Whole, contents
 
 PROMPTS = ("One, two, three. One, two, three. One,", "Here is a short list of colors: red, green,", "The sun")
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS = 49_152, 576, 30
-END_ID = 28  # a comma, a frequent token
+END_ID = 28  # a comma, which is a frequent token
 MAX_TOKENS = 14
 # Logits of about 20 may differ by this much after thirty layers that are summed in another order.
 BOUND = 2e-3
@@ -29,7 +29,7 @@ Change = Callable[[list[int], list[int], Tensor], Tensor]
 
 
 def by_transformers(make: Callable[[int], Any]) -> Change:
-    """Return transformers' processors; `make` receives the number of prompt tokens."""
+    """Return a function that creates a transformers processor; `make` receives the number of prompt tokens."""
     return lambda prompt, output, scores: make(len(prompt))(torch.tensor([[*prompt, *output]]), scores)
 
 
@@ -70,8 +70,8 @@ STEERED: dict[str, tuple[dict[str, Any], Change]] = {
         by_transformers(lambda _: transformers.SequenceBiasLogitsProcessor({(k,): v for k, v in BIAS.items()})),
     ),
 }
-# The same limits, slightly wider, since rounding may include or exclude a token at the edge.
-DRAWN: dict[str, tuple[dict[str, Any], float, Any]] = {  # after the temperature
+# The limits in transformers are slightly wider, since rounding may include or exclude a token at the edge.
+DRAWN: dict[str, tuple[dict[str, Any], float, Any]] = {  # applied after the temperature
     "top-k": ({"top_k": 3}, 1.0, transformers.TopKLogitsWarper(3)),
     "top-p": ({"top_p": 0.6}, 1.0, transformers.TopPLogitsWarper(0.601)),
     "min-p": ({"min_p": 0.2}, 1.0, transformers.MinPLogitsWarper(0.199)),
@@ -97,7 +97,7 @@ def request(number: str, prompt: list[int], sampling: dict[str, Any], **parts: A
 
 
 def logits_of(model: Any, prompt: list[int], output: list[int]) -> Tensor:
-    """Return transformers' logits from which each token of `output` was chosen."""
+    """Return the logits in transformers from which each token of `output` was chosen."""
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([[*prompt, *output[:-1]]]), logits_to_keep=len(output)).logits[0]
     return logits.clone()

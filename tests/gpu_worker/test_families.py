@@ -1,4 +1,4 @@
-"""Every family that we implement, as tiny random models: compared with transformers, and across batches."""
+"""Every natively implemented family, as tiny random models: compared with transformers, and across batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.gpu_worker.adapters import adapted, make_lora, ref_of
 from tests.gpu_worker.test_models import Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
 
-# The tolerance, relative to the largest logit.
+# Tolerance, relative to the largest logit.
 TOLERANCE = 1e-4
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 GROUPED = {
@@ -52,7 +52,7 @@ DELTA_NET = {
 }  # fmt: skip
 CONVOLVED = ["conv", "full_attention", "conv"]
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12}
-# transformers' class and the tiny model's settings, by name.
+# The class in transformers and the settings of the tiny model, by name.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama_biased": ("Llama", {"attention_bias": True}),
@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 32}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3_text": ("Gemma3Text", {**GEMMA, "sliding_window_pattern": 3}),
-    # In its config.json, the language model's settings are in text_config.
+    # In the config.json of this family, the settings of the language model are in text_config.
     "gemma3": (
         "Gemma3",
         {
@@ -268,7 +268,7 @@ def test_a_cached_prefix_gives_the_same_bits(runner: ModelRunner, monkeypatch: p
 
 
 def forward(decoder: PartDecoder, shard: Shard, tokens: list[int]) -> Tensor:
-    """Return the logits of a prompt's last token, computed by a decoder with a new cache."""
+    """Return the logits of the last token of a prompt, computed by a decoder with a new cache."""
     decoder.use_cache(KvCache(shard.part, 8, 16, torch.float32, torch.device("cpu")))
     length = len(tokens)
     inputs = ForwardInputs(
@@ -284,18 +284,18 @@ def forward(decoder: PartDecoder, shard: Shard, tokens: list[int]) -> Tensor:
 
 
 class ThreadRanks:
-    """Tensor-parallel ranks that are threads of this process."""
+    """Tensor-parallel ranks as threads of this process."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=60)
         self._parts: list[Tensor] = [torch.empty(0)] * size
 
     def rank(self, number: int) -> TensorRanks:
-        """Return the interface that a rank's decoder uses."""
+        """Return the interface that the decoder of a rank uses."""
         return ThreadRank(self, number)
 
     def gather(self, number: int, x: Tensor) -> list[Tensor]:
-        """Return x of all ranks."""
+        """Return the concatenation of x from all ranks."""
         self._parts[number] = x
         self._barrier.wait()
         parts = list(self._parts)
@@ -341,7 +341,8 @@ def test_lora_gives_the_logits_of_peft(
     of_ffn = {"gate", "up", "down"} if any(d.mixtures) else set()
     targets = [path.rpartition(".")[2] for path, modules in module_paths(d).items() if of_ffn.isdisjoint(modules)]
     settings: dict[str, Any] = {"target_modules": targets, "exclude_modules": ".*vision_tower.*"}
-    # transformers sums logarithms of decays over a chunk, which loses precision if an adapter makes the steps large.
+    # transformers sums the logarithms of decays over a chunk, which is inaccurate if an adapter makes the step sizes
+    # large.
     alpha = 2 if d.state_size else 8
     make_lora(made[0], tmp_path / "lora", seed=1, r=4, lora_alpha=alpha, **settings)
     tokens = prompt(30, seed=6)
@@ -381,7 +382,7 @@ def test_experts_are_kept_in_each_weight_format(mixture: Path, weights: str, mon
 def test_triton_kernels_under_the_decoder_give_the_same_logits(
     name: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They run in the interpreter, on the GPU code path."""
+    """The kernels run in Triton's interpreter, on the GPU code path."""
     family, settings = MODELS[name]
     make_tiny_model(tmp_path, family, **{**settings, "num_hidden_layers": num_layers})
     with pytest.MonkeyPatch.context() as patch:

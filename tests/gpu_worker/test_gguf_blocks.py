@@ -1,4 +1,4 @@
-"""GGUF's block types in the kernels' format, compared with the `gguf` package."""
+"""GGUF's block types in the format of the kernels, compared with the `gguf` package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_worker.models.weights.weight import Weight
 
 KINDS = gguf.GGMLQuantizationType
 NAMES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
-# Offsets of a block's float16 fields; random bytes there might not be finite numbers.
+# Offsets of the float16 fields in a block; random bytes there might not be finite numbers.
 HALVES = {"Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "Q5_1": [0, 2], "Q4_1": [0, 2]}
 
 
@@ -37,8 +37,8 @@ def test_every_type_stands_for_what_its_definition_says(name: str) -> None:
     blocks = from_gguf(kind, torch.from_numpy(rows))
     assert blocks is not None
     expected = torch.from_numpy(gguf.quants.dequantize(rows, kind))
-    # Exact except for the rounding of scale * q + minimum in float32, which GGUF's definition computes in another
-    # order.
+    # Values are exact except for the rounding of scale * q + minimum in float32, which GGUF's definition computes in
+    # another order.
     torch.testing.assert_close(
         Weight(*blocks, 768).dense(), expected, rtol=2e-7, atol=2e-7 * float(expected.abs().max())
     )

@@ -36,8 +36,8 @@ class Graph:
 
 
 class Communicator:
-    """A stand-in for NCCL's communicator. NCCL's hangs on exit while graphs with its operations exist; this one
-    raises.
+    """A stand-in for NCCL's communicator. NCCL hangs on exit while graphs with its operations exist; this one raises an
+    error.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Communicator:
         return graph.replay
 
     def destroy(self) -> None:
-        assert not self.graphs, f"{len(self.graphs)} graphs are alive"
+        assert not self.graphs, f"{len(self.graphs)} graphs still exist"
         self.has_ended = True
 
 
@@ -66,14 +66,14 @@ def test_a_runner_lets_go_of_its_graphs(communicator: Communicator) -> None:
     decoder = random_decoder(TINY, CPU, torch.float32)
     runner = random_runner(TINY, decoder, CPU, runs_ahead=True, max_batch_size=2, max_num_tokens=8, max_kv_tokens=64)
     assert communicator.num_recorded
-    with pytest.raises(AssertionError, match="2 graphs are alive"):
+    with pytest.raises(AssertionError, match="2 graphs still exist"):
         communicator.destroy()
     runner.close()
     communicator.destroy()
 
 
 class FakeGroup:
-    """A follower's group: rank 0 allocates a pool, records graphs, and ends."""
+    """The group of a follower: rank 0 allocates a pool, records graphs, and ends."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.ranks = Ranks(rank=1, world_size=2, tensor_size=2)
@@ -97,7 +97,7 @@ def test_a_follower_lets_go_of_its_graphs(communicator: Communicator, monkeypatc
     graphs = GraphDecoder(
         decoder, CPU, max_batch_size=2, max_num_tokens=8, max_blocks=4, make_recorder=lambda: communicator.record
     )
-    # To the follower, its own device is a GPU.
+    # The follower treats its own device as a GPU.
     model = SimpleNamespace(
         decoder=decoder,
         device=SimpleNamespace(type="cuda"),

@@ -1,4 +1,6 @@
-"""Grammars: tokens sampled from random logits follow them, even after pauses and a death of the grammar process."""
+"""Grammars: tokens sampled from random logits conform to them, even after preemptions and the death of the grammar
+process.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ class Machine:
         return self.guides.answer() if self.guides.ask(ints(rows), []) else Constraints()
 
     def step(self, rows: list[int]) -> dict[int, Exception]:
-        """Sample; retry rows whose grammar is not available yet."""
+        """Sample tokens; retry rows whose grammar is not available yet."""
         errors: dict[int, Exception] = {}
         while rows:
             places = [int(self.rows.seeds[row]) * 1000 + int(self.rows.lengths[row]) for row in rows]
@@ -93,7 +95,7 @@ class Machine:
         return self.rows.tokens[row, 3 : self.rows.lengths[row]].tolist()  # type: ignore[no-any-return]
 
     def run(self, rows: list[int], num_tokens: int = 60) -> None:
-        """Run until each row has its end id or this many tokens."""
+        """Run until each row has its end id or has this many tokens."""
         for _ in range(num_tokens):
             left = [row for row in rows if not self.has_ended(row)]
             if not left:
@@ -187,7 +189,7 @@ def test_a_guide_over_which_the_process_dies_is_refused_alone(
     assert isinstance(errors[0], InvalidArgumentError)
     assert errors[0].field == "guided_decoding.guide"
     assert len(machine.output(1)) == len(machine.output(2)) == 1
-    # It was running alone at the end, so it is not retried.
+    # The guide was the only one in process at the end, so it is not retried.
     assert asked[-1] == {deadly.text} or {deadly.text} in asked
     count = sum(deadly.text in texts for texts in asked)
     machine.add(3, deadly, seed=4)
@@ -202,7 +204,7 @@ def test_an_end_of_ones_own_comes_only_where_the_guide_is_fulfilled(machine: Mac
         assert machine.step([0]) == {}
         assert len(machine.output(0)) < 20
     check(GUIDES[1], tokenizer.decode(machine.output(0)[:-1]))
-    # A constraint that bans the end id is dropped if nothing else is allowed.
+    # A constraint that bans the end id is dropped if no other token is allowed.
     machine.add(1, GUIDES[2], seed=61, min_tokens=6)
     for _ in range(6):
         assert machine.step([1]) == {}
@@ -223,10 +225,10 @@ def opened(row: int, kind: str, text: str) -> dict[str, Any]:
 
 
 def test_a_guide_that_is_not_compiled_yet_keeps_nobody_waiting(server: child.GrammarServer) -> None:
-    """One of two guides takes a second to compile; the mask of the other is ready at once."""
+    """One of two guides takes a second to compile; the mask of the other guide is available at once."""
     slow = opened(0, "json_schema", json.dumps({"enum": [f"value {i}" for i in range(20_000)]}))
     states, masks = server.masks([slow, opened(1, "regex", "quick")])
-    while states[1] == WAITING:  # for a slow machine
+    while states[1] == WAITING:  # a slow machine may need several attempts
         states, masks = server.masks([{"row": 1, "is_sampled": True, "tokens": []} | {"row": row} for row in (0, 1)])
     assert states[1] == READY
     assert len(masks) == states.count(READY) * 49_152 // 8

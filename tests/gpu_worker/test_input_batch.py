@@ -1,4 +1,4 @@
-"""Rows and steps with values computed by hand."""
+"""Rows and steps, with values computed by hand."""
 
 from __future__ import annotations
 

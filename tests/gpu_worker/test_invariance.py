@@ -1,4 +1,4 @@
-"""A sequence's output is bit-identical in any batch, however it is chunked, cached, paused or moved."""
+"""The output of a sequence is bit-identical in any batch, however it is chunked, cached, preempted or moved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 class Plan:
-    """Sequences with a common prefix, and the output of each when run alone."""
+    """Sequences with a common prefix, and the output of each sequence when run alone."""
 
     def __init__(self, runner: ModelRunner, seed: int) -> None:
         generator = np.random.default_rng(seed)
@@ -52,14 +52,14 @@ def plan(runner: ModelRunner) -> Plan:
 
 
 class RandomSchedule:
-    """Run the plan's sequences with random start times, chunks, shared blocks and pauses."""
+    """Runs the sequences of the plan with random start times, chunks, shared blocks and preemptions."""
 
     def __init__(self, runner: ModelRunner, plan: Plan, seed: int) -> None:
         self._plan, self._generator = plan, np.random.default_rng(seed)
         self.driver = Driver(runner)
         # Sequence i is in row self._rows[i].
         self._rows = self._generator.permutation(8)[:5].tolist()
-        self._done: dict[int, int] = {}  # positions that have keys and values
+        self._done: dict[int, int] = {}  # positions whose keys and values are cached
         self.log_probs: list[list[RowLogProbs]] = [[] for _ in plan.prompts]
 
     def run(self) -> list[list[int]]:
@@ -82,7 +82,9 @@ class RandomSchedule:
             if len(self.driver.output(row)) >= NUM_NEW or choice < 0.2:
                 continue
             if choice < 0.25:
-                self.driver.step(released_rows=ints([row]))  # a pause: recomputed from its tokens later
+                self.driver.step(
+                    released_rows=ints([row])
+                )  # preempted: the sequence is recomputed from its tokens later
                 del self._done[row]
             elif self._done[row] == known - 1 and known > len(self._plan.prompts[i]):
                 generation.append(row)
@@ -119,7 +121,7 @@ def test_outputs_are_bit_identical_under_any_schedule(runner: ModelRunner, plan:
 
 
 def test_a_prefix_is_shared_within_one_step(runner: ModelRunner, plan: Plan) -> None:
-    """The second of two sequences that arrive together reads the blocks that the first writes in the same step."""
+    """Two sequences arrive together; the second reads the blocks that the first writes in the same step."""
     driver = Driver(runner)
     first = driver.sequence(0, plan.prompts[0], SAMPLING[0])
     second = driver.sequence(1, plan.prompts[1], SAMPLING[1], shared_blocks=driver.blocks[0][:3])

@@ -1,4 +1,4 @@
-"""No kernel is compiled while serving: random steps need only kernels that the warm-up compiled."""
+"""No kernel is compiled while serving: random steps need only kernels that the warm-up has compiled."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def test_random_steps_need_no_kernel_that_the_warm_up_did_not() -> None:
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["new"] == []
-    # Two norms, rotary embedding, KV write, activation and sampling; attention for prompts and for single queries,
-    # split and combined; two kernels for LoRA.
+    # These are two norms, rotary embedding, KV write, activation and sampling; attention for prompts and for single
+    # queries, split and combined; and two kernels for LoRA.
     assert found["warm"] >= 11

@@ -1,4 +1,4 @@
-"""KV pools that outlive their processes: blocks are found by hash only after the worker's death."""
+"""KV pools that outlive their processes: blocks are found by hash only after the death of the worker."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def leave_pool(folder: Path, kind: str = "kind") -> None:
 
 
 def heir_of(folder: Path) -> tuple[KvStore, PoolMemory]:
-    """Return a store in this process, with a pool of another size."""
+    """Return a store in this process, whose pool has another size."""
     store = KvStore(folder, "kind", NUM_LAYERS)
     memory = store.make_pool(4, BLOCK_BYTES)
     assert memory is not None

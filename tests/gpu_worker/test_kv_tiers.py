@@ -1,4 +1,4 @@
-"""KV tiers: blocks are stored and found by hash, and never have wrong contents."""
+"""KV tiers: blocks are stored and found by hash, and their contents are never wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from midstream.errors import ConfigError
 NUM_LAYERS, LAYER_BYTES, NUM_BLOCKS = 3, 40, 8
 BLOCK_BYTES = 2 * NUM_LAYERS * LAYER_BYTES
 FILE_BYTES = BLOCK_BYTES + 56
-# Set it to 10,000 for a manual run.
+# Set the number to 10,000 for a manual run.
 NUM_CORRUPTIONS = int(os.environ.get("MIDSTREAM_CORRUPTIONS", "300"))
 
 
@@ -40,7 +40,7 @@ def block(value: int) -> np.ndarray:
 
 
 def store_all(folder: Path, memory: PoolMemory) -> None:
-    """Store a worker's whole pool, and end the worker."""
+    """Store the whole pool of a worker, and end the worker."""
     tiers = KvTiers([tier(folder)], "store", memory)
     tiers.offer([(i, 100 + i) for i in range(NUM_BLOCKS)])
     assert tiers.wait_until_stored(30)
@@ -95,7 +95,7 @@ def test_kinds_never_share_a_block(tmp_path: Path) -> None:
     mine, other = tier(tmp_path / "tier", kind="one model"), tier(tmp_path / "tier", kind="another model")
     assert mine.put(7, block(7))
     assert other.get(7) is None
-    # Not even if a file is moved by hand.
+    # This holds even if a file is moved by hand.
     (file,) = files(tmp_path)
     (folder,) = [path for path in (tmp_path / "tier").iterdir() if path != file.parent]
     file.rename(folder / file.name)
@@ -134,7 +134,7 @@ def test_changes_are_told_once(tmp_path: Path) -> None:
     assert tiers.wait_until_stored(30)
     found = tiers.changes()
     assert (set(found.stored), found.removed) == ({100, 101}, ())
-    tiers.offer([(2, 102)])  # host memory evicts 100, which the disk still has; the disk evicts 50
+    tiers.offer([(2, 102)])  # host memory evicts 100, which the disk still stores; the disk evicts 50
     assert tiers.wait_until_stored(30)
     found = tiers.changes()
     assert {102} <= set(found.stored) <= {100, 102}
@@ -165,7 +165,7 @@ def test_a_full_disk_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not folder.put(1, block(1))
     assert (folder.num_errors, files(tmp_path)) == (1, [])
     assert not folder.put(2, block(2))
-    assert folder.num_errors == 1, "it is left alone for a while"
+    assert folder.num_errors == 1, "the tier is not used for a while"
 
 
 def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_damage_is_found_counted_and_removed(tmp_path: Path) -> None:
-    """Damage means flipped bits, truncated, extended and renamed files, blocks of another kind, and leftovers of a
-    crash.
+    """Damage means flipped bits; truncated, extended and renamed files; blocks of another kind; and partial files after
+    a crash.
     """
     rng = random.Random(1)
     mine, others = tier(tmp_path / "tier"), tier(tmp_path / "tier", kind="another salt's")

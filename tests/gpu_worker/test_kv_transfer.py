@@ -1,4 +1,4 @@
-"""Blocks that one worker fetches from another arrive unchanged or not at all."""
+"""Blocks that one worker fetches from another arrive either unchanged or not at all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def outcome(fetcher: BlockFetcher, hashes: Sequence[int], source: BlockSource | 
 
 
 def adopted(fetcher: BlockFetcher, pool: PoolMemory) -> tuple[PoolMemory, list[int]]:
-    """Return a pool whose blocks 0 to 3 were filled by HASHES, and the hashes not found."""
+    """Return a pool whose blocks 0 to 3 were filled by HASHES, and the hashes that were not found."""
     mine = new_pool()
     missing = fetcher.take(np.array(HASHES, dtype=np.uint64), np.arange(4, dtype=np.int32), mine)
     for place in set(range(4)) - set(missing.tolist()):
@@ -84,7 +84,7 @@ def test_blocks_arrive_over_a_socket(open_fetcher: Open, close: list[BlockServer
     close[:0] = [server]
     assert outcome(fetcher, [*HASHES, 5], server.source) == Fetched(1, tuple(HASHES), (5,))
     assert adopted(fetcher, pool)[1] == []
-    assert adopted(fetcher, pool)[1] == [0, 1, 2, 3]  # each once
+    assert adopted(fetcher, pool)[1] == [0, 1, 2, 3]  # each fetched block is used only once
     assert (server.num_sent, server.sent_bytes, fetcher.fetched_bytes) == (4, 4 * BLOCK_BYTES, 4 * BLOCK_BYTES)
 
 
@@ -178,14 +178,14 @@ def test_a_cut_link_is_taken_up_where_it_was_cut(open_fetcher: Open) -> None:
     assert adopted(fetcher, pool)[1] == []
     cuts += [HASHES[1]] * 2
     assert outcome(fetcher, HASHES, "tcp://127.0.0.1:1 00") == Fetched(1, (HASHES[0],), tuple(HASHES[1:]))
-    # It is not asked again for a while, so that other blocks do not wait for it.
+    # The source is not asked again for a while, so that other blocks do not wait for it.
     num_asked = len(link.asked)
     assert outcome(fetcher, HASHES, "tcp://127.0.0.1:1 00").hashes == ()
     assert len(link.asked) == num_asked
 
 
 def test_what_does_not_verify_is_missing(open_fetcher: Open) -> None:
-    """MIDSTREAM_ALL_CORRUPTIONS=1 runs 10,000 corruptions."""
+    """With MIDSTREAM_ALL_CORRUPTIONS=1, the test runs 10,000 corruptions."""
     pool, rng = new_pool(), random.Random(5)
     fill(pool)
     num_spoiled = 0

@@ -1,4 +1,4 @@
-"""LoRA adapters made by PEFT on tiny random models: compared with transformers, in mixed batches, and in small
+"""LoRA adapters made by PEFT for tiny random models: compared with transformers, in mixed batches, and in small
 caches.
 """
 
@@ -112,7 +112,7 @@ def test_a_mixed_batch_gives_each_sequence_the_bits_that_it_has_alone(
     order = np.random.default_rng(5).permutation(len(NAMES)).tolist()
     running: list[int] = []
     rows_of_logits: list[list[int]] = []
-    for i in order:  # one sequence starts in each step, in two chunks
+    for i in order:  # one sequence starts per step, and is prefilled in two chunks
         driver.step([sequence(driver, i, prompts[i], refs.get(NAMES[i]))], [(i, 0, 13)], generation=running)
         rows_of_logits.append(sorted(running))
         driver.step([], [(i, 13, len(prompts[i]) - 13)], generation=running)
@@ -147,7 +147,7 @@ def test_a_sequence_that_is_rebuilt_goes_on_with_its_adapter(
 
 
 def bytes_of(folder: Path, model: torch.nn.Module, name: str) -> int:
-    """Return an adapter's size, computed from its modules."""
+    """Return the size of an adapter, computed from its modules."""
     with adapted(model, folder / name) as made:
         pairs = [
             (module.in_features, module.out_features, module.r["default"])
@@ -216,7 +216,7 @@ def test_a_row_that_is_forked_keeps_the_adapter(runner: ModelRunner, refs: dict[
     driver = Driver(runner)
     driver.step([sequence(driver, 0, tokens, refs["all"])], [(0, 0, 21)])
     driver.step(generation=[0])
-    # Row 5, which never held a sequence, is forked from row 0, which is reassigned.
+    # Row 5, which has never held a sequence, is forked from row 0, which is then reassigned.
     whole, rest = driver.blocks[0][:1], driver.blocks[0][1:]
     driver.sequence(5, tokens, shared_blocks=whole)
     target = driver.blocks[5]

@@ -1,6 +1,7 @@
-"""Many requests to the embedded model with random features: each gives bit-identical output alone.
+"""Many requests to the embedded model with random features: the output of each is bit-identical to that of the request
+alone.
 
-MIDSTREAM_MIXTURE=100 pytest tests/gpu_worker/test_mixture.py runs more of them.
+MIDSTREAM_MIXTURE=100 pytest tests/gpu_worker/test_mixture.py runs more requests.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ TOKENIZER = Tokenizer.from_file(str(open_model_folder("smollm2").path / "tokeniz
 NUM_REQUESTS = int(os.environ.get("MIDSTREAM_MIXTURE", "64"))
 END_IDS = (0, 2)
 NUM_ROWS = 256
-# Number of outputs that are recomputed with transformers and PEFT.
+# Number of outputs that are compared with transformers and PEFT.
 NUM_COMPARED = 16
-# The tolerance, relative to the largest logit: thirty layers of 16-bit integer products, whose rounding errors random
-# adapters amplify.
+# Tolerance, relative to the largest logit: there are thirty layers of 16-bit integer products, and random adapters
+# amplify their rounding errors.
 BOUND, LORA_BOUND = 1e-3, 1e-2
 
 
@@ -90,7 +91,7 @@ def by_number(made: list[Request]) -> list[list[Contents]]:
 def test_each_is_what_it_is_alone_in_whatever_order_they_arrive(
     runner: ModelRunner, requests: list[pb.GenerateRequest], alone: list[list[Contents]], order: int
 ) -> None:
-    """First all arrive at once, then one in each step."""
+    """First all requests arrive at once, then one per step."""
     rng, whole = random.Random(order), start(runner)
     waiting = rng.sample(requests, len(requests))
     made = [whole.submit(waiting.pop()) for _ in range(NUM_REQUESTS if order == 1 else 24)]
@@ -106,7 +107,7 @@ def test_each_is_what_it_is_alone_in_whatever_order_they_arrive(
 def test_pauses_and_the_loss_of_the_worker_change_nothing(
     runner: ModelRunner, requests: list[pb.GenerateRequest], alone: list[list[Contents]]
 ) -> None:
-    """The pool is so small that requests preempt each other, and the worker dies three times."""
+    """The pool is so small that requests preempt each other, and the worker is lost three times."""
     whole = start(runner, num_blocks=40)
     made = [whole.submit(request) for request in requests]
     for steps in (3, 8, 12):
@@ -142,9 +143,9 @@ def test_what_is_reported_is_what_transformers_and_peft_compute(
     transformers_model: torch.nn.Module,
     folders: list[Path],
 ) -> None:
-    """The reported logits of each output token are the model's own, however the token was chosen.
+    """The reported logits of each output token are the model's own, regardless of how the token was chosen.
 
-    A guided output that ended by itself matches the guide.
+    A guided output that ended by itself matches its guide.
     """
     paths = {path.name: path for path in folders}
     num_compared = num_complete = 0
@@ -163,7 +164,7 @@ def test_what_is_reported_is_what_transformers_and_peft_compute(
 
 
 def reference(model: Any, request: pb.GenerateRequest, output: list[int], paths: dict[str, Path]) -> torch.Tensor:
-    """Return the logits from which each output token was chosen, float32 [output tokens, vocabulary]."""
+    """Return the logits from which each output token was chosen, as float32 [output tokens, vocabulary]."""
     tokens = torch.tensor([*request.token_ids.values, *output])
     table = torch.zeros(0, HIDDEN_SIZE)
     if request.prompt_tuning.name:
@@ -185,15 +186,13 @@ def compare(request: pb.GenerateRequest, item: Contents, logits: torch.Tensor) -
     if "generation_logits" in item.tensors:
         found = torch.from_numpy(item.array("generation_logits", VOCAB_SIZE).copy())
         assert float((found - logits).abs().max()) < bound, request.request_id
-    if (
-        item.log_probs and request.sampling.beam_width <= 1
-    ):  # the logits of beams are of the distribution that was searched
+    if item.log_probs and request.sampling.beam_width <= 1:  # beams report logits of the distribution that was searched
         own = torch.log_softmax(logits, dim=1)[torch.arange(len(item.tokens)), torch.tensor(item.tokens)]
         assert [found.log_prob for found in item.log_probs] == pytest.approx(own.tolist(), abs=bound), request
 
 
 def is_complete(request: pb.GenerateRequest, item: Contents) -> bool:
-    """Return whether a guide was followed to its end; fail if the output violates it."""
+    """Return whether the output completes its guide; fail if the output violates the guide."""
     guide = request.guided_decoding
     if not request.HasField("guided_decoding") or item.stop_token_id is None:
         return False
@@ -209,7 +208,7 @@ def is_complete(request: pb.GenerateRequest, item: Contents) -> bool:
 
 @pytest.mark.parametrize("beam_width", [1, 2])
 def test_a_guide_that_is_fulfilled_ends_before_min_tokens(runner: ModelRunner, beam_width: int) -> None:
-    """Nothing but an end may follow, so an end id ends the sequence even before min_tokens."""
+    """Only an end is allowed after the guide, so an end id ends the sequence even before min_tokens."""
     request = pb.GenerateRequest(
         request_id="early",
         token_ids=pb.TokenIds(values=[504, 3575, 314]),

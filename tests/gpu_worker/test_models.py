@@ -1,4 +1,6 @@
-"""Our implementations compared with transformers on tiny random models of each family, with C++ and PyTorch kernels."""
+"""Native implementations of each family as tiny random models, compared with transformers, with C++ and PyTorch
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import open_model_folder
 from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner, make_tiny_model
 
-# Logits here are about 10, where float32 numbers are 1e-6 apart, and there are some hundred roundings before them.
+# Logits here are about 10, where float32 values are 1e-6 apart, and they result from some hundred rounded operations.
 TOLERANCE = 2e-4
 
 
 class Recorder:
-    """Record the logits of each forward pass; check that tokens chosen without logits are their argmax."""
+    """Records the logits of each forward pass, and checks that tokens chosen without logits are their argmax."""
 
     def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.logits: list[Tensor] = []

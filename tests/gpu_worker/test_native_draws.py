@@ -1,4 +1,4 @@
-"""Draws of the CPU kernels, compared with the PyTorch reference and with exact fractions."""
+"""Draws by the CPU kernels, compared with the PyTorch reference and with exact fractions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_rows(params: list[SamplingParams], vocab_size: int) -> Rows:
 
 
 def exact_draw(logits: Tensor, params: SamplingParams, number: float) -> int:
-    """Return the token that the definition gives, with sums of fractions over sorted weights."""
+    """Return the token by definition, computed with sums of fractions over sorted weights."""
     if params.temperature == 0:
         return int(logits.argmax())
     temperature = torch.tensor([max(params.temperature, MIN_TEMPERATURE)])
@@ -88,7 +88,9 @@ def test_draws_are_exact_ones_and_the_references(
 
 @each_build
 def test_a_large_vocabulary_is_drawn_from_as_by_the_reference(name: str) -> None:
-    """Likely tokens, in one or many parts of the vocabulary, and so flat a distribution that most tokens are kept."""
+    """Likely tokens are in one or many parts of the vocabulary; some distributions are so flat that most tokens are
+    kept.
+    """
     generator = np.random.default_rng(3)
     scales, num_tokens = (6.0, 1.0, 0.01), 20_001
     logits = torch.stack([torch.randn(num_tokens) * scales[i % 3] for i in range(24)])
@@ -123,7 +125,7 @@ def test_weights_are_exponentials_whose_float64_sums_are_exact(num_tokens: int) 
 
 
 def test_draws_take_their_share_of_seeds() -> None:
-    """0.5, 0.3, 0.2: within five standard deviations of 10,000 draws."""
+    """The probabilities are 0.5, 0.3 and 0.2; counts of 10,000 draws must be within five standard deviations."""
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
     draws = empty_draws(10_000)
     draws["seed"], draws["temperature"], draws["top_p"] = np.arange(10_000), 1, 1
@@ -159,7 +161,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def test_the_least_weight_kept_is_that_of_the_last_token() -> None:
-    """Weights 1, 0.5, 0.5, 0.25, 0.125."""
+    """The weights are 1, 0.5, 0.5, 0.25 and 0.125."""
     logits = torch.tensor([[0.5, 1.0, 0.25, 0.5, 0.125]]).log().repeat(6, 1)
     found = weights(logits, torch.ones(6))
     top_k = ints([0, 2, 4, 4, 0, 1])

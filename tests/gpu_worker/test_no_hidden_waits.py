@@ -1,4 +1,4 @@
-"""Recording CUDA graphs and sampling after them neither read from the device nor mix devices.
+"""Neither recording CUDA graphs nor sampling after them reads from the device or mixes devices.
 
 Tensors of the `meta` device stand in for a GPU's: they have no values, so anything that reads one (`item`, `tolist`,
 `nonzero`, a condition) raises, as does an operation that mixes them with CPU tensors.
@@ -32,7 +32,8 @@ from tests.gpu_worker.test_families import MODELS
 from tests.gpu_worker.tiny_models import ints, make_tiny_model
 
 META = torch.device("meta")
-# One model for each kind of layer: grouped queries, experts, soft caps and windows, sinks, chunks, norms of whole rows.
+# There is one model for each kind of layer: grouped queries, experts, soft caps and windows, sinks, chunks, norms of
+# whole rows.
 NAMES = ["llama", "qwen3_moe", "gemma2", "gpt_oss", "llama4_text", "olmo2"]
 
 
@@ -58,7 +59,7 @@ def group(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None
 
 @pytest.fixture(autouse=True)
 def kernels_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the Triton kernels by functions that only return tensors of the right shape."""
+    """Replace the Triton kernels with functions that only return tensors of the right shape."""
     references = vars(dispatch)
     made: dict[str, Callable[..., Any]] = {
         "rms_norm": references["torch_rms_norm"],
@@ -106,8 +107,8 @@ def test_recorded_steps_read_nothing_from_the_device(tmp_path: Path, name: str) 
     )
     graphs.use_cache(KvCache(description, 16, 16, torch.bfloat16, META))
     graphs.capture()
-    # Three batch sizes and two mixed steps, each with and without adapters; draws for three batch sizes, with and
-    # without top-k and top-p.
+    # Graphs are recorded for three batch sizes and two mixed steps, each with and without adapters; draws for three
+    # batch sizes, with and without top-k and top-p.
     assert num_recorded == 10 + 6
 
 
@@ -139,6 +140,6 @@ def test_sampling_with_features_reads_nothing_from_the_device() -> None:
     constraints = Constraints({1: np.full(7, 255, dtype=np.uint8)})
     chosen = Sampler(rows).choose(torch.empty(2, 50, device=META), ints([0, 1]), constraints)
     assert chosen.values.device == META
-    # One token per row, and for log probabilities: the token's own value and rank, and three top tokens with their
-    # values.
+    # There is one token per row, and for log probabilities the token's own value and rank, and three top tokens with
+    # their values.
     assert chosen.values.shape == (2 + 2 * (2 + 2 * 3),)

@@ -22,7 +22,7 @@ PROMPT = [5, 9, 40, 3, 77, 8, 120]
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, **places: str) -> None:
-    """Register probes as installed packages do."""
+    """Register probes in the way that installed packages do."""
     offered = [EntryPoint(name, place, output_probes.ENTRY_POINT_GROUP) for name, place in places.items()]
     monkeypatch.setattr(output_probes, "entry_points", lambda group: offered)
 
@@ -50,8 +50,8 @@ def request(name: str, *probes: str) -> pb.GenerateRequest:
 
 
 def test_what_they_compute_is_reported(tiny: tuple[torch.nn.Module, ModelRunner]) -> None:
-    """Values are reported for prompt and output, in a batch with other requests, with prompt chunks of at most 4
-    tokens.
+    """Values are reported for the prompt and the output, in a batch with other requests, with prompt chunks of at most
+    4 tokens.
     """
     model, runner = tiny
     both, plain = Whole(runner, (2,)).run([request("a", "TopKLogits", "entropy"), request("b")])

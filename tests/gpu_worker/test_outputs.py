@@ -1,4 +1,6 @@
-"""Logits, hidden states and log probabilities of the prompt equal transformers', however the prompt is chunked."""
+"""Logits, hidden states and log probabilities of the prompt equal those of transformers, however the prompt is
+chunked.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def runner(request: pytest.FixtureRequest, tiny_folder: Path) -> ModelRunner:
 
 
 def joined(outputs: Iterable[StepOutput], row: int = 0) -> dict[str, NDArray[Any]]:
-    """Join pieces into whole tensors by name; check that they are consecutive."""
+    """Join pieces into whole tensors by name; check that the pieces are consecutive."""
     parts: defaultdict[str, list[RowTensor]] = defaultdict(list)
     for output in outputs:
         for tensor in output.tensors:
@@ -51,7 +53,7 @@ def joined(outputs: Iterable[StepOutput], row: int = 0) -> dict[str, NDArray[Any
 
 
 def run(driver: Driver, chunk: int, beside: int = 0) -> list[StepOutput]:
-    """Run the prompt in chunks alongside a decoding row, then the output."""
+    """Run the prompt in chunks alongside a decoding row, and then the output."""
     others = [1] if beside else []
     if beside:
         driver.step([driver.sequence(1, PROMPT[:beside])], [(1, 0, beside)])

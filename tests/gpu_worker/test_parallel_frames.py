@@ -1,4 +1,4 @@
-"""Rendezvous of ranks, frames over shared memory and connections, and heartbeats, in one process."""
+"""Rendezvous of ranks, frames over shared memory and connections, and heartbeats, all in one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Reader:
-    """Read frames in a thread, when allowed to."""
+    """Reads frames in a thread while it is allowed to."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -50,8 +50,8 @@ class Reader:
 
 
 def test_all_followers_read_all_frames_in_order() -> None:
-    """Two followers share a ring of 4 KiB, which wraps around; a third is remote. Frames of more than 2 KiB are sent
-    inline.
+    """Two followers share a ring of 4 KiB, which wraps around; a third follower is remote. Frames of more than 2 KiB
+    are sent inline.
     """
     pairs = [socket.socketpair(), socket.socketpair(), tcp_pair()]
     readers = [Reader(far) for _, far in pairs]
@@ -77,7 +77,7 @@ def test_a_frame_is_not_written_over_before_it_is_read() -> None:
     sending = threading.Thread(target=lambda: list(map(sender.send, sent)))
     sending.start()
     sending.join(0.2)
-    assert sending.is_alive()  # the ring has space for two
+    assert sending.is_alive()  # the ring has space for two frames
     reader.may_read.set()
     assert [reader.frames.get(timeout=LIMIT_S) for _ in sent] == sent
     sending.join(LIMIT_S)

@@ -14,7 +14,7 @@ from tests.gpu_worker.tiny_models import Driver
 from tests.ports import free_port
 
 LIMIT_S = 100
-# Few tokens, so that the steps run at the start are small.
+# The limit is small, so that the steps that run at the start are small.
 FLAGS = ("--kernels", "torch", "--num-threads", "1", "--run-ahead", "on", "--max-num-tokens", "32")
 
 

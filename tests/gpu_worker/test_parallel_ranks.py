@@ -1,4 +1,4 @@
-"""For every feature, groups of real processes over gloo compute the same as one rank."""
+"""Groups of real processes over gloo compute the same as one rank, for every feature."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner, make_
 from tests.gpu_worker.whole import Whole, outputs
 
 VOCAB = SHAPE["vocab_size"]
-# Logits are about 10, where float32 numbers are 1e-6 apart; partial sums are rounded in another order.
+# Logits are about 10, where float32 values are 1e-6 apart; partial sums are rounded in another order.
 TOLERANCE = 1e-5
-# Sizes that may not divide evenly: heads, KV heads, features, vocabulary and layers.
+# These sizes may not divide evenly: heads, KV heads, features, vocabulary and layers.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one_kv_head": (
         "Mistral",
@@ -72,7 +72,7 @@ def logits_of(runner: ModelRunner) -> list[Tensor]:
         driver, recorder = Driver(runner), Recorder(runner, patch)
         first, second = prompt(70, seed=1), prompt(45, seed=2)
         driver.step([driver.sequence(0, first)], [(0, 0, 70)])
-        driver.step([driver.sequence(1, second)], [(1, 0, 19)])  # no row samples
+        driver.step([driver.sequence(1, second)], [(1, 0, 19)])  # no row samples a token
         driver.step([], [(1, 19, 26)], generation=[0])
         third = first[:48] + prompt(9, seed=3)
         driver.step([driver.sequence(2, third, shared_blocks=driver.blocks[0][:3])], [(2, 48, 9)], generation=[0, 1])
@@ -114,14 +114,16 @@ def test_three_ranks_give_the_same_bits_whatever_the_batch(
 
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2)], ids=["tensor", "pipeline", "both"])
 def test_a_group_runs_ahead_with_the_same_tokens(pool: RankPool, tiny_folder: Path, grid: tuple[int, int]) -> None:
-    """Sequences start, are prefilled in chunks, decode, pause, fork and end; the others learn tokens on the device."""
+    """Sequences start, are prefilled in chunks, decode, are preempted, fork and end; the other ranks receive tokens on
+    the device.
+    """
     steps = plan(np.random.default_rng(1).integers(0, 6, 16).tolist(), kinds=4)
     with pool.runner(tiny_folder, *grid, kernels="torch", run_ahead="on") as runner:
         in_turn = run_in_turn(runner, steps)
         with pytest.MonkeyPatch.context() as patch:
             passes = note_passes(runner, patch)
             ahead = run_ahead(runner, steps)
-    # Placeholders for tokens that the host does not know yet reached most passes.
+    # Most passes received placeholders for tokens that the host does not know yet.
     assert sum(min(tokens) < 0 for tokens in passes) > len(passes) / 2
     for one, other in zip(in_turn, ahead, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
@@ -132,7 +134,7 @@ def test_a_group_runs_ahead_with_the_same_tokens(pool: RankPool, tiny_folder: Pa
 
 
 def note_passes(runner: ModelRunner, patch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Return a list to which the token ids of each forward pass are added."""
+    """Return a list that receives the token ids of each forward pass."""
     passes: list[list[int]] = []
     forward = runner.model.decoder.forward
 
@@ -160,7 +162,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runners(pool: RankPool, adapted: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
-    """Return runners of one rank and of four, both with a draft model and a small adapter cache."""
+    """Return runners with one rank and with four, both with a draft model and a small adapter cache."""
     settings = {"kernels": "torch", "draft_model": str(adapted / "model"), "lora_num_device_module_layer": 200}
     with ExitStack() as stack:
         yield (
@@ -193,7 +195,7 @@ def reports_of(runner: ModelRunner, adapted: Path) -> list[StepOutput]:
             generation=[0, 2],
         )
     )
-    # Row 1's adapter is no longer used, and must be evicted before this one fits.
+    # The adapter of row 1 is no longer used, and must be evicted before this adapter fits.
     made.append(
         driver.step([replace(driver.sequence(1, prompt(9)), lora=ref_of(runner, adapted / "lora"))], [(1, 0, 9)])
     )
@@ -250,7 +252,9 @@ def test_beams_and_drafts_and_draws_give_the_same_tokens(runners: tuple[ModelRun
 def test_post_processors_run_on_both_ranks_of_a_stage_or_on_rank_0(
     pool: RankPool, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replicated: bool
 ) -> None:
-    """All get the same arguments in the same order, one by one and together; what rank 0's call returns counts."""
+    """All ranks get the same arguments in the same order, for single sequences and for batches; only the result of rank
+    0 is used.
+    """
     monkeypatch.setenv("CALLS", str(tmp_path))
     requests = [
         pb.GenerateRequest(
@@ -274,7 +278,7 @@ def test_post_processors_run_on_both_ranks_of_a_stage_or_on_rank_0(
         replicate_post_processors=is_replicated,
     ) as runner:
         made = Whole(runner, ()).run(requests)
-    # Rank 0 raises the token after the last; rank 1 would raise the one after that.
+    # Rank 0 chooses the token after the last one; rank 1 would choose the one after that.
     assert [outputs(request)[0] for request in made] == [
         [(request.token_ids.values[-1] + 1 + place) % VOCAB for place in range(4)] for request in requests
     ]

@@ -1,4 +1,6 @@
-"""Sharding of weights: the ranks hold each part exactly once, and queries with the keys they attend to."""
+"""Sharding of weights: the ranks hold each part exactly once, and hold queries together with the keys that they attend
+to.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def grid(tensor: int, stages: int) -> list[Ranks]:
 
 @pytest.fixture(scope="module")
 def embedded() -> DecoderDescription:
-    """The embedded model: 30 layers, 9 heads, 3 KV heads."""
+    """Return the embedded model: 30 layers, 9 heads, 3 KV heads."""
     return describe(open_model_folder("smollm2").config)
 
 

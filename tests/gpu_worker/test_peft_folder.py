@@ -1,4 +1,4 @@
-"""Invalid adapter folders are rejected with the reason."""
+"""Invalid adapter folders are rejected, and the error states the reason."""
 
 from __future__ import annotations
 

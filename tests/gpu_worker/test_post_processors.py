@@ -1,4 +1,4 @@
-"""Logits post-processors from an installed package, and the effect of failing ones."""
+"""Logits post-processors from an installed package, and the effects of failing post-processors."""
 
 from __future__ import annotations
 

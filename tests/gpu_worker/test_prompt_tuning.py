@@ -40,7 +40,7 @@ def runner(request: pytest.FixtureRequest, model_folder: tuple[torch.nn.Module, 
 
 
 def expected(model_folder: tuple[torch.nn.Module, Path], tokens: list[int]) -> Tensor:
-    """Return PEFT's logits of the real tokens, which follow the virtual ones."""
+    """Return PEFT's logits for the real tokens, which follow the virtual tokens."""
     model, folder = model_folder
     with adapted(model, folder / "soft") as made, torch.no_grad():
         logits: Tensor = made(torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens))).logits[0]
@@ -93,7 +93,7 @@ def test_a_table_gives_the_same_bits_as_the_adapter_in_whatever_chunks(
 def test_virtual_tokens_stand_where_their_ids_do(
     model_folder: tuple[torch.nn.Module, Path], runner: ModelRunner
 ) -> None:
-    """A table with embeddings of real tokens gives the same output as those tokens."""
+    """A table that contains the embeddings of real tokens gives the same output as those tokens."""
     weights: Tensor = model_folder[0].get_input_embeddings().weight.detach()  # type: ignore[operator]
     tokens = prompt(24, seed=4)
     rows = [tokens[3], tokens[10], tokens[11]]
@@ -154,4 +154,4 @@ def test_a_step_waits_for_no_table_that_was_lost() -> None:
     step = messages.complete(Step(new_sequences=(new,)))
     assert step is not None
     assert step.new_sequences[0].prompt_table is not None
-    assert messages.complete(Step(new_sequences=(new,))) is None  # for that step only
+    assert messages.complete(Step(new_sequences=(new,))) is None  # applies to that step only

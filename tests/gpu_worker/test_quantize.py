@@ -1,4 +1,4 @@
-"""Quantizing a model folder writes a checkpoint that compressed-tensors reads with the same values."""
+"""Quantizing a model folder writes a checkpoint from which compressed-tensors reads the same values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_library_reads_what_is_written(weights: str, tmp_path: Path, monkeyp
         else:
             values = dequantize(after[name], scale, torch.zeros_like(scale, dtype=torch.int8), scheme.weights)
         torch.testing.assert_close(ours.matrix(name).dense(), values, rtol=1e-6, atol=1e-7)
-        # Half a quantization step, and more at the ends of a group because the zero point is rounded.
+        # The error is half a quantization step, or more at the ends of a group because the zero point is rounded.
         step = scale.repeat_interleave(original.shape[1] // scale.shape[1], dim=1)
         assert bool(((values - original).abs() <= step * (1.01 if weights == "int4" else 0.51)).all())
 

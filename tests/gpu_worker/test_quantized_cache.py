@@ -1,4 +1,4 @@
-"""A float8 KV cache with separate scales, in the layout used on GPUs, on a CPU."""
+"""A float8 KV cache with separate scales in the layout for GPUs, tested on a CPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_logits_are_near_those_over_a_cache_in_the_compute_type(monkeypatch: pyt
     assert (rounded - exact).norm() < exact.norm() / 16
     monkeypatch.setattr(dispatch, "triton", operations, raising=False)
     monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)
-    # A value between two float8 numbers may be rounded to the other one if an earlier product was rounded differently.
+    # A value between two float8 values may be rounded the other way if an earlier product was rounded differently.
     assert (logits(FLOAT8) - exact).norm() < exact.norm() / 16
 
 

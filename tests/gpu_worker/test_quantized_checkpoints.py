@@ -1,4 +1,4 @@
-"""Unsupported quantized checkpoints are rejected by name, never read as unquantized."""
+"""Unsupported quantized checkpoints are rejected by name, and never read as unquantized."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_float8_tensor_is_never_read_as_values(tmp_path: Path) -> None:
 
 
 def test_integer_tensors_that_are_no_weights_do_no_harm(tmp_path: Path) -> None:
-    """Older checkpoints contain causal masks and positions."""
+    """Older checkpoints contain causal masks and position tables."""
     make_tiny_model(tmp_path, "GPTNeoX")
     file = tmp_path / "model.safetensors"
     masks = {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}

@@ -1,4 +1,4 @@
-"""Quantized checkpoints, computed in their own formats, compared with the libraries that define the formats."""
+"""Quantized checkpoints, computed in their own formats and compared with the libraries that define the formats."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_every_scheme_stands_for_what_its_definition_says(name: str, tmp_path: P
     block = {"block": [128, 128]} if name == "fp8-blocks" else {}
     found = SafetensorsFiles([file], Scheme(settings["quant_method"], {**settings, **block})).matrix("a.weight")
     assert found.format == FORMATS[name]
-    # The product of a scale and a level is rounded once, and the zero point's contribution once more.
+    # The product of a scale and a level is rounded once, and the contribution of the zero point once more.
     error = (found.dense().double() - expected.double()).abs()
     assert bool((error <= 3e-7 * expected.double().abs() + 3e-7 * float(weight.abs().max())).all())
 
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[torch.nn.Module, Path]]:
-    """Make tiny models by scheme name."""
+    """Create tiny models, by scheme name."""
     made: dict[str, tuple[torch.nn.Module, Path]] = {}
 
     def make(name: str) -> tuple[torch.nn.Module, Path]:
@@ -100,7 +100,7 @@ def test_logits_are_those_of_the_values(
     for settings in ({"activations": "f32", "kv": "f32"}, {}):
         tokens, logits = logits_of(folder, monkeypatch, kernels="native", **settings)
         wanted = expected_logits(model, tokens)[39:42]
-        # With the default 16-bit activations and cache, the results are about as accurate.
+        # With the default 16-bit activations and cache, the results are about as accurate as these.
         assert float((logits - wanted).abs().max()) <= (TOLERANCE if settings else 1e-3) * float(wanted.abs().max())
 
 
@@ -130,8 +130,8 @@ def test_adapters_add_to_parts_of_other_orders(
 
 
 def test_experts_of_gpt_oss_are_computed_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All experts are in one tensor of codes and one of exponents, with gate and up interleaved. The reference is
-    transformers.
+    """One tensor contains the codes of all experts and one their exponents, with gate and up interleaved. The reference
+    is transformers.
     """
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 24}
     model = make_tiny_model(tmp_path, "GptOss", hidden_size=64, intermediate_size=96, num_hidden_layers=2, **experts)

@@ -1,4 +1,4 @@
-"""Models with recurrent state, driven by the scheduler's core: sharing, pauses, forks and moves do not change the
+"""Models with recurrent state, driven by the scheduler's core: sharing, preemptions, forks and moves do not change the
 tokens.
 """
 
@@ -28,7 +28,7 @@ NUM_REQUESTS, MAX_TOKENS = 12, 24
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Make transformers' model and its folder once per family."""
+    """Create transformers' model and its folder once per family."""
 
     @cache
     def make(name: str) -> tuple[Any, Path]:
@@ -40,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def requests() -> list[pb.GenerateRequest]:
-    """Return prompts of 20 to 60 tokens, half with a common prefix; some request several sequences or beams."""
+    """Return prompts of 20 to 60 tokens, half of them with a common prefix; some request several sequences or beams."""
     draw = random.Random(1)
     prefix = [draw.randrange(3, 331) for _ in range(40)]
     made = []
@@ -67,7 +67,7 @@ def requests() -> list[pb.GenerateRequest]:
 
 
 def run_alone(runner: ModelRunner) -> list[Any]:
-    """Return the output of each request alone, without reuse."""
+    """Return the output of each request when it runs alone, without reuse."""
     return [contents(Whole(runner, (), enable_block_reuse=False).run([item])[0]) for item in requests()]
 
 
@@ -97,7 +97,7 @@ def test_bits_depend_neither_on_the_cache_nor_on_pauses_chunks_or_the_loss_of_a_
 
 
 def test_a_hit_ends_where_a_state_is(folders: Any) -> None:
-    """States exist at full blocks, of prompts and of outputs."""
+    """States exist at the ends of full blocks, both of prompts and of outputs."""
     whole = Whole(make_runner(folders("qwen3_next")[1]), ())
     tokens = list(range(3, 53))
 
@@ -122,7 +122,9 @@ def test_a_hit_ends_where_a_state_is(folders: Any) -> None:
 
 
 def test_without_attention_blocks_are_given_back(folders: Any) -> None:
-    """A sequence of Mamba 2 holds only the blocks of its last tokens, so two can run where only one can restart."""
+    """A Mamba 2 sequence holds only the blocks of its last tokens, so two sequences can run, but only one of them can
+    restart.
+    """
     whole = Whole(make_runner(folders("mamba2")[1], max_batch_size=2), (), num_blocks=14)
     made = [
         pb.GenerateRequest(

@@ -1,4 +1,6 @@
-"""Launching a step before the previous step's tokens are known: order and results, on the GPU code path."""
+"""Launching a step before the tokens of the previous step are known: the order of events and the results, on the GPU
+code path.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def make(folder: Path, *, runs_ahead: bool, **settings: Any) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def runners(tiny_folder: Path) -> tuple[ModelRunner, ModelRunner]:
-    """Return a runner that finishes each step before the next one, and a runner that runs ahead with recorded steps."""
+    """Return a runner that finishes each step before the next, and a runner that runs ahead with recorded steps."""
     return make(tiny_folder, runs_ahead=False), make(tiny_folder, runs_ahead=True)
 
 
@@ -73,8 +75,8 @@ def run_in_turn(runner: ModelRunner, steps: list[Step]) -> list[StepOutput]:
 
 
 def plan(choices: list[int], kinds: int) -> list[Step]:
-    """Plan steps without knowledge of the tokens: sequences start, are prefilled in chunks, decode, pause, end and
-    fork.
+    """Plan steps without knowledge of the tokens: sequences start, are prefilled in chunks, decode, are preempted, end
+    and fork.
     """
     steps, lengths, computed = [], dict[int, int](), dict[int, int]()
     idle: set[int] = set()
@@ -162,7 +164,7 @@ def test_a_device_that_copies_late_changes_nothing(
 
 
 class Journal:
-    """A record of when token ids reach the model, and when the host reads sampled tokens."""
+    """Records when token ids reach the model, and when the host reads sampled tokens."""
 
     def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, Any]] = []
@@ -203,7 +205,7 @@ def test_a_step_starts_before_the_last_ones_tokens_are_read(
     run_ahead(runner, [first, Step(generation_rows=ints([0, 1])), Step(repeat_generation=True)])
     assert journal.events == [
         ("forward", [5, 6, 7, 8, 9]),
-        ("forward", [-1, -2]),  # the previous step's first and second token
+        ("forward", [-1, -2]),  # the first and second token of the previous step
         ("read", 1),
         ("forward", [-1, -2]),
         ("read", 2),
@@ -224,7 +226,8 @@ def test_a_row_with_features_leaves_its_neighbours_step_in_flight(
     )
     runner.clear()
     launched = [runner.launch(step) for step in (first, Step(generation_rows=ints([0, 1])))]
-    # The second step's pass started before the first step's tokens were read; its own are not read yet.
+    # The pass of the second step started before the tokens of the first step were read; its own tokens are not read
+    # yet.
     assert [kind for kind, _ in journal.events] == ["forward", "forward", "read"]
     assert launched[1].output is None
     launched.append(runner.launch(Step(repeat_generation=True)))
@@ -248,7 +251,9 @@ def random_adapter(runner: ModelRunner, seed: int) -> Adapter:
 
 def test_adapters_are_exchanged_between_steps_in_flight(runners: tuple[ModelRunner, ModelRunner]) -> None:
     def steps(runner: ModelRunner) -> list[Step]:
-        """Each sequence takes over the row and the adapter memory of the sequence decoded in the previous step."""
+        """Return steps in which each sequence takes over the row and the adapter memory of the sequence decoded in the
+        previous step.
+        """
         made = []
         for number in range(5):
             tokens = [(7 * number + i) % 300 for i in range(5)]
@@ -274,7 +279,7 @@ def test_adapters_are_exchanged_between_steps_in_flight(runners: tuple[ModelRunn
     launched, outputs = deque[Launched](), []
     for step in steps(runner):
         launched.append(runner.launch(step))
-        assert launched[-1].copy is not None, "it waited for its tokens"
+        assert launched[-1].copy is not None, "the step waited for its tokens"
         if len(launched) > 1:
             outputs.append(runner.finish(launched.popleft()))
     outputs += [runner.finish(last) for last in launched]
@@ -303,10 +308,10 @@ def test_a_draft_model_proposes_by_its_own_graphs_what_it_does_without(tiny_fold
             assert runner._draft is not None
             graphs = runner._draft.decoder
             assert isinstance(graphs, GraphDecoder)
-            assert graphs.best(1) is not None  # the last pass is a replay
+            assert graphs.best(1) is not None  # the last pass was a replay
         runner.close()
     assert found[0] == found[1]
-    # A model that is its own draft model accepts all drafts.
+    # If the draft model is the model itself, all drafts are accepted.
     assert found[0][1][1:] == ((4, 4), (3, 3))
 
 
@@ -418,13 +423,13 @@ def test_the_loop_launches_what_is_there_before_it_waits_for_a_result() -> None:
         step_id = steps.next()
         assert step_id is not None
         steps.launch(Step(step_id=step_id), 0.0)
-    assert steps.next() is None  # at most two steps
+    assert steps.next() is None  # at most two steps are in flight
     assert steps.finish()[0].step_id == 1
     assert steps.next() == 3
     steps.launch(Step(step_id=3), 0.5)
     runner.launched[1].is_done = True
     inbox.put(4)
-    assert steps.next() is None  # a result that is ready is sent first
+    assert steps.next() is None  # a result that is available is sent first
     steps.finish()
     assert steps.next() == 4
     assert runner.events == ["launch 1", "launch 2", "finish 1", "launch 3", "finish 2"]

@@ -1,4 +1,4 @@
-"""The sampler compared with transformers' logits processors and hand-computed cases."""
+"""The sampler, compared with transformers' logits processors and with values computed by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCAB_SIZE = 1000
 
 
 def make_rows(*sampling: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None) -> Rows:
-    """Return one row for each of `sampling`; all rows have the same tokens."""
+    """Return one row for each item of `sampling`; all rows have the same tokens."""
     rows = Rows(len(sampling), 64, 16, 8, VOCAB_SIZE)
     prompt = prompt or [1, 2, 3]
     for i, params in enumerate(sampling):
@@ -50,7 +50,7 @@ def random_logits(num_rows: int, seed: int = 0) -> Tensor:
 
 
 def sample(logits: Tensor, *sampling: SamplingParams, **tokens: list[int]) -> list[int]:
-    """Return what both PyTorch's operations and the CPU kernels sample."""
+    """Return the token that both PyTorch's operations and the CPU kernels sample."""
     rows, places, given = make_rows(*sampling, **tokens), ints(range(len(sampling))), logits.clone()
     token_ids: list[int] = Sampler(rows).sample(logits, places).token_ids.tolist()
     assert Sampler(rows, threads=threads("avx2")).sample(logits, places).token_ids.tolist() == token_ids
@@ -108,7 +108,7 @@ def test_draws_follow_transformers_distribution(params: dict[str, Any], processo
     assert (is_kept == (expected > 0)).all()
     shares = drawn_from(logits, params)
     assert (shares[expected == 0] == 0).all()
-    # Five standard deviations of a frequency over 4,000 draws.
+    # Five standard deviations of a frequency among 4,000 draws.
     assert (np.abs(shares - expected) <= 5 * np.sqrt(expected * (1 - expected) / 4000) + 1e-3).all()
 
 
@@ -118,7 +118,7 @@ def test_draws_follow_transformers_distribution(params: dict[str, Any], processo
     ids=str,
 )
 def test_what_is_kept_of_four_tokens(params: dict[str, Any], kept: int) -> None:
-    """The tokens' probabilities are 0.5, 0.25, 0.125 and 0.125."""
+    """The probabilities of the tokens are 0.5, 0.25, 0.125 and 0.125."""
     logits = torch.full((1, VOCAB_SIZE), -torch.inf)
     logits[0, :4] = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
     assert np.flatnonzero(drawn_from(logits, params, 300)).tolist() == list(range(kept))
@@ -133,7 +133,7 @@ def test_penalties_equal_transformers_and_count_output_alone() -> None:
     expected[0, 9] -= 0.5 + 0.25
     params: dict[str, Any] = {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     for token in (1, 2, 3, 5, 9):
-        # The bias raises this token's logit to just above and just below the highest of the others.
+        # The bias raises the logit of this token to just above or just below the highest of the other logits.
         others = expected.clone()
         others[0, token] = -torch.inf
         gap = float(others.max()) - float(expected[0, token])
@@ -170,7 +170,7 @@ def test_the_bias_comes_before_the_penalties() -> None:
 def test_the_largest_values_that_are_allowed_give_a_token(
     params: dict[str, Any], wanted: set[int], temperature: float
 ) -> None:
-    """They used to overflow, which made the step fail for all requests."""
+    """These values used to overflow, which made the step fail for all requests."""
     logits = random_logits(1)
     logits[0, :4] = torch.tensor([0.0, -1.0, 1.0, -2.0])
     assert sample(logits, SamplingParams(temperature=temperature, seed=1, **params))[0] in wanted
@@ -276,8 +276,8 @@ def test_rows_with_features_are_chosen_on_the_device_as_they_are_sampled(
     rows.features[[7, 8, 9]] |= np.uint16(Feature.GUIDED)
     logits, places = random_logits(11), ints(range(11))
     logits[6, 1] = torch.nan
-    # The eighth row's mask allows two tokens of its prompt, and the ninth's all tokens; the tenth row's grammar has
-    # failed.
+    # The mask of the eighth row allows two tokens of its prompt, and that of the ninth allows all tokens; the grammar
+    # of the tenth row has failed.
     allowed = np.zeros((2, VOCAB_SIZE), dtype=np.bool_)
     allowed[0, [1, 3]], allowed[1] = True, True
     masks = np.packbits(allowed, axis=1, bitorder="little")

@@ -13,7 +13,7 @@ from protos import worker_pb2
 
 
 def test_a_link_that_fails_ends_the_worker() -> None:
-    """Otherwise the process would keep running without a scheduler, and would not be restarted."""
+    """Otherwise the process would keep running without a scheduler and would not be restarted."""
     kept = KeptBlocks(np.zeros(4, dtype=np.uint64))
     broken = cast("Any", None)  # a registration that cannot be serialized
     link = SchedulerLink("tcp://127.0.0.1:1", broken, Metrics(), worker_pb2.MemoryUsage, cast("Any", None), kept)

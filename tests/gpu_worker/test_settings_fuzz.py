@@ -1,9 +1,9 @@
-"""Random settings on real tiny models: accepted requests get transformers' tokens, and nothing stalls.
+"""Random settings on real tiny models: accepted requests get the tokens of transformers, and no request stalls.
 
 The settings include KV tiers, and workers of both roles with either block transport.
 
-To run one failing seed: pytest tests/gpu_worker/test_settings_fuzz.py -k 'settings[12]'. Set MIDSTREAM_COMBINATIONS for
-more.
+To run one failing seed: pytest tests/gpu_worker/test_settings_fuzz.py -k 'settings[12]'. Set MIDSTREAM_COMBINATIONS to
+run more combinations.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ MODELS: tuple[tuple[str, dict[str, Any], int], ...] = (
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Make transformers' model with the window, and a folder whose config lacks it."""
+    """Create transformers' model with the window, and a folder whose config lacks the window."""
 
     @cache
     def make(number: int) -> tuple[Any, Path]:
         family, settings, narrow = MODELS[number]
         folder = tmp_path_factory.mktemp(family)
         model: Any = make_tiny_model(folder, family, **settings)
-        if narrow:  # Mistral is Llama with a window
+        if narrow:  # Mistral is Llama with an attention window
             config = transformers.MistralConfig(**SHAPE, sliding_window=narrow)
             narrowed = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
             narrowed.load_state_dict(model.state_dict())
@@ -74,7 +74,7 @@ def draw_request(draw: random.Random, number: int, prefix: list[int]) -> pb.Gene
 
 
 def draw_places(draw: random.Random, folder: Path) -> dict[str, Any]:
-    """Draw settings for shared memory and tiers: space for no block, a few blocks, or all blocks."""
+    """Draw settings for shared memory and tiers, with space for no block, a few blocks, or all blocks."""
     places: dict[str, Any] = {}
     size = draw.choice((1 << 10, 1 << 17, 1 << 24))
     if draw.random() < 0.5:
@@ -85,7 +85,7 @@ def draw_places(draw: random.Random, folder: Path) -> dict[str, Any]:
 
 
 def run_with_losses(whole: Whole, draw: random.Random, num_workers: int, *, has_journal: bool) -> None:
-    """Run all steps; in between, lose a worker and, if there is a journal, the scheduler."""
+    """Run all steps; at random times, lose a worker and, if there is a journal, the scheduler."""
     lost_after = draw.choice((0, 5, 20))
     for count in range(1, 3000):
         if not whole.step():
@@ -166,4 +166,4 @@ def test_requests_end_with_the_right_tokens_under_any_settings(
             assert len(output) == message.max_tokens
             assert wrong_tokens(model, list(message.token_ids.values), output) == []
         num_ended += 1
-    assert num_ended, "everything was refused: draw other settings"
+    assert num_ended, "all requests were rejected: draw other settings"

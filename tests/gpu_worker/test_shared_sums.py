@@ -1,5 +1,7 @@
-"""Sums of ranks through shared memory; here the ranks are threads. tests/gpu_worker/test_parallel_ranks.py and
-tests/integration/test_parallel_service.py use processes, and kill one.
+"""Sums across ranks through shared memory; here the ranks are threads.
+
+tests/gpu_worker/test_parallel_ranks.py and tests/integration/test_parallel_service.py use processes, and kill one of
+them.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def test_only_the_memory_with_the_right_key_is_used() -> None:
     assert found is not None
     found[5000] = 7
     assert memory[5000] == 7
-    # The same numbers in another container name something else.
+    # In another container, the same process id and handle may refer to something else.
     assert open_memory(os.getpid(), handle, bytes(len(key))) is None
     os.close(handle)
     assert open_memory(os.getpid(), handle, key) is None

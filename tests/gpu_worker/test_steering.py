@@ -1,4 +1,4 @@
-"""Logits processing before sampling, compared with transformers' processors and hand-computed values."""
+"""Logits processing before sampling, compared with transformers' processors and with values computed by hand."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_top_p_decays_from_token_to_token() -> None:
 
 
 def test_a_decayed_top_p_is_what_is_drawn_with() -> None:
-    """The probabilities are 0.5, 0.3 and 0.2: a top_p of 1 keeps all three tokens, 0.4 only the first."""
+    """The probabilities are 0.5, 0.3 and 0.2: a top_p of 1 keeps all three tokens, and 0.4 only the first."""
     decaying = [SamplingParams(top_p=1.0, top_p_decay=0.4, top_p_min=0.4, seed=seed) for seed in range(60)]
     logits = torch.full((60, VOCAB_SIZE), -torch.inf)
     logits[:, :3] = torch.tensor([0.5, 0.3, 0.2]).log()
@@ -108,7 +108,7 @@ def test_a_row_that_bans_every_token_fails_alone(temperature: float) -> None:
 
 
 def test_changes_that_ban_all_that_a_mask_allows_are_dropped_in_that_row_alone() -> None:
-    """Tokens 1 and 2 are allowed; the first row bans both, the second only the first."""
+    """Tokens 1 and 2 are allowed; the first row bans both, the second row only the first."""
     raw = torch.tensor([[9.0, 1.0, 2.0, 0.0], [9.0, 5.0, 2.0, 0.0], [9.0, 5.0, 2.0, 0.0]])
     logits = raw.clone()
     logits[0, 1:3] = logits[1, 1] = -torch.inf

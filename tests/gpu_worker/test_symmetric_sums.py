@@ -1,4 +1,4 @@
-"""Setting up one-shot sums on GPUs, with stand-ins for symmetric memory."""
+"""Setting up one-shot sums across GPUs, with stand-ins for symmetric memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUP = cast("dist.ProcessGroup", object())
 
 @pytest.fixture
 def memories(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Stand in for symmetric memory; return another rank's memory and this one's, once they are made."""
+    """Stand in for symmetric memory; return the memory of another rank and of this rank, once they are allocated."""
     made: list[Tensor] = []
 
     def empty(size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -45,7 +45,7 @@ def test_memory_is_clear_before_it_is_used_and_small_sums_are_taken(memories: li
     add = made[0]
     assert add._parts.tolist() == [memory.data_ptr() for memory in memories]
     assert (add._signals - add._parts).tolist() == [2 * NUM_BYTES] * 2
-    # A turn's number for each block of 1,024 numbers and each rank.
+    # There is a turn number for each block of 1,024 elements and each rank.
     assert len(memories[1]) == 2 * NUM_BYTES + NUM_BYTES // 2 // 1024 * 2 * 4
     assert len(add._turns) == NUM_BYTES // 2 // 1024
     assert add.takes(torch.empty(32, 4096, dtype=torch.bfloat16))

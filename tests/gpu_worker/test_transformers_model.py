@@ -1,4 +1,4 @@
-"""Models that use the transformers implementation over the paged cache, compared with transformers alone."""
+"""Models that use the transformers implementation with the paged cache, compared with transformers alone."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 CPU, META = torch.device("cpu"), torch.device("meta")
 TABLES = torch.tensor([[5, 1], [2, 7], [4, 3]], dtype=torch.int32)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    # It has both soft caps, and windows on every other layer.
+    # This model has both soft caps, and windows on every other layer.
     "gemma2": ("Gemma2", {"head_dim": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
-    # Its last layers share keys and values; its config.json has an intermediate size for each layer.
+    # The last layers of this model share keys and values; its config.json has an intermediate size for each layer.
     "gemma3n": (
         "Gemma3nText",
         {
@@ -61,9 +61,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("GPTNeoX", {}),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 48}),
-    # Its config.json has n_embd, n_layer and n_positions.
+    # The config.json of this model has n_embd, n_layer and n_positions.
     "gpt2": ("GPT2", {"n_positions": 512, "scale_attn_by_inverse_layer_idx": True}),
-    # Its config.json has the language model's settings in text_config.
+    # The config.json of this model has the settings of the language model in text_config.
     "gemma3_with_images": (
         "Gemma3",
         {
@@ -136,7 +136,7 @@ def test_output_does_not_depend_on_batch_or_chunks(gemma2: tuple[torch.nn.Module
 
 
 def test_a_prepared_folder_generates_what_transformers_does(gemma2: tuple[Any, Path], tmp_path: Path) -> None:
-    """Requests go through the scheduler's core and the wire format, in one batch."""
+    """Requests pass through the scheduler's core and the wire format, in one batch."""
     model, folder = gemma2
     prepared = prepare_model_folder(str(folder), tmp_path / "prepared")
     assert prepared.architecture == "gemma2"
@@ -173,7 +173,7 @@ def test_native_models_run_so_if_that_is_wanted(tiny_folder: Path, monkeypatch: 
 def test_int8_weights_are_kept_as_integers(
     tiny_folder: Path, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both compute with the same values as the CPU kernels."""
+    """Both models compute with the same values as the CPU kernels."""
     logits = []
     for settings in ({"kernels": "native"}, {"kernels": "torch", "implementation": implementation}):
         runner = make_runner(tiny_folder, weights="int8", kv="f32", activations="f32", **settings)
@@ -185,7 +185,7 @@ def test_int8_weights_are_kept_as_integers(
     weights = kept["_layers"][0].attention.qkv if is_native else kept["_model"].model.layers[0].mlp.up_proj
     assert weights.weight.dtype == torch.int8
     scale = float(logits[0].abs().max())
-    # In one of the folders, the embedding is not quantized.
+    # In one of the folders, the embedding table is not quantized.
     limit = TOLERANCE if implementation == "native" else 0.05
     assert float((logits[1] - logits[0]).abs().max()) <= limit * scale
 
@@ -288,7 +288,7 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
 
 
 def test_what_we_do_not_compute_runs_by_transformers_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If our own implementation is requested, the model is rejected. Such models cannot be sharded across ranks."""
+    """If the native implementation is requested, the model is rejected. Such models cannot be sharded across ranks."""
     make_tiny_model(tmp_path, "GPTNeoX")
     with caplog.at_level(logging.INFO):
         make_runner(tmp_path)
@@ -319,7 +319,9 @@ def recorded_over(runner: ModelRunner, make_recorder: Any, device: torch.device 
 def test_steps_that_read_nothing_back_are_recorded(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On tensors without values: reading one raises, and so would a kernel given a tensor on another device."""
+    """The test runs on tensors without values: reading one raises an error, and so would a kernel that gets a tensor on
+    another device.
+    """
     name, settings = FAMILIES[family]
     make_tiny_model(tmp_path, name, **settings)
     runner = make_runner(tmp_path, implementation="transformers", max_kv_tokens=64)
@@ -338,7 +340,7 @@ def test_steps_that_read_nothing_back_are_recorded(
     graphs = recorded_over(runner, lambda: record, META)
     graphs.use_cache(KvCache(decoder.description, 4, 16, torch.float32, META))
     graphs.capture()
-    # Decode steps of 1, 2 and 4 rows, and mixed steps of 32 tokens.
+    # These are decode steps of 1, 2 and 4 rows, and mixed steps of 32 tokens.
     assert num_recorded == 4
 
 
@@ -369,7 +371,7 @@ def test_recorded_steps_equal_those_that_run_eagerly(gemma2: tuple[torch.nn.Modu
 def test_a_model_that_reads_back_runs_without_graphs(
     gemma2: tuple[torch.nn.Module, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is tried once, when the worker warms up; the log says why it failed."""
+    """Recording is tried once, when the worker warms up; the log says why it failed."""
     runner = make_runner(gemma2[1], implementation="transformers")
     assert runner.model.can_record is None
     num_tried = 0

@@ -1,4 +1,4 @@
-"""Models whose layers have attention windows produce transformers' tokens under KV pressure."""
+"""Models whose layers have attention windows produce the same tokens as transformers when KV blocks are scarce."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", {"head_dim": 32, "layer_types": [SLIDING, FULL, SLIDING]}),
     "mistral": ("Mistral", {}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
-    # Like gpt-oss: every other layer.
+    # As in gpt-oss, every other layer has a window.
     "qwen3": ("Qwen3", {"head_dim": 32, "use_sliding_window": True, "layer_types": [SLIDING, FULL, SLIDING]}),
 }
-# Models whose blocks are freed behind the window.
+# Models whose blocks are freed once they are outside the window.
 ALL_WINDOWED = {"mistral"}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Make transformers' model and its folder once per family."""
+    """Create transformers' model and its folder once per family."""
 
     @cache
     def make(name: str) -> tuple[Any, Path]:
@@ -48,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def requests(seed: int = 0, **fields: Any) -> list[pb.GenerateRequest]:
-    """Return prompts of 20 to 60 tokens, half with a common prefix; a third of the requests use drafts."""
+    """Return prompts of 20 to 60 tokens, half of them with a common prefix; a third of the requests use drafts."""
     draw = random.Random(seed)
     prefix = [draw.randrange(3, 331) for _ in range(40)]
     made = []
@@ -71,7 +71,9 @@ def requests(seed: int = 0, **fields: Any) -> list[pb.GenerateRequest]:
 
 
 def num_right(model: Any, whole: Whole, made: list[pb.GenerateRequest]) -> int:
-    """Return the number of requests that get all the tokens they ask for, each equal to transformers' choice."""
+    """Return the number of requests that get as many tokens as they ask for, each equal to the choice of
+    transformers.
+    """
     answers = [outputs(answer)[0] for answer in whole.run(made)]
     pairs = [(list(request.token_ids.values), answer) for request, answer in zip(made, answers, strict=True)]
     return sum(len(answer) == MAX_TOKENS and not wrong_tokens(model, prompt, answer) for prompt, answer in pairs)
@@ -92,7 +94,7 @@ def test_tokens_under_pressure_are_those_of_transformers(folders: Any, name: str
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
 def test_what_the_cache_keeps_of_windowed_sequences_serves_others(folders: Any, name: str) -> None:
-    """The same prompts run again after blocks behind the window were freed, and after the loss of the worker."""
+    """The same prompts run again after blocks outside the window were freed, and after the loss of the worker."""
     model, folder = folders(name)
     whole = Whole(make_runner(folder, kv="f32", max_kv_tokens=2048, max_batch_size=32), ())
     assert num_right(model, whole, requests()) == NUM_REQUESTS
@@ -113,7 +115,7 @@ def test_what_the_cache_keeps_of_windowed_sequences_serves_others(folders: Any, 
 
 
 NARROW = 8
-# Family and settings, then the setting by which transformers limits layers to 8 tokens.
+# Family and settings, then the setting that makes transformers limit layers to 8 tokens.
 NARROWED: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "llama": ("Llama", {}, "Mistral", {}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}, "Mistral", {}),
@@ -162,7 +164,7 @@ class WithSinks:
 def test_sink_tokens_are_attended_to_beside_the_window(
     tmp_path: Path, name: str, implementation: str, num_sinks: int
 ) -> None:
-    """This holds under KV pressure, with cached prefixes, and after the loss of the worker."""
+    """This also holds when KV blocks are scarce, with cached prefixes, and after the loss of the worker."""
     family, settings, *_ = NARROWED[name]
     model = make_tiny_model(tmp_path, family, **settings)
     limits: dict[str, Any] = {"max_attention_window": NARROW, "sink_token_length": num_sinks}
@@ -188,7 +190,7 @@ def test_sink_tokens_are_attended_to_beside_the_window(
     [({"sink_token_length": 4}, "sink_token_length"), ({"max_attention_window": 8, "kernels": "native"}, "kernels")],
 )
 def test_sink_tokens_are_refused_where_they_cannot_be(tmp_path: Path, settings: dict[str, Any], field: str) -> None:
-    """They are rejected without a window, and with the native kernels."""
+    """Sink tokens are rejected without a window, and with the native kernels."""
     make_tiny_model(tmp_path, "Llama")
     with pytest.raises(ConfigError) as raised:
         make_runner(tmp_path, **{"sink_token_length": 4, **settings})
@@ -196,7 +198,7 @@ def test_sink_tokens_are_refused_where_they_cannot_be(tmp_path: Path, settings: 
 
 
 def test_blocks_of_another_window_are_not_taken_over(tmp_path: Path) -> None:
-    """A block's contents depend on the attention windows of its layers."""
+    """The contents of a block depend on the attention windows of its layers."""
     make_tiny_model(tmp_path, "Llama")
     store = tmp_path / "store"
     runners = [
@@ -242,7 +244,7 @@ def test_native_windows_are_those_of_transformers(config: dict[str, Any], window
     family = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[config["model_type"]]
     theirs = getattr(transformers, f"{family}Config")(**shape, **settings)
     model = transformers.AutoModelForCausalLM.from_config(theirs)
-    # Only some families pass a layer its window; in the others the model's mask applies it.
+    # Only some families pass the window to each layer; in the others, the model's mask applies it.
     found = (
         [getattr(layer.self_attn, "sliding_window", theirs.sliding_window) for layer in model.model.layers]
         if (family != "Llama")

@@ -39,7 +39,7 @@ def worker(scheduler: ScriptedScheduler, tiny_folder: Path) -> Iterator[subproce
 
 @pytest.fixture
 def epoch(scheduler: ScriptedScheduler, worker: subprocess.Popen[str]) -> int:
-    """Start a new epoch: the worker forgets the previous one and registers again."""
+    """Start a new epoch, so that the worker forgets the previous epoch and registers again."""
     assert worker.poll() is None
     scheduler.send(epoch_ended=worker_pb2.EpochEnded(epoch=scheduler.epoch))
     scheduler.register(scheduler.epoch + 1)
@@ -48,12 +48,12 @@ def epoch(scheduler: ScriptedScheduler, worker: subprocess.Popen[str]) -> int:
 
 @pytest.fixture(scope="module")
 def expected(tiny_runner: ModelRunner) -> list[int]:
-    """Return the continuation of PROMPT."""
+    """Return the expected continuation of PROMPT."""
     return Driver(tiny_runner).run_alone(PROMPT, 6)
 
 
 def run_prompt(scheduler: ScriptedScheduler, num_tokens: int) -> list[int]:
-    """Run PROMPT from step 1 on, with two steps in flight."""
+    """Run PROMPT, starting with step 1, with two steps in flight."""
     scheduler.send_step(1, add_sequences=[greedy(0, PROMPT)], context_rows=[0], context_starts=[0], context_lengths=[7])
     scheduler.send_step(2, generation_rows=[0])
     tokens = []
@@ -245,7 +245,7 @@ def test_a_worker_takes_over_what_a_dead_one_computed(
         assert scripted.register(epoch=2).kv_store == store != ""
         found = scripted.run_step(1, adopted_blocks=[9, 8, 12], adopted_hashes=[71, 70, 72])
         assert list(found.missing_blocks) == [12]
-        # Only the tokens after the two blocks are computed.
+        # Only the tokens after these two blocks are computed.
         result = scripted.run_step(
             2, add_sequences=[greedy(1, prompt)], context_rows=[1], context_starts=[32], context_lengths=[8]
         )
@@ -269,7 +269,7 @@ def test_memory_is_what_the_system_and_pytorch_say(monkeypatch: pytest.MonkeyPat
     usage = memory_usage(torch.device("cpu"))
     assert usage.cpu_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
     assert (usage.gpu_bytes, usage.pinned_bytes) == (0, 0)
-    # Seeds the worker's own device, whichever device is current in the calling thread.
+    # This seeds the worker's own device, whichever device is current in the calling thread.
     monkeypatch.setattr(torch.cuda, "memory_reserved", {torch.device("cuda:1"): 4096}.__getitem__)
     counts = {"allocated_bytes": {"current": 1024, "peak": 2048}, "active_bytes": {"current": 512, "peak": 512}}
     monkeypatch.setattr(torch.cuda.memory, "host_memory_stats_as_nested_dict", lambda: counts)

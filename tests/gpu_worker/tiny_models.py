@@ -1,4 +1,4 @@
-"""Tiny random models made with transformers, as model folders, and a driver that plays the scheduler in process."""
+"""Tiny random models made with transformers, as model folders, and a driver that acts as the scheduler in process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Modu
     model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Initial weights are larger than usual, so that any mistake shows in the logits.
+            # Initial weights are larger than usual, so that any mistake is visible in the logits.
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
             if "norm" in name:
                 parameter.add_(1)
@@ -88,7 +88,7 @@ class Driver:
         sequence_index: int = 0,
         outputs: OutputParams = NOTHING,
     ) -> NewSequence:
-        """Create a sequence that may grow by 64 tokens; `shared_blocks` come first in its block table."""
+        """Create a sequence that may grow by 64 tokens; its block table starts with `shared_blocks`."""
         num_blocks = -(-(len(tokens) + 64) // self._tokens_per_block)
         own = [self._free.pop() for _ in range(num_blocks - len(shared_blocks))]
         self.blocks[row] = [*shared_blocks, *own]
@@ -133,14 +133,14 @@ class Driver:
         return self.tokens[row][self.num_prompt[row] :]
 
     def release(self, row: int) -> None:
-        """Free a row and its own blocks."""
+        """Free a row and the blocks that only it uses."""
         self._free += self.blocks.pop(row)
         self.step(released_rows=ints([row]))
 
     def run_alone(
         self, tokens: Sequence[int], num_new: int, sampling: SamplingParams = GREEDY, *, chunk: int = 10**9
     ) -> list[int]:
-        """Return the tokens of a sequence run alone."""
+        """Return the tokens of a sequence that runs alone."""
         new = [self.sequence(0, tokens, sampling)]
         for start in range(0, len(tokens), chunk):
             self.step(new, [(0, start, min(chunk, len(tokens) - start))])

@@ -1,4 +1,4 @@
-"""The scheduler's core and model runners in one process, connected by wire messages, without real time."""
+"""The scheduler's core and model runners in one process, connected by wire messages, independent of real time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FINGERPRINT = "a model's"
 
 
 class Member:
-    """A runner that serves the core as a worker, with the tiers and role in its settings."""
+    """A runner that serves the core as a worker, with the tiers and role that its settings specify."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -66,7 +66,7 @@ class Member:
         self._kept = KeptBlocks(runner.kv.block_hashes, None if tiers is None else tiers.offer)
 
     def begin(self, connection: bytes) -> dict[str, Any]:
-        """Start with an empty pool; return what a registration says about the pool and tiers."""
+        """Start with an empty pool; return the fields of the registration that describe the pool and the tiers."""
         self.runner.clear()
         self._kept.clear()
         self.connection = connection
@@ -117,7 +117,7 @@ class Member:
 
 
 class Whole:
-    """One core with one or more runners.
+    """A core with one or more runners.
 
     Attributes:
         stats: Statistics of every iteration.
@@ -140,7 +140,7 @@ class Whole:
     ) -> None:
         """Create the core, with a journal of `journal_kind` (sqlite or log) if set.
 
-        `others` are further runners; `config` has settings of the core.
+        `others` are additional runners; `config` has settings of the core.
         """
         self.runner = runner
         description = runner.model.description
@@ -261,14 +261,14 @@ class Whole:
         return self.core.lifecycle.requests[request.request_id]
 
     def recover(self, request: Request) -> None:
-        """Restore a request of another core from what a journal would contain."""
+        """Restore a request of another core from the data that a journal would contain."""
         outputs = tuple(array("I", sequence.output) for sequence in request.sequences)
         steps = tuple(request.beams.search.steps) if request.beams is not None else ()
         ends = tuple((s.index, s.end) for s in request.sequences if s.end is not None)
         self.handle(Recovered(1, request.spec, outputs, ends, beam_steps=steps))
 
     def run(self, requests: ListOf[pb.GenerateRequest]) -> list[Request]:
-        """Run requests together to completion."""
+        """Run requests concurrently until all have ended."""
         made = [self.submit(request) for request in requests]
         while self.step():
             pass
@@ -297,8 +297,8 @@ class Contents:
     """Everything that a client receives for one sequence.
 
     Attributes:
-        log_probs: For each token its own log probability, and (token, log probability) of the most likely ones.
-        prompt_log_probs: The same for the prompt's tokens, from the second on.
+        log_probs: For each token its own log probability, and (token, log probability) of the most likely tokens.
+        prompt_log_probs: The same for the tokens of the prompt, starting with the second.
         tensors: Complete tensors, flattened.
     """
 

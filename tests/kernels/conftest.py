@@ -11,7 +11,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> Iterator[None]:
-    """Use one PyTorch thread: the tensors are so small that threads would only wait for each other."""
+    """Use one PyTorch thread: the tensors are so small that several threads would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,5 +1,7 @@
-"""Stand-ins for flash-attn and FlashInfer: they demand of their arguments what the packages demand, and compute what
-their documentation says, in float64, from the paged cache.
+"""Stand-ins for flash-attn and FlashInfer.
+
+They require of their arguments what the packages require, and compute what their documentation specifies, in float64,
+from the paged cache.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """flash_attn.flash_attn_varlen_func, version 2."""
+    """Stand in for flash_attn.flash_attn_varlen_func, version 2."""
     assert softmax_scale is not None
     assert block_table is not None
     _check_halves(q, k, v, 256)
@@ -63,7 +65,9 @@ def flash_attn_with_kvcache(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> Tensor:
-    """flash_attn_interface.flash_attn_with_kvcache, version 3, with queries of different lengths; any block size."""
+    """Stand in for flash_attn_interface.flash_attn_with_kvcache, version 3, with queries of different lengths and any
+    block size.
+    """
     _check_halves(q, k_cache, v_cache, 256)
     _check_ints(cache_seqlens, cu_seqlens_q)
     _check_table(page_table, len(cache_seqlens))
@@ -86,7 +90,9 @@ def cute_flash_attn_varlen_func(
     window_size: tuple[int | None, int | None] = (None, None),
     softcap: float = 0.0,
 ) -> tuple[Tensor, None]:
-    """flash_attn.cute.flash_attn_varlen_func, version 4; causal is ignored with a window whose left end is given."""
+    """Stand in for flash_attn.cute.flash_attn_varlen_func, version 4; causal is ignored with a window whose left end is
+    given.
+    """
     _check_halves(q, k, v, 128)
     assert k.shape[1] == 128, "other sizes are copied row by row"
     _check_ints(cu_seqlens_q, seqused_k)
@@ -110,7 +116,7 @@ def trtllm_batch_decode_with_kv_cache(
     window_left: int = -1,
     kv_layout: str = "HND",
 ) -> Tensor:
-    """flashinfer.decode.trtllm_batch_decode_with_kv_cache: one query for each sequence."""
+    """Stand in for flashinfer.decode.trtllm_batch_decode_with_kv_cache, with one query per sequence."""
     keys, values = kv_cache
     assert kv_layout == "NHD"
     assert bmm2_scale == 1.0
@@ -158,7 +164,7 @@ def _check_table(table: Tensor, num_sequences: int) -> None:
 
 def _window(sizes: tuple[int, int], is_causal: bool) -> int | None:
     left, right = sizes
-    assert is_causal or right == 0, "keys after the query would be seen"
+    assert is_causal or right == 0, "keys after the query would be attended to"
     return None if left < 0 else left + 1
 
 

@@ -24,7 +24,7 @@ class RandomLayer:
 
 @dataclass(frozen=True)
 class RandomDecoder:
-    """Float weights of the reference and the kernels."""
+    """The float weights of the reference and of the kernels."""
 
     dims: DecoderDims
     layers: Sequence[RandomLayer]
@@ -32,7 +32,8 @@ class RandomDecoder:
     sin: Tensor
 
     def caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> Tensor:
-        """Return the reference's caches, NaN where nothing was written: [layers, 2, num_blocks, block_size, Hk, D].
+        """Return the caches of the reference, NaN where nothing was written: [layers, 2, num_blocks, block_size, Hk,
+        D].
 
         For the kernels, integer types need additional space for scales in D.
         """
@@ -54,7 +55,7 @@ class RandomDecoder:
 
 
 def in_kernel_order(caches: Tensor) -> Tensor:
-    """Return the reference's caches with the elements of each block in the order of the CPU kernels."""
+    """Return the caches of the reference with the elements of each block in the order used by the CPU kernels."""
     ordered = torch.empty_like(caches)
     for source, target in zip(caches, ordered, strict=True):
         keys, values = _kernel_views(*target)

@@ -1,4 +1,4 @@
-"""A random batch over a paged cache, in the layout of a worker."""
+"""A random batch over a paged cache, in the layout that a worker uses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Sequences with queries at the last query_lens[i] positions of context_lens[i]; blocks are in random order."""
+    """Sequences whose queries are at the last query_lens[i] positions of context_lens[i]; blocks are in random
+    order.
+    """
 
     query_starts: Tensor
     context_lens: Tensor

@@ -1,6 +1,7 @@
-"""Ranks of `RankSum` in Triton's interpreter, a process each: python -m tests.kernels.rank_sum_process FOLDER NUMBER.
+"""Ranks of `RankSum` in Triton's interpreter, one process each: python -m tests.kernels.rank_sum_process FOLDER NUMBER.
 
-The folder has a file of each rank's memory, which stands in for a GPU's, and gets a file of each rank's sums.
+The folder holds a file for the memory of each rank, which stands in for GPU memory, and receives a file with the sums
+of each rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from kernels.triton.rank_sum import RankSum, signal_bytes
 
 NUM_BYTES, DTYPE = 4096, torch.float16
-# Numbers of elements: some more than a block, some as many as there may be, one more than that.
+# Numbers of elements: small, more than a block, one more than the maximum, and the maximum.
 COUNTS = (5, 1500, 2049, 2048)
 
 
@@ -40,7 +41,8 @@ def run_rank(folder: Path, rank: int, num_ranks: int) -> None:
 def main() -> None:
     folder, num_ranks = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
-    # Processes because the interpreter runs one kernel at a time; forked, so that they import everything once.
+    # Processes are used because the interpreter runs one kernel at a time; they are forked, so that they import
+    # everything once.
     children = []
     for rank in range(num_ranks):
         child = os.fork()

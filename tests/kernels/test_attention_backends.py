@@ -1,4 +1,6 @@
-"""Attention by flash-attn and FlashInfer: their arguments, the choice between them and Triton, and refused settings."""
+"""Attention by flash-attn and FlashInfer: their arguments, the choice between them and Triton, and rejected
+settings.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,7 @@ def test_they_compute_paged_attention(
     softcap: float,
     dtype: torch.dtype,
 ) -> None:
-    """Blocks of 256 tokens suit them all; those that need smaller ones see each as several."""
+    """Blocks of 256 tokens suit all packages; packages that need smaller blocks treat each one as several."""
     torch.manual_seed(0)
     name, capability = package
     single = name == "flashinfer"
@@ -176,7 +178,7 @@ def test_what_can_compute_single_queries_only_leaves_prompts_to_ours(monkeypatch
 
 
 class Scripted:
-    """A backend whose runs take a set time each."""
+    """A backend whose runs take a fixed time each."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -192,7 +194,7 @@ def test_the_fastest_by_measurement_is_chosen_for_each_kind_of_step() -> None:
     backends: list[AttentionBackend] = [Scripted("a"), Scripted("b")]
     #                ours  a    b
     rows = {
-        DECODES[0]: (10.0, 9.9, 9.8),  # too close: ours
+        DECODES[0]: (10.0, 9.9, 9.8),  # the difference is too small, so our kernel is used
         DECODES[1]: (10.0, 5.0, 6.0),
         DECODES[2]: (10.0, 9.0, 6.0),
         DECODES[3]: (10.0, 20.0, 30.0),
@@ -237,7 +239,7 @@ def test_a_package_that_fails_here_is_left_out(caplog: pytest.LogCaptureFixture)
 
 
 def test_steps_of_a_decoder_use_the_chosen_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts, decodes, and padded steps of graphs, with blocks of 256 tokens and flash-attn 2."""
+    """The steps are prompts, decodes, and padded steps of graphs, with blocks of 256 tokens and flash-attn 2."""
     torch.manual_seed(0)
     install(monkeypatch, "2")
     backend = installed(AMPERE)["flash-attn"]
@@ -261,7 +263,8 @@ def test_steps_of_a_decoder_use_the_chosen_implementation(monkeypatch: pytest.Mo
         graphs.capture()
         calls.clear()
         logits.append([graphs.forward(step(count, start)).clone() for count, start in ((280, 0), (5, 280), (1, 285))])
-    # Eagerly, in a mixed graph of 32 tokens, and in a decode graph of 4 rows; on each layer.
+    # The steps run eagerly, in a mixed graph of 32 tokens, and in a decode graph of 4 rows; each has one call per
+    # layer.
     num_layers = int(config["num_hidden_layers"])
     assert calls == [*[3 * 280] * num_layers, *[32] * num_layers, *[4] * num_layers]
     for one, other in zip(*logits, strict=True):
@@ -276,7 +279,7 @@ def recorder(run: Callable[[], object]) -> Callable[[], None]:
 
 
 def step(count: int, start: int) -> ForwardInputs:
-    """Continue three sequences at position `start` by `count` tokens each."""
+    """Extend three sequences by `count` tokens each, starting at position `start`."""
     positions = torch.arange(start, start + count, dtype=torch.int32)
     tables = torch.arange(6, dtype=torch.int32).view(3, 2)
     starts = torch.arange(4, dtype=torch.int32) * count

@@ -1,4 +1,4 @@
-"""Memory for packed weights."""
+"""Allocation of memory for packed weights."""
 
 import torch
 

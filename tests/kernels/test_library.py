@@ -21,7 +21,7 @@ def _forget() -> Iterator[None]:
 
 @pytest.fixture
 def avx512_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return the path at which an AVX-512 processor looks for its build; the AVX2 build is real."""
+    """Return the path where the build for AVX-512 processors is expected; the AVX2 build is real."""
     path = tmp_path / "midstream-avx512-0.so"
     monkeypatch.setattr(loading, "processor_flags", lambda: frozenset(ISA_NEEDS["avx512"] | ISA_NEEDS["avx2"]))
     monkeypatch.setattr(loading, "build", lambda isa: path if isa == "avx512" else build(isa))

@@ -73,7 +73,7 @@ def test_any_step_equals_the_reference(
     hidden = torch.randn(sum(query_lens), dims.hidden_size)
     expected = decoder.reference(hidden, batch, expected_caches)
     decoder.native(name, caches).forward_layers(hidden, *step(batch))
-    # A number halfway between two bfloat16 numbers may be rounded to either, which affects the second layer.
+    # A value halfway between two bfloat16 values may be rounded to either, which affects the second layer.
     tolerance = 2e-4 if cache_dtype == torch.float32 else 3e-2
     torch.testing.assert_close(hidden, expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(caches, in_kernel_order(expected_caches), rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -230,14 +230,14 @@ def test_unsupported_head_sizes_are_reported() -> None:
 
 
 def embeddings(weight_format: WeightFormat, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return a table in the kernels' format and its float32 values."""
+    """Return an embedding table in the format of the kernels, and its float32 values."""
     values = torch.randn(num_rows, width)
     if weight_format == WeightFormat.F32:
         return values, values
     if weight_format == WeightFormat.BF16:
         return values.bfloat16(), values.bfloat16().float()
     kind = {WeightFormat.Q4_1: gguf.GGMLQuantizationType.Q4_1, WeightFormat.Q8_0: gguf.GGMLQuantizationType.Q8_0}
-    values[0, :32] *= 1e-6  # a scale that is a subnormal half-precision number
+    values[0, :32] *= 1e-6  # the scale is a subnormal half-precision number
     blocks = gguf.quants.quantize(values.numpy(), kind[weight_format])
     return torch.from_numpy(blocks), torch.from_numpy(gguf.quants.dequantize(blocks, kind[weight_format]))
 

@@ -14,7 +14,7 @@ from tests.kernels.libraries import each_build
 from tests.kernels.models import RandomDecoder, random_decoder
 from tests.kernels.paged import PagedBatch, paged_batch
 
-# Widths that are not multiples of the vector length.
+# These widths are not multiples of the vector length.
 DIMS = DecoderDims(hidden_size=76, num_heads=6, num_kv_heads=2, head_dim=24, ffn_size=101, eps=1e-5, scale=24**-0.5)
 NUM_LAYERS = 2
 Pairs = list[dict[str, tuple[Tensor, Tensor]]]
@@ -29,7 +29,7 @@ def random_adapter(rank: int, modules: str) -> Pairs:
 
 
 def merged(decoder: RandomDecoder, adapter: Pairs) -> RandomDecoder:
-    """Return the decoder with the adapter's products added to its weights."""
+    """Return the decoder with the products of the adapter added to its weights."""
     fused = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "o", "gate": "gate_up", "up": "gate_up", "down": "down"}
     layers = []
     for layer, pairs in zip(decoder.layers, adapter, strict=True):
@@ -50,7 +50,7 @@ LENGTHS = [5, 9, 1, 40, 3, 1]
 
 
 class Run:
-    """Run sequences with their adapters on a decoder."""
+    """Runs sequences with their adapters on a decoder."""
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(7)

@@ -35,7 +35,7 @@ def quantized(weight: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tens
 
 
 def rounded(x: Tensor, most: int) -> Tensor:
-    """Return blocks of 32 numbers, each number rounded to a multiple of 1/most of the block's largest."""
+    """Return blocks of 32 values, each rounded to a multiple of 1/most of the largest value in its block."""
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).view(len(x), -1, 32)
     largest = blocks.abs().amax(dim=-1, keepdim=True)
     # `most / largest` would compute `largest.reciprocal() * most`, which rounds twice.
@@ -87,7 +87,7 @@ def test_any_shape_and_format_equals_the_reference(
 def test_rows_do_not_depend_on_batch_or_threads(
     name: str, weight_format: WeightFormat, input_format: InputFormat
 ) -> None:
-    # Emulated tiles are slow; a chunk of their weights is smaller.
+    # Emulated tiles are slow, so a chunk of their weights is smaller.
     num_blocks, num_outputs, num_all = (9, 100, 60) if name == "tiles" else (33, 200, 260)
     num_inputs = num_blocks // 8 * 256 if weight_format == WeightFormat.Q4_K else num_blocks * 32
     source, _ = quantized(torch.randn(num_outputs, num_inputs), weight_format)
@@ -109,7 +109,7 @@ def test_products_of_tiles_have_the_same_bits(
     if with_tiles not in runnable_builds:
         pytest.skip("this processor has no AMX")
     source, _ = quantized(torch.randn(200, 1024), weight_format)
-    # Sums of maximum size, and more rows than one pass over the weights processes.
+    # The sums have the maximum size, and there are more rows than one pass over the weights processes.
     x = torch.randn(260, 1024) * torch.logspace(-6, 6, 260)[:, None]
     x[3], x[4] = 1.0, -1.0
     x[5, ::2] = 0.0
@@ -142,7 +142,7 @@ def test_a_nan_stays_in_its_row(name: str, input_format: InputFormat) -> None:
 
 @each_build
 def test_the_highest_sums_of_tiles_are_exact(name: str) -> None:
-    """All MXFP4 codes and all inputs have the largest value; sums of bfloat16 products stay below 2^24."""
+    """All MXFP4 codes and all inputs have the largest value; sums of bfloat16 products remain below 2^24."""
     rows = torch.full((70, 34), 0x77, dtype=torch.uint8)
     rows[:, ::17] = 127
     packed = PackedLinear(library(name), [rows], WeightFormat.MXFP4, input_format=InputFormat.INT16)
@@ -153,7 +153,7 @@ def test_the_highest_sums_of_tiles_are_exact(name: str) -> None:
 @each_build
 @pytest.mark.parametrize("num_rows", [1, 4, 20])
 def test_the_highest_sums_of_int16_weights_fit(name: str, num_rows: int) -> None:
-    """Weights of 32 levels of 2,046 come close to the largest possible sum; all inputs have the largest value."""
+    """Weights of 32 levels of 2,046 get close to the largest possible sum; all inputs have the largest value."""
     packed = PackedLinear(
         library(name), [torch.full((70, 64), 2046 / 2048)], WeightFormat.INT16, input_format=InputFormat.INT16
     )

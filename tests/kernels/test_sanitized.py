@@ -7,17 +7,17 @@ from pathlib import Path
 
 from kernels.build import build
 
-# Only those checks of "undefined" that are cheap to compile.
+# Only those checks of "undefined" are used that are cheap to compile.
 FLAGS = (
     "-fsanitize=address,alignment,bounds,shift,signed-integer-overflow",
     "-fno-sanitize-recover=alignment,bounds,shift,signed-integer-overflow",
-    # Calls instead of inlined checks of addresses: they run slower, but compile in two thirds of the time.
+    # Address checks are calls instead of inlined code: they run slower, but compile in two thirds of the time.
     "--param=asan-instrumentation-with-call-threshold=0",
     "-g1",
     "-O0",
 )
 
-# Sizes that are not multiples of any block size, so that an access past the end of a row is past the end of its buffer.
+# The sizes are not multiples of any block size, so that an access past the end of a row is past the end of its buffer.
 PROGRAM = """
 import sys, torch
 import numpy as np
@@ -118,7 +118,7 @@ def test_no_access_outside_a_buffer() -> None:
     path = build("avx2", FLAGS)
     runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     root = Path(__file__).parents[2]
-    # Python itself never frees everything, and the sanitizer's runtime must be loaded first.
+    # Python itself never frees all its memory, and the runtime of the sanitizer must be loaded first.
     environment = os.environ | {
         "LD_PRELOAD": runtime.stdout.strip(),
         "ASAN_OPTIONS": "detect_leaks=0",

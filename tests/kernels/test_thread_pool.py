@@ -1,4 +1,4 @@
-"""The kernels' thread pool, compiled separately: correct under ThreadSanitizer, and asleep when idle."""
+"""The kernels' thread pool, compiled separately: it is correct under ThreadSanitizer, and sleeps when idle."""
 
 import subprocess
 import threading

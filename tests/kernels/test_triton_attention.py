@@ -131,10 +131,10 @@ def test_padding_rows_give_zeros(splits: int) -> None:
 def test_programs_go_to_the_longest_sequences_and_any_may_join(
     monkeypatch: pytest.MonkeyPatch, window: int | None, has_sinks: bool
 ) -> None:
-    """The sequences have 7, 1 and 1 tiles of 32 keys, and there is a piece of two queries. With 4 more programs, each
-    takes up to 3 tiles.
+    """The sequences have 7, 1 and 1 tiles of 32 keys, and there is one chunk of two queries. With 4 more programs, each
+    one takes up to 3 tiles.
 
-    With a window, the last 90 of 200 keys lie in 4 tiles, so each program takes up to 2.
+    With a window, the last 90 of 200 keys are in 4 tiles, so each program takes up to 2 tiles.
     """
     batch = paged_batch([200, 3, 9, 30], [1, 1, 2, 1], 16)
     k, v = random_cache(batch, 16, 2, 16, torch.float32)
@@ -150,7 +150,8 @@ def test_programs_go_to_the_longest_sequences_and_any_may_join(
     monkeypatch.setattr(torch, "empty", watched)
     out = attend(q, k, v, batch, window, sinks=sinks, splits=4)
     assert exact.error(out, exact.attention(q, k, v, batch, 0.25, window, sinks=sinks)) < EPSILON[torch.float32]
-    # The first sequence has three programs, or two; the programs of the others write their results directly.
+    # The first sequence has three programs, or two with a window; the programs of the other sequences write their
+    # results directly.
     is_written = (states[0].view(4 + 4, 2, 2, 2) != -7).flatten(1).any(1)
     num_programs = 2 if window else 3
     assert is_written.tolist() == [True] * num_programs + [False] * (8 - num_programs)
@@ -168,7 +169,7 @@ def test_programs_go_to_the_longest_sequences_and_any_may_join(
 @pytest.mark.parametrize("splits", [1, 4])
 def test_sequences_without_queries_and_padding_tokens_change_nothing(splits: int) -> None:
     """As in a recorded step, there are as many tokens as sequences; the first sequence has three tokens and the third
-    none.
+    has none.
     """
     batch = paged_batch([70, 9], [3, 1], 16)
     k, v = random_cache(batch, 16, 1, 16, torch.float32)
@@ -250,14 +251,14 @@ def test_batch_invariant_decoding_leaves_empty_splits_out(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("window", [None, 50])
 def test_batch_invariant_bits_depend_on_the_query_alone(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    # A matrix instruction treats all rows of its tile alike; the interpreter's matrix library does not.
+    # A matrix instruction treats all rows of its tile alike, which the interpreter's matrix library does not.
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot_row_by_row)
     lengths, dim, scale = [150, 9], 16, 0.25
     whole = paged_batch(lengths, lengths, 16)
     k, v = random_cache(whole, 16, 1, dim, torch.float32)
     q = torch.randn(sum(lengths), 3, dim)
 
-    # Three segments suffice, and keep the test fast.
+    # Three segments are sufficient, and keep the test fast.
     def attend_invariantly(rows: Tensor, tables: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
         return operations.paged_attention(
             rows, k, v, tables, starts, lens, scale, window, is_batch_invariant=True, segment_keys=64

@@ -1,5 +1,5 @@
-"""The kernels compile for GPUs that are not installed, with their matrix instructions and within register and memory
-limits.
+"""The kernels compile for GPUs that are not installed, use their matrix instructions, and stay within register and
+memory limits.
 
 Compiling every case takes about 15 minutes of CPU time, so the results are stored in benchmarks/gpu/compiled.jsonl,
 keyed by a hash of each kernel's source, types and constants. After a change to a kernel or to the pinned Triton, update
@@ -25,7 +25,7 @@ MAX_SHARED_KIB = {80: 163, 90: 227, 100: 227}
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
-    """Compile a few cases for every capability, in a process that does not run kernels in the interpreter."""
+    """Compile a few cases for every capability, in a process in which Triton is not in interpreter mode."""
     cases = ["decode, batch 1", "gate, up and SiLU, 1 row", "prefill", "residual norm", "store"]
     capabilities = [f"--capability={capability}" for capability in MAX_SHARED_KIB]
     command = [sys.executable, "-W", "error", "-m", "benchmarks.gpu.compiled", *capabilities, *cases]
@@ -51,7 +51,8 @@ def test_kernels_compile(compiled: list[dict[str, Any]], capability: int) -> Non
     assert found["prefill", "attend"]["has_hopper_products"] == (capability == 90)
     assert found["prefill", "attend"]["has_matrix_products"]
     assert found["decode, batch 1", "decode"]["has_matrix_products"]
-    # The kernels of a decode step's layers; prompts' attention and the write without rotary embedding are not.
+    # The kernels of the layers in a decode step are dependent; attention for prompts and the write without rotary
+    # embedding are not.
     dependent = {kernel for (_, kernel), one in found.items() if one["is_dependent"]}
     assert dependent == ({"decode", "_linear", "_norm"} if capability >= 90 else set())
 
@@ -68,6 +69,6 @@ def test_all_cases_stay_within_registers_and_shared_memory() -> None:
     for one in found:
         assert one["shared_bytes"] <= MAX_SHARED_KIB[one["capability"]] * 1024, one
         assert one["registers"] * one["num_warps"] * 32 <= NUM_REGISTERS, one
-        # Few compared with the work of a tile. Among the 16-bit cases, heads of 256 and batch-invariant attention have
-        # the most.
+        # These spills are few compared with the work of a tile. Among the 16-bit cases, heads of 256 and
+        # batch-invariant attention have the most spills.
         assert one["num_spills"] <= (400 if "f32" in one["case"] else 64), one

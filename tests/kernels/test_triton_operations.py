@@ -112,7 +112,7 @@ def test_norm_rotary_and_kv_write_in_one(
         near = {torch.int8: 0.02, torch.float8_e4m3fn: 0.08}.get(kind, EPSILON[dtype])
         assert exact.error(stored.flatten(0, 1)[[5, 0]], source[[0, 2]]) < near
         assert not stored.flatten(0, 1)[[1, 2, 3, 4, 6, 7]].any()
-    # A row has the same bits when it runs alone.
+    # A row has the same bits when it is computed alone.
     before = caches.clone()
     assert torch.equal(run(slice(2, 3)), turned[2:])
     assert torch.equal(caches.view(torch.uint8), before.view(torch.uint8))
@@ -200,7 +200,9 @@ def test_linear(rows: int, inner: int, outer: int, biased: bool) -> None:
 @pytest.mark.parametrize("dtype", list(EPSILON))
 @pytest.mark.parametrize("kind", ["f", "int8", "int4", "float8"])
 def test_gate_up_and_activation_in_one(kind: str, dtype: torch.dtype) -> None:
-    """For few rows and many; batch-invariant results have the bits of one row alone, and of the two operations."""
+    """There are few or many rows; batch-invariant results have the bits of one row alone, and of the two separate
+    operations.
+    """
     x, bias = torch.randn(70, 64).to(dtype), torch.randn(2 * 37).to(dtype)
     run: Callable[..., torch.Tensor]
     if kind == "f":
@@ -222,7 +224,7 @@ def test_gate_up_and_activation_in_one(kind: str, dtype: torch.dtype) -> None:
         run = partial(operations.block_linear, weight=blocks, activation="silu", bias=bias)
     wanted = exact.activate(exact.linear(x, values, bias), "silu")
     for count in (3, 40, 70):
-        # Gates and ups are rounded to x's type in between.
+        # Gate and up values are rounded to the type of x in between.
         assert exact.error(run(x[:count]), wanted[:count]) < 2 * EPSILON[dtype]
     together = run(x, is_batch_invariant=True)
     assert torch.equal(together, operations.activate(product, "silu"))

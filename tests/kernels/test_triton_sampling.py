@@ -73,7 +73,7 @@ def test_a_draw_over_many_blocks_is_the_same_in_any_batch() -> None:
         SamplingParams(seed=12, top_k=40, top_p=0.9),
         SamplingParams(seed=13, temperature=3.0, top_p=0.99),
     ]
-    logits = torch.randn(len(params), 9001) * 3  # three blocks, the last one short
+    logits = torch.randn(len(params), 9001) * 3  # three blocks, the last one partial
     together = drawn_by_kernel(logits, params)
     assert together == drawn_by_worker(logits, params)
     for i, sampling in enumerate(params):

@@ -1,4 +1,4 @@
-// Runs a thread team through many short phases, each of which reads what the one before wrote.
+// Runs a thread team through many short phases, each of which reads what the previous phase wrote.
 #include "thread_pool.h"
 
 #include <cstdio>
@@ -11,7 +11,7 @@ static int fail(const char* what) {
   return 1;
 }
 
-// Numbers after some phases: each phase takes the other end's number of the phase before, and adds its own.
+// Computes numbers in phases: each phase reads the number at the opposite end from the previous phase and adds its own.
 static bool runs_phases(ThreadPool& pool, int num_threads, int count, int num_phases) {
   std::vector<long> rows[2] = {std::vector<long>(count, 0), std::vector<long>(count, 0)};
   std::vector<int> visits(count, 0);
@@ -35,16 +35,16 @@ int main() {
       for (int count : {0, 1, 2, 7, 40})
         for (int num_threads : {1, 2, size, 9})
           if (!runs_phases(pool, num_threads, count, 30)) return fail("a phase did not see the one before");
-    // Threads that had time to fall asleep come back.
+    // Threads that have had time to fall asleep wake up again.
     timespec pause{0, 2000000};
     nanosleep(&pause, nullptr);
     if (!runs_phases(pool, size, 40, 30)) return fail("a phase after sleep did not see the one before");
   }
-  // Another team's phases on the same thread do not count.
+  // Phases of another team on the same thread are not counted.
   ThreadPool first(3, nullptr), second(2, nullptr);
   for (int repeat = 0; repeat < 50; ++repeat)
     if (!runs_phases(first, 3, 9, 5) || !runs_phases(second, 2, 4, 8)) return fail("two teams got mixed up");
-  // One that ends while its threads sleep, and one whose threads were never needed.
+  // One pool ends while its threads sleep; the threads of another pool were never needed.
   ThreadPool idle(4, nullptr);
   std::puts("done");
   return 0;

@@ -1,4 +1,4 @@
-"""Example logits post-processors: single, batched and failing."""
+"""Example logits post-processors: for single sequences, for batches, and ones that fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_worker.sampling.post_processors import BatchedLogitsPostProcessor, Logi
 
 
 class CountUp(LogitsPostProcessor):
-    """Choose the previous token id plus the length of the client's name."""
+    """Chooses the previous token id plus the length of the client's name."""
 
     def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
         """Give the chosen token the highest logit."""
@@ -22,7 +22,7 @@ class CountUp(LogitsPostProcessor):
 
 
 class CountUpTogether(BatchedLogitsPostProcessor):
-    """The same for all sequences in one call; fails for the client `mallory`."""
+    """Does the same for all sequences in one call; fails for the client `mallory`."""
 
     def process(
         self,
@@ -40,7 +40,7 @@ class CountUpTogether(BatchedLogitsPostProcessor):
 
 
 class WrongShape(LogitsPostProcessor):
-    """Return one logit too few."""
+    """Returns one logit too few."""
 
     def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
         return logits[1:]

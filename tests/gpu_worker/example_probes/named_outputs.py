@@ -1,4 +1,4 @@
-"""Example output probes: the highest logits, a value from hidden states and logits, and one that fails."""
+"""Example output probes: the highest logits, values from hidden states and logits, and a probe that fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu_worker.sampling.output_probes import OutputProbe
 
 
 class TopKLogits(OutputProbe):
-    """The three highest logits."""
+    """Reports the three highest logits."""
 
     width = 3
 
@@ -21,7 +21,7 @@ class TopKLogits(OutputProbe):
 
 
 class Entropy(OutputProbe):
-    """The entropy of the model's distribution, and the norm of the embedding."""
+    """Reports the entropy of the model's distribution, and the norm of the embedding."""
 
     width = 2
     layers = (0,)
