@@ -7,8 +7,8 @@ import pytest
 from kernels.build import ISA_NEEDS, build, processor_flags
 from kernels.cpu import Library, ThreadPool
 
-# "pair" is the 16-lane AVX-512 code on pairs of AVX2 vectors. Its speed does not matter, but its compile time does: with
-# -O1 instead of -Og, GCC takes six times as long for the unrolled sums.
+# "pair" is the 16-lane AVX-512 code on pairs of AVX2 vectors. Its speed does not matter, but its compile time does:
+# with -O1 instead of -Og, GCC takes six times as long for the unrolled sums.
 _PAIR = ("-DMIDSTREAM_PAIR", "-Og")
 # Build, flags, and instruction set. "tiles" emulates AMX in plain C++.
 BUILDS = {
