@@ -1,4 +1,4 @@
-"""The batch manager's callbacks: it asks for requests and stop signals, and delivers responses and statistics."""
+"""The batch manager's callbacks, which supply requests and stop signals, and receive responses and statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search: the likeliest continuations, best first, beside requests of other widths in one batch."""
+"""Beam search: the most likely continuations, best first, in one batch with requests of other beam widths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The executor, as in TensorRT-LLM's documentation: several prompts at once, a future, and sync and async streams.
+"""The executor, as in TensorRT-LLM's documentation: several prompts at once, a future, and synchronous and asynchronous
+streams.
 
 Without an address `GenerationExecutor.create("smollm2")` starts its own service.
 """

@@ -1,7 +1,7 @@
 """LoRA: load an adapter from a PEFT folder, run one request with it and one without, and unload it.
 
-Pass your own folder as the second argument; otherwise a random adapter for the embedded model is created. Adapters are
-loaded from below the routers' and workers' `MIDSTREAM_ADAPTER_ROOT`.
+Pass your own folder as the second argument; otherwise a random adapter for the embedded model is created. The folder
+must be inside `MIDSTREAM_ADAPTER_ROOT`, as set for routers and workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_LAYERS, HIDDEN_SIZE, RANK = 30, 576, 4
 
 
 def make_adapter(folder: Path) -> Path:
-    """Write a random adapter for all query projections in PEFT's format."""
+    """Write a random adapter for all query projections, in PEFT's format."""
     generator, tensors = np.random.default_rng(0), {}
     for layer in range(NUM_LAYERS):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{{}}.weight"

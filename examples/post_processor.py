@@ -1,7 +1,7 @@
 """A logits post-processor: your own code, selected by name, called with the tokens so far and the client id.
 
 `count_up` is in the package tests/gpu_worker/example_post_processor; install it where the workers run. It makes each
-token the one before it plus the length of the client's id.
+token id the previous one plus the length of the client id.
 """
 
 from __future__ import annotations

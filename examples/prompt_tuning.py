@@ -16,7 +16,7 @@ def main(address: str = "127.0.0.1:50051") -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
     with Client(address) as client:
         info = client.model_info()
-    # Trained ones come from a file; `prompt_adapter_request` names a PEFT folder.
+    # Trained embeddings come from a file; `prompt_adapter_request` specifies a PEFT folder.
     table = np.random.default_rng(1).normal(0, 0.1, (4, info.hidden_size)).astype(np.float16)
     with GenerationExecutor.create(address=address) as executor:
         results = {
