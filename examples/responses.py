@@ -21,7 +21,9 @@ def main(address: str = "127.0.0.1:50051") -> None:
                 if response.is_final and response.result is not None:
                     print(f"{waiting.pop(response.request_id)}: {response.result.finish_reasons}")
         stats = executor.get_latest_stats()
-        print(f"{stats.num_completed_requests} requests completed; at most {stats.max_num_active_requests} run at a time")
+        print(
+            f"{stats.num_completed_requests} requests completed; at most {stats.max_num_active_requests} run at a time"
+        )
 
 
 if __name__ == "__main__":

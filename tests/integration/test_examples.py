@@ -62,7 +62,11 @@ SHOWN: dict[str, list[str]] = {
     "prompt_tuning": [r"^plain: .* 3 prompt", r"first: .* 7 prompt", r"within: .* 5 prompt", r"alone: .* 4 prompt"],
     "speculative": [r"^the same output: True", r"^without: 3\d steps, 0 of 0", r"^with: [12]?\d steps, [1-9]"],
     "scheduling": [r"^tenant-1: 0 of", r"^tenant-1: [1-9]\d* of|^tenant-1: 0 of", r"^tenant-2: 0 of", r"^a deadline: "],
-    "responses": [r"^the (short|endless) one: \['(length|abort)'\]", r"^the ", r"^\d+ requests completed; at most \d+ run"],
+    "responses": [
+        r"^the (short|endless) one: \['(length|abort)'\]",
+        r"^the ",
+        r"^\d+ requests completed; at most \d+ run",
+    ],
     "batch_manager": [r"^request [12]: output_ids of shape", r"^request [12]:", r"^statistics: \["],
 }
 
