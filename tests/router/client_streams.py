@@ -1,4 +1,4 @@
-"""Helpers for clients of a test cluster's routers."""
+"""Helpers for clients that call the routers of a test cluster."""
 
 from __future__ import annotations
 

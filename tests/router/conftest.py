@@ -69,7 +69,7 @@ def decoders(tokenizer: Tokenizer) -> DecoderFactory:
 
 
 class Part:
-    """A service in this process."""
+    """A component that runs in this process."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Part:
         self._task = task
 
     async def kill(self) -> None:
-        """End it as a crash would, without aborting the requests of its clients."""
+        """End the component as a crash would, without aborting the requests of its clients."""
         self.server.draining.set()
         if self.http is not None:
             await self.http.stop(0)
@@ -105,7 +105,7 @@ _prompts: dict[Path, PromptBuilder] = {}
 
 
 def prompts_of(folder: ModelFolder) -> PromptBuilder:
-    """Return this process's only prompt builder for a model folder, since loading the tokenizer takes up to a
+    """Return the only prompt builder of this process for a model folder, since loading the tokenizer takes up to a
     second.
     """
     if folder.path not in _prompts:
@@ -115,7 +115,7 @@ def prompts_of(folder: ModelFolder) -> PromptBuilder:
 
 
 class Cluster:
-    """The components of one test."""
+    """The components that one test uses."""
 
     def __init__(self, folder: ModelFolder, decoders: DecoderFactory, transport: str = "grpc") -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Scores by the answers that a model was trained to give."""
+"""Scores computed from the answers that a model was trained to give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of an input contribute to its vector."""
+"""Which tokens of an input contribute to its embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a bug ends a loop, the process exits and is restarted instead of running on without the loop."""
+"""If a bug ends a loop, the process exits and is restarted, instead of continuing without the loop."""
 
 from __future__ import annotations
 

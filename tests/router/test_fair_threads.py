@@ -1,4 +1,4 @@
-"""Work that would block the event loop runs in threads, which clients share in turn."""
+"""Work that would block the event loop runs in threads, which are shared fairly among clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.pipeline.fair_threads import FairThreads
 
 
 class Gate:
-    """Functions that record their names when they begin, and then wait until they are let go."""
+    """Functions that record their names when they begin, and then wait until they are released."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []

@@ -1,4 +1,4 @@
-"""Guides are checked in a separate process, within limits; abusive ones fail alone, and caches stay bounded."""
+"""Guides are checked in a separate process, within limits: abusive guides fail alone, and caches remain bounded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from router.pipeline import grammar_check
 from router.pipeline.grammar_check import GrammarChecker
 
 LIMIT_S = 1.0
-# For guides that must pass: the machine may stand still for seconds.
+# Time limit for guides that must pass, since the machine may stall for seconds.
 PATIENT_S = 30.0
-# Enough for one answer, and for a restart of the process on a slow machine.
+# Sufficient for one check, and for a restart of the process on a slow machine.
 MOST_S = 30.0
 
 
@@ -87,7 +87,7 @@ async def test_abuse_fails_within_its_limit_and_the_next_one_passes(
     assert time.monotonic() - started < MOST_S
     assert raised.value.field == "guided_decoding.guide"
     assert len(raised.value.message) < 300
-    # Again if the machine stood still for longer than the limit.
+    # The check is repeated because the machine may have stalled for longer than the limit.
     problems = [await problem_of(strict, guide("REGEX", f"after {kind} {number}")) for number in range(3)]
     assert "" in problems
     assert all("takes more than" in problem for problem in problems if problem)

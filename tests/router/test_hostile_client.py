@@ -1,6 +1,6 @@
-"""While a client sends random messages to every method, another client must be served.
+"""While one client sends random messages to every method, another client must be served.
 
-MIDSTREAM_FUZZ_MESSAGES=20000 pytest tests/router/test_hostile_client.py runs more than the default of 1,000.
+MIDSTREAM_FUZZ_MESSAGES=20000 pytest tests/router/test_hostile_client.py sends more messages than the default of 1,000.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from router.protocols.openai.openapi import document
 from tests.router.conftest import Cluster
 from tests.router.test_stream_hoarders import first_tokens
 
-NUM_MESSAGES = 1000  # per round, each with its own service and seed
+NUM_MESSAGES = 1000  # messages per round; each round has its own service and seed
 NUM_ROUNDS = -(-int(os.environ.get("MIDSTREAM_FUZZ_MESSAGES", "1000")) // NUM_MESSAGES)
 SEED = int(os.environ.get("MIDSTREAM_FUZZ_SEED", "15"))
 MAX_GROWTH_BYTES = 512 << 20
@@ -53,7 +53,7 @@ _RANGES = {
 
 
 def value_of(field: FieldDescriptor, draw: random.Random, depth: int) -> Any:
-    """Return a value of a field's type: a limit of its range, or a message of such values."""
+    """Return a value for a field's type: a limit of its range, or a message of such values."""
     kind = field.cpp_type
     if kind == _Field.CPPTYPE_MESSAGE:
         assert field.message_type is not None
@@ -73,7 +73,7 @@ def value_of(field: FieldDescriptor, draw: random.Random, depth: int) -> Any:
 
 
 def fill(descriptor: Descriptor, draw: random.Random, depth: int = 0) -> Message:
-    """Return a message with about half of its fields set."""
+    """Return a message in which about half of the fields are set."""
     message: Message = GetMessageClass(descriptor)()
     for field in descriptor.fields:
         if draw.random() < 0.5 or (depth > 4 and field.cpp_type == _Field.CPPTYPE_MESSAGE):
@@ -101,7 +101,7 @@ def rpc_methods() -> list[Any]:
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:
-    """Return the message with some bytes changed, truncated or repeated."""
+    """Return the message with some bytes changed, removed or duplicated."""
     changed = bytearray(data)
     for _ in range(draw.randint(1, 4)):
         if changed:
@@ -129,10 +129,10 @@ async def call_rpc(channel: Any, draw: random.Random, methods: list[Any]) -> str
         else:
             await call
     code = await call.code()
-    # gRPC's own response to invalid bytes.
+    # gRPC itself responds with this status to invalid bytes.
     if is_damaged and code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
         return "damaged"
-    # Statuses of the service itself. The client library also reports INTERNAL when a deadline ends its request.
+    # These are the statuses of the service. The client library also reports INTERNAL when a deadline ends its request.
     is_defect = code in UNEXPECTED and "internal error" in (await call.details() or "")
     return f"{code.name} of {name}" if is_defect else code.name
 
@@ -147,7 +147,9 @@ def json_value(draw: random.Random, depth: int = 0) -> Any:
 
 
 async def call_http(port: int, draw: random.Random, names: list[str]) -> str:
-    """Send a random request to the HTTP port; return the status of the response, or an empty string without one."""
+    """Send a random request to the HTTP port; return the status of the response, or an empty string if there is
+    none.
+    """
     path = draw.choice(PATHS)
     fields = {name: json_value(draw) for name in draw.sample(names, draw.randint(0, 8))}
     fields |= draw.choice(({}, {"prompt": "hello"}, {"messages": [{"role": "user", "content": "hello"}]}))
@@ -220,13 +222,13 @@ async def test_nothing_that_a_client_sends_harms_another(cluster: Cluster, round
     assert by_grpc["INVALID_ARGUMENT"] > NUM_MESSAGES // 50
     assert grown < MAX_GROWTH_BYTES
     assert after
-    # Clients and services share one event loop here, and the first number is from an idle one. Not the slowest: the
-    # machine may stand still for seconds.
+    # Clients and services share one event loop here, and the times alone are those of an idle loop. Medians are
+    # compared, not maxima, because the machine may stall for seconds.
     assert statistics.median(beside) <= max(3 * max(alone), 3.0)
 
 
 async def own_first_token(cluster: Cluster, client: AsyncClient) -> list[float]:
-    """Return the seconds until a request had its first token while everything else was running."""
+    """Return the seconds until the first token of a request, while all other load was running."""
     scheduler, name, began = cluster.scheduler, f"probe-{time.monotonic_ns()}", time.monotonic()
     stream = client.generate(token_ids=[1, 2, 3], request_id=name, timeout_s=60)
     first = asyncio.ensure_future(anext(stream))

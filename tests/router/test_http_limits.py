@@ -1,4 +1,4 @@
-"""Limits for one client on a router's HTTP port: connections, time and bytes; and the accepted host names."""
+"""Limits per client on the HTTP port of a router: connections, time and bytes; and the accepted host names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.router.conftest import Cluster
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answer in three pieces, a quarter of a second apart, once the body is complete."""
+    """Answer in three pieces, a quarter of a second apart, after the body is complete."""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -73,14 +73,14 @@ async def test_an_answer_may_take_longer_than_its_request() -> None:
     sent = b"GET / HTTP/1.1\r\nhost: x\r\n"
     port = HttpPort(echo, "127.0.0.1", 0, head_timeout_s=0.3, body_timeout_s=0.3)
     port.start()
-    # The head of a pipelined request waits for the response to the first one.
+    # The header of a pipelined request waits for the response to the first request.
     answer, _ = await exchange(port.port, sent + b"\r\n" + sent)
     await port.stop(0)
     assert answer.count(b"piece") == 3
 
 
 async def test_connections_of_one_address_leave_room_for_others() -> None:
-    port = HttpPort(echo, "127.0.0.1", 0, max_open_files=16)  # 8 connections, at most 4 from each address
+    port = HttpPort(echo, "127.0.0.1", 0, max_open_files=16)  # at most 8 connections, and 4 from each address
     port.start()
     held = [await asyncio.open_connection("127.0.0.1", port.port) for _ in range(4)]
     request = b"GET / HTTP/1.0\r\nhost: x\r\n\r\n"
@@ -180,7 +180,7 @@ async def test_large_bodies_are_parsed_one_at_a_time_beside_the_event_loop() -> 
         if len(running) > 1:
             two_at_once.set()
         may_go_on.wait(10)
-        two_at_once.wait(0.02)  # another one would start in that time
+        two_at_once.wait(0.02)  # enough time for another one to start
         running.pop()
         return len(body.fields)
 
@@ -197,7 +197,7 @@ async def test_large_bodies_are_parsed_one_at_a_time_beside_the_event_loop() -> 
     async with asyncio.timeout(10):
         while not running:  # noqa: ASYNC110 (a thread appends)
             await asyncio.sleep(0.001)
-        # While one body is parsed, the event loop reads others.
+        # While one body is parsed in a thread, the event loop reads other bodies.
         assert await read(b'{"prompt": "hello", "n": 1}') == 2
         assert not any(task.done() for task in large)
         may_go_on.set()

@@ -1,6 +1,6 @@
-"""Routing by cached prefixes, with 16 real scheduler cores whose events are late, lost and repeated.
+"""Routing by cached prefixes, with 16 real scheduler cores whose events are late, lost and duplicated.
 
-Each cell's output is checked token by token, however wrong the index is.
+The output of each cell is checked token by token, however wrong the index is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK = 4
 
 @dataclass
 class Cell:
-    """A core with one worker group, and a router's index of its cache."""
+    """A core with one worker group, and the index that a router has of its cache."""
 
     name: str
     load: int = 0
@@ -97,8 +97,8 @@ def never(_: Cell, __: random.Random) -> None:
 
 
 def num_hits(deliver: Deliver) -> tuple[int, list[Cell]]:
-    """Return the number of cached prompt tokens in the chosen cells for a trace of sessions with four common
-    prefixes.
+    """Run a trace of sessions with four common prefixes; return the number of prompt tokens that were cached in the
+    chosen cells.
     """
     dice, faults = random.Random(11), random.Random(12)
     cells = [Cell(f"cell {number}") for number in range(NUM_CELLS)]
@@ -118,7 +118,7 @@ def num_hits(deliver: Deliver) -> tuple[int, list[Cell]]:
 
 
 def oracle(cell: Cell, _: random.Random) -> None:
-    """Route with an index that always equals the cells' caches."""
+    """Route with an index that always matches the caches of the cells."""
     cell.index = KvIndex()
     cell.index.apply(kv_snapshot_proto(0, cell.harness.core.groups, BLOCK))
 
@@ -157,10 +157,10 @@ def test_the_index_follows_the_numbers_of_events() -> None:
     assert index.num_cached(prompt) == 4
     removed = stats_pb2.KvEvent(sequence_number=8, group_id="g")
     removed.removed.block_hashes.append(first)
-    assert index.apply(stats_pb2.KvEventBatch(events=[removed]))  # repeated: ignored
+    assert index.apply(stats_pb2.KvEventBatch(events=[removed]))  # duplicate, so it is ignored
     assert index.num_cached(prompt) == 4
     removed.sequence_number = 10
-    assert not index.apply(stats_pb2.KvEventBatch(events=[removed]))  # 9 was lost
+    assert not index.apply(stats_pb2.KvEventBatch(events=[removed]))  # event 9 was lost
     removed.sequence_number = 9
     assert index.apply(stats_pb2.KvEventBatch(events=[removed]))
     assert index.num_cached(prompt) == 0

@@ -1,4 +1,4 @@
-"""The ledger over HTTP."""
+"""The ledger as read over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Components of the router: the client's stream, choice of a cell, discovery."""
+"""Components of the router: the client's stream, the choice of a cell, and discovery."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ async def test_discovery_follows_names(monkeypatch: pytest.MonkeyPatch) -> None:
     running = asyncio.create_task(Discovery("dns:///parts:99,x:1", field="f", on_change=note).run())
     await asyncio.wait_for(done.wait(), 30)
     running.cancel()
-    # A single failed name resolution changes nothing.
+    # A single failed name resolution has no effect.
     assert changes == [["10.0.0.1:99", "10.0.0.2:99", "x:1"], ["10.0.0.1:99", "10.0.0.3:99", "x:1"]]
 
 

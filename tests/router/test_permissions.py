@@ -52,11 +52,11 @@ def test_every_method_has_its_roles() -> None:
 
 
 async def call(address: str, token: str, method: tuple[str, bool, bool], timeout_s: float) -> grpc.StatusCode:
-    """Return the status of an empty call; OK if the method answers and continues."""
+    """Return the status of an empty call, or OK if the method answers and continues."""
     name, _, streams = method
     async with open_channel(address, token=token) as opened:
         channel: Any = opened
-        # An empty message is valid for any type, and one request is a valid stream of requests.
+        # An empty message is valid for any type, and a single request is a valid request stream.
         try:
             if streams:
                 await channel.unary_stream(name)(b"", timeout=timeout_s).read()
@@ -71,7 +71,8 @@ async def test_each_role_reaches_its_methods_and_no_others(cluster: Cluster, tmp
     part = await cluster.add_router(await cluster.add_detokenizer(), authenticator=authenticator(tmp_path))
     for role, token in TOKENS.items():
         expected = {name for name, _, _ in methods() if role in _GRPC[name] or role is Role.ADMIN}
-        # A refusal is waited for; a method that is reached may send nothing.
+        # A denied call gets a long timeout, since its status must arrive; a permitted method may send nothing, so its
+        # timeout is short.
         calls = (call(part.address, token, method, 1 if method[0] in expected else 30) for method in methods())
         statuses = await asyncio.gather(*calls)
         reached = {name for (name, _, _), status in zip(methods(), statuses, strict=True) if status is not DENIED}
@@ -86,7 +87,7 @@ async def test_each_role_reaches_its_methods_and_no_others(cluster: Cluster, tmp
             is_open = route.path in ("/health", "/live", "/dashboard", "/", "/docs")
             may = is_open or role is Role.ADMIN or role in roles_for_path(route.path)
             assert (status == 403) is not may, (role, route.path, status)
-            # Paths that are not listed require admin, so none can be forgotten.
+            # Paths that are not listed require admin, so a new path cannot be left open by mistake.
             assert is_open or any(route.path.startswith(prefix) for prefix, _ in _HTTP)
 
 

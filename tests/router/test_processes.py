@@ -1,4 +1,6 @@
-"""`python -m router` and `python -m detokenizer` as processes: they drain on SIGTERM, and their death loses nothing."""
+"""`python -m router` and `python -m detokenizer` as processes: they drain on SIGTERM, and killing them loses no
+output.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ TEXT = "Every part may die 🫠 and the text goes on: 日本語, naïve, done."
 
 @dataclass
 class Process:
-    """A running service."""
+    """A running component."""
 
     process: asyncio.subprocess.Process
     port: int
@@ -38,7 +40,7 @@ class Process:
         return f"127.0.0.1:{self.port}"
 
     async def ready(self) -> None:
-        """Wait until it reports SERVING."""
+        """Wait until the process reports SERVING."""
         async with asyncio.timeout(60), open_channel(self.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             async for response in stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
@@ -46,7 +48,7 @@ class Process:
                     return
 
     def get(self, path: str) -> str:
-        """Get a page from its HTTP port."""
+        """Return a page from the HTTP port of the process."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=30) as response:
             return str(response.read().decode())
 
@@ -146,7 +148,9 @@ async def test_any_part_may_die_or_drain(
 
 
 async def attached_part(parts: list[Process]) -> Process:
-    """Return the process with the stream: routers count what they relay, detokenizers what is attached."""
+    """Return the process that serves the stream, found by its metrics: relayed tokens on a router, attached streams on
+    a detokenizer.
+    """
     async with asyncio.timeout(60):
         while True:
             for part in parts:

@@ -1,4 +1,4 @@
-"""Quotas by client, over HTTP and gRPC, and isolation of files and batches between clients."""
+"""Quotas per client over HTTP and gRPC, and isolation of files and batches between clients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_requests_refill_over_a_minute() -> None:
         quotas.admit(alice).release()
     with pytest.raises(OverloadedError, match="requests_per_minute") as refused:
         quotas.admit(alice)
-    assert refused.value.retry_after_ms == 30_000  # two per minute is one in 30 s
+    assert refused.value.retry_after_ms == 30_000  # two requests per minute are one request in 30 s
     assert quotas.headers(alice) == {
         "x-ratelimit-limit-requests": "2",
         "x-ratelimit-remaining-requests": "0",
@@ -60,7 +60,7 @@ def test_tokens_are_counted_as_they_come_and_a_debt_is_paid_first() -> None:
     admission.charge(output=29)
     with pytest.raises(OverloadedError, match="tokens_per_minute") as refused:
         quotas.admit(alice)
-    assert refused.value.retry_after_ms == 20_000  # 19 below zero, plus one to start, at one per second
+    assert refused.value.retry_after_ms == 20_000  # 19 tokens below zero, plus one to start, at one token per second
     clock.now = 20
     quotas.admit(alice)
     assert quotas.headers(alice)["x-ratelimit-remaining-tokens"] == "1"

@@ -1,4 +1,6 @@
-"""The range of every field: values at its limits pass; values beyond are rejected with the field's name."""
+"""The range of every field: values at its limits are accepted, and values beyond are rejected with the name of the
+field.
+"""
 
 from __future__ import annotations
 

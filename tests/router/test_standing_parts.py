@@ -1,4 +1,4 @@
-"""Components that hang while their connections stay open."""
+"""Components that hang while their connections remain open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from tests.router.conftest import Cluster
 
 @contextlib.asynccontextmanager
 async def relayed(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """Return another address for a component, and a gate that lets bytes through in both directions."""
+    """Return another address for a component, and a gate that lets bytes through in both directions while it is
+    open.
+    """
     gate, pumps, writers = asyncio.Event(), set[asyncio.Task[None]](), list[asyncio.StreamWriter]()
     gate.set()
     host, _, port = address.rpartition(":")
@@ -64,17 +66,20 @@ async def test_a_peer_that_hangs_is_noticed_within_the_keepalives_time(cluster: 
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await call.read()
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-        # Ten seconds until the next ping, five for its answer, and a margin for a machine that stands still.
+        # The next ping is sent within ten seconds and must be answered within five; the rest is a margin for a machine
+        # that stalls.
         assert time.monotonic() - began < 40
 
 
-# Sooner than gRPC's own keepalive would notice.
+# This is sooner than gRPC's own keepalive would detect the failure.
 MOST_S = 14
 TEXT = "What stood still goes on 🫠 elsewhere."
 
 
 async def finish(cluster: Cluster, client: AsyncClient, stop_busy: Callable[[], None], tokenizer: Tokenizer) -> float:
-    """Start a stream, stop the component in its path, and emit the rest; return the seconds that this took."""
+    """Start a stream, suspend the component in its path, and emit the remaining tokens; return the seconds that this
+    took.
+    """
     ids, result = tokenizer.encode(TEXT), Result("r")
     stream = client.generate(token_ids=PROMPT, request_id="r")
     reading = asyncio.ensure_future(anext(stream))

@@ -1,4 +1,4 @@
-"""Of each client, a few requests start at once."""
+"""Only a few requests of each client start at the same time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from router.pipeline.start_slots import StartSlots
 
 
 class Starts:
-    """Requests that record when they begin to start, and start once they are let go."""
+    """Requests that record when they begin to start, and start once they are released."""
 
     def __init__(self, slots: StartSlots) -> None:
         self.begun: list[str] = []
@@ -38,7 +38,7 @@ async def test_the_requests_of_a_flood_start_a_few_at_a_time_and_others_at_once(
     tasks.append(asyncio.create_task(starts.run("b")))
     await settle()
     assert starts.begun == ["a", "a", "b"]
-    tasks.pop(4).cancel()  # one that waits
+    tasks.pop(4).cancel()  # cancels a waiting request
     starts.let_go(5)
     await asyncio.gather(*tasks)
     assert starts.begun == ["a", "a", "b", "a", "a"]
@@ -55,6 +55,6 @@ async def test_a_start_that_waits_for_another_part_holds_nobody_up() -> None:
     one_more = asyncio.create_task(starts.run("a"))
     last = asyncio.create_task(starts.run("a"))
     await settle()
-    assert len(starts.begun) == 4  # each slot was released once
+    assert len(starts.begun) == 4  # each slot was released only once
     starts.let_go(2)
     await asyncio.gather(one_more, last)

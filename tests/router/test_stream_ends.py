@@ -1,4 +1,4 @@
-"""Streams end and can be resumed after their end, over real sockets."""
+"""Streams end, and can be resumed after their end, over real sockets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_a_client_that_is_back_at_once_is_not_aborted_though_no_detokenize
         await cluster.scheduler.until(lambda number=number: len(cluster.scheduler.submits) > number)
         if stream is not streams[1]:
             stream.cancel()
-    # The first stream was left earlier, so it would have been aborted earlier.
+    # The client left the first stream earlier, so its request would have been aborted earlier.
     await cluster.scheduler.until(lambda: cluster.scheduler.aborts)
     assert cluster.scheduler.aborts == ["left"]
     streams[1].cancel()

@@ -1,4 +1,4 @@
-"""A client that opens as many streams as it can must not prevent others from being served."""
+"""A client that opens as many streams as it can must not prevent other clients from being served."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.router.conftest import MAX_MESSAGE, Cluster
 
 HOARDER, PROBE = "token-of-the-hoarder", "token-of-the-probe-client"
 NUM_IDLE = 4500
-# Status watches, health watches, and KServe streams, which may contain requests.
+# Limits of status watches, of health watches, and of KServe streams, which may contain requests.
 MAX_ACCEPTED = 64 + 256 + NUM_IDLE // 6
 WATCHED = {
     "/midstream.v1.Midstream/GetIterationStats": stats_pb2.GetIterationStatsRequest(stream=True),
@@ -39,7 +39,7 @@ WATCHED = {
 
 
 async def first_tokens(cluster: Cluster, client: AsyncClient, count: int) -> list[float]:
-    """Return, for each of several requests, the seconds until its first token."""
+    """Return the seconds until the first token of each of several requests."""
     scheduler, times = cluster.scheduler, []
     for number in range(count):
         began, before = time.monotonic(), len(scheduler.submits)
@@ -57,7 +57,7 @@ async def first_tokens(cluster: Cluster, client: AsyncClient, count: int) -> lis
 
 
 async def hoard(channel: Any, count: int) -> tuple[list[Any], Counter[grpc.StatusCode | None]]:
-    """Open streams of every kind without reading; return them, and the number of each status."""
+    """Open streams of every kind without reading them; return the streams, and the number of streams by status."""
     calls = []
     for number in range(count):
         name, request = list(WATCHED.items())[number % len(WATCHED)]
@@ -84,13 +84,13 @@ async def test_idle_streams_of_one_client_cost_the_others_nothing(cluster: Clust
         alone = await first_tokens(cluster, probe, 20)
         calls, statuses = await hoard(channel, NUM_IDLE)
         assert statuses.pop(None) <= MAX_ACCEPTED
-        # A connection also accepts only a limited number of streams.
+        # The number of streams per connection is limited, too.
         assert set(statuses) <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
         beside = await first_tokens(cluster, probe, 20)
         assert (await probe.model_info()).model == cluster.folder.name
         for call in calls:
             call.cancel()
-    # Not the slowest: the machine may stand still for seconds.
+    # Medians are compared, not maxima, because the machine may stall for seconds.
     assert statistics.median(beside) <= max(3 * statistics.median(alone), 0.5)
 
 
@@ -122,6 +122,6 @@ async def test_health_says_when_the_parts_that_requests_need_do_not_answer(clust
         await until(["no detokenizer responds"])
         await cluster.scheduler.stop()
         await until(["no detokenizer responds", "no scheduler responds", "no worker is connected"])
-        assert progress.stalled() == []  # it is still alive
+        assert progress.stalled() == []  # the process is still alive
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Streams of requests hold a limited part of a router's memory."""
+"""Request streams may use only a limited part of a router's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.pipeline.stream_slots import StreamSlots
 
 
 class Stream:
-    """A client's stream; its requests are read in a task until their number is taken."""
+    """A client's stream; a task reads requests from it until the given number has been read."""
 
     def __init__(self, slots: StreamSlots, client: str) -> None:
         self.queue: asyncio.Queue[pb.ModelInferRequest] = asyncio.Queue()
@@ -32,7 +32,7 @@ class Stream:
             self.received.put_nowait(ended)
 
     async def send(self, num_bytes: int = 0) -> Callable[[object], None]:
-        """Send a request; return the callback of its end, once it was read."""
+        """Send a request; once it has been read, return the function that marks its end."""
         self.queue.put_nowait(pb.ModelInferRequest(id="x" * num_bytes))
         async with asyncio.timeout(10):
             return await self.received.get()
@@ -57,7 +57,7 @@ async def test_the_stream_that_was_idle_longest_is_ended_for_one_that_needs_its_
 async def test_a_stream_whose_request_runs_is_not_ended_and_leaves_half_of_the_slots() -> None:
     slots = StreamSlots(4, 2, min_idle_s=0.0)
     streams = [Stream(slots, "a") for _ in range(2)]
-    ends = [await stream.send() for stream in streams]  # now both want to read on
+    ends = [await stream.send() for stream in streams]  # now both streams wait for another request
     newcomers = [Stream(slots, "a") for _ in range(2)]
     ends += [await stream.send() for stream in newcomers]
     assert not any(stream.task.done() for stream in (*streams, *newcomers))

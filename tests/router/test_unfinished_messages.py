@@ -1,4 +1,4 @@
-"""Requests of which a client sends everything but the last byte."""
+"""Requests of which a client sends everything except the last byte."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_a_client_holds_memory_of_thirty_two_unfinished_messages(cluster: 
     counts = await until_read()
     async with AsyncClient(part.address, token=PROBE) as probe:
         assert len(await first_tokens(cluster, probe, 3)) == 3
-    # For the other calls, gRPC buffers what its flow-control window allows.
+    # For the other calls, gRPC buffers as much as its flow-control window allows.
     assert await until_read() == counts
     assert max(counts[:8]) < 1 << 16
     await calls.close()

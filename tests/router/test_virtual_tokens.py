@@ -1,4 +1,4 @@
-"""Embeddings in place of token ids: rejected requests, and their form at the scheduler."""
+"""Embeddings in place of token ids: which requests are rejected, and what the scheduler receives."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import struct
 _DATA, _HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 4, 6, 8
 _ACK = 0x1
 _END_HEADERS = 0x4
-_WINDOW = 65_535  # initial window of a stream and of the connection
+_WINDOW = 65_535  # initial window of a stream, and of the connection
 _FRAME = 16_384
 
 
@@ -17,8 +17,8 @@ class UnfinishedCalls:
     """Calls on one HTTP/2 connection, each with a message that lacks its last byte.
 
     Attributes:
-        num_sent: Bytes that the server let each call send, by stream.
-        ended: Streams that the server has ended.
+        num_sent: Number of bytes that flow control let each call send, by stream.
+        ended: Streams that the server has ended so far.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -38,7 +38,7 @@ class UnfinishedCalls:
         return cls(reader, writer)
 
     def begin(self, method: str, num_bytes: int, token: str = "") -> None:
-        """Call `method` with a message of `num_bytes`."""
+        """Call `method` and start to send a message of `num_bytes`."""
         stream = 2 * len(self.num_sent) + 1
         headers = [(":method", "POST"), (":scheme", "http"), (":path", method), (":authority", "x")]
         headers += [("te", "trailers"), ("content-type", "application/grpc")]
@@ -62,7 +62,7 @@ class UnfinishedCalls:
         open_streams = sorted(self.num_sent.keys() - self.ended)
         is_moving = True
         while is_moving:
-            sent = [self._send_frame(stream) for stream in open_streams]  # one frame of each in turn
+            sent = [self._send_frame(stream) for stream in open_streams]  # one frame per stream in turn
             is_moving = any(sent)
 
     def _send_frame(self, stream: int) -> bool:

@@ -1,4 +1,4 @@
-"""Server-sent events over a plain socket, so that a test can close or drop the connection at any event."""
+"""Server-sent events over a plain socket, so that a test can close or drop the connection after any event."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class EventStream:
-    """Events of one response.
+    """The events of one response.
 
     Attributes:
         last_id: Id of the last event that was read.
@@ -35,7 +35,7 @@ class EventStream:
 async def post_stream(
     port: int, path: str, body: dict[str, object], last_event_id: str | None = None
 ) -> AsyncIterator[EventStream]:
-    """Post `body` and return its events. Leaving the context closes the connection."""
+    """Post `body` and yield the events of the response. Leaving the context closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {len(data)}\r\n"

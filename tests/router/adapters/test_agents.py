@@ -1,6 +1,6 @@
 """Codex and Claude Code, unmodified, in a session with a tool and a scripted model.
 
-Requires their programs on PATH: `npm install --prefix DIR @openai/codex @anthropic-ai/claude-code`, then
+Their programs must be on PATH: `npm install --prefix DIR @openai/codex @anthropic-ai/claude-code`, then
 `PATH=DIR/node_modules/.bin:$PATH pytest tests/router/adapters/test_agents.py`.
 """
 
@@ -35,7 +35,9 @@ LIMIT_S = 120
 
 @pytest.fixture(scope="session")
 def folder(folder: ModelFolder) -> ModelFolder:
-    """Return a model whose context can hold an agent's instructions, with a template that renders tools."""
+    """Return a model whose context is long enough for the instructions of an agent, with a template that renders
+    tools.
+    """
     return dataclasses.replace(folder, max_sequence_length=1 << 18, chat_template=TEMPLATE)
 
 
@@ -48,8 +50,8 @@ def needed(name: str) -> str:
 
 @asynccontextmanager
 async def scripted_model(cluster: Cluster, tokenizer: Tokenizer, call: Callable[[str], str]) -> AsyncIterator[str]:
-    """Return a router's HTTP address. It answers requests that contain the file's text, and answers other requests with
-    tools with `call`.
+    """Return a router's HTTP address. It answers requests that contain the text of the file, and responds with `call`
+    to other requests with tools.
     """
     chat = ChatModel(model_format("hermes", ""))
     router = await cluster.add_router(await cluster.add_detokenizer(), chat=chat)
@@ -79,7 +81,7 @@ async def scripted_model(cluster: Cluster, tokenizer: Tokenizer, call: Callable[
 
 
 async def run(*command: str, folder: Path, **environment: str) -> str:
-    """Return the program's output."""
+    """Run the program; return its output."""
     (folder / "note.txt").write_text(SECRET + "\n")
     home = folder / "home"
     home.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Anthropic's official client with a router on a real socket and a scripted scheduler."""
+"""Anthropic's official client, with a router on a real socket and a scripted scheduler."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def test_every_error_has_its_status_and_shape(cluster: Cluster, client: an
         assert (body["type"], body["error"]["type"]) == ("error", kind)
         if status == 429:
             assert raised.value.response.headers["retry-after"] == "2"
-    # Errors that the router retries until it gives up.
+    # Errors that the router retries until its retries are exhausted.
     assert [http_status(error) for error in (DeadlineError("no"), UnavailableError("no"))] == [504, 529]
     with pytest.raises(anthropic.NotFoundError):
         await client.messages.create(model="other", max_tokens=9, messages=HI)
@@ -174,7 +174,7 @@ async def test_an_error_ends_a_stream(cluster: Cluster, client: anthropic.AsyncA
 async def test_what_is_to_be_cached_is_kept(
     cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer
 ) -> None:
-    """A breakpoint at the system text keeps the tokens up to it; one at the end keeps all tokens."""
+    """A breakpoint in the system text keeps the tokens up to it; a breakpoint at the end keeps all tokens."""
     hour_long = {"type": "ephemeral", "ttl": "1h"}
     system: list[Any] = [{"type": "text", "text": "Know this well.", "cache_control": hour_long}]
     said: list[Any] = [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]

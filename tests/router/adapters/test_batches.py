@@ -1,4 +1,4 @@
-"""Files and batches with OpenAI's own client and a scripted model."""
+"""Files and batches, with OpenAI's official client and a scripted model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def client(router: Part) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @pytest.fixture
 async def model(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[None]:
-    """Answer each request with the same text."""
+    """Answer every request with the same text."""
     ids, answered = tokenizer.encode(TEXT), set[str]()
 
     async def answer() -> None:
@@ -78,7 +78,7 @@ async def rows(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str
 
 
 async def test_files_are_stored_listed_read_and_deleted(client: openai.AsyncOpenAI) -> None:
-    data = bytes(range(256)) * 10_000  # more than one chunk
+    data = bytes(range(256)) * 10_000  # the file has more than one chunk
     first = await client.files.create(file=("a.bin", data), purpose="user_data")
     second = await client.files.create(
         file=("b.jsonl", b"{}"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}

@@ -1,4 +1,4 @@
-"""Tests of every row of the tables in docs/adapters.md."""
+"""Tests of every row in the tables of docs/adapters.md."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def turn(**fields: object) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": "Hi"}, said, {"role": "user", "content": "Go"}]}
 
 
-# For each field of completions and chat completions, a value that has an effect, and the other fields that it requires.
+# For each field of completions and chat completions: a value that has an effect, and the other fields that it requires.
 COMMON_EXAMPLES: dict[str, tuple[object, dict[str, object]]] = {
     "n": (2, {}),
     "temperature": (0.5, {}),
@@ -121,7 +121,7 @@ COMPLETIONS_EXAMPLES = COMMON_EXAMPLES | {
     "suffix": ("x", {}),
     "prompt_embeds": ("x", {}),
 }
-# A key that names a field within another field's path stands for a body with that field and one without it.
+# If a key is a field within the path of another field, a body with that field is compared with a body without it.
 CHAT_EXAMPLES = COMMON_EXAMPLES | {
     "model": ("m", {}),
     "messages": ([{"role": "user", "content": "Other"}], {}),
@@ -312,7 +312,7 @@ def allowed(*names: str) -> dict[str, object]:
     return {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": name} for name in names]}
 
 
-# As for messages.
+# The same for each field of responses.
 RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "model": ({}, {"model": "m"}),
     "input": ({}, {"input": "Other"}),
@@ -445,27 +445,27 @@ RERANK_EXAMPLES = EMBEDDING_COMMON_EXAMPLES | {
 
 
 def run_embeddings(fields: dict[str, object]) -> tuple[str, list[str]]:
-    """Return everything that an embeddings request body determines, and its ignored fields."""
+    """Return everything that an /embeddings request body sets, and its ignored fields."""
     job = read_embeddings(Body({"input": "a", **fields}))
     return str(replace(job, ignored=[])), job.ignored
 
 
 def run_score(fields: dict[str, object]) -> tuple[str, list[str]]:
-    """Return everything that a score request body determines, and its ignored fields."""
+    """Return everything that a /score request body sets, and its ignored fields."""
     texts = {} if "queries" in fields else {"text_1": "a", "text_2": "b"}
     job = read_score(Body({**texts, **fields}))
     return str(replace(job, ignored=[])), job.ignored
 
 
 def run_rerank(fields: dict[str, object]) -> tuple[str, list[str]]:
-    """Return everything that a rerank request body determines, and its ignored fields."""
+    """Return everything that a /rerank request body sets, and its ignored fields."""
     job = read_rerank(Body({"query": "a", "documents": ["b", "c"], **fields}))
     return str(replace(job, ignored=[])), job.ignored
 
 
 def run_response(fields: dict[str, Any]) -> str:
-    """Return everything that a responses request body determines, and its ignored fields. Fields that the response only
-    echoes are excluded, except `metadata` and `previous_response_id`.
+    """Return everything that a /responses request body sets, and its ignored fields. Fields that are only echoed in the
+    response are left out, except `metadata` and `previous_response_id`.
     """
     job = read_response(Body({"input": "Hi"} | fields), MODEL)
     shown = {name: job.echo[name] for name in ("metadata", "previous_response_id")}
@@ -478,7 +478,7 @@ def run_response(fields: dict[str, Any]) -> str:
 
 
 def run_chat(fields: dict[str, object]) -> tuple[str, list[str]]:
-    """Return everything that a chat completions request body determines, and its ignored fields."""
+    """Return everything that a /chat/completions request body sets, and its ignored fields."""
     body = Body({"messages": [{"role": "user", "content": "Hi"}], "request_id": "r", **fields})
     job = chat_job(body, Vocabulary(lambda token: b"%d" % token, MODEL))
     assert job.conversation is not None
@@ -487,7 +487,7 @@ def run_chat(fields: dict[str, object]) -> tuple[str, list[str]]:
 
 
 def run_completion(fields: dict[str, object]) -> tuple[str, list[str]]:
-    """Return everything that a completions request body determines, and its ignored fields."""
+    """Return everything that a /completions request body sets, and its ignored fields."""
     body = Body({"prompt": "a", "request_id": "r", **fields})
     return _job(completion_job(body, Vocabulary(lambda token: b"%d" % token, MODEL))), ignored_fields(body, COMPLETIONS)
 
@@ -498,7 +498,7 @@ def _job(job: Job) -> str:
 
 
 def run_messages(fields: dict[str, Any]) -> str:
-    """Return everything that a messages request body determines."""
+    """Return everything that a /messages request body sets."""
     model = ChatModel(MODEL.format, MODEL.template + "{{ reasoning_effort }}")
     job = read_messages(Body({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2000} | fields), model)
     return "\n".join((_conversation(job.conversation), str((job.is_stream, job.shows_thinking, job.breakpoints))))

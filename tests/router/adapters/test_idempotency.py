@@ -1,4 +1,4 @@
-"""A call repeated with the same Idempotency-Key attaches to the first call's request."""
+"""A call that repeats the Idempotency-Key of an earlier call attaches to the request of that call."""
 
 from __future__ import annotations
 

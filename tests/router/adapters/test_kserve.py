@@ -13,7 +13,7 @@ TEXT = "Every part may die 🫠 and the text goes on."
 
 
 async def test_the_official_client(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    """The answer to every request is TEXT, in two pieces."""
+    """The response to every request is TEXT, in two pieces."""
     router = await cluster.add_router(await cluster.add_detokenizer())
     ids = tokenizer.encode(TEXT)
     answered: set[str] = set()

@@ -92,7 +92,7 @@ CALLS = '[{"name": "weather", "parameters": {"city": "東京"}}, {"name": "weath
 async def test_another_router_takes_a_stream_up_when_one_is_killed(
     cluster: Cluster, router: Part, tokenizer: Tokenizer
 ) -> None:
-    """Nothing is lost or repeated, even with several sequences or with tool calls in the text."""
+    """No output is lost or duplicated, even with several sequences or with tool calls in the text."""
     second = await cluster.add_router(await cluster.add_detokenizer("e"))
     assert router.http is not None
     assert second.http is not None

@@ -1,4 +1,4 @@
-"""No field of a body is ignored silently."""
+"""No field of a request body is ignored silently."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_clients_always_send_is_listed(fields: dict[str, object], ignored: 
         ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour"),
         ({"stream_options": {"usage": True}, "stream": True}, "stream_options.usage"),
         ({"early_stopping": True, "use_beam_search": True}, "early_stopping"),
-        ({"best_of": 3}, "best_of"),  # of completions
+        ({"best_of": 3}, "best_of"),  # a field of completions
     ],
 )
 def test_what_nobody_knows_is_refused(fields: dict[str, object], path: str) -> None:

@@ -82,7 +82,7 @@ def test_an_echoed_prompt_has_its_log_probabilities_before_the_output() -> None:
 
 
 def test_every_choice_has_its_prompts_log_probabilities() -> None:
-    """The log probabilities come with sequence 0, in pieces, after the text of the prompts."""
+    """The log probabilities arrive with sequence 0, in pieces, after the text of the prompts."""
     rows = [LogProbs((value,), 0, (), (), (1,)) for value in (-2.0, -3.0, -1.0, -1.5)]
     echoed, sent = EchoedPrompt(), list[Chunk]()
     for number in (0, 1):
@@ -102,7 +102,7 @@ def test_every_choice_has_its_prompts_log_probabilities() -> None:
 
 
 def test_a_token_that_is_a_part_of_a_character_is_named_by_its_bytes() -> None:
-    """Different tokens have different names, and the bytes of all tokens are the bytes of the text."""
+    """Different tokens have different names, and the concatenated bytes of all tokens are the bytes of the text."""
     pieces = [b"a", b" \xf0\x9f", b"\x98\x80", b"b"]
     vocabulary = Vocabulary(pieces.__getitem__)
     rows = LogProbs((-1.0,) * 4, 2, (1, 2) * 4, (-1.0, -2.0) * 4, (1,) * 4)
@@ -118,7 +118,7 @@ def test_a_token_that_is_a_part_of_a_character_is_named_by_its_bytes() -> None:
 
 
 def test_text_offsets_go_on_where_a_resumed_stream_does() -> None:
-    """After each token, also within a character, another router continues from the event's id."""
+    """After each token, even within a character, another router continues from the id of the event."""
     pieces = [b"a", b" \xf0\x9f", b"\x98", b"\x80", b"\xc3", b"\xa9b", b"\xff", b"c"]
     vocabulary, body = Vocabulary(pieces.__getitem__), Body({"prompt": "a", "logprobs": 0, "stream": True})
 

@@ -1,4 +1,4 @@
-"""The Responses API with OpenAI's official client and a scripted model."""
+"""The Responses API, with OpenAI's official client and a scripted model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def client_of(router: Part) -> openai.AsyncOpenAI:
 
 
 async def write(cluster: Cluster, ids: Sequence[int], number: int = 0, **fields: Any) -> str:
-    """Let the model write the answer to the `number`th request; return the request's id."""
+    """Make the model write the answer to the `number`th request; return the id of the request."""
     await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) > number)
     request_id = list(cluster.scheduler.requests)[number]
     for token in ids:
@@ -125,7 +125,9 @@ async def test_text_is_created_streamed_retrieved_and_deleted(
 async def test_the_rest_behind_any_event_is_identical_at_any_router(
     cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
 ) -> None:
-    """It does not matter how the tokens arrive: one at a time at first, all at once when the stream is read again."""
+    """The result does not depend on how the tokens arrive: one at a time at first, but all at once when the stream is
+    read again.
+    """
     created = await answered(cluster, client.responses.create(model="smollm2", input="Hi"), tokenizer.encode(TEXT))
     whole = await events_of(client, created.id)
     assert whole[-1]["response"] == created.to_dict()
@@ -162,7 +164,7 @@ async def test_a_stream_goes_on_behind_the_event_at_which_its_router_died(
         assert rest[-1]["response"]["output"][0]["content"][0]["text"] == TEXT
 
 
-# tests/router/parsers tests the differences between formats; here is one format of each kind.
+# tests/router/parsers tests the differences between formats; this test has one format of each kind.
 @pytest.mark.parametrize("name", ["hermes", "openai", "qwen3_coder", "deepseek_v3"])
 async def test_a_session_with_tools_continues_by_id(cluster: Cluster, tokenizer: Tokenizer, name: str) -> None:
     transcript = TRANSCRIPTS[name]
@@ -187,8 +189,8 @@ async def test_a_session_with_tools_continues_by_id(cluster: Cluster, tokenizer:
         follow = client.responses.create(input=outputs, previous_response_id=first.id, **asked)
         last = await answered(cluster, follow, tokenizer.encode("It is sunny."), 1)
         assert last.previous_response_id == first.id
-        # The same conversation as with all items in the input, except for the instructions, which apply to a single
-        # response.
+        # The conversation is the same as one with all items in the input, except for the instructions, which apply to a
+        # single response.
         whole: list[Any] = [{"role": "user", "content": "Weather?"}, *(item.to_dict() for item in first.output)]
         again = client.responses.create(input=[*whole, *outputs], store=False, **asked)
         await answered(cluster, again, tokenizer.encode("Sun."), 2)

@@ -1,4 +1,6 @@
-"""The official clients of OpenAI and Anthropic in a session with tools, with a model that writes each format."""
+"""The official clients of OpenAI and Anthropic in a session with tools, with a model that writes each tool-call
+format.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.router.conftest import Cluster, Part
 from tests.router.parsers.transcripts import GOOD, SCHEMAS, Transcript, model_format
 
 _T = TypeVar("_T")
-# For each format, its most complex transcript.
+# The most complex transcript of each format.
 CALLING = [item for item in GOOD if item.calls and (not item.is_thinking or item.reasons_by == "deepseek_r1")]
 TRANSCRIPTS = {
     name: max(

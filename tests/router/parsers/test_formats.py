@@ -1,4 +1,4 @@
-"""Each format compared with its chat template, and detection of a model's format."""
+"""Each format, compared with its chat template, and the detection of a model's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat,
 from router.pipeline.template_renderer import Renderer
 from tests.router.parsers.transcripts import OFFER, Named, model_format, summary
 
-# The loop over an assistant's calls in the chat template of a model with this format.
+# The loop over the tool calls of an assistant message in the chat template of a model with this format.
 TEMPLATES = {
     "hermes": """
         {%- for c in calls %}{{ '<tool_call>\\n{"name": "' }}{{ c.name }}{{ '", "arguments": ' }}

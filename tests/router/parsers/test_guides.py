@@ -1,4 +1,4 @@
-"""Strict-tool grammars as the grammar library applies them, with a tokenizer that has each format's special tokens."""
+"""Strict-tool grammars as llguidance applies them, with a tokenizer that has each format's special tokens."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def tokenizer(
 
 
 def accepts(tokenizer: llguidance.LLTokenizer, guide: str, text: str) -> bool:
-    """Return whether the whole text matches the grammar and may end there."""
+    """Return whether the whole text matches the grammar and may end after its last character."""
     matcher = compile_guide(Guide("ebnf", guide), tokenizer)
     return all(matcher.consume_token(token) for token in tokenizer.tokenize_str(text)) and matcher.is_accepting()
 

@@ -1,6 +1,6 @@
-"""Parsers find calls and reasoning in each format, however the text is split.
+"""Parsers find tool calls and reasoning in each format, however the text is split.
 
-PARSER_CUTS=100000 splits the transcripts of each format at that many places.
+PARSER_CUTS=100000 tests each format with that many ways to split its transcripts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_what_is_no_call_is_text(tools: str, text: str) -> None:
 
 
 def cuttings(rng: random.Random, size: int, num_cuts: int) -> Iterator[list[int]]:
-    """Return positions at which to split a text of `size` characters: few, many, or all."""
+    """Return ways to split a text of `size` characters: at few, many, or all positions."""
     yield list(range(1, size))
     made = size - 1
     while made < num_cuts:
@@ -69,7 +69,7 @@ def test_events_depend_on_the_text_so_far_alone(tools: str) -> None:
 
 @pytest.mark.parametrize("tools", FORMATS)
 def test_no_text_breaks_a_parser_or_is_lost(tools: str) -> None:
-    """Pieces of markup arrive in any order."""
+    """Pieces of markup are concatenated in any order."""
     marks = [
         *model_format(tools).marks,
         "[",

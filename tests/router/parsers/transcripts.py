@@ -1,4 +1,4 @@
-"""Model output in each format, as its chat template writes it, and the parsed contents."""
+"""Model output in each format, as the format's chat template writes it, and the parsed contents."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CODE: Named = ("write-file", {"path": "a.py", "text": 'if x < 3:\n    print("{[<
 
 @dataclass(frozen=True)
 class Transcript:
-    """A model's text and its contents.
+    """The text that a model writes, and its parsed contents.
 
     Attributes:
         tools: Name of the tool-call format.
@@ -58,7 +58,7 @@ def model_format(tools: str, reasoning: str = "none") -> ModelFormat:
 
 
 def summary(events: list[Event]) -> tuple[str, str, list[Named]]:
-    """Return the content, reasoning and calls."""
+    """Return the content, the reasoning and the tool calls."""
     content = "".join(event.text for event in events if isinstance(event, TextDelta))
     reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
     names = [event.name for event in events if isinstance(event, CallBegin)]
@@ -280,7 +280,7 @@ GOOD = [
     Transcript("gemma4", "<|channel>thought\n<channel|>Hello.", "Hello.", reasons_by="gemma4"),
 ]  # fmt: skip
 
-# Text that is not a call stays unchanged.
+# Text that is not a tool call is returned unchanged.
 MALFORMED = [
     ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": </tool_call> after'),
     ("hermes", "a <tool_call>{</tool_call> b"),

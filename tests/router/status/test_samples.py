@@ -27,11 +27,11 @@ def cell(
 @pytest.mark.parametrize(
     ("counts", "share", "expected"),
     [
-        ([4, 0, 0, 0], 0.5, 5.0),  # half of the first bucket, which is 0 to 10
+        ([4, 0, 0, 0], 0.5, 5.0),  # half of the first bucket, which covers 0 to 10
         ([0, 4, 0, 0], 0.25, 12.5),
         ([2, 2, 0, 0], 0.5, 10.0),
         ([2, 0, 2, 0], 0.75, 30.0),
-        ([0, 0, 0, 1], 0.5, 40.0),  # above all bounds, so unknown
+        ([0, 0, 0, 1], 0.5, 40.0),  # above all bounds, so the value is unknown
     ],
 )
 def test_quantiles_lie_between_the_bounds_of_their_bucket(counts: list[int], share: float, expected: float) -> None:

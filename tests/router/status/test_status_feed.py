@@ -1,4 +1,4 @@
-"""The status feed over real sockets, with a scheduler whose status each test sets."""
+"""The status feed over real sockets, with a scheduler whose status is set by each test."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def part(cluster: Cluster) -> Part:
 
 
 def read(port: int, path: str, num_events: int = 0, **headers: str) -> tuple[int, dict[str, str], str]:
-    """Return status, headers and body; for a stream, return the first events as the body."""
+    """Return status, headers and body; for a stream, the body consists of the first events."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
@@ -235,7 +235,7 @@ async def test_top_shows_itself_on_a_terminal_and_q_quits(part: Part) -> None:
     termios.tcsetwinsize(theirs, (40, 100))
     settings = termios.tcgetattr(theirs)
     command = (sys.executable, "-m", "midstream.cli", "top", "--address", part.address)
-    # A size set in the environment would take precedence over the terminal's.
+    # A size that is set in the environment would take precedence over that of the terminal.
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
     environment["TERM"] = "xterm-256color"
     process = await asyncio.create_subprocess_exec(
