@@ -11,14 +11,14 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-# Run Triton kernels in the interpreter. Triton reads this variable when it is first imported, by any package.
+# Run Triton kernels in the interpreter. Triton reads this variable when any package first imports it.
 os.environ["TRITON_INTERPRET"] = "1"
-# Tests run in parallel, so a worker's threads would wait for threads that are not scheduled.
+# Tests run in parallel, so the threads of a worker would wait for threads that are not scheduled.
 os.environ.setdefault("MIDSTREAM_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _INTEGRATION = "tests/integration/"
-# Files whose tests share the service of tests/integration/conftest.py.
+# Files whose tests share the service started in tests/integration/conftest.py.
 _SERVICE = "the service"
 _SHARING = (
     "adapters",
@@ -68,8 +68,8 @@ _SHARING_FILES = frozenset(f"{_INTEGRATION}test_{name}.py" for name in _SHARING)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run fast tests first, so that whole services start only when their parts work; on several processes, long files
-    first.
+    """Run fast tests first, so that whole services start only if their components work; with several processes, run
+    long files first.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         items.sort(key=lambda item: item.nodeid.startswith(_INTEGRATION))
@@ -81,8 +81,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Iterator[None]:
-    """Let the first of several processes collect alone: after installation it compiles thousands of modules, which the
-    others would otherwise compile at the same time.
+    """Let the first of several processes collect alone: after an installation it compiles thousands of modules, which
+    the other processes would otherwise compile at the same time.
     """
     with Path(__file__).open() as lock:
         if "PYTEST_XDIST_WORKER" in os.environ:
@@ -113,19 +113,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """Distribute groups of tests."""
+    """Return the scheduler that distributes groups of tests."""
     return GroupScheduling(config, log)
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Keep a file in one process, since its tests share services and models; likewise all files that share the service.
+    """Keeps the tests of a file in one process, since they share services and models; likewise all files that share the
+    service.
 
-    A test that ends its process, for example because it hangs, counts as failed: by default xdist would run it again
+    A test that ends its process, for example because it hangs, counts as failed; by default, xdist would run it again
     and again.
     """
 
     def schedule(self) -> None:
-        """Assign at least two files to a replacement process, which starts its last test only when told to end."""
+        """Assign at least two files to each replacement process, which starts its last test only when it is told to
+        end.
+        """
         super().schedule()
         for node in self.nodes:
             self._reschedule(node)

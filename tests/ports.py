@@ -7,23 +7,23 @@ import random
 
 from midstream.cli.topology import is_free_port
 
-# They are below 32,768, where the kernel's ports for outgoing connections begin: such a port may be taken before a
-# process listens on it, or while it restarts. Each process of a test run has a range of its own.
+# The ports are below 32,768, where the kernel's ports for outgoing connections begin: those may be taken before a
+# process listens on them, or while it restarts. Each process of a test run has its own range.
 _SLICE = 1_000
 _FIRST = 20_000 + _SLICE * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12)
 _next = random.randrange(_SLICE)
 
 
 def free_port() -> int:
-    """Return a port on which nothing listens, and which this process has not returned recently."""
+    """Return a port that nothing listens on and that this process has not returned recently."""
     global _next
     for _ in range(_SLICE):
         _next = (_next + 1) % _SLICE
         if is_free_port(_FIRST + _next):
             return _FIRST + _next
-    raise RuntimeError(f"ports {_FIRST} to {_FIRST + _SLICE} are all in use")
+    raise RuntimeError(f"all ports from {_FIRST} to {_FIRST + _SLICE} are in use")
 
 
 def free_ports(count: int) -> list[int]:
-    """Return several ports as `free_port` does."""
+    """Return several ports, each as from `free_port`."""
     return [free_port() for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Files, headings, settings and commands named in the documents exist."""
+"""Files, headings, settings and commands that the documents name exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from midstream.config import KNOWN_SETTINGS
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-# Read by the kernels, the tests, the compiler and the shell, not by a service's configuration.
+# These variables are read by the kernels, the tests, the compiler and the shell, not by the configuration of a service.
 OTHER_VARIABLES = {"all_doc_commands", "all_kills", "cpu_isa", "fuzz_messages", "fuzz_seed", "wheel_kernels", "run_dir"}
 
 

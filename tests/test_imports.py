@@ -1,4 +1,4 @@
-"""Import rules, and that no external package replaces one of ours."""
+"""The rules for imports, and that no external package replaces one of ours."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_nothing_that_executes_data_is_imported(package: str) -> None:
 
 
 def is_one_of(function: ast.expr, names: set[str]) -> bool:
-    """Return whether a called expression is a name, or an attribute of a name, among `names`."""
+    """Return whether a called expression is one of `names`, or an attribute of one of them."""
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
         return f"{function.value.id}.{function.attr}" in names
     return isinstance(function, ast.Name) and function.id in names
@@ -120,7 +120,7 @@ def module_name(file: Path) -> str:
 
 
 def import_circles() -> list[list[str]]:
-    """Return circles of our modules that import each other, whether at the top, in a function, or for types only."""
+    """Return the import cycles among our modules, whether imported at the top, in a function, or for types only."""
     files = {module_name(file): file for package in PACKAGES - {"protos"} for file in source_files(package)}
     imports: dict[str, set[str]] = {}
     for name, file in files.items():

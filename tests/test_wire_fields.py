@@ -1,11 +1,12 @@
-"""Every field of our protos is written by one part and read by another, so none is unused.
+"""Every field of our protos is written by one component and read by another, so no field is unused.
 
 Clients write the requests of the public API and read its responses.
 
-The scan goes by names. A field is written where a message's constructor gets it as a keyword, where it is assigned, or
-where a method that changes it is called; it is read where an attribute of its name is used, or where its name appears
-in HasField, getattr, a comparison or a table. Only files that import the generated module count, or one of a proto that
-imports it. The scan can miss a field that shares its name with another; everything it reports is a real finding.
+The scan works by names. A field is written where a message's constructor receives it as a keyword, where it is
+assigned, or where a method that changes it is called; it is read where an attribute of its name is used, or where its
+name appears in HasField, getattr, a comparison or a table. Only files that import the generated module count, or that
+of a proto that imports it. The scan can miss a field that shares its name with another; everything it reports is a real
+finding.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from protos import service_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("detokenizer", "gpu_worker", "midstream", "router", "scheduler")
-# Third-party protocols, some of whose fields are refused here.
+# Third-party protocols, some of whose fields are rejected here.
 FOREIGN = {"kserve", "openengine"}
-# A record of the scheduler's own types, which tests/scheduler/test_recording.py compares after a round trip.
+# This proto records the scheduler's own types, which tests/scheduler/test_recording.py compares after a round trip.
 MIRRORS = {"recording"}
 
-# Uses that the scan cannot see: (message, field), or the message for all of its fields.
+# Uses that the scan cannot detect: (message, field), or the message for all of its fields.
 ALLOWED: dict[tuple[str, str] | str, str] = {
-    "FramesOffer": "one module of midstream/ is both ends of it",
-    ("SchedulerMessage", "heartbeat_ack"): "a worker reads that anything came at all",
-    "LedgerEntry": "the router shows all of its fields, as JSON",
-    "RouterStatus": "the scheduler hands it as it is to the other routers",
+    "FramesOffer": "one module of midstream/ both writes and reads it",
+    ("SchedulerMessage", "heartbeat_ack"): "a worker only checks that a message arrived",
+    "LedgerEntry": "the router shows all of its fields as JSON",
+    "RouterStatus": "the scheduler passes it unchanged to the other routers",
 }
 
 _MUTATORS = {"CopyFrom", "MergeFrom", "SetInParent", "add", "append", "extend", "insert", "update", "get_or_create"}
@@ -58,7 +59,7 @@ def _with_nested(message: Descriptor) -> Iterator[Descriptor]:
 
 
 class Uses:
-    """One file's uses of fields, by name."""
+    """The fields that one file uses, by name."""
 
     def __init__(self, part: str, tree: ast.AST) -> None:
         self.part = part

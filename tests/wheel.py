@@ -1,7 +1,7 @@
 """Install dist/*.whl as a user would, without the checkout and without a compiler, and run the service tests there.
 
-The tests are copied to a folder of their own, importing `midstream.router` and so on instead of `router`, so that none
-of the checkout's packages can be imported, and run by the Python of that environment.
+The tests are copied to a separate folder and import `midstream.router` and so on instead of `router`, so that none of
+the checkout's packages can be imported. They are run by the Python of that environment.
 
 python -m tests.wheel [PYTEST ARGUMENTS]
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = ("tests/integration",)
-# What these read, with the modules that they import; the others cannot all be rewritten.
+# The files that these tests read, with the modules that they import; the other files cannot all be rewritten.
 FILES_OF_TESTS = ("tests", "examples", "docs", "pyproject.toml")
 NOT_COPIED = ("__pycache__", "benchmarks", "simulation", "status")
 EXTRAS = "router,scheduler,detokenizer,worker,tracing"
@@ -60,13 +60,13 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def pip_install(python: Path, *words: str) -> None:
-    """Install packages as pinned."""
+    """Install packages in their pinned versions."""
     command = [str(python), "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
     subprocess.run([*command, "--constraint", str(ROOT / "constraints.txt"), *words], check=True)
 
 
 def copy_tests(folder: Path) -> None:
-    """Copy the tests and what they read, with imports as in an installation."""
+    """Copy the tests and the files that they read, with imports as in an installation."""
     rewrite_imports = runpy.run_path(str(ROOT / "setup.py"))["rewrite_imports"]
     folder.mkdir()
     for name in FILES_OF_TESTS:
@@ -79,8 +79,8 @@ def copy_tests(folder: Path) -> None:
 
 
 def answer_once(python: Path, folder: Path, environment: dict[str, str]) -> None:
-    """Start a service for the first time, beside a user's folder with one of our names, and print how long it all
-    took.
+    """Start a service for the first time, next to a user's folder with the name of one of our packages, and print how
+    long it took.
     """
     (folder / "router").mkdir()
     (folder / "router" / "__init__.py").write_text("raise SystemExit('the user folder was imported')")
@@ -104,7 +104,7 @@ def answer_once(python: Path, folder: Path, environment: dict[str, str]) -> None
         took_s = time.monotonic() - began
         print(f"from `midstream serve` to {done.stdout.strip()!r}: {took_s:.0f} s", flush=True)
         log = (folder / "run" / "logs" / "worker-0.log").read_text()
-        assert "PyTorch's operations" not in log, "the kernels in the wheel did not run"
+        assert "PyTorch's operations" not in log, "the kernels of the wheel were not used"
         assert took_s < MAX_FIRST_TOKEN_S
     finally:
         subprocess.run([midstream, "down", *run_dir], check=False, cwd=folder, env=environment)

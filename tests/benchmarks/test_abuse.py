@@ -1,4 +1,4 @@
-"""The verdict on an abuse is computed from what the probe observed."""
+"""The result of an abuse is judged by what the probe measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_errors_and_a_p99_of_more_than_three_times_alone_are_problems() -> None:
     for api, beside in (("gRPC", [0.3]), ("HTTP", [0.4])):
         result.alone[api] = Seen([0.1])
         result.beside[api] = Seen(beside)
-    assert problems(result) == ["HTTP: p99 is 4.0 times that alone"]
+    assert problems(result) == ["HTTP: p99 is 4.0 times the p99 without the abuse"]
     result.beside["gRPC"].errors.append("UNAVAILABLE")
     result.beside["HTTP"].times_s = []
-    assert problems(result) == ["gRPC: UNAVAILABLE", "HTTP: p99 is inf times that alone"]
+    assert problems(result) == ["gRPC: UNAVAILABLE", "HTTP: p99 is inf times the p99 without the abuse"]

@@ -1,4 +1,4 @@
-"""Comparisons with the best peer use each peer's best rounds, and the ratios within each round."""
+"""Comparisons with the best peer use the best rounds of each peer, and the ratios within each round."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def measured(peer: str, *speeds: float, gap_ms: float | None = None) -> list[Mea
 
 
 def test_the_median_of_the_rounds_own_ratios() -> None:
-    # The ratios within rounds are 100/50, 90/60 and 120/40. The ratio of medians is 100/50 as well, but that of means
-    # is 310/150.
+    # The ratios within rounds are 100/50, 90/60 and 120/40. The ratio of the medians is 100/50 as well, but that of the
+    # means is 310/150.
     ratio = ratio_of(
         Comparison("mixed", "a", ("b",), 1.0, 2.0), measured("a", 100, 90, 120) + measured("b", 50, 60, 40)
     )

@@ -1,4 +1,4 @@
-"""The figures of a run are computed from the load generator's output and the threads' CPU time."""
+"""The figures of a run are computed from the output of the load generator and the CPU time of the threads."""
 
 from __future__ import annotations
 

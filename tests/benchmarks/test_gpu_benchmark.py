@@ -1,4 +1,4 @@
-"""Parts of the GPU benchmark that need no GPU."""
+"""Those parts of the GPU benchmark that need no GPU."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_a_request_of_one_token(runner: ModelRunner) -> None:
 
 def test_sums_by_hand() -> None:
     tiny = describe(TINY)
-    # In each of 2 layers: q, k, v and output projections for 4 + 2 + 2 + 4 heads of 16, and three matrices of width 96;
-    # then the head.
+    # Each of the 2 layers has q, k, v and output projections for 4 + 2 + 2 + 4 heads of 16, and three matrices of width
+    # 96; the output head follows.
     assert weight_bytes(tiny, 2) == 2 * (2 * (12 * 16 * 64 + 3 * 96 * 64) + 300 * 64)
     assert kv_bytes(tiny, 10, 2) == 2 * 2 * 2 * 16 * 10 * 2
     matrices = 2 * (2 * (12 * 16 * 64 + 3 * 96 * 64)) * 3
@@ -83,8 +83,8 @@ def test_limits_and_what_misses_them(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return a folder whose `sitecustomize` replaces the benchmark's parts with parts that pass, crash, hang or
-    raise.
+    """Return a folder whose `sitecustomize` replaces the benchmark's parts with parts that pass, crash, hang or raise
+    an error.
     """
     (tmp_path / "sitecustomize.py").write_text(PARTS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
@@ -173,7 +173,7 @@ def test_steps_of_a_tiny_model_run() -> None:
 
 
 def test_it_needs_neither_grpc_nor_zeromq() -> None:
-    # The machine must have torch, Triton and transformers.
+    # The machine must have torch, Triton and transformers, but none of the packages that this program hides.
     program = """
 import sys
 

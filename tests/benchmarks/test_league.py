@@ -11,8 +11,8 @@ from benchmarks.league.systems import Server
 
 
 class System:
-    """A system that answers in four pieces. After a fault, its plain requests fail and its guided requests return
-    different text.
+    """A system that answers in four pieces. After a fault, its plain requests fail, and its guided requests return
+    other text.
     """
 
     def __init__(self) -> None:

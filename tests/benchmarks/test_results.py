@@ -1,4 +1,4 @@
-"""Results of several sessions are merged; CPU time includes all descendants."""
+"""Results of several sessions are merged, and CPU time includes that of all descendants."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FIRST = Measurement(0, "a", 0.5, Figures("mixed", 10.0, 2.0, (1.0, 2.0), (3.0, 4
 SECOND = Measurement(1, "a", 0.5, Figures("mixed", 11.0, 2.0))
 AGAIN = replace(FIRST, figures=Figures("mixed", 12.0, 2.0))
 
-# Use 0.3 s of CPU time in each of: a child that has ended, a child that still runs, and a grandchild whose parent has
-# exited.
+# Each of these processes uses 0.3 s of CPU time: a child that has ended, a child that is still running, and a
+# grandchild whose parent has exited.
 PROGRAM = """
 import subprocess, sys
 from benchmarks.peers.processor_time import mark_processes, processor_seconds

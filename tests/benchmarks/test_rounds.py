@@ -100,7 +100,7 @@ def test_another_line_is_refused(line: str) -> None:
 
 
 def answering(folder: Path, name: str, times: int = 100) -> FakePeer:
-    """Return a peer that records each workload it gets in `order`, and exits after `times` of them."""
+    """Return a peer that records each workload that it receives in `order`, and exits after `times` workloads."""
     note = f"echo {name} >> {folder / 'order'}"
     (folder / name).mkdir()
     lines = f"for i in $(seq {times}); do read -r line || exit 0; {note}; echo '{LINE}'; done"

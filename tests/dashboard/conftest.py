@@ -17,14 +17,14 @@ from tests.ports import free_ports
 
 HOSTILE = "<img src=x onerror=document.title='broken'>"
 TOKEN = "a-token-that-somebody-knows"
-# Concurrent requests. Their prompts share a prefix, so that they share blocks.
+# Number of concurrent requests. Their prompts have a common prefix, so that they share blocks.
 _NUM_CLIENTS = 10
 _BEGINNING = "You know the rivers of Europe, their towns, their bridges and their ships. Answer in full sentences. "
 
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Start two of each component, with a KV cache small enough to fill visibly."""
+    """Start two processes of each component, with a KV cache that is small enough to fill visibly."""
     flags = ("--routers", "2", "--detokenizers", "2", "--workers", "2")
     settings = {"MIDSTREAM_MAX_KV_TOKENS": "4096", "MIDSTREAM_MAX_BATCH_SIZE": "4"}
     service = Service.start(tmp_path_factory.mktemp("service"), *flags, **settings)
@@ -66,7 +66,7 @@ def browser() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def running(module: str, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Start another component of the service; return its HTTP port."""
+    """Start another process for the service; return its HTTP port."""
     port, http_port = free_ports(2)
     command = [sys.executable, "-m", module, "--port", str(port), "--http-port", str(http_port), *flags]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)

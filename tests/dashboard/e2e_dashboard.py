@@ -1,6 +1,7 @@
 """The dashboard in a real browser, with a real service under load. Run by `make e2e-dashboard`.
 
-With PICTURES=FOLDER, write the pictures used in the docs to that folder: dashboard.png, dashboard-dark.png and top.svg.
+With PICTURES=FOLDER, the pictures used in the docs are written to that folder: dashboard.png, dashboard-dark.png and
+top.svg.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def page(service: Service, browser: Browser) -> Browser:
 
 
 def changes(page: Browser, selector: str) -> bool:
-    """Return whether an element's text changes within some seconds."""
+    """Return whether the text of an element changes within a number of seconds."""
     before, deadline = page.text(selector), time.monotonic() + 10
     while page.text(selector) == before:
         if time.monotonic() > deadline:
@@ -64,7 +65,7 @@ def test_numbers_are_there_and_move(page: Browser) -> None:
         assert changes(page, selector), selector
     assert page.run("return document.querySelectorAll('#groups canvas').length") == 2
     assert page.text("#states").split("\n")[1::2] == ["generating", "in context", "queued", "paused"]
-    # Ten clients share eight rows, so that some wait.
+    # Ten clients share eight rows, so that some of them wait.
     assert page.number("#tile-requests-more") > 0
     drawn = """const canvas = document.querySelector('#groups canvas'), {width, height} = canvas;
       return new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, width, height).data.buffer)).size"""
@@ -183,7 +184,7 @@ def test_a_router_that_asks_for_a_token_gets_it_from_the_reader(browser: Browser
     browser.click("#door button")
     browser.wait_for(_LIVE)
     assert "via locked" in browser.text("#what")
-    # The token is kept while the tab is open, and never appears in an address.
+    # The token is kept while the tab is open, and never appears in a URL.
     browser.open(f"http://{locked}/dashboard")
     browser.wait_for(_LIVE)
     assert TOKEN not in browser.run("return location.href + document.documentElement.outerHTML")
@@ -196,5 +197,5 @@ async def _draw_top(routers: list[str]) -> str:
             board.take(status, is_first=True)
     console = Console(record=True, width=112, file=io.StringIO(), force_terminal=True)
     console.print(frame(board, console.width))
-    # Use any monospaced font instead of Rich's, which would be downloaded from a server.
+    # Use any installed monospaced font instead of Rich's font, which would be downloaded from a server.
     return re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="midstream top"), flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over the W3C WebDriver protocol: JSON over HTTP, so no package is needed."""
+"""A headless Chromium, driven over the W3C WebDriver protocol: it is JSON over HTTP, so no package is needed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Browser:
         self._ask("POST", f"{self._session}/url", {"url": url})
 
     def run(self, script: str, *arguments: object) -> Any:
-        """Run a function body and return its value."""
+        """Run the body of a JavaScript function and return its value."""
         return self._ask("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
 
     def emulate(self, width: int, height: int, scheme: str = "light") -> None:
@@ -61,10 +61,10 @@ class Browser:
         return float(found.group().replace(",", "")) if found else -1.0
 
     def wait_for(self, script: str, *arguments: object, limit_s: float = 30) -> Any:
-        """Wait until the script returns a true value; return it."""
+        """Wait until the script returns a true value; return that value."""
         deadline = time.monotonic() + limit_s
         while not (value := self.run(script, *arguments)):
-            assert time.monotonic() < deadline, f"it never came to be: {script}"
+            assert time.monotonic() < deadline, f"the condition did not become true in time: {script}"
             time.sleep(0.1)
         return value
 
@@ -73,7 +73,7 @@ class Browser:
         return base64.b64decode(self._ask("GET", f"{self._session}/screenshot"))
 
     def complaints(self) -> list[str]:
-        """Return the browser's console messages since the last call."""
+        """Return the messages in the browser's console since the last call."""
         entries = self._ask("POST", f"{self._session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
 

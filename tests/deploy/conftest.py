@@ -7,7 +7,7 @@ import pytest
 from tests.deploy.rendering import OVERLAYS, ROOT, Rendered, render
 
 HAS_KUBECTL = shutil.which("kubectl") is not None
-# The tests in these files need kubectl, which may not be installed.
+# The tests in these files require kubectl, which may not be installed.
 collect_ignore = [] if HAS_KUBECTL else ["test_manifests.py", "test_network_policies.py", "test_services.py"]
 HAS_HELM = shutil.which("helm") is not None or (ROOT / ".venv-manifests" / "bin" / "helm").exists()
 if not (HAS_KUBECTL and HAS_HELM):
@@ -15,11 +15,11 @@ if not (HAS_KUBECTL and HAS_HELM):
 
 
 def pytest_report_header() -> list[str]:
-    missing = [] if HAS_KUBECTL else ["kubectl is not installed: Kubernetes manifests are not tested"]
+    missing = [] if HAS_KUBECTL else ["kubectl is not installed, so Kubernetes manifests are not tested"]
     return (
         missing
         if HAS_HELM
-        else [*missing, "helm is not installed (make check-manifests does): the chart is not tested"]
+        else [*missing, "helm is not installed (make check-manifests installs it), so the chart is not tested"]
     )
 
 

@@ -15,7 +15,7 @@ Manifest = dict[str, Any]
 
 
 class Rendered:
-    """One overlay's objects, by kind and name."""
+    """The objects of one overlay, by kind and name."""
 
     def __init__(self, overlay: str) -> None:
         self.overlay = overlay
@@ -55,7 +55,7 @@ def container_of(pod: Manifest) -> Manifest:
 
 
 def ports_of(pod: Manifest) -> dict[str, int]:
-    """Return a map from the names of the container's ports to their numbers."""
+    """Return a map from the names of a container's ports to their numbers."""
     return {port["name"]: port["containerPort"] for port in container_of(pod)["ports"]}
 
 

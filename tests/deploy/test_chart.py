@@ -1,4 +1,4 @@
-"""The Helm chart deploys the same objects as kustomize, and each value changes what it names."""
+"""The Helm chart deploys the same objects as kustomize, and each value changes what its name says."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_without_other_values_it_is_the_overlay(overlay: str, flags: tuple[str, 
     ours = chart("cpu", *flags)
     theirs = {(item["kind"], item["metadata"]["name"]): item for item in render(overlay).objects}
     del theirs["Namespace", "midstream"]  # the namespace already exists
-    if "keda" in overlay:  # KEDA sets the number of replicas
+    if "keda" in overlay:  # KEDA determines the number of replicas
         for (kind, name), item in theirs.items():
             if kind == "Deployment" and name.startswith("worker"):
                 item["spec"].pop("replicas", None)

@@ -1,4 +1,4 @@
-"""Containerfiles: command, ports and user."""
+"""The Containerfiles: command, ports and user."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_an_image_runs_its_part_without_rights(part: str) -> None:
     assert "\nUSER 65532:65532\n" in last_stage
     (ports,) = re.findall(r"^EXPOSE (.*)$", last_stage, re.MULTILINE)
     assert set(map(int, ports.split())) == EXPOSED[part]
-    # Compilers and pip stay in the earlier build stages.
+    # Compilers and pip must remain in the earlier build stages.
     assert ("apt-get" in last_stage) == (part == "gpu_worker")
     assert "$PIP" not in last_stage
 

@@ -1,4 +1,4 @@
-"""Manifests are consistent: every referenced object exists, and every pod follows the rules."""
+"""Manifests are consistent: every referenced object exists, and every pod follows the security rules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OUTSIDE = {("PersistentVolumeClaim", "models"), ("Secret", "journal")} | {
 
 
 def references(pod: Manifest) -> set[tuple[str, str]]:
-    """Return the kind and name of every object that a pod requires, optional ones excluded."""
+    """Return the kind and name of every object that a pod requires, excluding optional objects."""
     spec = pod["spec"]
     found = {("ServiceAccount", spec["serviceAccountName"])}
     for volume in spec["volumes"]:
@@ -52,7 +52,8 @@ def test_pods_are_restricted(rendered: Rendered) -> None:
     for pod in rendered.pods().values():
         spec, container = pod["spec"], container_of(pod)
         assert spec["automountServiceAccountToken"] is False
-        # Otherwise Kubernetes sets environment variables for a Service named `x` that could be mistaken for settings.
+        # Otherwise Kubernetes would set environment variables for a Service named `x`, which could be mistaken for
+        # settings.
         assert spec["enableServiceLinks"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] == 65532
@@ -103,7 +104,7 @@ def test_rolling_updates_keep_what_must_stay(rendered: Rendered) -> None:
     if rendered.overlay != "ha":
         assert scheduler == {"type": "Recreate"}
     else:
-        # A standby pod is not ready before the active one is gone.
+        # A standby pod does not become ready until the active pod is gone.
         replicas = rendered.get("Deployment", "scheduler")["spec"]["replicas"]
         assert scheduler["rollingUpdate"] == {"maxSurge": replicas, "maxUnavailable": replicas}
 
@@ -116,7 +117,7 @@ def test_autoscalers_have_their_target_and_metric(overlay: str) -> None:
     for autoscaler in rendered.all("HorizontalPodAutoscaler"):
         spec = autoscaler["spec"]
         deployment = rendered.get("Deployment", spec["scaleTargetRef"]["name"])
-        # With a fixed number of replicas in the manifest, each apply would undo the autoscaler's decision.
+        # With a fixed number of replicas in the manifest, each `apply` would undo the decision of the autoscaler.
         assert "replicas" not in deployment["spec"]
         (metric,) = spec["metrics"]
         assert f"as: {metric['pods']['metric']['name']}\n" in rules
@@ -134,7 +135,7 @@ def test_keda_takes_the_autoscalers_place() -> None:
 
 
 def check_behaviour(behaviour: Manifest) -> None:
-    """Check that the autoscaler scales up at once, and scales down slowly, one pod at a time."""
+    """Check that the autoscaler scales up immediately, and scales down slowly, one pod at a time."""
     assert behaviour["scaleUp"]["stabilizationWindowSeconds"] == 0
     assert behaviour["scaleDown"]["stabilizationWindowSeconds"] >= 300
     assert [policy["value"] for policy in behaviour["scaleDown"]["policies"]] == [1]
@@ -148,7 +149,7 @@ def test_a_worker_group_is_the_worker_on_several_nodes() -> None:
     for key in ("image", "ports", "startupProbe", "readinessProbe", "livenessProbe", "resources", "securityContext"):
         assert each[key] == one[key]
     variables = {item["name"]: item.get("value") for item in each["env"]}
-    # The names under which torch.distributed finds its process group.
+    # These are the names through which torch.distributed finds its process group.
     assert variables["WORLD_SIZE"] == "$(LWS_GROUP_SIZE)"
     assert variables["RANK"] == "$(LWS_WORKER_INDEX)"
     assert variables["MASTER_ADDR"] == "$(LWS_LEADER_ADDRESS)"
@@ -188,7 +189,7 @@ def test_an_inference_service_is_the_router() -> None:
     service = rendered.get("InferenceService", "midstream")
     assert service["metadata"]["annotations"] == {"serving.kserve.io/deploymentMode": "Standard"}
     predictor, pod = service["spec"]["predictor"], deployment["spec"]["template"]
-    # The labels by which Services, policies and budgets find routers.
+    # These are the labels by which Services, policies and budgets select routers.
     assert {key: predictor[key] for key in ("labels", "annotations")} == pod["metadata"]
     assert predictor["deploymentStrategy"]["rollingUpdate"] == deployment["spec"]["strategy"]["rollingUpdate"]
     assert {key: value for key, value in predictor.items() if key in pod["spec"]} == {
@@ -196,7 +197,7 @@ def test_an_inference_service_is_the_router() -> None:
         "containers": predictor["containers"],
     }
     mine, theirs = container_of({"spec": predictor}), container_of(pod)
-    assert mine["ports"][0]["name"] == "http"  # the port to which KServe's Service leads
+    assert mine["ports"][0]["name"] == "http"  # the port that KServe's Service forwards to
     by_name = {port["name"]: port for port in mine["ports"]}
     assert by_name == {port["name"]: port for port in theirs["ports"]}
     assert {**mine, "ports": []} == {**theirs, "name": "kserve-container", "ports": []}

@@ -91,7 +91,7 @@ def test_parts_dial_services_that_exist(rendered: Rendered) -> None:
         name, _, port = address.rpartition(":")
         service = rendered.get("Service", name)
         assert {"name": port_name, "port": int(port)}.items() <= port_named(service, port_name).items()
-    # Clients use all addresses of a name in turn, and resolve it again when the addresses change.
+    # Clients use all addresses of a name in turn, and resolve the name again when the addresses change.
     assert router.schedulers.startswith("dns:///")
     assert router.detokenizers.startswith("dns:///")
     assert detokenizer.schedulers.startswith("dns:///")
@@ -126,7 +126,7 @@ def test_probes_ask_what_is_served(rendered: Rendered) -> None:
         for name in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = container[name]
             if part == "scheduler" and rendered.overlay in ("ha", "secure") and name != "readinessProbe":
-                # A standby scheduler is alive but does not serve.
+                # A standby scheduler is alive but not ready.
                 assert action_of(probe) == {"httpGet": {"path": "/live", "port": "http"}}
             elif part == "router" and name != "readinessProbe":
                 # A router without a scheduler or a worker is alive but not ready.
@@ -146,7 +146,7 @@ def test_grace_outlasts_the_longest_drain(rendered: Rendered) -> None:
     for part, pod in rendered.pods().items():
         pause = container_of(pod).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         assert pod["spec"]["terminationGracePeriodSeconds"] > pause + config_of(rendered, part).drain_timeout_s
-        # Clients and routers need time to stop connecting to a terminating pod.
+        # Clients and routers need time to stop connecting to a pod that is terminating.
         assert (pause >= 5) == (part in ("router", "detokenizer"))
 
 
@@ -173,7 +173,7 @@ def test_every_link_is_secured() -> None:
         assert config.tls
         files = {config.tls_cert, config.tls_key, config.tls_ca}
         assert files == {f"/etc/midstream/tls/{name}" for name in ("tls.crt", "tls.key", "ca.crt")}
-        # Services accept only certificates from the same authority; a router's clients send tokens instead.
+        # Services accept only certificates from the same authority; clients of a router send tokens instead.
         assert config.tls_require_client_cert == (part != "router")
         # Each internal port lists the certificate names that it accepts, which are defined in certificates.yaml.
         names = {"scheduler": ["router", "detokenizer"], "detokenizer": ["router"], "router": []}[part]

@@ -38,7 +38,7 @@ def scripted_scheduler() -> ScriptedScheduler:
 
 
 class Feed:
-    """One detokenizer's stream: the attached requests, and the number of tokens sent for each."""
+    """The stream to one detokenizer: the attached requests, and the number of tokens sent for each of them."""
 
     def __init__(self) -> None:
         self.attached: dict[int, str] = {}
@@ -49,7 +49,9 @@ class Feed:
 
 
 class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
-    """A scheduler whose requests come from Submit or `add`, tokens from `emit`, and ends from `end`."""
+    """A scheduler whose requests come from Submit or `add`, its tokens from `emit`, and the ends of sequences from
+    `end`.
+    """
 
     def __init__(self) -> None:
         super().__init__(Documents(SqliteDocuments(None), SteadyClock()), time.time_ns, 64 << 20)
@@ -80,7 +82,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return f"127.0.0.1:{self.server.port}"
 
     async def stop(self) -> None:
-        """Stop without notifying peers."""
+        """Stop without notifying the peers."""
         assert self.server is not None
         await self.server.stop()
         if self._is_running:
@@ -120,7 +122,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self._wake()
 
     async def until(self, condition: Any) -> None:
-        """Wait for a condition that another component fulfils."""
+        """Wait for a condition that depends on another component."""
         async with asyncio.timeout(30):
             while not condition():
                 self.changed.clear()
@@ -242,7 +244,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         elif command.HasField("stop"):
             stop = command.stop
             request_id = feed.attached.get(stop.stream)
-            if request_id is not None:  # otherwise the stream has ended meanwhile
+            if request_id is not None:  # otherwise the stream has ended in the meantime
                 self.stops.append((request_id, stop.sequence_index, stop.num_tokens, stop.stop_word))
         self.changed.set()
 

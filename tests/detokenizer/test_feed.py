@@ -1,4 +1,4 @@
-"""One feed carries many streams; an error in one stream affects no other."""
+"""One feed carries many streams; an error in one stream does not affect the others."""
 
 from __future__ import annotations
 

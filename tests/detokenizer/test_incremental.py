@@ -1,4 +1,4 @@
-"""Incremental decoding gives the tokenizer's text, however the tokens are split into batches."""
+"""Incremental decoding gives the same text as the tokenizer, however the tokens are split into batches."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_text_survives_any_cutting(text: str, cuts: list[int], skip: bool) -> No
 def test_any_tokens_survive_any_cutting(ids: list[int], cuts: list[int], skip: bool) -> None:
     whole = TOKENIZER.decode(ids, skip_special_tokens=skip)
     assert "".join(in_chunks(FACTORY, ids, cuts, skip=skip)) == whole
-    # The text that is final after k tokens does not depend on how the tokens are split.
+    # The text that is final after k tokens does not depend on how the tokens are split into batches.
     one_by_one = in_chunks(FACTORY, ids, list(range(len(ids))), skip=skip)
     k = min([*cuts, len(ids)])
     decoder = FACTORY.open(skip_special_tokens=skip)
@@ -108,7 +108,7 @@ def test_sentence_piece_text_survives_any_cutting(sentence_piece: Tokenizer, dat
 
 
 def test_cost_per_token_is_constant() -> None:
-    # Bytes that never form a character are the worst case for decoders that wait for one.
+    # Bytes that never form a character are the worst case for decoders that wait for a complete character.
     broken = next(i for i in range(600) if TOKENIZER.decode([i]) == "\ufffd")
     part, num_parts = 2_000, 20
 
@@ -122,8 +122,8 @@ def test_cost_per_token_is_constant() -> None:
             times.append(time.thread_time() - start)
         return min(times[-4:]) / min(times[:4])
 
-    # If the cost of a token grew with the length of the text, the last parts would cost at least 17/4 times as much as
-    # the first.
+    # If the cost per token grew with the length of the text, the last parts would cost at least 17/4 times as much as
+    # the first parts.
     assert min(ratio() for _ in range(3)) < 2
 
 
@@ -144,7 +144,7 @@ DECODERS = {
 
 
 def other_tokenizer(folder: Path, decoder: dict[str, Any] | None) -> Tokenizer:
-    """Return a tokenizer whose decoder our own code does not implement."""
+    """Return a tokenizer whose decoder has no implementation of our own."""
     tokenizer = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(OTHER_WORDS)}, unk_token="the"))
     tokenizer.add_special_tokens(["<s>"])
     spec = json.loads(tokenizer.to_str())

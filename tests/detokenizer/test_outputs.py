@@ -25,7 +25,7 @@ def test_rows_that_come_again_are_dropped() -> None:
     assert cursor.new(second, 2, 0, None) == second
     cursor.reopen()
     assert cursor.new(first, 0, 0, None) is None
-    # The tensor is split differently than the first time; only the new row remains.
+    # The log probabilities are split differently than the first time; only the new row is delivered.
     again = cursor.new(Extras(rows(-3.0, -4.0)), 2, 0, None)
     assert again is not None
     assert again.log_probs is not None

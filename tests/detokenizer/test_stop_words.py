@@ -9,7 +9,7 @@ from detokenizer.stop_words import StopWordScanner, stop_words
 
 
 def naive(text: str, words: tuple[str, ...]) -> tuple[str, str | None]:
-    """Return the text before the match that ends first, and the matched word; of several, the longest."""
+    """Return the text before the match that ends first, and the matched word; of several such words, the longest."""
     for end in range(1, len(text) + 1):
         matches = [word for word in words if text[:end].endswith(word)]
         if matches:
@@ -58,7 +58,7 @@ def test_by_hand() -> None:
     assert scan(["ab", "c"], ("abd",)) == (["", "abc", ""], None)
     assert scan(["ab"], ("abd",)) == (["", "ab"], None)
     assert scan(["xabcd"], ("abcd", "bc")) == (["xa"], "bc")  # the match that ends first
-    assert scan(["xabc"], ("bc", "abc")) == (["x"], "abc")  # the longest of these
+    assert scan(["xabc"], ("bc", "abc")) == (["x"], "abc")  # the longest of the matches that end first
     assert scan(["xa", "bc"], ("ab",), keep=True) == (["x", "ab"], "ab")
 
 

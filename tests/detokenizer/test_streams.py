@@ -1,4 +1,4 @@
-"""One request's output for one router: repeated tokens are delivered only once."""
+"""The output of one request for one router: repeated tokens are delivered only once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def log_prob(value: float) -> Extras:
 
 
 def feed(stream: OutputStream, upstream: Feed, num_tokens: int) -> None:
-    """Return the feed's data from the first token on, for two sequences; each token has a log probability."""
+    """Return the feed's data, starting with the first token, for two sequences; each token has a log probability."""
     stream.open(OPENED)
     for index in range(2):
         stream.push(upstream, index, 0, [100 * index + token for token in range(num_tokens)])
@@ -38,7 +38,7 @@ def feed(stream: OutputStream, upstream: Feed, num_tokens: int) -> None:
 
 
 def taken(stream: OutputStream) -> dict[int, tuple[list[int], list[float]]]:
-    """Return the taken tokens and log probabilities by sequence."""
+    """Return the delivered tokens and log probabilities by sequence."""
     result = {}
     for chunk in stream.take():
         assert chunk.extras is not None
@@ -66,7 +66,7 @@ def test_a_stream_from_an_offset_has_the_log_probabilities_from_there_on() -> No
 
 
 class Letters:
-    """A decoder that turns token 0 into a, 1 into b and so on."""
+    """A decoder that decodes token 0 to a, token 1 to b and so on."""
 
     def open(self, *, skip_special_tokens: bool) -> Letters:
         return self
@@ -79,7 +79,7 @@ class Letters:
 
 
 def test_outputs_of_tokens_behind_a_stop_word_are_dropped_whenever_they_come() -> None:
-    """Outputs of a token may arrive one batch early, before the stop word in front of it is known."""
+    """Outputs of a token may arrive one batch early, before the stop word that precedes the token is known."""
     opened = Opened(1, TextRules(stop_words=TextRules.words(["c"])), is_streaming=True, return_all=False)
     for num_early in range(5):
         upstream, stream = Feed(), OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20)
@@ -96,7 +96,7 @@ def test_outputs_of_tokens_behind_a_stop_word_are_dropped_whenever_they_come() -
 
 
 def test_a_request_for_its_prompt_alone_has_the_prompts_outputs() -> None:
-    """They arrive without a token; the log probability of the one that was sampled is not part of the output."""
+    """The outputs arrive without a token; the log probability of the sampled token is not part of the output."""
     rules = TextRules(prompt_ids=(0, 1))
     opened = Opened(1, rules, is_streaming=True, return_all=False)
     stream = OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20)

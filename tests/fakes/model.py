@@ -1,8 +1,8 @@
-"""A fake model behind the worker protocol, with hand-calculable output, that validates every step.
+"""A fake model behind the worker protocol that validates every step; its output can be computed by hand.
 
-The next token is the last one plus one, modulo the vocabulary. Its "KV cache" stores, for each slot, a hash of all
-tokens up to it; when a row is computed, all preceding tokens must be in its blocks. Wrong sharing, blocks released too
-early, and lost or repeated tokens are therefore detected in the step that causes them.
+The next token is the last token plus one, modulo the vocabulary size. Its "KV cache" stores, for each slot, a hash of
+all tokens up to it; when a row is computed, all preceding tokens must be in its blocks. Wrong sharing, blocks that are
+released too early, and lost or duplicated tokens are therefore detected in the step that causes them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from protos import generation_pb2, worker_pb2
 
 _MASK = (1 << 61) - 1
-# Stored in the blocks of a failed row. A row that reads them yields a wrong token, which must never be delivered.
+# This value is stored in the blocks of a failed row. A row that reads them yields a wrong token, which must never be
+# delivered.
 _NOT_COMPUTED = -1
 
 
 class ProtocolError(AssertionError):
-    """A step that no scheduler should send."""
+    """A step that a correct scheduler never sends."""
 
 
 def next_token(last: int, vocab_size: int) -> int:
@@ -29,7 +30,7 @@ def next_token(last: int, vocab_size: int) -> int:
 def candidates(last: int, count: int, end_ids: frozenset[int], vocab_size: int) -> list[tuple[int, float]]:
     """Return the candidates of a beam: the tokens after `last`, most likely first.
 
-    After each seventh token, an end token is the second most likely.
+    After every seventh token, an end token is the second most likely.
     """
     scale = (1 + last % 5) / 8
     tokens = [(last + 1 + place) % vocab_size for place in range(count)]
@@ -45,7 +46,7 @@ def num_accepted(position: int, limit: int) -> int:
 
 @dataclass
 class Row:
-    """A row's state at the worker."""
+    """The state of a row in the worker."""
 
     request_id: str
     sequence_index: int
@@ -64,9 +65,9 @@ class FakeModel:
     """Rows, blocks and steps of one epoch.
 
     Attributes:
-        end_after: Number of output tokens before an end id; 0 for none.
-        num_context_tokens: Tokens computed in context chunks so far, over all rows.
-        fail_token: A row whose prompt contains it fails.
+        end_after: Number of output tokens before an end id; 0 means that there is no end id.
+        num_context_tokens: Number of tokens computed in context chunks so far, over all rows.
+        fail_token: A row whose prompt contains this token fails.
         checks: Whether to verify the KV cache in each step.
         followers: Successors that replace the next number for the given tokens.
     """
@@ -170,7 +171,7 @@ class FakeModel:
     def _fork(self, batch: worker_pb2.StepBatch) -> None:
         sources = {fork.to_row: self._row(fork.from_row) for fork in batch.forks}
         if self.checks and {fork.from_row for fork in batch.forks} & sources.keys():
-            raise ProtocolError("a row is forked from and to at once")
+            raise ProtocolError("a row is both the source and the target of a fork")
         for fork in batch.forks:
             source = sources[fork.to_row]
             self.rows[fork.to_row] = replace(
@@ -179,7 +180,9 @@ class FakeModel:
         for number, token in zip(batch.beam_rows, batch.beam_token_ids, strict=True):
             row = self._row(number)
             if row.num_computed != len(row.tokens):
-                raise ProtocolError(f"beam {number} gets a token with {row.num_computed} of {len(row.tokens)} computed")
+                raise ProtocolError(
+                    f"beam {number} gets a token, but only {row.num_computed} of {len(row.tokens)} tokens are computed"
+                )
             row.tokens.append(token)
 
     def _update_generation(self, batch: worker_pb2.StepBatch) -> None:
@@ -194,10 +197,12 @@ class FakeModel:
             for number in self.generating:
                 row = self._row(number)
                 if row.num_computed != len(row.tokens) - 1:
-                    raise ProtocolError(f"row {number} generates with {row.num_computed} of {len(row.tokens)} computed")
+                    raise ProtocolError(
+                        f"row {number} generates, but {row.num_computed} of {len(row.tokens)} tokens are computed"
+                    )
 
     def _write(self, chunks: list[tuple[int, int, int]]) -> None:
-        """Write all keys and values of a step before any attention."""
+        """Write all keys and values of a step before any attention is computed."""
         size = self.tokens_per_block
         spans = [(self._row(number), start, start + length) for number, start, length in chunks]
         spans += [(self.rows[n], self.rows[n].num_computed, self.rows[n].num_computed + 1) for n in self.generating]
@@ -229,7 +234,7 @@ class FakeModel:
     def _check_blocks_are_owned(self, batch: worker_pb2.StepBatch) -> None:
         for block in (*batch.block_ids, *(block for added in batch.add_sequences for block in added.block_ids)):
             if not 0 <= block < len(self.slots):
-                raise ProtocolError(f"there is no block {block}")
+                raise ProtocolError(f"block {block} does not exist")
 
     def _extend_prefix(self, row: Row, end: int) -> None:
         prefix = row.prefix
@@ -244,7 +249,7 @@ class FakeModel:
         result.errors.append(worker_pb2.RowError(row=number, error=error))
 
     def _accept(self, row: Row, number: int, limit: int, tokens: list[int], result: worker_pb2.StepResult) -> int:
-        """Verify drafts: write all of them to the cache, and accept some."""
+        """Verify drafts: write all of them to the cache, and accept some of them."""
         if len(row.table) * self.tokens_per_block < row.num_computed + limit:
             raise ProtocolError(f"row {number} has no room for {limit} drafts")
         accepted = num_accepted(len(row.tokens), limit)
@@ -262,7 +267,7 @@ class FakeModel:
         return accepted
 
     def _sample(self, row: Row, number: int, tokens: list[int], result: worker_pb2.StepResult) -> int:
-        """Append a row's sampled tokens to `tokens`; return their number."""
+        """Append the sampled tokens of a row to `tokens`; return their number."""
         if self._fails(row):
             self._fail(number, result)
             if row.beam_width > 1:

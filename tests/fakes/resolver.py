@@ -1,4 +1,4 @@
-"""Run a service whose host names are resolved from a file, emulating a cluster's DNS.
+"""Run a service whose host names are resolved from a file, which emulates the DNS of a cluster.
 
 python -m tests.fakes.resolver HOSTS router --schedulers dns:///scheduler:50052 ...
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def resolve_by(hosts: Path) -> None:
-    """Make `socket.getaddrinfo` resolve the names in the file, and all others as usual."""
+    """Make `socket.getaddrinfo` resolve the names in the file, and resolve all other names as usual."""
     ask_machine = socket.getaddrinfo
 
     def getaddrinfo(host: Any, port: Any, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,5 @@
-"""A worker without a model: real ZeroMQ and protobuf, hand-calculable tokens. Runs in a thread or as a process:
+"""A worker without a model: it uses real ZeroMQ and protobuf, and its tokens can be computed by hand. Runs in a thread
+or as a process:
 
 python -m tests.fakes.worker --scheduler tcp://127.0.0.1:50053 --model-fingerprint abc --step-ms 5
 """
@@ -23,20 +24,20 @@ PROTOCOL_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class FakeWorkerConfig:
-    """Behaviour and faults of the fake worker.
+    """The behavior and faults of the fake worker.
 
     Attributes:
         step_ms: Duration of a step.
-        end_after: Output tokens of a row before an end id; 0 for none.
-        fail_token: A row whose prompt contains it fails.
-        die_token: A step that adds a row whose prompt contains it kills the worker.
-        hang_at_step: Step at which it stops computing but continues to send heartbeats; 0 for none.
-        wrong_shape_at_step: Step whose result has one token too many; 0 for none.
+        end_after: Number of output tokens of a row before an end id; 0 means that there is no end id.
+        fail_token: A row whose prompt contains this token fails.
+        die_token: A step that adds a row whose prompt contains this token kills the worker.
+        hang_at_step: Step at which the worker stops computing but continues to send heartbeats; 0 means never.
+        wrong_shape_at_step: Step whose result has one token too many; 0 means never.
         repeat_results: Whether to send each result twice.
         checks: Whether to verify the KV cache in each step, which is slow.
         circle: Comma-separated token ids: each is followed by the next one, and the last by the first.
-        curve_secret_key: File with its key pair; empty: plain text.
-        curve_server_key: File with the scheduler's key.
+        curve_secret_key: File with the worker's key pair; plain text if empty.
+        curve_server_key: File with the scheduler's public key.
     """
 
     scheduler: str = "tcp://127.0.0.1:50053"
@@ -68,8 +69,8 @@ class FakeWorker:
 
     Attributes:
         epoch: Epoch of the current registration; 0 if not registered.
-        rejected: The scheduler's reason for rejecting it.
-        error: Exception raised in its thread.
+        rejected: The reason why the scheduler rejected the worker.
+        error: Exception raised in the worker's thread.
     """
 
     def __init__(self, config: FakeWorkerConfig) -> None:
@@ -104,12 +105,12 @@ class FakeWorker:
         return model
 
     def start(self) -> FakeWorker:
-        """Run in a thread."""
+        """Run the worker in a thread."""
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """Stop as on SIGTERM."""
+        """Stop the worker as SIGTERM would."""
         self._stop.set()
         self._freeze.clear()
         self._thread.join(5)
@@ -119,24 +120,24 @@ class FakeWorker:
         self._stop.set()
 
     def kill(self) -> None:
-        """Stop without a message, as on SIGKILL."""
+        """Stop the worker without a message, as SIGKILL would."""
         self._says_goodbye = False
         self.stop()
 
     def freeze(self) -> None:
-        """Pause, as on SIGSTOP."""
+        """Pause the worker, as SIGSTOP would."""
         self._freeze.set()
 
     def thaw(self) -> None:
-        """Continue, as on SIGCONT."""
+        """Continue the worker, as SIGCONT would."""
         self._freeze.clear()
 
     def is_alive(self) -> bool:
-        """Return whether its thread is running."""
+        """Return whether the worker's thread is running."""
         return self._thread.is_alive()
 
     def run(self) -> None:
-        """Run in this thread until stopped."""
+        """Run the worker in this thread until it is stopped."""
         self._run()
 
     def _run(self) -> None:
@@ -246,8 +247,8 @@ class FakeWorker:
 
 
 def main() -> None:
-    """Run as a process until killed."""
-    parser = argparse.ArgumentParser(description="A worker without a model.")
+    """Run the worker as a process until it is killed."""
+    parser = argparse.ArgumentParser(description="Run a worker without a model.")
     for name, item in FakeWorkerConfig.__dataclass_fields__.items():
         if isinstance(item.default, bool):
             parser.add_argument("--" + name.replace("_", "-"), action="store_true")

@@ -21,7 +21,7 @@ class Authority:
     """A certificate authority in its own folder.
 
     Attributes:
-        ca: Path of the authority's own certificate.
+        ca: Path of the certificate of the authority itself.
     """
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
@@ -32,7 +32,9 @@ class Authority:
         _openssl("req", "-x509", *_KEY, "-keyout", self._key, "-out", self.ca, "-subj", f"/CN={name}")
 
     def issue(self, name: str, *, hosts: str = "IP:127.0.0.1,DNS:localhost", part: str = "") -> Identity:
-        """Issue a certificate for `name` and a kind of component; it replaces an earlier one for the same name."""
+        """Issue a certificate for `name` and a kind of component; it replaces an earlier certificate for the same
+        name.
+        """
         if part:
             hosts = f"URI:spiffe://midstream/{part},{hosts}"
         request, key, cert, extensions = (

@@ -1,5 +1,5 @@
 """The service with all security features and a small real model: TLS with client certificates, CURVE keys, and callers
-authenticated by token or certificate.
+that are authenticated by token or by certificate.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Guarded(NamedProcesses):
     """The running processes: scheduler, worker, detokenizer, a router that authenticates by token, and one by
     certificate.
 
-    Attributes: authority: Signer of all certificates. ports: Ports by component; `worker` is the scheduler's port for
-    workers, `http` the first router's HTTP port.
+    Attributes:
+        authority: Signer of all certificates.
+        ports: Ports by component; `worker` is the scheduler's port for workers, `http` the first router's HTTP port.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,7 +72,7 @@ class Guarded(NamedProcesses):
         return ["router", *own, *schedulers, "--detokenizers", f"127.0.0.1:{ports['detokenizer']}", *http, *auth]
 
     def start(self, *names: str) -> None:
-        """Start parts."""
+        """Start processes by name."""
         for name in names:
             self.launch(name, *self._command(name), "--model", self._model)
 
@@ -83,16 +84,16 @@ class Guarded(NamedProcesses):
         return AsyncClient(f"127.0.0.1:{self.ports[router]}", tls=tls, token=token)
 
     def alice(self) -> AsyncClient:
-        """Return a client with a token."""
+        """Return a client that authenticates with a token."""
         return self.client(tls=Tls(ca=self.authority.ca), token=ALICE)
 
     def carol(self) -> AsyncClient:
-        """Return a client with a certificate."""
+        """Return a client that authenticates with a certificate."""
         carol = self.authority.issue("carol")
         return self.client("certificate", tls=Tls(carol.cert, carol.key, self.authority.ca))
 
     async def is_whole(self) -> bool:
-        """Return whether both routers see a worker and a detokenizer. Raise a MidstreamError if a router does not
+        """Return whether both routers see a worker and a detokenizer; raise a MidstreamError if a router does not
         answer.
         """
         async with self.alice() as alice, self.carol() as carol:

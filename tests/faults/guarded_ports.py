@@ -1,4 +1,4 @@
-"""A gRPC and an HTTP server in this process that return the caller's name, and clients for them."""
+"""A gRPC and an HTTP server in this process that return the name of the caller, and clients for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.authentication import AuthenticatedApp, Authenticator, current_calle
 from router.protocols.http_server import HttpPort
 from router.protocols.openai.app import refuse
 
-# Names used by the real service, so that the roles of its methods apply.
+# These are names of the real service, so that the roles of its methods apply.
 SERVICE = "midstream.v1.Midstream"
 
 
@@ -30,7 +30,7 @@ SERVICE = "midstream.v1.Midstream"
 async def serving(
     tls: Tls | None, authenticator: Authenticator | None = None, admit: Admit | None = None
 ) -> AsyncIterator[str]:
-    """Run a server whose method `GetModelInfo` returns the caller's name."""
+    """Run a server whose method `GetModelInfo` returns the name of the caller."""
     if authenticator is not None:
         admit = authenticator.admit
     server = Server(SERVICE, "127.0.0.1", 0, Progress(), tls=tls, admit=admit)

@@ -1,4 +1,4 @@
-"""A worker that sends arbitrary messages, and a healthy one, on a real scheduler.
+"""A worker that sends arbitrary messages and a healthy worker, connected to a real scheduler.
 
 python -m tests.faults.hostile_worker --messages 20000
 """
@@ -26,15 +26,17 @@ _NUM_STREAMS = 8
 _MAX_TOKENS = 24
 _END_WITHIN_S = 60.0
 _KINDS = [field.name for field in worker_pb2.WorkerMessage.DESCRIPTOR.fields]
-# With the default hold-off, the worker would send few messages that matter.
+# With the default hold-off, most of the worker's messages would have no effect.
 _SHORT_PAUSE_NS = 1_000_000
 
 
 class HostileWorker:
-    """A worker that mutates most of the messages it sends.
+    """A worker that mutates most of the messages that it sends.
 
-    Attributes: num_mutated: Number of mutated messages. paths: Paths of the mutated fields. seen: Requests that it ran;
-    their output may be wrong.
+    Attributes:
+        num_mutated: Number of mutated messages.
+        paths: Paths of the mutated fields.
+        seen: Requests that this worker ran; their output may be wrong.
     """
 
     def __init__(self, address: str, seed: int, cell: Cell) -> None:
@@ -57,7 +59,7 @@ class HostileWorker:
         return FakeModel(vocab_size=MODEL.vocab_size, tokens_per_block=16, num_blocks=256)
 
     def _numbers(self) -> list[int]:
-        """Return the epochs of all workers, and one that no worker has."""
+        """Return the epochs of all workers, and an epoch that no worker has."""
         epochs = [group.epoch for group in self._cell.service.engine.core.groups]
         return [*epochs, self._epoch, self._epoch - 1]
 
@@ -73,7 +75,7 @@ class HostileWorker:
                     if socket.poll(2):
                         self._obey(socket, worker_pb2.SchedulerMessage.FromString(socket.recv()))
                     else:
-                        self._is_waiting = False  # no answer: it retries later
+                        self._is_waiting = False  # no answer, so it retries later
                         self._say(socket, self._unasked(), 0.9)
             except BaseException as error:
                 self.error = error
@@ -97,7 +99,7 @@ class HostileWorker:
             try:
                 result = self._model.step(message.step_batch)
             except (ProtocolError, KeyError):
-                return  # its own mutations destroyed its state
+                return  # the mutated messages have corrupted this worker's state
             self._say(socket, worker_pb2.WorkerMessage(step_result=result), 0.5)
 
     def _unasked(self) -> worker_pb2.WorkerMessage:
@@ -115,7 +117,7 @@ class HostileWorker:
         return message
 
     def _say(self, socket: zmq.Socket[bytes], message: worker_pb2.WorkerMessage, share: float) -> None:
-        """Send a message. With this probability it is mutated, and sometimes it is repeated, delayed, damaged or
+        """Send a message. With the probability `share` it is mutated in its fields, repeated, delayed, damaged or
         dropped.
         """
         dice = self._dice
@@ -151,8 +153,8 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        problems: Violations found.
-        num_own: Requests that only the healthy worker ran; all of them completed correctly.
+        problems: Violations that were found.
+        num_own: Number of requests that only the healthy worker ran; all of them must complete correctly.
     """
 
     num_mutated: int = 0
@@ -164,7 +166,7 @@ class Outcome:
 
 
 async def run(num_messages: int, seed: int) -> Outcome:
-    """Send requests until this many messages have been mutated."""
+    """Send requests until the given number of messages has been mutated."""
     outcome = Outcome()
     with mock.patch.multiple(standing, FIRST_PAUSE_NS=_SHORT_PAUSE_NS, MAX_PAUSE_NS=_SHORT_PAUSE_NS):
         async with run_cell(worker_timeout_ms=5_000, heartbeat_interval_ms=50) as cell:
@@ -198,7 +200,7 @@ async def _round(cell: Cell, feed: Feed, numbers: range, worker: HostileWorker, 
         async with asyncio.timeout(_END_WITHIN_S):
             await feed.read_until(*numbers)
     except TimeoutError:
-        outcome.problems.append(f"not all of {numbers} have ended: {sorted(set(numbers) - set(feed.ended))}")
+        outcome.problems.append(f"some of {numbers} have not ended: {sorted(set(numbers) - set(feed.ended))}")
         return
     expected = list(range(4, 4 + _MAX_TOKENS))
     for number in numbers:
@@ -207,20 +209,20 @@ async def _round(cell: Cell, feed: Feed, numbers: range, worker: HostileWorker, 
             continue
         outcome.num_own += 1
         if feed.tokens[number] != expected or feed.ends[number].finish_reason != generation_pb2.FINISH_REASON_LENGTH:
-            outcome.problems.append(f"r{number} of the healthy worker gave {feed.tokens[number]}")
+            outcome.problems.append(f"r{number} of the healthy worker returned {feed.tokens[number]}")
 
 
 def _judge(cell: Cell, worker: HostileWorker, outcome: Outcome) -> None:
     core, problems = cell.service.engine.core, cell.service.progress.problems()
     outcome.problems += problems
     if cell.service.engine.num_failed_events:
-        outcome.problems.append(f"the core failed at {cell.service.engine.num_failed_events} messages")
+        outcome.problems.append(f"the core failed to handle {cell.service.engine.num_failed_events} messages")
     if core.totals.num_quarantined:
-        outcome.problems.append("a request was ended for a worker's faults")
+        outcome.problems.append("a request was ended because of a worker's faults")
     if core.totals.num_conservation_violations:
         outcome.problems.append("blocks were lost")
     if worker.error is not None:
-        outcome.problems.append(f"the hostile worker failed itself: {worker.error!r}")
+        outcome.problems.append(f"the hostile worker itself failed: {worker.error!r}")
 
 
 def main() -> int:
@@ -230,10 +232,11 @@ def main() -> int:
     arguments = parser.parse_args()
     outcome = asyncio.run(run(arguments.messages, arguments.seed))
     print(
-        f"{outcome.num_mutated} messages changed in {len(outcome.paths)} fields, {outcome.num_faults} faults counted; "
-        f"{outcome.num_requests} requests ended, {outcome.num_own} of the healthy worker alone"
+        f"{outcome.num_mutated} messages were changed in {len(outcome.paths)} fields, {outcome.num_faults} faults "
+        f"were counted; {outcome.num_requests} requests ended, {outcome.num_own} of which only the healthy worker "
+        "ran"
     )
-    print("\n".join(outcome.problems) or "no healthy request was harmed")
+    print("\n".join(outcome.problems) or "no request of the healthy worker was affected")
     return bool(outcome.problems)
 
 

@@ -1,7 +1,7 @@
-"""Hosts whose links can be cut: network namespaces of this machine, or relays where namespaces are not allowed.
+"""Hosts whose links can be cut: network namespaces of this machine, or relays if namespaces are not allowed.
 
 python -m tests.faults.hosts ADDRESS PORT SOCKET forwards connections to a Unix socket, so that its server appears to be
-on the host where this runs.
+on the host where this program runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def namespace_command() -> list[str]:
 
 
 class Hosts(Protocol):
-    """Named hosts that initially can all reach each other."""
+    """Named hosts, all of which can reach each other at first."""
 
     listen_address: str
 
@@ -47,7 +47,7 @@ class Hosts(Protocol):
 
 
 class Namespaces:
-    """Hosts as network namespaces on a bridge; requires its own network and mount namespace."""
+    """Hosts as network namespaces on a bridge; requires its own network and mount namespaces."""
 
     listen_address = "0.0.0.0"
 
@@ -74,8 +74,8 @@ class Namespaces:
 
     def cut(self, first: str, second: str) -> None:
         for here, there in ((first, second), (second, first)):
-            # An address that no host has: packets to it are dropped silently. An unreachable route would notify the
-            # sender.
+            # This address belongs to no host, so packets to it are dropped silently. An unreachable route would notify
+            # the sender.
             words = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
             _ip("-n", here, "neigh", "replace", self._addresses[there], *words)
 
@@ -85,7 +85,7 @@ class Namespaces:
 
 
 class Relays:
-    """All hosts are this machine. For each pair of hosts and each direction there is a relay that can stop
+    """Hosts that are all this machine. For each pair of hosts and each direction there is a relay that can stop
     forwarding.
     """
 
@@ -119,7 +119,7 @@ class Relays:
         self._gate(first, second).set()
 
     async def close(self) -> None:
-        """Stop accepting connections, and wait until the existing ones end."""
+        """Stop accepting connections, and wait until the existing connections end."""
         for server in self._servers:
             server.close()
         await asyncio.gather(*self._relaying)
@@ -184,7 +184,7 @@ def _run(*words: str) -> None:
 
 
 def main() -> None:
-    """Create two hosts to check whether this machine allows it, or serve a Unix socket."""
+    """Create two hosts to check whether this machine allows namespaces, or serve a Unix socket."""
     if sys.argv[1:] == ["try"]:
         hosts = Namespaces(["a", "b"])
         _run(*hosts.command("a", "true"))

@@ -1,4 +1,6 @@
-"""Mutate protobuf messages by their descriptors, so that fields of all messages are covered, future ones included."""
+"""Mutate protobuf messages by means of their descriptors, so that the fields of all messages are covered, including
+future ones.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class Mutator:
     """Random mutations.
 
     Attributes:
-        numbers, texts: Values that mean something to the receiver, such as another worker's epoch or name.
+        numbers, texts: Values that are meaningful to the receiver, such as the epoch or name of another worker.
     """
 
     dice: random.Random
@@ -39,7 +41,7 @@ class Mutator:
     texts: Callable[[], Sequence[str]]
 
     def mutate(self, message: Message) -> str:
-        """Change one field, set or not, of a message or a nested one; return its path."""
+        """Change one field, set or unset, of a message or of a nested message; return its path."""
         places = list(_fields(message, ""))
         path, owner, field = self.dice.choice(places)
         if field.is_repeated:

@@ -1,6 +1,6 @@
 """Scenarios with three hosts and a cut link between two of them: python -m tests.faults.network_scenarios NAME ...
 
-A separate program, since it may have to run in a network namespace; started by test_network.py.
+This is a separate program, since it may have to run in a network namespace; test_network.py starts it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ async def cut_worker(machine: Machine) -> None:
         for i, stream in enumerate(streams, 1):
             assert await stream == list(range(1000 * i + 1, 1000 * i + 1 + NUM_TOKENS))
         await until(metrics, "num_worker_groups", lambda value: value == 1)
-        assert await metric(metrics, "num_recoveries_total") > 0, "no stream ran behind the cut"
+        assert await metric(metrics, "num_recoveries_total") > 0, "no stream ran on the worker that was cut off"
         stale = await metric(metrics, "num_stale_messages_total")
         hosts.heal("core", "a")
         await until(metrics, "num_stale_messages_total", lambda value: value > stale)
@@ -105,7 +105,7 @@ async def cut_worker(machine: Machine) -> None:
 
 
 async def read(stub: Stub, first: int, flowing: asyncio.Event) -> list[int]:
-    """Read a stream; check that it has no gaps and no repeats."""
+    """Read a stream; check that no token is missing or duplicated."""
     received: list[int] = []
     async for response in stub.Generate(tokens([first], max_tokens=NUM_TOKENS), timeout=LIMIT_S):
         assert response.token_offset == len(received)
@@ -139,7 +139,7 @@ async def cut_database(machine: Machine, socket: str) -> None:
             await second.attach(1, "a")
             await second.read_until(1)
         assert second.tokens[1] == list(range(1001, 1001 + NUM_TOKENS))
-        # The old scheduler has delivered nothing that it could not write. Now it has been deposed, or has exited by
+        # The old scheduler has delivered nothing that it could not write. By now it has been deposed or has exited by
         # itself.
         hosts.heal("old", "database")
         assert await asyncio.to_thread(old.wait, LIMIT_S) == 1
@@ -154,7 +154,7 @@ async def cut_database(machine: Machine, socket: str) -> None:
 async def start_scheduler(
     machine: Machine, host: str, database_port: int, *flags: str
 ) -> tuple[subprocess.Popen[bytes], str]:
-    """Start a scheduler with a worker on its host; return its process and gRPC address."""
+    """Start a scheduler, with a worker on the same host; return the scheduler's process and gRPC address."""
     port, worker_port = free_ports(2)
     journal = ("--journal", "postgres", "--journal-url", await conninfo(machine.hosts, host, database_port))
     ports = ("--host", machine.hosts.listen_address, "--port", port, "--worker-port", worker_port)
@@ -165,7 +165,7 @@ async def start_scheduler(
 
 @contextlib.asynccontextmanager
 async def scheduler_at(address: str) -> AsyncIterator[SchedulerAsyncStub]:
-    """Return a scheduler's stub once it serves."""
+    """Return a stub of the scheduler once the scheduler is ready."""
     async with open_channel(address) as channel:
         stub = cast("SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
         await stub.GetLoads(loads_pb2.GetLoadsRequest(), wait_for_ready=True, timeout=LIMIT_S)
@@ -179,7 +179,7 @@ async def conninfo(hosts: Hosts, source: str, port: int) -> str:
 
 
 async def database_answers(where: str) -> None:
-    """Wait until the database answers."""
+    """Wait until the database accepts connections."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             with contextlib.suppress(psycopg.OperationalError):
@@ -197,7 +197,7 @@ async def metric(url: str, name: str) -> float:
 
 
 async def until(url: str, name: str, holds: Callable[[float], bool]) -> None:
-    """Wait until a metric has a value."""
+    """Wait until the value of a metric satisfies a condition."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             with contextlib.suppress(OSError):
@@ -228,7 +228,7 @@ def main() -> None:
     """Run a scenario; fail if anything is wrong."""
     parser = argparse.ArgumentParser()
     parser.add_argument("scenario", choices=("cut-worker", "cut-database"))
-    parser.add_argument("--namespaces", action="store_true", help="In namespaces; else with relays.")
+    parser.add_argument("--namespaces", action="store_true", help="Run in network namespaces instead of with relays.")
     parser.add_argument("--folder", type=Path, required=True, help="For logs.")
     parser.add_argument("--socket", help="Unix socket of a PostgreSQL server.")
     asyncio.run(_run(parser.parse_args()))

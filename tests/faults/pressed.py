@@ -29,7 +29,8 @@ LIMITS = {"MAX_PENDING_BYTES": 16384, "MAX_MESSAGE_BYTES": 4 << 20}
 class Pressed:
     """The running components.
 
-    Attributes: parts: Their processes.
+    Attributes:
+        parts: The processes of the components.
     """
 
     def __init__(self, folder: Path, http_port: int) -> None:
@@ -46,7 +47,7 @@ class Pressed:
         return float(found[1])
 
     def resident_bytes(self, name: str) -> int:
-        """Return a process's resident memory."""
+        """Return the resident memory of a process in bytes."""
         status = Path(f"/proc/{self.parts.processes[name].pid}/status").read_text(encoding="ascii")
         found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
         assert found

@@ -1,4 +1,4 @@
-"""Run two of each component as processes on this machine, with fake workers; each process can be killed, stopped and
+"""Run two processes of each component on this machine, with fake workers; each process can be killed, stopped and
 started.
 """
 
@@ -29,8 +29,8 @@ class Processes(NamedProcesses):
     """The running service.
 
     Attributes:
-        worker_flags: Flags for workers started from now on.
-        worker_port: Port to which workers connect, possibly a proxy's.
+        worker_flags: Flags for workers that are started from now on.
+        worker_port: Port to which workers connect; it may be that of a proxy.
         urls: HTTP URLs of the routers.
     """
 
@@ -72,11 +72,11 @@ class Processes(NamedProcesses):
         await asyncio.to_thread(self.end, name)
 
     async def wait(self, name: str) -> int:
-        """Wait until a process exits; return its status."""
+        """Wait until a process exits; return its exit status."""
         return await asyncio.to_thread(self.processes[name].wait, WAIT_S)
 
     async def make_whole(self, client: AsyncClient) -> None:
-        """Start missing processes; return once all are ready and idle."""
+        """Start missing processes; return once all processes are ready and idle."""
         self.start(*(name for name in ALL if not self.is_running(name)))
         await until(lambda: self._is_whole(client))
 
@@ -132,7 +132,7 @@ def running_processes(folder: Path, *scheduler_flags: str, step_ms: float = 10) 
 
 
 class Streams:
-    """Concurrent requests to a model that counts up from the last token of the prompt."""
+    """Concurrent requests to a model whose output counts up from the last token of the prompt."""
 
     def __init__(self, client: AsyncClient, firsts: list[int], num_tokens: int, **options: float) -> None:
         self.firsts, self.num_tokens = firsts, num_tokens

@@ -1,7 +1,7 @@
 """Two ranks of a worker on two hosts whose link is cut: python -m tests.faults.rank_hosts FOLDER [--namespaces].
 
-A separate program, since it runs in a network namespace where these are allowed. Elsewhere both ranks are on this host,
-and one is killed.
+This is a separate program, because it uses network namespaces where they are permitted. Otherwise both ranks run on
+this host and one is killed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All components of the service in this process, with real sockets and a small real model; each can be killed.
 
-Two workers, two detokenizers, two routers, and a scheduler with its journal. A gate stops the workers at a token, so
-that a component dies at exactly that token. Workers may have roles and KV tiers.
+There are two workers, two detokenizers, two routers, and a scheduler with its journal. A gate stops the workers at a
+token, so that a component dies at exactly that token. Workers may have roles and KV tiers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WorkerSettings = Mapping[str, Mapping[str, Any]]
 
 
 class Gate:
-    """Limit the number of tokens that workers sample for the only request.
+    """Limits the number of tokens that workers sample for the only request.
 
     Attributes:
         serving: Name of the worker that ran last.
@@ -57,7 +57,7 @@ class Gate:
         self._changed = threading.Condition()
 
     def reset(self) -> None:
-        """Reset before a request: nothing may be sampled."""
+        """Reset the gate before a request, so that no token may be sampled."""
         self._limit = self._num_tokens = 0
         self.serving = ""
 
@@ -68,7 +68,9 @@ class Gate:
             self._changed.notify_all()
 
     def wait_until(self, num_tokens: int, is_over: Callable[[], bool]) -> None:
-        """Wait until this many tokens are sampled and a worker has the next step, or the request has ended."""
+        """Wait until this many tokens are sampled and a worker has received the next step, or until the request has
+        ended.
+        """
         with self._changed:
             while (self._num_tokens < num_tokens or not self.serving) and not is_over():
                 self._changed.wait(0.05)
@@ -87,7 +89,7 @@ class Gate:
         if is_dead():
             raise Killed
         launched = launch(step)
-        assert launched.output is not None, "on a CPU a step is done when it was launched"
+        assert launched.output is not None, "on a CPU, launching a step must complete it"
         with self._changed:
             self.num_adopted += len(step.adopted_blocks) - len(launched.missing_blocks)
             if len(launched.output.token_ids):
@@ -101,12 +103,12 @@ class Killed(BaseException):
 
 
 class MortalLink(SchedulerLink):
-    """A connection that can be closed without a Goodbye."""
+    """A connection that can be closed without a Goodbye message."""
 
     is_dead = False
 
     def kill(self) -> None:
-        """Close as SIGKILL would."""
+        """Close the connection as SIGKILL would."""
         self.is_dead = True
         self._wake()
 
@@ -134,7 +136,7 @@ class RigWorker:
         """Restart the worker."""
         guides = self.runner._guides
         self.runner = ModelRunner(self.runner._config, self._folder, self.runner.model)
-        # Starting the grammar process takes longer than everything else.
+        # The grammar process is kept, since starting it takes longer than everything else.
         self.runner._guides._process, self.runner._guides._life = guides._process, guides._life
         self._start()
 
@@ -170,7 +172,7 @@ class RigWorker:
 
 
 def _end_like_a_process(runner: ModelRunner) -> None:
-    """Stop a runner's threads and release its locks, but remove nothing that outlives a process."""
+    """Stop the threads of a runner and release its locks, but keep everything that outlives a process."""
     kv = runner.kv
     for part in (kv.fetcher, kv.server, kv.tiers):
         if part is not None:
@@ -181,13 +183,13 @@ def _end_like_a_process(runner: ModelRunner) -> None:
 
 
 class Rig:
-    """All parts.
+    """All components.
 
     Attributes:
-        gate: Limits the workers.
-        num_kills: Parts killed so far, by kind.
-        num_handovers: How often schedulers that have ended moved a request between workers.
-        num_streamed: Tokens that clients had before the end of their sequence.
+        gate: The gate that limits the workers.
+        num_kills: Number of components killed so far, by kind.
+        num_handovers: How often previous schedulers moved a request between workers.
+        num_streamed: Number of tokens that clients received before the end of their sequence.
     """
 
     def __init__(
@@ -219,7 +221,7 @@ class Rig:
         )
 
     async def start(self) -> None:
-        """Start everything."""
+        """Start all components."""
         await self._start_scheduler()
         address = f"tcp://127.0.0.1:{self._config.worker_port}"
         self._workers = {
@@ -230,7 +232,7 @@ class Rig:
         self._routers = [await self._start_router(number) for number in range(2)]
 
     async def close(self) -> None:
-        """Stop everything."""
+        """Stop all components."""
         for channel in self._channels:
             await channel.close()
         for part in (*self._routers, *self._detokenizers):
@@ -279,8 +281,8 @@ class Rig:
             self._routers[number] = await self._start_router(number)
 
     async def run(self, request: pb.GenerateRequest, kills: dict[int, str]) -> Result:
-        """Run a request. Each component in `kills` dies when that many tokens are sampled and the client has received
-        them.
+        """Run a request. Each component in `kills` is killed when that many tokens are sampled and the client has
+        received them.
         """
         stream = AsyncStream(request.request_id, request, self._next_stub, timeout_s=None, unavailable_timeout_s=WAIT_S)
         result = Result(request.request_id)
@@ -304,12 +306,12 @@ class Rig:
 
     @property
     def addresses(self) -> list[str]:
-        """Return the routers' gRPC addresses; the first is the router to kill."""
+        """Return the gRPC addresses of the routers; the first is that of the router to kill."""
         self._current = 0
         return [f"127.0.0.1:{port}" for port in self._ports[2:]]
 
     def next_url(self) -> str:
-        """Return the next router's HTTP address; from now on, kill that router."""
+        """Return the HTTP address of the next router; from now on, that router is the one to kill."""
         self._current = 1 - self._current
         http = self._routers[self._current].http
         assert http is not None

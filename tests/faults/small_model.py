@@ -1,4 +1,4 @@
-"""A small random model whose output is words, emoji and Chinese; a token may be only part of a character."""
+"""A small random model whose output consists of words, emoji and Chinese; a token may be only part of a character."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from midstream.model.folder import ModelFolder, open_model_folder
 from midstream.model.tokenizer import Tokenizer
 from tests.gpu_worker.tiny_models import SHAPE
 
-# Any token can follow any other. Most characters here take two or three tokens.
+# Any token can follow any other token. Most characters here take two or three tokens.
 _TEXT = "so the stream goes on and on, never lost. 😀 🎉 🫠 🚀 日本語 漢字 東京 你好 naïve Grüße"
 
 
 def make_small_model(folder: Path, family: str = "Llama", **settings: Any) -> ModelFolder:
-    """Write a model of `family` into an empty folder, with the embedded model's tokenizer."""
+    """Write a model of `family` into an empty folder, with the tokenizer of the embedded model."""
     embedded = open_model_folder("smollm2")
     torch.manual_seed(7)
     shape = SHAPE | {"vocab_size": embedded.vocab_size, "eos_token_id": embedded.end_ids[0]}

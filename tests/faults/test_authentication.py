@@ -1,4 +1,4 @@
-"""Authentication by token over gRPC and HTTP: real servers and sockets in this process."""
+"""Authentication by token over gRPC and HTTP, with real servers and sockets in this process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The wall clock of each component jumps under load: nothing but timestamps changes. Real processes, and a worker
-without a model.
+"""The wall clock of each component jumps under load, which changes nothing except timestamps.
+
+The components are real processes, with a worker without a model.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ JUMPS_S = (3, -3, 30, -30, 3600, -3600)
 BETWEEN_S = 0.25
 NUM_TOKENS = 60
 DEADLINE_S = 1.5
-# The machine may stand still for seconds. A jump that moved a deadline would also show as one that passes too early.
+# The machine may stall for seconds. If a jump moved a deadline, some deadline would also expire too early.
 TOLERANCE_S = 20
 TIMEOUTS = ("--worker-timeout-ms", "60000", "--worker-progress-timeout-ms", "60000")
 
@@ -57,7 +58,7 @@ class ShiftedParts(Parts):
         return self.processes[name]
 
     def shift(self, name: str, seconds: int) -> None:
-        """Set the clock of a process."""
+        """Set the clock offset of a process, in seconds."""
         with os.fdopen(os.open(self._shift_file(name), os.O_RDWR | os.O_CREAT), "r+b") as file:
             file.write(struct.pack("=q", seconds * 1_000_000_000))
 
@@ -78,7 +79,7 @@ async def one_after_the_other(stub: Stub, first: int, stop: asyncio.Event) -> in
 
 
 async def deadlines(stub: Stub, stop: asyncio.Event) -> AsyncIterator[float]:
-    """Run requests that time out halfway; return by how many seconds each deadline was off."""
+    """Run requests that time out halfway; yield by how many seconds each deadline was off."""
     while not stop.is_set():
         began = time.monotonic()
         request = tokens([5000], max_tokens=3000, timeout_ms=int(DEADLINE_S * 1000))

@@ -64,7 +64,9 @@ async def rig(folder: ModelFolder, tmp_path: Path) -> AsyncIterator[Rig]:
 
 
 def states(model: Any, folder: ModelFolder, inputs: list[Any], *, is_mean: bool = False) -> np.ndarray[Any, Any]:
-    """Return transformers' last hidden state, after the final norm, at the last token of each input or their mean."""
+    """Return transformers' last hidden state after the final norm, either at the last token of each input or as the
+    mean.
+    """
     tokenizer = Tokenizer(folder.path)
     found = []
     for item in inputs:
@@ -93,7 +95,7 @@ async def check_openais_client(rig: Rig, model: Any, folder: ModelFolder) -> Non
     async with openai.AsyncOpenAI(base_url=rig.next_url() + "/v1", api_key="-", max_retries=0) as client:
         encodings: tuple[Any, ...] = ("float", "base64")
         for encoding in encodings:
-            # If the format is set explicitly, OpenAI's client returns the service's data unchanged.
+            # If the format is set explicitly, OpenAI's client returns the data of the service unchanged.
             answer = await client.embeddings.create(input=TEXTS, model="", encoding_format=encoding)
             shown: list[Any] = [item.embedding for item in answer.data]
             if encoding == "base64":
@@ -145,7 +147,9 @@ async def check_scores_and_ranks(rig: Rig, model: Any, folder: ModelFolder) -> N
 
 
 async def check_answers(rig: Rig, model: Any, folder: ModelFolder) -> None:
-    """Check the scores of a model that answers yes or no, which CrossEncoder defines as these probabilities."""
+    """Check the scores of a model that answers yes or no, which CrossEncoder defines as the probabilities of these
+    answers.
+    """
     tokenizer, expected = Tokenizer(folder.path), []
     for document in TEXTS[1:]:
         ids = tokenizer.encode(f"query: {TEXTS[0]}\ndocument: {document}\nfits: ")
@@ -166,7 +170,7 @@ async def check_answers(rig: Rig, model: Any, folder: ModelFolder) -> None:
 
 
 async def check_key(rig: Rig) -> None:
-    """Check that a repeated call with the same key attaches to the first one."""
+    """Check that a repeated call with the same key attaches to the first call."""
     async with httpx.AsyncClient(timeout=30, headers={"idempotency-key": "k"}) as http:
         first = await http.post(rig.next_url() + "/v1/embeddings", json={"input": TEXTS})
         again = await http.post(rig.next_url() + "/v1/embeddings", json={"input": TEXTS})

@@ -1,4 +1,4 @@
-"""All security features on real processes: who may call which port, and recovery from faults."""
+"""All security features with real processes: who may call which port, and recovery from faults."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUM_TOKENS = 100
 # Five processes start at once, and one of them imports torch.
 START_S = 120
 SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.9, seed=4)
-# Streams during which something happens.
+# For streams that must still be running when an event occurs.
 LONG = replace(SAMPLING, max_tokens=400)
 ENDLESS = replace(SAMPLING, max_tokens=8000)
 
@@ -100,7 +100,7 @@ async def test_a_clients_certificate_opens_no_inner_port(guarded: Guarded) -> No
     spy = Tls(carol.cert, carol.key, guarded.authority.ca)
 
     async def silent() -> AsyncIterator[bytes]:
-        # If a message crosses the rejection on its way, the client reports INTERNAL.
+        # If a message is sent before the rejection arrives, the client reports INTERNAL.
         await asyncio.Event().wait()
         yield b""
 
@@ -108,7 +108,7 @@ async def test_a_clients_certificate_opens_no_inner_port(guarded: Guarded) -> No
     named = Tls(detokenizer.cert, detokenizer.key, guarded.authority.ca)
     for port, tls, calls in (
         ("scheduler", spy, ("Abort", "TokenFeed", "OpenTokenFeed")),
-        ("scheduler", named, ("Abort",)),  # a detokenizer may only read the feed there
+        ("scheduler", named, ("Abort",)),  # a detokenizer may only read the token feed there
         ("detokenizer", spy, ("Stream", "OpenStream")),
         ("detokenizer", named, ("Stream", "OpenStream")),
     ):

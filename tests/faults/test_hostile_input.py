@@ -1,4 +1,4 @@
-"""Invalid requests, and invalid data on the worker port, are rejected or dropped and affect nobody else."""
+"""Invalid requests, and invalid data on the worker port, are rejected or dropped and do not affect other clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from router.protocols.http_server import HttpPort
 from tests.faults.pressed import Pressed, read
 from tests.router.test_request_checks import BAD
 
-# Further inputs of the same kind. tests/router/test_request_checks.py tests all fields and their limits.
+# These are additional inputs of the same kind. tests/router/test_request_checks.py tests all fields and their limits.
 OVER_ALL_BOUNDS: list[tuple[str, pb.GenerateRequest]] = [
     ("prompt", pb.GenerateRequest(prompt="word " * 600_000)),
     ("token_ids", pb.GenerateRequest(token_ids=pb.TokenIds(values=[5] * 9000))),
@@ -173,7 +173,7 @@ class Bomb:
     """A pickle that would run code if it were loaded."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
-        return pytest.fail, ("it was loaded",)
+        return pytest.fail, ("the pickle was loaded",)
 
 
 async def test_garbage_on_the_worker_port_is_dropped_and_counted(pressed: Pressed) -> None:
@@ -198,7 +198,7 @@ async def test_garbage_on_the_worker_port_is_dropped_and_counted(pressed: Presse
             for parts in frames:
                 dealer.send_multipart(parts)
             await _until(pressed, "num_malformed_messages_total", before + len(frames))
-            # Messages that parse but whose contents are impossible.
+            # These messages parse, but their contents are impossible.
             for _ in range(300):
                 message = worker_pb2.WorkerMessage()
                 fuzzed(generator, message)

@@ -1,4 +1,4 @@
-"""Malicious model files: templates that escape or use excessive resources, absurd dimensions, executable code."""
+"""Malicious model files: templates that escape or use excessive resources, absurd dimensions, and executable code."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ BOMBS = [
 
 
 def refusal(template: ChatTemplate, content: str) -> str:
-    """Return the reason why a conversation is rejected, or an empty string if it is not."""
+    """Return the reason why a conversation is rejected, or an empty string if it is accepted."""
     try:
         template.render([{"role": "user", "content": content}])
     except InvalidArgumentError as error:
@@ -65,8 +65,10 @@ def refusal(template: ChatTemplate, content: str) -> str:
 
 
 def chosen(sources: list[str]) -> str:
-    """Return one template for all cases; the first message selects the case to render. Constants are replaced by `x`, a
-    letter, and `n`, a number: constants would be evaluated when the template is compiled."""
+    """Return one template for all cases; the first message selects the case to render.
+
+    Constants are replaced by `x`, a letter, and `n`, a number, because constants would be evaluated when the template
+    is compiled."""
     values = "{% set x, n = 'x' ~ messages[0].content[:0], messages[0].content | length + 9 %}"
     branches = "".join(f"{{% elif messages[0].content == '{i}' %}}{source}" for i, source in enumerate(sources))
     return values + "{% if messages[0].content == 'hi' %}fine" + branches + "{% endif %}"
@@ -80,7 +82,7 @@ def test_templates_that_escape_or_fail_are_refused() -> None:
 
 
 def test_templates_that_explode_are_ended_and_the_next_conversation_is_rendered() -> None:
-    """The limits of its process end each template; this process and the next conversation are not affected."""
+    """The limits of the template process end each template; this process and the next conversation are not affected."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with closing(ChatTemplate(chosen(BOMBS), {})) as template:
         for i, bomb in enumerate(BOMBS):
@@ -115,7 +117,7 @@ def test_what_escapes_from_the_sandbox_finds_no_files_no_network_and_no_secrets(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Write a folder like a prepared model's, with a weight file of a few bytes."""
+    """Write a folder like that of a prepared model, with a weight file of a few bytes."""
     model = open_model_folder("smollm2")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (tmp_path / name).write_bytes((model.path / name).read_bytes())
@@ -218,7 +220,7 @@ def test_inflated_headers_of_safetensors_are_refused(tmp_path: Path, make: Calla
 
 
 def test_a_worker_does_not_take_memory_by_what_a_configuration_says(folder: Path) -> None:
-    """The dimensions are within bounds but do not match the weights."""
+    """The dimensions are within bounds, but do not match the weights."""
     change(folder / "config.json", hidden_size=1 << 20, intermediate_size=1 << 22, num_hidden_layers=512)
     from gpu_worker.model_runner import ModelRunner
 
@@ -289,7 +291,7 @@ def test_what_ends_the_process_that_loads_a_tokenizer_ends_its_own_alone(
 ) -> None:
     bomb = {"type": "Sequence", "normalizers": [replaced("a", "a" * 1000)] * 4}
     change(folder / "tokenizer.json", normalizer=bomb)
-    monkeypatch.setattr("midstream.model.tokenizer_check.MAX_EXPANSION", 1 << 50)  # as if it were unknown
+    monkeypatch.setattr("midstream.model.tokenizer_check.MAX_EXPANSION", 1 << 50)  # as if the format were unknown
     with pytest.raises(ConfigError, match="crashes the process that uses it"):
         Tokenizer(folder)
 

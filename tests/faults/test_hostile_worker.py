@@ -1,4 +1,4 @@
-"""Whatever a worker sends, the healthy worker's requests complete correctly and the scheduler survives."""
+"""Whatever a worker sends, the requests of the healthy worker complete correctly and the scheduler survives."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ async def test_a_thousand_changed_messages_harm_no_request_of_the_healthy_worker
     assert outcome.num_mutated >= 1_000
     assert outcome.num_own > 20
     assert outcome.num_faults > 50
-    # Every kind of message was mutated, and most fields of the most important ones.
+    # Messages of every kind must have been mutated, and most fields of the most important ones.
     for part in worker_pb2.WorkerMessage.DESCRIPTOR.fields:
         assert any(path.startswith(f".{part.name}") for path in outcome.paths), part.name

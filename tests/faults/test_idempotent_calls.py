@@ -1,6 +1,6 @@
-"""Calls with idempotency keys, retried while components are killed: each runs once and is in the ledger once.
+"""Calls with idempotency keys, retried while processes are killed: each call runs once and is in the ledger once.
 
-For a longer run set IDEMPOTENT_CALLS=800.
+For a longer run, set IDEMPOTENT_CALLS=800.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ async def call(stub: Stub, number: int) -> list[int]:
 
 
 class Retries:
-    """A client that retries failed or slow calls at the other router.
+    """A client that retries failed or slow calls through the other router.
 
     Attributes:
-        num_tries: Number of calls, retries included.
+        num_tries: Number of calls, including retries.
     """
 
     def __init__(self, routers: list[Stub], dice: random.Random) -> None:
@@ -70,7 +70,7 @@ class Retries:
         self._limit = asyncio.Semaphore(AT_ONCE)
 
     async def answer(self, number: int) -> None:
-        """Retry until there is an answer; check that it is correct."""
+        """Retry a call until it is answered; check that the answer is correct."""
         async with self._limit:
             for attempt in range(300):
                 self.num_tries += 1

@@ -1,11 +1,12 @@
-"""One request of each kind; a part dies at each of its tokens. The output equals that of an undisturbed run.
+"""One request of each kind, while a component is killed at each of its tokens. The output equals that of an undisturbed
+run.
 
-Each part in turn dies at each token: four runs of a request, in each of which the part that dies at a token is the next
-one in turn. By default one of the four runs, of 32 tokens; with MIDSTREAM_ALL_KILLS=1 all of them, of 48 tokens, over
-frames and gRPC, with each layout of workers. MIDSTREAM_KILL_MODEL=NAME runs all this on a model of
-tests/gpu_worker/test_families.py.
+The kinds of component take turns: at each token, the next one is killed. Each request runs up to four times, starting
+with another kind each time, so that every kind is killed at every token. By default, only one of the four runs is made,
+with 32 tokens. With MIDSTREAM_ALL_KILLS=1 all of them are made, with 48 tokens, over frames and gRPC, and with each
+layout of workers. MIDSTREAM_KILL_MODEL=NAME runs the tests on a model of tests/gpu_worker/test_families.py.
 
-Models whose state is not keys and values alone are killed a few times by default.
+By default, models whose state consists of more than keys and values are tested with only a few kills.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ REQUESTS: dict[str, dict[str, object]] = {
         "guided_decoding": pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="([a-z]+ ){200}"),
     },
 }
-# Transports, and layouts of the two workers: both have all roles or one only prefills, and where blocks are stored and
-# moved.
+# Transports, and layouts of the two workers: whether both have all roles or one only runs prefill, and where blocks are
+# stored and moved.
 TRANSPORTS = ("frames", "grpc")
 LAYOUTS = ("together", "tiers", "apart over TCP", "apart in shared memory")
 CHOSEN: dict[str, tuple[str, str]] = dict.fromkeys(REQUESTS, ("frames", "together")) | {
@@ -93,7 +94,7 @@ def runner(folder: ModelFolder) -> Iterator[ModelRunner]:
 
 @pytest.fixture
 async def rig(folder: ModelFolder, tmp_path: Path, transport: str, layout: str) -> AsyncIterator[Rig]:
-    gc.freeze()  # stopping a component collects garbage, but not imported modules
+    gc.freeze()  # stopping a component collects garbage, but imported modules are exempt
     (tmp_path / "kv").mkdir(mode=0o700)
     rig = Rig(folder, tmp_path / "journal", transport, settings_of(layout, tmp_path / "kv"))
     await rig.start()

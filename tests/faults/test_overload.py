@@ -1,4 +1,4 @@
-"""Overload: too many requests, clients that do not read, clients with too many streams."""
+"""Overload: too many requests, clients that do not read, and clients with too many streams."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_ten_times_overload_is_refused_at_once_and_the_admitted_keep_their
         assert len(admitted) >= MAX_BATCH_SIZE + MAX_QUEUE_SIZE
         assert len(refused) >= count // 2
         assert all(result.error.retry_after_ms > 0 for result in refused)
-        # The last admitted request waits for two batches before it.
+        # The last admitted request waits for the two batches before it.
         assert max(result.after_s for result in refused) < 10
         assert max(result.pace for result in admitted) < PACE_FACTOR * max(result.pace for result in full)
         await read(stub, 7, NUM_TOKENS)
@@ -74,11 +74,11 @@ async def test_slow_readers_cost_bounded_memory_and_are_cut_and_nobody_else_noti
         before = {name: pressed.resident_bytes(name) for name in ("router", "detokenizer", "scheduler")}
         slow = [slow_stub.Generate(long, timeout=170) for _ in range(4)]
         for call in slow:
-            await call.read()  # it is running; from here on nobody reads
+            await call.read()  # the request is running; from now on the client does not read
         beside: list[Reading] = []
         while await asyncio.to_thread(pressed.metric, "num_requests_running"):
             beside += await asyncio.gather(*(read(stub, 1000 * i, NUM_TOKENS) for i in range(1, 5)))
-        # A client receives data that has already arrived before it receives the status.
+        # A client first receives data that has already arrived, and then the status.
         for call in slow:
             assert await _end(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
         grown = {name: pressed.resident_bytes(name) - before[name] for name in before}

@@ -1,8 +1,8 @@
-"""A stored response streamed by OpenAI's client, and a message retried by Anthropic's client, while a component dies at
-each token.
+"""A stored response streamed by OpenAI's client, and a message retried by Anthropic's client, while a component is
+killed at each token.
 
-As in test_kill_at_every_step.py, a different component dies at each token; with MIDSTREAM_ALL_KILLS=1 every component
-dies at every token.
+As in test_kill_at_every_step.py, a different component is killed at each token; with MIDSTREAM_ALL_KILLS=1, every
+component is killed at every token.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 
 class Reader:
-    """Read one response, switching to another router when one dies.
+    """Reads one response, switching to another router when one dies.
 
     Attributes:
         events: Events in order of arrival.

@@ -1,4 +1,4 @@
-"""Schedulers, detokenizers, routers and links that fail, restart, join and leave; clients that disconnect."""
+"""Schedulers, detokenizers, routers and links fail, restart, join and leave; clients disconnect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_a_journal_with_a_torn_tail_and_a_damaged_record_costs_no_token(
     content = segment.read_bytes()
     segment.write_bytes(content.rstrip(b"\0")[:-5].ljust(len(content), b"\0"))
     processes.start("scheduler")
-    # Output received before the kill proves nothing: it may have been on its way to the client.
+    # Output received before the kill proves nothing: it may have been in transit to the client.
     await until(lambda: "the journal's last transaction was cut off" in processes.log("scheduler"))
     await streams.reach(120)
     await processes.kill("scheduler")
@@ -61,7 +61,7 @@ async def test_detokenizers_come_and_go_under_load(processes: Processes, client:
         await Streams(client, [first + 500 for first in FIRSTS], 10).check()
     last = Streams(client, [first + 500 for first in FIRSTS], 200)
     await last.reach(20)
-    # Kill the detokenizer that has all streams, then one that has some, then send SIGTERM to one.
+    # Kill the detokenizer that has all streams, then one that has some of them, and then send SIGTERM to one.
     for name in ("detokenizer-0", "detokenizer-2"):
         await processes.kill(name)
     processes.send("detokenizer-3", signal.SIGTERM)
@@ -108,7 +108,7 @@ async def test_a_detokenizer_killed_in_the_middle_of_a_character_leaves_the_text
 
 async def test_a_router_killed_in_the_middle_costs_no_token(processes: Processes, client: AsyncClient) -> None:
     num_resumes = 0
-    # A router may take longer to start than a stream, so each death has its own streams.
+    # A router may take longer to start than a stream lasts, so each kill has its own streams.
     for number in range(2):
         streams = Streams(client, FIRSTS, 200)
         await streams.reach(20)
@@ -139,7 +139,7 @@ async def test_clients_that_leave_are_counted_once_wherever_their_request_is(
         [5],
         [6] * 4000,
         [7] * 4000,
-    )  # the first one generates, the second one's prompt is computed, the third one waits
+    )  # the first request generates, the prompt of the second is computed, and the third waits
     streams = [client.generate(token_ids=prompt, sampling=sampling) for prompt in prompts]
     first = await anext(streams[0])
     reading = [asyncio.create_task(anext(stream)) for stream in streams]
@@ -256,7 +256,7 @@ async def test_a_rolling_restart_of_every_part_fails_no_request(processes: Proce
     asking = [asyncio.create_task(keep_asking(number)) for number in range(1, 5)]
     for name in ALL:
         processes.send(name, signal.SIGTERM)
-        # A scheduler exits when its requests have ended; new requests wait for its successor.
+        # A draining scheduler exits when its requests have ended; new requests wait for its successor.
         assert await processes.wait(name) == 0
         processes.start(name)
         kind = name.partition("-")[0]

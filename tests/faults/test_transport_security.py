@@ -1,5 +1,5 @@
-"""TLS over gRPC and HTTP, certificate rotation, and authentication by certificate: real servers and sockets in this
-process.
+"""TLS over gRPC and HTTP, certificate rotation, and authentication by certificate, with real servers and sockets in
+this process.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ async def test_mutual_tls_takes_only_clients_of_the_authority(authority: Authori
 
 @pytest.mark.parametrize("part", ["router", "scheduler", "detokenizer", "worker"])
 async def test_the_certificate_of_a_part_is_no_clients(authority: Authority, part: str) -> None:
-    """It is rejected over gRPC and HTTPS, whether it names its kind as a URI or as a DNS name."""
+    """The certificate is rejected over gRPC and HTTPS, whether it names the kind of component as a URI or as a DNS
+    name.
+    """
     authenticator, server = Authenticator(by_certificate=True), authority.issue("server")
     tls = tls_of(server, authority, require_client_cert=True)
     by_uri = authority.issue(f"{part} by uri", part=part)
@@ -92,7 +94,7 @@ async def test_the_certificate_of_a_part_is_no_clients(authority: Authority, par
 
 
 async def test_replaced_certificates_are_in_use_without_a_restart(tmp_path: Path, authority: Authority) -> None:
-    """Both sides switch to another authority; a running stream continues."""
+    """Both sides switch to another authority, and a running stream continues."""
     old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
     folder = tmp_path / "mounted"
     folder.mkdir()
@@ -113,7 +115,7 @@ async def test_replaced_certificates_are_in_use_without_a_restart(tmp_path: Path
         channel = open_channel(address, tls=mounted("client"), server_name="server.test")
         running = stream_of(channel)(b"")
         assert await running.read() == b"client"
-        # At first, everyone trusts both authorities. Then certificates change, and finally the old authority is
+        # First, both sides trust both authorities. Then the certificates change, and finally the old authority is
         # removed.
         for step in ((old, old, new), (new, old, new), (new, new)):
             mount(step[0], "server", *step[1:])
@@ -147,7 +149,7 @@ def test_half_replaced_files_leave_the_old_certificate_in_use(tmp_path: Path, au
     version = tls.refresh()
     second = authority.issue("rotating")
     replace(paths[0], contents(second.cert))
-    assert tls.refresh() == version, "the key is still the old one"
+    assert tls.refresh() == version, "the key is still the old key"
     replace(paths[1], b"")
     assert tls.refresh() == version
     paths[1].unlink()

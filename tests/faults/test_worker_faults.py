@@ -24,7 +24,9 @@ async def all_blocks_are_back(processes: Processes) -> None:
 
 
 async def no_workers_are_left(processes: Processes) -> None:
-    """Wait until the scheduler has detected all deaths, so that it assigns no request to a dead worker."""
+    """Wait until the scheduler has detected the deaths of all workers, so that it assigns no request to a dead
+    worker.
+    """
 
     async def are_lost() -> bool:
         return (await processes.stats()).kv_cache_stats.max_num_blocks == 0
@@ -127,7 +129,7 @@ async def test_a_request_that_kills_workers_is_ended_and_its_neighbours_finish(
     supervisor = asyncio.create_task(supervise())
     with pytest.raises(ExecutionError, match="died while running this request"):
         await client.generate(token_ids=[777], timeout_s=100).result()
-    # A worker that the request killed may still appear to run for a moment.
+    # A worker that the request killed may appear to be running for a moment.
     await neighbours.check()
     await all_blocks_are_back(processes)
     supervisor.cancel()

@@ -150,7 +150,7 @@ def test_a_key_that_is_let_in_counts_at_the_next_attempt(guarded: Guarded) -> No
         credentials=guarded.credentials("newcomer"),
     )
     link.start()
-    # It is rejected, also when it retries by itself.
+    # The worker is rejected, even when it retries by itself.
     guarded.wait_for("num_refused_connections_total", refused + 2)
     allow(guarded.keys, guarded.allowed, "newcomer")
     assert isinstance(link.inbox.get(timeout=30), EpochStarted)
@@ -235,7 +235,7 @@ def test_contradictions_refuse_to_start(keys: Path) -> None:
 
 
 def test_a_scheduler_process_with_an_empty_secret_ends_at_once(keys: Path) -> None:
-    """This happens if a Secret lacks the key: the variable is set but empty."""
+    """This happens if a Secret lacks the key, so that the variable is set but empty."""
     environment = {
         "MIDSTREAM_CURVE": "true",
         "MIDSTREAM_CURVE_SECRET_KEY": "",

@@ -23,7 +23,7 @@ from tests.gpu_worker.whole import Contents, Whole, contents
 
 VOCAB_SIZE, HIDDEN_SIZE = 49_152, 64
 PROMPT = [504, 2365, 282, 504, 2365, 282, 504, 2365]
-# transformers' name of the family, and the tiny model's settings.
+# The name of each family in transformers, and the settings of the tiny model.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
@@ -36,7 +36,7 @@ POST_PROCESSORS = Path(__file__).parents[1] / "gpu_worker" / "example_post_proce
 
 
 class Family:
-    """One model and its runner. `polite_logits` must be importable."""
+    """One model and its runner. The package `polite_logits` must be importable."""
 
     def __init__(self, name: str, folder: Path) -> None:
         family, settings = MODELS[name]
@@ -80,7 +80,7 @@ class Family:
         return contents(made)
 
     def lora(self) -> pb.LoraConfig:
-        """Return an adapter as the scheduler would name it."""
+        """Return the reference of an adapter, as the scheduler would name it."""
         adapter = self.runner.adapters.load(str(self._lora)).result()
         resolved = pb.ResolvedAdapter(
             path=str(self._lora), fingerprint=adapter.fingerprint, num_bytes=self.runner.adapters.size_of(adapter)
@@ -198,7 +198,7 @@ def _additional(family: Family) -> None:
 def _guided(family: Family) -> None:
     guide = pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="[0-9]{12}")
     (made,) = family.run(family.request(guided_decoding=guide))
-    digits = set(range(32, 42))  # single tokens in the embedded model's vocabulary
+    digits = set(range(32, 42))  # single tokens in the vocabulary of the embedded model
     assert len(made.tokens) == 6
     assert set(made.tokens) <= digits
 

@@ -30,7 +30,7 @@ _SIGNS = {WORKS: "✓", NOT_APPLICABLE: "–", "refused": "✗", "refused UNIMPL
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One row.
+    """One row of the table.
 
     Attributes:
         families, doors: Cells, by model family and by API.

@@ -16,7 +16,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 @dataclass(frozen=True)
 class Span:
-    """A received span; times are Unix nanoseconds, ids are hexadecimal."""
+    """A received span; times are Unix times in nanoseconds, ids are hexadecimal."""
 
     service: str
     name: str
@@ -30,7 +30,7 @@ class Span:
 
 
 class Collector(pb_grpc.TraceServiceServicer):
-    """Collect all received spans."""
+    """Collects all received spans."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
@@ -52,7 +52,7 @@ class Collector(pb_grpc.TraceServiceServicer):
         return pb.ExportTraceServiceResponse()
 
     def spans(self, trace_id: str) -> list[Span]:
-        """Return the trace so far, ordered by time."""
+        """Return the spans received so far, ordered by time."""
         with self._has_news:
             found = [span for span in self._spans if span.trace_id == trace_id]
         return sorted(found, key=lambda span: span.start_ns)

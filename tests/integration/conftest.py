@@ -27,11 +27,11 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Service]:
-    """Start two routers, three detokenizers and two workers, shared by all tests here."""
+    """Start two routers, three detokenizers and two workers, which all tests in this folder share."""
     flags = ("--routers", "2", "--detokenizers", "3", "--workers", "2")
     site = install(EXAMPLE_POST_PROCESSOR, tmp_path_factory.mktemp("package"))
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Trace only requests whose client sends a traceparent.
+    # Trace only requests whose client sends a traceparent header.
     tracing = {"MIDSTREAM_OTLP_ENDPOINT": collector.endpoint, "MIDSTREAM_TRACE_RATIO": "0"}
     settings = {"MIDSTREAM_LOG_LEVEL": "debug", "MIDSTREAM_ADAPTER_ROOT": tempfile.gettempdir()}
     # The machine that runs the tests may stall for some seconds.

@@ -26,7 +26,7 @@ _FLOATS = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "fr
 
 @dataclass(frozen=True)
 class Case:
-    """A request whose numbers are exact in float32."""
+    """A request whose numeric values are exact in float32."""
 
     prompt: str
     max_tokens: int
@@ -73,7 +73,7 @@ class Sequence:
 
 
 class Doors:
-    """Clients of all APIs of one router."""
+    """Clients for all APIs of one router."""
 
     def __init__(self, grpc_address: str, http_address: str) -> None:
         self.channel = open_channel(grpc_address)

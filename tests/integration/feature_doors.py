@@ -1,4 +1,4 @@
-"""Request each feature through each API with that API's client, and natively."""
+"""Request each feature natively and through each API, with the client of that API."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Answer:
     """A response.
 
     Attributes:
-        texts: Text of each sequence.
-        beside: Names of further outputs.
+        texts: The text of each sequence.
+        beside: Names of additional outputs.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Answer:
 
 
 class RefusedError(Exception):
-    """The API rejected the request; the message is its status."""
+    """The API rejected the request; the message of this exception is the status."""
 
 
 def num_tokens(feature: str) -> int:
@@ -56,7 +56,7 @@ def num_tokens(feature: str) -> int:
 
 
 def native_fields(feature: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return fields of the native request that use a feature."""
+    """Return the fields of the native request that use a feature."""
     blue, two = (tokenizer.encode(text) for text in (" blue", " three"))
     table = pb.Tensor(dtype=pb.Tensor.DTYPE_FLOAT32, shape=TABLE.shape, data=TABLE.tobytes())
     retention = pb.KvRetentionConfig(token_ranges=[pb.KvRetentionConfig.TokenRange(start=0, priority=90)])
@@ -103,7 +103,7 @@ def native_fields(feature: str, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 class Asking:
-    """Clients of all front doors of one router; each `ask` returns an Answer or raises RefusedError."""
+    """Clients for all APIs of one router; each `ask` returns an Answer or raises RefusedError."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Asking:
         address: str,
         expected: dict[tuple[str, bool], Answer],
     ) -> None:
-        """Create the clients. `expected` caches the native call's answers, by feature and whether the input is a
+        """Create the clients. `expected` caches the answers of the native call, by feature and whether the input is a
         chat.
         """
         self._doors = doors
@@ -135,7 +135,7 @@ class Asking:
         return ways[door](feature)
 
     async def native(self, feature: str, *, chat: bool = False) -> Answer:
-        """Return the native call's answer."""
+        """Return the answer of the native call."""
         if feature == "chat":
             chat = True
         if (feature, chat) not in self._expected:
@@ -325,7 +325,7 @@ class Asking:
 
 
 def _executor_arguments(feature: str, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return sampling parameters and other arguments."""
+    """Return the sampling parameters and the other arguments."""
     params: dict[str, dict[str, Any]] = {
         "seeded": {"temperature": 1.5, "random_seed": 11, "top_k": 40, "top_p": 0.875, "min_p": 0.0},
         "sequences": {"temperature": 1.5, "seed": 11, "n": 2},

@@ -1,4 +1,4 @@
-"""Processes of this machine by name, each with a log, to be killed and restarted."""
+"""Processes of this machine by name, each with a log; they can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class NamedProcesses:
     """Current and past processes.
 
     Attributes:
-        folder: Contains NAME.log with the log of all incarnations of a process.
-        processes: The last incarnation of each process.
+        folder: Folder that contains NAME.log, the log of all incarnations of a process.
+        processes: The latest incarnation of each process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,19 +41,19 @@ class NamedProcesses:
         return name in self.processes and self.processes[name].poll() is None
 
     def send(self, name: str, number: signal.Signals) -> None:
-        """Send a signal."""
+        """Send a signal to a process."""
         self.processes[name].send_signal(number)
 
     def end(self, name: str) -> None:
-        """Send SIGKILL; wait until the process is gone."""
+        """Send SIGKILL to a process, and wait until it is gone."""
         self.processes[name].kill()
         self.processes[name].wait()
 
     def log(self, name: str) -> str:
-        """Return its whole log."""
+        """Return the whole log of a process."""
         return (self.folder / f"{name}.log").read_text(encoding="utf-8")
 
     def close(self) -> None:
-        """Kill everything."""
+        """Kill all processes."""
         for name in self.processes:
             self.end(name)

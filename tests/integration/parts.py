@@ -1,4 +1,4 @@
-"""The services as processes on this machine with a fake worker; each can be killed and restarted."""
+"""The components as processes on this machine, with a fake worker; each can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Parts(NamedProcesses):
         return self.launch(name, *self._commands[name].split(), *(self.flags if name == "scheduler" else ()))
 
     def kill(self, name: str) -> None:
-        """Send SIGKILL."""
+        """Send SIGKILL to a process."""
         self.end(name)
 
     def wait_for_log(self, name: str, text: str) -> None:
@@ -65,7 +65,7 @@ class Parts(NamedProcesses):
 
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[Stub]:
-        """Return the router's stub once it sees a worker and a detokenizer."""
+        """Return a stub of the router once it sees a worker and a detokenizer."""
         async with open_channel(f"127.0.0.1:{self.router_port}") as channel, asyncio.timeout(START_TIMEOUT_S):
             stub = cast("Stub", service_pb2_grpc.MidstreamStub(channel))
             while not await _is_whole(stub):  # noqa: ASYNC110 (the other side is a process)

@@ -1,4 +1,4 @@
-"""A private PostgreSQL server in a temporary folder on a free port."""
+"""A private PostgreSQL server in a temporary folder, on a free port."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def postgres_server() -> Iterator[str]:
         _wait(conninfo, server)
         yield conninfo
     finally:
-        server.send_signal(signal.SIGINT)  # without waiting for clients
+        server.send_signal(signal.SIGINT)  # without waiting for clients to disconnect
         server.wait()
         shutil.rmtree(folder)
 

@@ -1,4 +1,4 @@
-"""A real service on this machine, started by `midstream up`, and helpers to call it."""
+"""A real service on this machine, started by `midstream up`, and helpers that call it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 def midstream(
     *arguments: str, timeout: float = 60, stdin: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line; return its exit status and output."""
+    """Run the command; return its exit status and output."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "midstream.cli", *arguments],
         check=False,
@@ -66,7 +66,7 @@ class Service:
         return status
 
     def processes(self, kind: str) -> list[dict[str, Any]]:
-        """Return the supervisor's entries for the processes of this kind."""
+        """Return the supervisor's state entries for the processes of this kind."""
         state = RunDir(self.run_dir).read_state()
         assert state is not None
         return [asdict(process) for process in state.of_kind(kind)]
@@ -115,7 +115,7 @@ async def latest_stats(stub: Stub) -> stats_pb2.IterationStats:
 
 
 async def eventually_idle(stub: Stub, limit_s: float = 20) -> stats_pb2.IterationStats:
-    """Return the statistics once no request is left; at the time limit, return the latest ones."""
+    """Return the statistics once no request is left, or the latest statistics at the time limit."""
     return await eventually(
         lambda: latest_stats(stub),
         lambda stats: (
@@ -126,7 +126,7 @@ async def eventually_idle(stub: Stub, limit_s: float = 20) -> stats_pb2.Iteratio
 
 
 async def eventually(ask: Callable[[], Awaitable[T]], holds: Callable[[T], bool], limit_s: float) -> T:
-    """Return the result of `ask` as soon as `holds` accepts it; at the time limit, return the latest one."""
+    """Return the result of `ask` as soon as `holds` accepts it, or the latest result at the time limit."""
     deadline = time.monotonic() + limit_s
     while True:
         value = await ask()

@@ -1,4 +1,4 @@
-"""Adapters and embeddings through the whole service, as real processes on the embedded model."""
+"""Adapters and embeddings through the whole service, as real processes with the embedded model."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ async def test_embeddings_are_a_prompt_that_caches_share_only_among_equals(stub:
         return made
 
     first = await collect(stub, request(1))
-    # Either worker may have the blocks. If they are reused, the second request costs less; its output is the same.
+    # Either worker may have the blocks. If they are reused, the second request needs less computation; its output is
+    # the same.
     again = await asyncio.gather(*(collect(stub, request(1)) for _ in range(4)))
     other = await collect(stub, request(-1))
     assert [answer.token_ids for answer in again] == [first.token_ids] * 4

@@ -1,4 +1,4 @@
-"""The `midstream` command against real processes."""
+"""The `midstream` command with real processes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_top_shows_every_part_through_a_router_alone(service: Service) -> None:
     while True:
         result = midstream("top", "--once", "--run-dir", str(service.run_dir), COLUMNS="120")
         assert result.returncode == 0, result.stderr
-        # On a busy machine, a worker may send nothing for a moment.
+        # On a busy machine, a worker may not send anything for a moment.
         missing = [name for name in NAMES if not re.search(rf"{name} +● serving", result.stdout)]
         if not missing or time.monotonic() > deadline:
             break

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from protos.scheduler_pb2_grpc import SchedulerAsyncStub
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-# Each address represents a host. As in pods, a component has the same port on all of them.
+# Each address represents a host. As in pods, a component has the same port on all hosts.
 FIRST, SECOND = "127.0.0.1", "127.0.0.2"
 LIMIT_S = 60.0
 
 
 class Cluster(NamedProcesses):
-    """A router, and two hosts with a scheduler, a worker and a detokenizer each."""
+    """A router, and two hosts, each with a scheduler, a worker and a detokenizer."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -84,7 +84,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def stub(cluster: Cluster) -> AsyncIterator[Stub]:
-    """Return the router's stub once both detokenizers are connected to the first scheduler and both schedulers have
+    """Return a stub of the router once both detokenizers are connected to the first scheduler and both schedulers have
     workers.
     """
     async with open_channel(f"127.0.0.1:{cluster.router}") as channel:
@@ -102,7 +102,7 @@ async def server_info(stub: Stub) -> loads_pb2.ServerInfo:
 
 
 async def cells(stub: Stub) -> set[str]:
-    """Return the hosts of schedulers that have workers, as the router sees them."""
+    """Return the hosts of the schedulers that have workers, as the router sees them."""
     try:
         answer = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=5)
     except grpc.aio.AioRpcError:
@@ -111,7 +111,7 @@ async def cells(stub: Stub) -> set[str]:
 
 
 async def lag_until(holds: Callable[[], Awaitable[bool]]) -> float:
-    """Return the seconds until the condition holds, at most the limit."""
+    """Return the seconds until the condition holds; fail at the time limit."""
     started = time.monotonic()
     assert await eventually(holds, bool, LIMIT_S)
     return time.monotonic() - started
@@ -124,7 +124,7 @@ async def test_a_router_finds_detokenizers_that_come_and_go(cluster: Cluster, st
     await lag_until(lambda: has_live(1))
     publish(cluster.hosts, scheduler=[FIRST], detokenizer=[FIRST, SECOND])
     came_s = await lag_until(lambda: has_live(2))
-    # Streams on the removed host continue on the other one.
+    # Streams on the removed host continue on the other host.
     request = tokens([5, 6, 7], max_tokens=300)
     reading = [asyncio.create_task(collect(stub, request)) for _ in range(4)]
     await eventually(lambda: num_running(stub), lambda number: number == 4, START_TIMEOUT_S)
@@ -133,15 +133,15 @@ async def test_a_router_finds_detokenizers_that_come_and_go(cluster: Cluster, st
     answers = await asyncio.gather(*reading)
     assert [len(answer.token_ids) for answer in answers] == [300] * 4
     assert len({tuple(answer.token_ids) for answer in answers}) == 1
-    print(f"a detokenizer came after {came_s:.1f} s, left after {left_s:.1f} s")
+    print(f"a detokenizer was added after {came_s:.1f} s and removed after {left_s:.1f} s")
 
 
 async def test_routers_and_detokenizers_find_schedulers_that_come_and_go(cluster: Cluster, stub: Stub) -> None:
     async def has(hosts: set[str]) -> bool:
         return await cells(stub) == hosts
 
-    # Its worker must be registered before the clock starts, since a router queries the scheduler as soon as it is
-    # found.
+    # The worker of the second scheduler must be registered before time is measured, since a router queries a scheduler
+    # as soon as it finds it.
     await eventually(lambda: worker_of(cluster, SECOND), bool, START_TIMEOUT_S)
     publish(cluster.hosts, scheduler=[FIRST, SECOND], detokenizer=[SECOND])
     came_s = await lag_until(lambda: has({FIRST, SECOND}))
@@ -151,10 +151,10 @@ async def test_routers_and_detokenizers_find_schedulers_that_come_and_go(cluster
     # A request for a dead scheduler goes to its successor at another address.
     cluster.end(f"scheduler-{SECOND}")
     waiting = asyncio.create_task(collect(stub, tokens([8, 9], max_tokens=20)))
-    await asyncio.sleep(0.2)  # it is being retried, or will be; either way it must arrive
+    await asyncio.sleep(0.2)  # the request is being retried, or will be; either way it must arrive
     publish(cluster.hosts, scheduler=[FIRST], detokenizer=[SECOND])
     assert (await waiting).token_ids == expected.token_ids
-    print(f"a scheduler came after {came_s:.1f} s, left after {left_s:.1f} s")
+    print(f"a scheduler was added after {came_s:.1f} s and removed after {left_s:.1f} s")
 
 
 async def num_running(stub: Stub) -> int:

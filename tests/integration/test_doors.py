@@ -1,4 +1,4 @@
-"""All APIs of the real service: official clients receive the native call's tokens, and clients may disconnect."""
+"""All APIs of the real service: official clients receive the tokens of the native call, and clients may disconnect."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_every_choice_echoes_the_prompts_log_probabilities_streamed_or_not
         assert choice.logprobs.token_logprobs == streamed[choice.index]
         assert streamed[choice.index][:5] == [None, *known]
         assert len(streamed[choice.index]) == 8
-    # A client that scores prompts generates nothing.
+    # A client that scores prompts generates no tokens.
     scored = await doors.openai.completions.create(**fields | {"max_tokens": 0})
     assert scored.usage is not None
     assert (scored.usage.prompt_tokens, scored.usage.completion_tokens) == (5, 0)
@@ -235,4 +235,4 @@ async def test_a_client_that_leaves_frees_its_blocks_within_a_second(doors: Door
         assert (stats.kv_cache_stats.used_num_blocks, stats.num_active_requests) == (0, 0)
         if took[-1] < 1:
             return
-    raise AssertionError(f"blocks were free after {took} s")
+    raise AssertionError(f"the blocks were free only after {took} s")

@@ -30,7 +30,7 @@ CONTEXT = 64
 NUM_REQUESTS = 150
 SCHEMATHESIS_S = 10
 TOOLS = "{% if tools %}Call them within <tool_call></tool_call>: {{ tools | tojson }}\n{% endif %}"
-# Statuses allowed for invalid input. INTERNAL, UNKNOWN and HTTP 5xx would be our fault.
+# Statuses that are allowed for invalid input. INTERNAL, UNKNOWN and HTTP 5xx would be faults of the service.
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
@@ -43,7 +43,7 @@ REFUSALS = {
 
 @pytest.fixture(scope="module")
 def small_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("model") / "smollm2"  # the model's name
+    folder = tmp_path_factory.mktemp("model") / "smollm2"  # the name of the model
     folder.mkdir()
     make_small_model(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -61,7 +61,7 @@ def addresses(small_service: Service) -> Iterator[dict[str, str]]:
     before = small_service.status()["processes"]
     yield small_service.processes("router")[0]["addresses"]
     after = small_service.status()["processes"]
-    # The same processes are running: none has died and been restarted.
+    # The same processes must be running: none has died and been restarted.
     assert [process["pid"] for process in after] == [process["pid"] for process in before]
     assert {process["health"] for process in after} == {"serving"}
 
@@ -165,7 +165,7 @@ async def test_random_json_in_every_field(doors: Doors) -> None:
 
 
 def fill(message: Message, rng: random.Random, depth: int = 0) -> None:
-    """Set random fields to random values, most of them small."""
+    """Set random fields to random values, most of which are small."""
     fields: list[Any] = list(message.DESCRIPTOR.fields)
     for item in rng.sample(fields, min(3, len(fields))):
         kind, place = item.message_type, getattr(message, item.name)
@@ -215,8 +215,8 @@ async def test_random_messages_on_every_grpc_door(doors: Doors) -> None:
     }
 
     async def send(method: str, number: int) -> tuple[bool, grpc.StatusCode]:
-        """Send random bytes in a third of the calls, mostly invalid messages; otherwise send requests with random
-        fields.
+        """Send random bytes in a third of the calls, most of which are invalid messages; otherwise send requests with
+        random fields.
         """
         message = type(methods[method])()
         message.MergeFrom(methods[method])
@@ -238,15 +238,15 @@ async def test_random_messages_on_every_grpc_door(doors: Doors) -> None:
     answers = set(await asyncio.gather(*(send(*one) for one in each)))
     found = {code for is_message, code in answers if is_message}
     assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} <= found <= REFUSALS | {grpc.StatusCode.OK}
-    # Invalid messages mostly fail inside gRPC, before they reach our code.
+    # Most invalid messages fail inside gRPC, before they reach our code.
     assert {code for is_message, code in answers if not is_message} <= REFUSALS | {grpc.StatusCode.UNKNOWN}
     assert (False, grpc.StatusCode.DEADLINE_EXCEEDED) not in answers
     await check_sane(doors)
 
 
 async def test_schemathesis_finds_no_server_error(doors: Doors, tmp_path: Path) -> None:
-    """A few seconds of the longer run described in docs/adapters.md."""
-    # A timeout of 1 ms expires, which is an expected result.
+    """This is a short version of the run described in docs/adapters.md; it takes a few seconds."""
+    # A timeout of 1 ms expires, so its status is an expected result.
     statuses = '["2xx", "3xx", "4xx", "504"]'
     (tmp_path / "schemathesis.toml").write_text(f"[checks]\nnot_a_server_error.expected-statuses = {statuses}\n")
     command = [

@@ -16,7 +16,7 @@ from midstream.executor import GenerationExecutor
 from tests.integration.service import Service
 
 FOLDER = Path(__file__).parents[2] / "examples"
-# Expected output, in order; other output may come in between.
+# The expected output, in order; there may be other output in between.
 SHOWN: dict[str, list[str]] = {
     "streaming": [r"\w+ .*\w+", r"24 tokens, then: length|\d+ tokens, then: stop"],
     "chat": [r"^user: What", r"^assistant: .*Paris", r"^user: And", r"^assistant: \w+"],

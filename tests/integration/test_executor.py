@@ -1,4 +1,4 @@
-"""The executor on a real service: the usage shown in TensorRT-LLM's documentation, and the batch manager's
+"""The executor with a real service: the usage shown in TensorRT-LLM's documentation, and the batch manager's
 callbacks.
 """
 
@@ -33,7 +33,7 @@ from tests.integration.service import Service
 PROMPT = [504, 2365, 282, 4649, 314]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
-# TensorRT-LLM's names of iteration statistics.
+# TensorRT-LLM's names for iteration statistics.
 STATS = {
     "": {
         "timestamp", "iter", "iterLatencyMS", "newActiveRequestsQueueLatencyMS", "numActiveRequests",
@@ -127,7 +127,7 @@ def test_a_request_that_takes_too_long_is_aborted(executor: GenerationExecutor) 
         result.result(timeout=0.2)
     executor.abort_request(result.request.id)
     assert result.result(timeout=60).finish_reason == "abort"
-    executor.abort_request(result.request.id)  # has ended: nothing to do
+    executor.abort_request(result.request.id)  # the request has ended, so there is nothing to do
 
 
 def test_what_the_service_refuses_is_raised_by_the_result(executor: GenerationExecutor) -> None:
@@ -177,7 +177,7 @@ def test_statistics(executor: GenerationExecutor) -> None:
 
 
 def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tuple[str, list[int]]) -> None:
-    """Two requests finish, one is stopped, and one has an id that is in use; statistics arrive while there is work."""
+    """Two requests finish, one is stopped, and one has an id that is in use; statistics arrive while requests run."""
     endless = SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
     waiting = [
         InferenceRequest(1, GenerationRequest(PROMPT, GREEDY)),
@@ -215,10 +215,10 @@ def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tu
     with BatchManager(executor, get_requests, send_response, poll_stop_signals, stats.append, max_num_requests=8):
         assert done.wait(60)
     assert sorted(finals) == [(1, ""), (2, ""), (3, ""), (3, "request_id: the id is in use")]
-    # The whole sequence if the request does not stream; otherwise the new tokens.
+    # The result has the whole sequence if the request does not stream, and the new tokens otherwise.
     assert tokens[1] == PROMPT + tokens[2] == PROMPT + expected[1]
     assert lengths[1] == lengths[2] == len(tokens[1])
-    # There is an entry for every iteration, in order, under both sets of names.
+    # There is an entry for every iteration, in order, with both sets of names.
     by_group: dict[str, list[int]] = {}
     for text in stats:
         entry = json.loads(text)

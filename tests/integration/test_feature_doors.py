@@ -1,4 +1,4 @@
-"""Every cell of the feature table for an API: it gives the native call's answer or rejects the request."""
+"""Every cell of the feature table for an API: the API gives the answer of the native call or rejects the request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CELLS = [
     for door, cell in row.doors.items()
     if cell != NOT_APPLICABLE
 ]
-# Names of further outputs, for features that return more than text; the default is the feature's name.
+# Names of additional outputs, for features that return more than text; the default is the name of the feature.
 BESIDE = {
     "log_probs": "log_probs",
     "prompt_log_probs": "prompt_log_probs",
@@ -33,13 +33,13 @@ BESIDE = {
 }
 # These features do not change the text; all others do.
 UNCHANGED = {*BESIDE, "drafts", "retention", "priority", "cache_salt", "streaming"}
-# Sequences returned, if not one.
+# Number of sequences returned, if not one.
 NUM_SEQUENCES = {"sequences": 2, "beams": 2}
 
 
 @pytest.fixture(scope="module")
 def executor(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GenerationExecutor]:
-    """An executor connected to the service, with an adapter loaded."""
+    """Yield an executor that is connected to the service, with an adapter loaded."""
     folder = write_lora(tmp_path_factory.mktemp("doors") / "lora", 4, 9)
     with Client(service.routers()) as client, GenerationExecutor.create(address=service.routers()[0]) as executor:
         client.load_lora(LORA, str(folder))
@@ -60,7 +60,7 @@ def addresses(service: Service) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[str, bool], Answer]:
-    """Return the cache of the native call's answers."""
+    """Return the cache for the answers of the native call."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Request features through the whole service on the embedded model."""
+"""Request features through the whole service with the embedded model."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_everything_that_is_reported_agrees(client: AsyncClient, tokenizer
         additional_outputs={"hidden_states.30": True, "topk_logits.4": False},
         return_perf_metrics=True,
     )
-    # The second run finds the prompt's blocks in the prefix cache, and still reports outputs for the whole prompt.
+    # The second run finds the blocks of the prompt in the prefix cache, and still reports outputs for the whole prompt.
     plain = await client.generate(token_ids=prompt, sampling=greedy(max_tokens=10)).result()
     stream = client.generate(token_ids=prompt, sampling=wanted)
     result = await stream.result()

@@ -1,4 +1,4 @@
-"""A scheduler dies, is replaced, or cannot write: real processes, and a worker without a model."""
+"""A scheduler dies, is replaced, or cannot write: real processes, with a worker without a model."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 NUM_TOKENS = 200
-# So slow that streams are still running when a part dies, also on a busy machine.
+# Steps are so slow that streams are still running when a process is killed, even on a busy machine.
 STEP_MS = 20
-# The delay before `midstream up` restarts a process that has died for the first time.
+# The delay with which `midstream up` restarts a process that has died for the first time.
 BACKOFF_S = 0.25
 
 
 async def read(stub: Stub, first: int, half_way: asyncio.Event) -> tuple[list[int], float]:
-    """Read the stream of one request; check that it has no gaps or repeats; return the longest time without a token, in
-    seconds.
+    """Read the stream of one request; check that no token is missing or duplicated; return the longest time without a
+    token, in seconds.
     """
     received: list[int] = []
     longest, last = 0.0, time.monotonic()
@@ -61,7 +61,7 @@ async def test_streams_go_on_when_the_scheduler_is_killed(tmp_path: Path, kind: 
             results = await asyncio.gather(*streams)
     for first, (received, longest) in zip((1000, 2000, 3000), results, strict=True):
         assert received == list(range(first + 1, first + 1 + NUM_TOKENS))
-        assert longest < 40, "a guard against hanging; the goal is measured on an idle machine"
+        assert longest < 40, "limit that detects a hang; the goal is measured on an idle machine"
     print(f"longest time without a token: {max(longest for _, longest in results):.2f} s")
     assert '"num_unfinished": 3' in parts.log("scheduler")
 
@@ -69,7 +69,7 @@ async def test_streams_go_on_when_the_scheduler_is_killed(tmp_path: Path, kind: 
 async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_on(tmp_path: Path, kind: str) -> None:
     with running(Parts(tmp_path, "--journal", kind, step_ms=STEP_MS)) as parts:
         async with parts.stub() as stub:
-            # The limit must not apply to the scheduler's log, so make the journal larger than it.
+            # The limit must not apply to the scheduler's log file, so the journal must be larger than that.
             async for _ in stub.Generate(tokens([40_000] * 8000, max_tokens=1), timeout=60):
                 pass
             half_way = asyncio.Event()
@@ -86,7 +86,7 @@ async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_o
 
 
 def _num_journal_bytes(folder: Path) -> int:
-    """Return the number of bytes in the current journal file."""
+    """Return the number of bytes in the current file of the journal."""
     log = folder / "journal-wal"
     return len((log if log.exists() else folder / "journal" / "00000001.log").read_bytes().rstrip(b"\0"))
 

@@ -1,4 +1,4 @@
-"""KV blocks on disk are found again after a restart of the whole service, and lead to the same tokens."""
+"""KV blocks on disk are found again after a restart of the whole service, and give the same tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENS_PER_BLOCK = 16
 
 
 def metric(service: Service, name: str) -> float:
-    """Return a metric summed over all tiers and workers."""
+    """Return a metric, summed over all tiers and workers."""
     total = 0.0
     for worker in service.processes("gpu_worker"):
         with urllib.request.urlopen(f"http://{worker['addresses']['http']}/metrics", timeout=10) as answer:

@@ -1,6 +1,6 @@
 """Tiny models of newer families through the service, while a worker is killed.
 
-Only the hybrid model runs by default; TEST_EVERY_FAMILY=1 runs the others too.
+By default only the hybrid model runs; with TEST_EVERY_FAMILY=1 the others run too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_REQUESTS, MAX_TOKENS = 6, 80
 
 
 def make_model(folder: Path, name: str) -> Any:
-    """Make a model whose tokenizer maps each token to a letter."""
+    """Create a model whose tokenizer maps each token to a letter."""
     family, settings = MODELS[name]
     model = make_tiny_model(folder, family, **settings)
     tokenizer = Tokenizer(models.WordLevel(vocab={chr(0x4E00 + i): i for i in range(SHAPE["vocab_size"])}))

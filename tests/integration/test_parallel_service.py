@@ -1,4 +1,4 @@
-"""A worker of two ranks behind the whole service, on the embedded model; one rank is killed."""
+"""A worker with two ranks behind the whole service, with the embedded model; one rank is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A KV pool that is too small, with a prefix that many requests share, on the real model."""
+"""A KV pool that is too small, with a prefix that many requests share, with the real model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_TOKENS = 32
 
 
 def crowd() -> list[pb.GenerateRequest]:
-    """Return 16 requests whose blocks hold 768 tokens at the end."""
+    """Return 16 requests whose blocks hold 768 tokens in total at the end."""
     rng = random.Random(8)
     return [tokens([rng.randint(300, 48_999) for _ in range(16)], max_tokens=NUM_TOKENS) for _ in range(16)]
 
@@ -63,6 +63,6 @@ async def test_64_requests_behind_one_prefix_compute_it_once_per_worker(service:
         before = (await latest_stats(stub)).kv_cache_stats
         answers = await asyncio.gather(*(collect(stub, request) for request in requests))
         after = (await eventually_idle(stub)).kv_cache_stats
-    # Blocks of a prompt that are not in the cache are those being computed.
+    # Blocks of a prompt that are not in the cache are being computed by another request.
     assert after.missed_blocks - before.missed_blocks <= num_workers * 512 // after.tokens_per_block
     assert sum(answer.final.usage.cached_tokens == 512 for answer in answers) >= 64 - num_workers

@@ -1,8 +1,8 @@
 """With prefill on one worker and decode on another, the tokens are the same as with combined workers, whichever worker
-dies.
+is killed.
 
-For fifty kills of a prefill worker during transfers, which take half an hour and check a limit on pauses that needs a
-quiet machine: TEST_KILLS=50 pytest -s -o faulthandler_timeout=0 tests/integration/test_roles.py
+Fifty kills of a prefill worker during transfers take half an hour, and the check of the longest pauses needs a quiet
+machine: TEST_KILLS=50 pytest -s -o faulthandler_timeout=0 tests/integration/test_roles.py
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub
 
 NUM_KILLS = int(os.environ.get("TEST_KILLS", "2"))
-# Maximum cost of a death, in addition to recomputing what was lost.
+# Maximum cost of a kill in seconds, in addition to recomputing what was lost.
 MAX_PAUSE_S = 0.5
 RNG = random.Random(8)
 PROMPTS = [[RNG.randint(300, 48_000) for _ in range(size)] for size in (700, 40, 330, 12)]
 
 
 def metrics(worker: dict[str, Any]) -> dict[str, float]:
-    """Return a worker's metrics without labels; empty if it does not serve."""
+    """Return the metrics of a worker without labels; empty if the worker is not ready."""
     try:
         with urllib.request.urlopen(f"http://{worker['addresses']['http']}/metrics", timeout=10) as answer:
             return {
@@ -45,7 +45,7 @@ def metrics(worker: dict[str, Any]) -> dict[str, float]:
 
 
 class Timed:
-    """The tokens of one stream with their times; the stream starts at `begun`."""
+    """The tokens of one stream, with the times at which they arrived; the stream starts at `begun`."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -93,7 +93,7 @@ async def test_roles_apart_and_together_give_the_same_tokens_and_a_death_in_a_tr
             streams = await _kill_in_a_transfer(service, decode, number)
             assert tokens_of(streams)[1:] == expected
             pauses += [pause for stream in streams for pause in stream.pauses_s]
-        # The decode worker recomputes what was lost: at most all prompts.
+        # The decode worker recomputes what was lost, which is at most all prompts.
         limit, found = MAX_PAUSE_S + max(stream.first_s for stream in first), sorted(pauses)[len(pauses) * 99 // 100]
         print(f"{NUM_KILLS} kills; p99 of {len(pauses)} pauses: {found:.2f} s, limit {limit:.2f} s")
         assert found <= limit or NUM_KILLS < 50
@@ -102,7 +102,7 @@ async def test_roles_apart_and_together_give_the_same_tokens_and_a_death_in_a_tr
 
 
 async def _kill_in_a_transfer(service: Service, decode: dict[str, Any], number: int) -> list[Timed]:
-    """Kill the prefill worker while its blocks are being fetched, at a different moment each time."""
+    """Kill the prefill worker while its blocks are being fetched, at a different moment in each call."""
 
     async def prefill() -> dict[str, Any]:
         return next(worker for worker in service.processes("gpu_worker") if worker["name"] == "worker-0")
@@ -118,6 +118,6 @@ async def _kill_in_a_transfer(service: Service, decode: dict[str, Any], number: 
         if await eventually(num_fetched, lambda count: count >= wanted or running.done(), 60) >= wanted:  # noqa: B023
             os.kill(worker["pid"], signal.SIGKILL)
             return await running
-        # After many deaths the scheduler lets the decode worker do everything for a while.
+        # After many deaths of the prefill worker, the scheduler uses only the decode worker for a while.
         await running
-    raise AssertionError("no blocks are transferred")
+    raise AssertionError("no blocks were transferred")

@@ -1,4 +1,4 @@
-"""`midstream serve`: flags known from other servers, and responses to a user's browser and a load balancer."""
+"""`midstream serve`: flags known from other servers, and responses to a browser and to a load balancer."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ async def test_200_requests_that_finish_leave_or_expire_give_every_block_back(se
 async def _run_somehow(rng: random.Random, stub: Stub, gate: asyncio.Semaphore) -> str:
     fate = rng.choice(("finish", "leave", "expire"))
     prompt = [rng.randint(300, 48_999) for _ in range(rng.randint(1, 150))]
-    # Requests that are aborted or time out ask for more tokens than they can get in that time.
+    # Requests that are aborted or time out ask for more tokens than can be generated in that time.
     request = tokens(prompt, max_tokens=rng.randint(1, 32) if fate == "finish" else 4000)
     timeout, stay_s = (rng.uniform(0.01, 1.0), 60.0) if fate == "expire" else (60.0, rng.uniform(0.0, 1.0))
     async with gate:

@@ -39,7 +39,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def database(server: str) -> str:
-    """Return an empty journal."""
+    """Return the connection string of an empty journal."""
     with psycopg.connect(server, autocommit=True) as connection:
         connection.execute("DROP TABLE IF EXISTS midstream_writer, midstream_requests, midstream_commits")
     return server
@@ -127,7 +127,8 @@ async def test_a_standby_takes_over_while_the_old_scheduler_stands_still(databas
                 assert await asyncio.to_thread(old.processes["scheduler"].wait, 60) == 1
     assert received == list(range(1001, 1001 + NUM_TOKENS))
     assert feed.tokens[1] == received[: len(feed.tokens[1])]
-    # Which error occurs first depends on its state: another scheduler's lease, or its own aborted transaction.
+    # Which error occurs first depends on the state of the old scheduler: the lease of another scheduler, or its own
+    # aborted transaction.
     assert re.search("is over|closed the connection", old.log("scheduler"))
 
 

@@ -31,7 +31,7 @@ def named(spans: Sequence[Span], name: str) -> list[Span]:
 
 
 def has_all(spans: Sequence[Span], num_tokens: int = NUM_TOKENS) -> bool:
-    """Return whether all spans are there. Further steps may run, as they are sent before the end is known."""
+    """Return whether all expected spans are there. More steps may run, since they are sent before the end is known."""
     names = Counter(span.name for span in spans)
     parts = ("router.generate", "scheduler.request", "detokenizer.stream", "worker.prefill")
     return all(names[part] for part in parts) and names["worker.decode"] >= num_tokens - 1
@@ -63,12 +63,12 @@ async def test_a_request_is_one_trace_over_all_parts(stub: Stub, collector: Coll
     assert {span.parent_id for span in others} == {scheduler.span_id}
     assert detokenizer.attributes["midstream.tokens"] == NUM_TOKENS
     assert scheduler.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
-    # The queue, prefill and decode spans are consecutive and cover the scheduler's time.
+    # The queue, prefill and decode spans are consecutive and cover the time in the scheduler.
     phases = [named(spans, f"scheduler.{name}")[0] for name in ("queue", "prefill", "decode")]
     assert phases[0].start_ns == scheduler.start_ns
     assert [one.end_ns for one in phases[:-1]] == [after.start_ns for after in phases[1:]]
     assert phases[-1].end_ns == scheduler.end_ns
-    # Each decode step appears once, and steps do not overlap.
+    # Each decode step appears once, and the steps do not overlap.
     steps = named(spans, "worker.prefill") + named(spans, "worker.decode")
     ids = [span.attributes["midstream.step_id"] for span in steps]
     assert len(set(ids)) == len(ids)
@@ -102,7 +102,9 @@ async def test_what_clients_do_not_want_traced_is_not(stub: Stub, collector: Col
     wanted = TraceParent(secrets.randbits(128), secrets.randbits(64))
     for client in (unwanted, wanted):
         await stub_read(stub, client)
-    await collect(stub, chat("x", max_tokens=1))  # it requests no trace, and the service traces none of these requests
+    await collect(
+        stub, chat("x", max_tokens=1)
+    )  # the client requests no trace, and the service is configured to trace none of these requests
     assert has_all(collector.await_spans(f"{wanted.trace_id:032x}", lambda spans: has_all(spans, 1)), 1)
     assert collector.spans(f"{unwanted.trace_id:032x}") == []
 

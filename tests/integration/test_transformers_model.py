@@ -1,4 +1,4 @@
-"""A model that we do not implement, through the whole service: prepared by the command, served, queried."""
+"""A model without a native implementation in the whole service: it is prepared with the command, served and queried."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_TOKENS = 10
 
 @pytest.fixture(scope="module")
 def gemma2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """Write a tiny random Gemma 2 whose tokens are bytes."""
+    """Write a tiny random Gemma 2 model whose tokens are bytes."""
     folder = tmp_path_factory.mktemp("gemma2")
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
@@ -49,7 +49,7 @@ def gemma2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
         eos_token_id=0,
         pad_token_id=0,
         bos_token_id=0,
-        tie_word_embeddings=False,  # otherwise it would repeat its last token
+        tie_word_embeddings=False,  # otherwise the model would repeat its last token
     )
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -70,7 +70,7 @@ def gemma2_service(gemma2: tuple[Any, Path], tmp_path_factory: pytest.TempPathFa
     result = midstream("prepare", str(gemma2[1]), "--output", str(prepared))
     assert result.returncode == 0, result.stderr
     assert "gemma2, 2 layers" in result.stdout
-    # There are few blocks, so that requests are paused and preempted.
+    # There are few blocks, so that requests are preempted.
     service = Service.start(
         tmp_path_factory.mktemp("service"),
         "--model",
@@ -107,7 +107,7 @@ async def test_greedy_tokens_are_those_that_transformers_generates(
 async def test_windowed_layers_beside_others_get_the_right_tokens_when_blocks_are_short(
     gemma2: tuple[Any, Path], gemma2_service: Service
 ) -> None:
-    """One of the two layers attends to 8 tokens, the other to all tokens."""
+    """One of the two layers attends to 8 tokens, the other layer to all tokens."""
     draw = random.Random(5)
     prompts = [[draw.randrange(1, 256) for _ in range(draw.randint(20, 60))] for _ in range(24)]
     requests = [tokens(prompt, max_tokens=48) for prompt in prompts]
@@ -142,7 +142,7 @@ async def _check_narrow(model: Any, service: Service) -> None:
 
 
 async def refusal(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
-    """Return the status and field of a rejected call."""
+    """Return the status and the field of a rejected call."""
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
     fields = dict(raised.value.trailing_metadata() or ())

@@ -26,7 +26,7 @@ NAMES = ("protos/__init__", "midstream/__init__", "scheduler", "router", "gpu_wo
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Write a folder of modules that create a file when they are imported."""
+    """Write a folder of modules, each of which writes to a file when it is imported."""
     folder = tmp_path / "project"
     for name in NAMES:
         file = (folder / name).with_suffix(".py")
@@ -37,9 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the command of an environment in which the project is installed, with its dependencies, as a user would
-    install it.
-    """
+    """Return the command from an environment in which the project is installed with its dependencies, as by a user."""
     if not (ROOT / "setup.py").exists():  # these tests run in an installation (tests/wheel.py)
         return Path(sys.executable).with_name("midstream")
     folder = tmp_path_factory.mktemp("installed")
@@ -51,19 +49,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
     options = ["--python", str(folder / "venv/bin/python"), "-q", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", *options, "install", "--no-deps", "--no-build-isolation"]
-    # Use this environment's modules except for its editable installation of the project: .pth files there are not read.
+    # The environment uses this environment's modules except for its editable installation of the project: .pth files
+    # are not read there.
     packages = str(Path(pytest.__file__).parents[1])
     subprocess.run([*command, str(folder / "source")], check=True, env=os.environ | {"PYTHONPATH": packages})
     # Other projects also use names such as `router` and `kernels`.
     assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == {"midstream"}
     (site / "dependencies.pth").write_text(packages)
-    if (ROOT / "kernels" / "_build").is_dir():  # the same sources, so they need not be compiled again
+    if (ROOT / "kernels" / "_build").is_dir():  # the sources are the same, so they need not be compiled again
         shutil.copytree(ROOT / "kernels" / "_build", site / "midstream" / "kernels" / "_build")
     return folder / "venv" / "bin" / "midstream"
 
 
 def serve_from(folder: Path, command: str) -> None:
-    """Start every component in `folder`, have them answer one prompt, and stop them."""
+    """Start every component in `folder`, send one prompt, and stop the components."""
     run_dir = ("--run-dir", str(folder.parent / "run"))
 
     def run(*words: str) -> str:

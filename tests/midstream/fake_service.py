@@ -1,4 +1,4 @@
-"""A stand-in for any supervised service: it serves /health, or misbehaves as configured.
+"""A stand-in for any supervised service: it serves /health, or fails as configured.
 
 python -m tests.midstream.fake_service --name NAME --http-port PORT [--mode MODE] [--trace FILE]
 
@@ -42,7 +42,7 @@ def main() -> None:
     began = time.monotonic()
 
     def problems() -> list[str]:
-        """Return the health problems. In mode `waiting`, serve for a second and then wait."""
+        """Return the health problems. In mode `waiting`, the service is healthy for a second and then waits."""
         return ["no worker"] if arguments.mode == "waiting" and time.monotonic() > began + 1 else []
 
     server = HttpServer("127.0.0.1", arguments.http_port, Metrics(), problems)

@@ -22,7 +22,7 @@ FAKE = "tests.midstream.fake_service"
 
 
 class Run:
-    """A supervisor of fake services, and the events that its observer received."""
+    """A supervisor of fake services, and the events that its observer has received."""
 
     def __init__(self, path: Path, kinds: dict[str, str], mode: str = "healthy") -> None:
         self.trace = path / "trace"
@@ -79,10 +79,10 @@ async def test_all_become_ready_and_stop_routers_first_and_the_scheduler_last(tm
 async def test_a_service_that_is_not_ready_yet_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_QUICK_STOP_S", 0.2)
     run = Run(tmp_path, KINDS, "stubborn")
-    monkeypatch.setattr(run.supervisor, "_wait_until_ready", lambda stop: stop.wait())  # nothing becomes ready
+    monkeypatch.setattr(run.supervisor, "_wait_until_ready", lambda stop: stop.wait())  # no service becomes ready
     await run.until(lambda state: len(state.processes) == 3 and all(is_alive(process) for process in state.processes))
     run.stop.set()
-    async with asyncio.timeout(10):  # without the limit, 40 s for each of the three
+    async with asyncio.timeout(10):  # without the limit, each of the three would take 40 s
         await run.task
     assert not any(is_alive(process) for process in run.supervisor.state.processes)
 
@@ -124,7 +124,7 @@ async def test_a_process_that_hangs_is_started_anew(tmp_path: Path, monkeypatch:
     await run.ready.wait()
     (process,) = run.supervisor._processes
     os.kill(process.state.pid, signal.SIGSTOP)
-    # More than once if the machine itself stands still for longer than the limits.
+    # This happens more than once if the machine itself stalls for longer than the limits.
     await run.until(lambda state: _named(state, "worker-0")[1] >= 1 and _all_ready(state))
     await run.end()
 
@@ -136,7 +136,7 @@ async def test_a_process_that_only_waits_for_others_is_left_alone(
     run = Run(tmp_path, {"worker-0": "gpu_worker"}, mode="waiting")
     await run.ready.wait()
     await run.until(lambda state: _named(state, "worker-0")[0] is ProcessPhase.UNHEALTHY)
-    await asyncio.sleep(1)  # a few more probes
+    await asyncio.sleep(1)  # enough time for a few more probes
     assert _named(run.supervisor.state, "worker-0") == (ProcessPhase.UNHEALTHY, 0)
     await run.end()
 
@@ -166,7 +166,7 @@ async def test_in_a_hurry_open_streams_are_ended_soon_and_nothing_is_killed(
     run = Run(tmp_path, KINDS, mode="draining")
     await run.ready.wait()
     run.supervisor.hurry()
-    await run.end()  # without the hurry, 40 s for each of the two
+    await run.end()  # if it did not hurry, each of the two would take 40 s
     assert run.trace.read_text().split() == ["router-0", "worker-0", "scheduler-0"]
 
 

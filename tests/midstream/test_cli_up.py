@@ -1,4 +1,4 @@
-"""`midstream up` and `serve`: ports, hosts, keys and hints."""
+"""`midstream up` and `midstream serve`: ports, hosts, keys and hints."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_api_keys_are_written_for_routers_and_for_this_user_alone(tmp_path: Path
     assert first == f"{KEY} client-1"
     assert second == f"{run_dir.token.read_text().strip()} local generate,observe,admin"
     assert {stat.S_IMODE(path.stat().st_mode) for path in (run_dir.api_keys, run_dir.token)} == {0o600}
-    # The detached service keeps its keys. The next one is started without keys: it requires none, and commands send
+    # The detached service keeps its keys. The next service is started without keys: it requires none, and commands send
     # none.
     assert use_api_keys(run_dir, [], variables) == {}
     assert run_dir.token.exists()

@@ -27,7 +27,7 @@ def test_answers_that_come_at_once_are_printed_line_by_line() -> None:
     output = io.StringIO()
     answers = [Answer("First?"), Answer("Second?")]
     with DemoView(answers, Console(file=output, width=200)) as view:
-        answers[0].text = "word " * 20  # 99 characters: one full line, the rest may still grow
+        answers[0].text = "word " * 20  # 99 characters: one full line, after which text may still be added
         view.advance(0)
         answers[1].text = "Short."
         view.advance(1)

@@ -1,4 +1,4 @@
-"""The client, with routers that fail in every way, over real sockets."""
+"""The client, with routers that fail in various ways, over real sockets."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def letters(start: int, end: int) -> pb.GenerateResponse:
 
 
 class Router(service_pb2_grpc.MidstreamServicer):
-    """Streams a word, one letter per chunk, and breaks off after the number of letters in the next entry of
-    `breaks`.
+    """Streams a word, one letter per chunk; the next entry of `breaks` is the number of letters after which the stream
+    breaks.
     """
 
     def __init__(self, breaks: list[int]) -> None:
@@ -117,7 +117,7 @@ async def test_a_stream_that_breaks_goes_on_at_its_offset() -> None:
         chunks = [chunk async for chunk in stream]
         assert "".join(chunk.text for chunk in chunks) == LETTERS
         assert [chunk.token_offset for chunk in chunks] == list(range(len(LETTERS)))
-        # The first call broke before any output, so the request is submitted again with the same id.
+        # The first call failed before any output, so the request is submitted again with the same id.
         assert router.calls == [("generate", 0), ("generate", 0), ("resume", 2), ("resume", 2), ("resume", 5)]
         assert {request.request_id for request in router.requests} == {"r"}
         assert stream.num_resumes == 4
@@ -165,7 +165,7 @@ async def test_a_refusal_is_raised_and_not_tried_again() -> None:
 
 
 class Silent(Router):
-    """A router that sends one letter and stops."""
+    """A router that sends one letter and then nothing more."""
 
     async def _spell(self, start: int, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         yield letters(0, 1)

@@ -10,7 +10,7 @@ S = 1_000_000_000
 
 
 class Machine:
-    """A machine's two clocks, which the test sets."""
+    """The two clocks of a machine, which the test sets."""
 
     def __init__(self, wall_ns: int, up_ns: int) -> None:
         self.wall_ns, self.up_ns = wall_ns, up_ns
@@ -33,7 +33,7 @@ def test_a_jump_changes_time_stamps_and_nothing_else(jump_ns: int) -> None:
     assert clock.now_ns() - began == 2 * S
     assert clock.to_unix_ns(clock.now_ns()) == machine.wall_ns
     assert clock.from_unix_ns(machine.wall_ns + 5 * S) == clock.now_ns() + 5 * S
-    # Another process on the machine started after the jump, but reads the same monotonic clock.
+    # Another process on the machine starts after the jump, but reads the same monotonic clock.
     other = machine.clock()
     assert other.from_monotonic_ns(clock.to_monotonic_ns(clock.now_ns() + 7 * S)) == other.now_ns() + 7 * S
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Stream(CommandStream[pb.StreamCommand, pb.StreamBatch]):
-    """A stream whose peer disconnects at the moment the stream is closed."""
+    """A stream whose peer disconnects at the same time as the stream is closed."""
 
     def __init__(self) -> None:
         super().__init__("service", "127.0.0.1:1", 1 << 20, None, "")
@@ -59,7 +59,7 @@ async def test_a_stream_that_is_cancelled_as_it_breaks_ends() -> None:
 
 
 class Numbers(CommandStream[pb.StreamCommand, pb.StreamBatch]):
-    """Counts messages; its frames are offered at a port where nothing listens."""
+    """Counts messages; its frames are offered on a port that nothing listens on."""
 
     batch_class = pb.StreamBatch
 
@@ -88,7 +88,7 @@ class Numbers(CommandStream[pb.StreamCommand, pb.StreamBatch]):
 
 
 class Echo(DetokenizerServicer):
-    """Answer every command."""
+    """Answers every command."""
 
     async def Stream(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
         await context.send_initial_metadata(())
@@ -104,7 +104,7 @@ async def test_where_frames_cannot_pass_grpc_is_used() -> None:
     add_DetokenizerServicer_to_server(Echo(), server.grpc)
     await server.start()
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # bound but not listening
+        closed.bind(("127.0.0.1", 0))  # bound, but not listening
         stream = Numbers(f"127.0.0.1:{server.port}", closed.getsockname()[1])
         running = asyncio.create_task(stream.run())
         assert await asyncio.wait_for(stream.came.get(), 20) is False

@@ -1,4 +1,4 @@
-"""No address takes all connections of a port."""
+"""No address can occupy all connections of a port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings and advice of `midstream doctor`."""
+"""The findings and the advice of `midstream doctor`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Simulate a processor with compiled kernels instead of inspecting this machine."""
+    """Simulate a processor for which kernels are compiled, instead of inspecting this machine."""
     found = Machine("2.13.0", "", [], 8, "avx2", [])
     monkeypatch.setattr(doctor, "ask_machine", lambda: found)
     return found

@@ -1,4 +1,4 @@
-"""The executor's requests: each name maps to its native field, and invalid values are rejected."""
+"""Requests of the executor: each name maps to its native field, and invalid values are rejected."""
 
 from __future__ import annotations
 

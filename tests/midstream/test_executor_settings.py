@@ -196,7 +196,7 @@ def test_requests_of_the_executor_api() -> None:
 
 
 def ended(*beams: tuple[list[int], float], width: int, **params: object) -> GenerationResult:
-    """Return a result that has ended with these sequences."""
+    """Return a result whose sequences have all ended."""
     request = GenerationRequest([1, 2], SamplingParams(beam_width=width, log_probs=0, **params))  # type: ignore[arg-type]
     result = GenerationResult(request, lambda _: None)
     for index, (tokens, total) in enumerate(beams):

@@ -1,4 +1,4 @@
-"""The public packages export what they import for users, and nothing else."""
+"""The public packages export the names that they import for users, and no others."""
 
 from __future__ import annotations
 

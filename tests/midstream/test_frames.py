@@ -255,7 +255,7 @@ async def test_tls_asks_for_certificates_of_the_authority(tmp_path: Path) -> Non
         connection.post(batch(1, "text"))
         assert await here.until(1) == [batch(1, "text").SerializeToString()]
         for wrong in (
-            shown(stranger, "mallory", authority),  # not from the authority
+            shown(stranger, "mallory", authority),  # not signed by the authority
             shown(authority, "detokenizer", stranger),  # trusts another authority
             Tls(ca=authority.ca),  # has no certificate
             None,

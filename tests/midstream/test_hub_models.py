@@ -1,4 +1,4 @@
-"""Models named on the Hub, downloaded by huggingface_hub from a stand-in that implements the Hub's protocol."""
+"""Models named on the Hub, which huggingface_hub downloads from a stand-in for the Hub."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REVISIONS = {"main": COMMIT, COMMIT: COMMIT, "v1": OLD_COMMIT, OLD_COMMIT: OLD_C
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serve `/api/models/REPO/revision/REV`, `/api/models/REPO/tree/REV` and `/REPO/resolve/REV/FILE`."""
+    """Serves `/api/models/REPO/revision/REV`, `/api/models/REPO/tree/REV` and `/REPO/resolve/REV/FILE`."""
 
     downloaded: ClassVar[list[str]] = []
 
@@ -92,7 +92,7 @@ def hub() -> Iterator[str]:
 
 
 def prepare(hub: str, folder: Path, model: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `midstream prepare MODEL`; huggingface_hub reads its settings when it is imported."""
+    """Run `midstream prepare MODEL` in a new process, since huggingface_hub reads its settings when it is imported."""
     settings = {"HF_ENDPOINT": hub, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
     home = {"MIDSTREAM_HOME": str(folder / "home")}
     return subprocess.run(
@@ -111,7 +111,7 @@ def test_a_model_is_downloaded_once_and_served_under_its_name(hub: str, tmp_path
     assert "acme/tiny is in" in first.stdout
     assert sorted(Hub.downloaded) == ["config.json", "model.safetensors", "tokenizer.json"]
     snapshot = tmp_path / "hf" / "hub" / "models--acme--tiny" / "snapshots" / COMMIT
-    # Midstream wrote nothing there.
+    # Midstream must not write anything there.
     assert sorted(path.name for path in snapshot.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     Hub.downloaded.clear()
     offline = prepare(hub, tmp_path, "acme/tiny", HF_HUB_OFFLINE="1")

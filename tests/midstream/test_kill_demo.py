@@ -17,7 +17,7 @@ from midstream.errors import UnavailableError
 
 
 class Service:
-    """Processes that only sleep, and restart when killed; answers depend only on the prompt."""
+    """Processes that only sleep, and that are restarted when killed; answers depend only on the prompt."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
@@ -88,7 +88,7 @@ async def test_each_kind_is_killed_in_turn_and_every_answer_compared(service: Se
 
 @pytest.mark.parametrize("fault", ["spoil_answer", "failing_answer"])
 async def test_one_wrong_answer_fails_the_demo(service: Service, fault: str) -> None:
-    setattr(service, fault, len(PROMPTS) + 2)  # the third answer after the references
+    setattr(service, fault, len(PROMPTS) + 2)  # the third answer after the reference answers
     demo = demo_of(service, [])
     assert not await demo.run()
     assert len(demo.differences) == 1

@@ -128,8 +128,8 @@ def test_large_weights_are_told_apart_by_samples(folder: Path, monkeypatch: pyte
     monkeypatch.setattr("midstream.model.folder._MAX_DIGESTED_BYTES", 1 << 20)
     weights = bytearray(64 << 20)
     prints = set()
-    for place in (0, 32 << 20, (64 << 20) - 1):  # the first byte, the middle, and the last
-        for offset in range(0, 1 << 20, 32 << 10):  # fine-tuned weights differ everywhere, not in a single byte
+    for place in (0, 32 << 20, (64 << 20) - 1):  # the first byte, a byte in the middle, and the last byte
+        for offset in range(0, 1 << 20, 32 << 10):  # fine-tuned weights differ everywhere, not only in a single byte
             if place + offset < len(weights):
                 weights[place + offset] ^= 1
         (folder / "model.safetensors").write_bytes(weights)
@@ -176,10 +176,10 @@ def test_a_dimension_out_of_range_is_named(folder: Path, value: object) -> None:
     "family", ["GPT2", "GPTBigCode", "GPTJ", "GPTNeo", "Dbrx", "Mpt", "XGLM", "Bloom", "OPT", "Falcon", "Gemma3"]
 )
 def test_dimensions_have_the_names_that_transformers_gives_them(folder: Path, family: str) -> None:
-    """transformers reads the same folder through the model's attribute_map, or through its language model's."""
+    """transformers reads the same folder through the attribute_map of the model or of its language model."""
     made = getattr(transformers, f"{family}Config")()
     made.save_pretrained(folder)
-    if family == "Bloom":  # it has no limit; its checkpoints contain the training length
+    if family == "Bloom":  # this model has no limit; its checkpoints contain the training length
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"seq_length": 2048}))
     model = open_model_folder(str(folder))

@@ -30,12 +30,12 @@ from tests.faults.hosts import relay
 NAME = "midstream.v1.Midstream"
 # Longer than the delays between attempts to connect to a process that is gone.
 LATENCY_S = 0.6
-# The machine may stand still for seconds.
+# The machine may stall for seconds.
 WAIT_S = 30
 
 
 class Raising(service_pb2_grpc.MidstreamServicer):
-    """Unary and streaming calls that raise the given error, if any; a stream that waits for `release`."""
+    """Unary and streaming calls that raise the given error, if there is one; a stream that waits for `release`."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -276,7 +276,7 @@ def test_a_log_line_is_json_with_the_request_id() -> None:
 
 
 async def test_a_burst_of_calls_is_answered_in_full() -> None:
-    """With 1,000 or more waiting calls, gRPC itself cancels some at random."""
+    """With 1,000 or more waiting calls, gRPC itself cancels some of them at random."""
     server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress())
     await server.start()
     async with open_channel(f"127.0.0.1:{server.port}") as channel:

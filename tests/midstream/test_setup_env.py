@@ -21,7 +21,7 @@ def test_steps_are_numbered_and_their_output_goes_to_the_log(
     steps.run("First", [script("print('noise')"), script("import sys; print('warning', file=sys.stderr)")])
     steps.run("Second", [])
     printed = capsys.readouterr()
-    # A slow start also prints how long it has taken so far, indented.
+    # If the process starts slowly, the output also contains the time so far, indented.
     lines = [re.sub(r"\d+ s$", "N s", line) for line in printed.out.splitlines() if not line.startswith(" ")]
     assert lines == ["[1/2] First", "[1/2] First: N s", "[2/2] Second", "[2/2] Second: N s"]
     assert printed.err == ""

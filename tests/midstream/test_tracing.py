@@ -9,7 +9,7 @@ from midstream.config import RouterConfig
 from midstream.errors import ConfigError
 from midstream.telemetry.tracing import TraceParent, Tracer, new_trace
 
-# The example from the W3C recommendation.
+# This is the example in the W3C recommendation.
 TEXT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
@@ -20,7 +20,7 @@ def test_reads_and_writes_what_w3c_says() -> None:
     unsampled = TraceParent.parse(TEXT[:-2] + "00")
     assert unsampled is not None
     assert not unsampled.is_sampled
-    # Later versions may append fields; known fields are still read.
+    # Later versions may append fields; the known fields are still read.
     assert TraceParent.parse("cc" + TEXT[2:] + "-what-comes-next") == parent
 
 

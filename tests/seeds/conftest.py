@@ -17,8 +17,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create the folders named in the documents, relative to this one, with a small random model in place of
-    Llama 3.
+    """Create the folders named in the documents, relative to this folder, with a small random model in place of Llama
+    3.
     """
     home = tmp_path_factory.mktemp("seeds")
     model = home / "model"
@@ -35,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_folders(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Run in these folders, with the documents' imports."""
+    """Run in these folders, with the imports that the documents use."""
     monkeypatch.chdir(folders)
     with tensorrt_llm():
         yield folders

@@ -13,7 +13,7 @@ from typing import Any
 
 from midstream import executor
 
-# `from tensorrt_llm.executor import ...` and `tllm.Request`: the documents' names for parts of midstream.executor.
+# The documents use `from tensorrt_llm.executor import ...` and `tllm.Request` for names in midstream.executor.
 PACKAGE = "tensorrt_llm"
 
 
@@ -31,7 +31,7 @@ def tensorrt_llm() -> Iterator[None]:
 
 
 def run(listing: str, **names: Any) -> dict[str, Any]:
-    """Run a listing with `names`; it may use top-level await. Return all its names."""
+    """Run a listing with `names`, and return all its names; it may use top-level await."""
     code = compile(listing, "<listing>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     namespace: dict[str, Any] = {"tllm": executor, **names}
     result = eval(code, namespace)

@@ -1,4 +1,4 @@
-"""The example in the batch manager's documentation, translated from C++ to Python."""
+"""The example in the documentation of the batch manager, translated from C++ to Python."""
 
 from __future__ import annotations
 

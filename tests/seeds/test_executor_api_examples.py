@@ -1,6 +1,6 @@
-"""The Executor API's documentation: its statements about requests, responses and results, and its examples.
+"""The documentation of the Executor API: its statements about requests, responses and results, and its examples.
 
-All listings but one are C++; the tests contain the closest Python.
+All listings except one are C++; the tests contain the closest Python equivalents.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ stop_token_ids = [tokenizer.eos_token_id]
 
 @pytest.fixture(scope="module")
 def guided(folders: Path) -> dict[str, Any]:
-    """The documentation's guided decoding example, run with transformers' tokenizer."""
+    """Return the documentation's guided decoding example, run with transformers' tokenizer."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folders / "llama-3-8b")
     return run(TOKENIZER, tokenizer=tokenizer)
 
@@ -154,7 +154,7 @@ def test_num_return_sequences(executor: Executor) -> None:
 def test_all_beams_come_back_in_one_result(
     executor: Executor, model: Any, width: int, returned: int | None, count: int
 ) -> None:
-    """The sequence index is 0, and num_return_sequences limits the beams."""
+    """The sequence index is 0, and num_return_sequences limits the number of beams."""
     output = OutputConfig(return_log_probs=True)
     config = SamplingConfig(beam_width=width, num_return_sequences=returned)
     (response,) = finish(executor, executor.enqueue_request(Request(PROMPT, 4, False, config, output, end_id=0)))

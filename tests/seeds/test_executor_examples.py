@@ -1,4 +1,4 @@
-"""The examples of the Executor's documentation. Listings are unmodified; folders are those of the fixture."""
+"""The examples in the documentation of the Executor. Listings are unmodified; folders are those of the fixture."""
 
 from __future__ import annotations
 
@@ -405,7 +405,7 @@ class BatchScheduler:
 
 @pytest.fixture(scope="module")
 def first(folders: Path) -> Iterator[dict[str, Any]]:
-    """Return the names that the first example defines; the others use its executor."""
+    """Return the names that the first example defines; the other examples use its executor."""
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.chdir(folders)
@@ -461,7 +461,9 @@ def test_results(first: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.usefixtures("in_folders")
 def test_iteration(first: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """The listing combines two alternatives, so nothing is left for the second one; it needs an initial `prev_text`."""
+    """The listing combines two alternatives, so no output is left for the second one; it needs an initial
+    `prev_text`.
+    """
     names = go_on(first, ITERATION, prev_text="")
     assert capsys.readouterr().out == names["output"].text == names["prev_text"]
 
@@ -492,7 +494,7 @@ def test_retention_timeout_and_statistics(first: dict[str, Any], capsys: pytest.
 
 
 class SeedWorker:
-    """The parts that the listings of the documentation's BaseWorker omit. Its engine is our executor."""
+    """The parts of the documentation's BaseWorker that its listings omit. Its engine is our executor."""
 
     def __init__(self, executor: GenerationExecutor) -> None:
         self.executor = executor
@@ -526,10 +528,10 @@ class SeedWorker:
 
 @pytest.mark.usefixtures("in_folders")
 def test_the_workers_listing_runs_on_our_executor(first: dict[str, Any]) -> None:
-    """submit, _enqueue_request, generate_async and _handle_responses of the documentation's BaseWorker.
+    """Runs submit, _enqueue_request, generate_async and _handle_responses of the documentation's BaseWorker.
 
-    SeedWorker supplies the omitted parts. submit passes other arguments to the result than the listed class takes, so
-    the result is created with those of the class and a plain queue.
+    SeedWorker supplies the omitted parts. The listed `submit` passes arguments to the result that differ from those of
+    the listed class, so the result is created with those of the class and a plain queue.
     """
 
     def make_result(request: GenerationRequest, **_: Any) -> Any:

@@ -1,9 +1,8 @@
-"""The model runner's documentation: its listings compute the same sums as our code.
+"""The documentation of the model runner: its listings compute the same sums as our code.
 
 The other listings cannot run unmodified: they need CUDA and NCCL, or send pickles through shared memory, which this
-project never does. Their closest counterparts have their own tests: CUDA graphs in
-tests/gpu_worker/test_cuda_graphs.py, commands to ranks through shared memory in
-tests/gpu_worker/test_parallel_frames.py.
+project never does. Their closest equivalents have their own tests: CUDA graphs in tests/gpu_worker/test_cuda_graphs.py,
+commands to ranks through shared memory in tests/gpu_worker/test_parallel_frames.py.
 """
 
 from __future__ import annotations

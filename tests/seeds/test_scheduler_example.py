@@ -1,4 +1,4 @@
-"""The policy printed in the scheduler's documentation schedules requests in our core."""
+"""The policy printed in the documentation of the scheduler schedules requests in our core."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def make_harness() -> Harness:
 
 
 def test_the_listed_policy_starts_what_fits_to_its_end() -> None:
-    """With 8 blocks of 4 tokens, a and b take 3 each until they end; c waits although its prompt would fit."""
+    """With 8 blocks of 4 tokens, `a` and `b` take 3 blocks each until they end; `c` waits although its prompt would
+    fit.
+    """
     harness = make_harness()
     harness.add_group(num_blocks=8)
     for name in "abc":

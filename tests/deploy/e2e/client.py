@@ -19,7 +19,7 @@ _REPORT_EVERY = 100
 
 
 class Progress:
-    """Count tokens over all streams."""
+    """Counts the tokens of all streams."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
@@ -44,7 +44,7 @@ async def run_one(client: AsyncClient, run: str, index: int, max_tokens: int, pr
     try:
         async for chunk in stream:
             if chunk.token_offset != len(result.token_ids):
-                return {"error": f"offset {chunk.token_offset} after {len(result.token_ids)} tokens"}
+                return {"error": f"got offset {chunk.token_offset} after {len(result.token_ids)} tokens"}
             result.add(chunk)
             progress.add(len(chunk.token_ids))
     except MidstreamError as error:

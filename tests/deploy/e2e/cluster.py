@@ -28,19 +28,23 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.deploy.e2e.podman import logs, pod_address, podman
 from tests.deploy.rendering import Manifest, container_of, ports_of, render
 
-# Pods start on the first network and join the second, which has their Services' names, once they are ready.
+# Pods start on the first network. Once they are ready, they join the second, in which the names of their Services
+# resolve.
 NETWORK, SERVICES = "midstream-e2e", "midstream-e2e-services"
 _READY_TIMEOUT_S = 120.0
 _POLL_S = 0.2
 
 
 class Cluster:
-    """Start everything on entry and remove it on exit. `pods` maps each component to the names of its running pods."""
+    """Starts everything on entry and removes it on exit. `pods` maps each component to the names of its running
+    pods.
+    """
 
     def __init__(self) -> None:
         self._rendered = render("cpu")
         self._templates = self._rendered.pods()
-        # Scheduler and workers set their number of replicas; routers and detokenizers have their autoscalers' minimum.
+        # The manifests set the number of scheduler and worker replicas; routers and detokenizers run the minimum of
+        # their autoscalers.
         scalers = self._rendered.all("HorizontalPodAutoscaler")
         self._min_replicas = {item["metadata"]["name"]: item["spec"]["minReplicas"] for item in scalers}
         self._num_added = 0
@@ -64,11 +68,11 @@ class Cluster:
         self._remove_everything()
 
     def kill(self, pod: str) -> None:
-        """Send SIGKILL to the pod's process. Podman then restarts it; after `podman kill` it would not."""
+        """Send SIGKILL to the process in a pod. Podman then restarts it, which it would not do after `podman kill`."""
         os.kill(int(podman("inspect", container_name(pod), "--format", "{{.State.Pid}}")), signal.SIGKILL)
 
     def scale(self, part: str, replicas: int) -> None:
-        """Change a component's number of pods; return when new pods are ready and old ones have stopped."""
+        """Change the number of pods of a component; return when new pods are ready and old pods have stopped."""
         pods = self.pods[part]
         self.pods[part], leaving = pods[:replicas], pods[replicas:]
         with ThreadPoolExecutor() as threads:
@@ -85,14 +89,14 @@ class Cluster:
             self._await_ready(part, self.pods[part][-1])
 
     def address(self, pod: str) -> str:
-        """Return the pod's IP address."""
+        """Return the IP address of a pod."""
         return pod_address(pod, NETWORK)
 
     def part_of(self, pod: str) -> str:
         return next(part for part, pods in self.pods.items() if pod in pods)
 
     def metrics_address(self, pod: str) -> str:
-        """Return the address that Prometheus scrapes."""
+        """Return the address of a pod that Prometheus scrapes."""
         return f"{self.address(pod)}:{ports_of(self._templates[self.part_of(pod)])['http']}"
 
     def logs(self, pod: str) -> str:
@@ -150,12 +154,12 @@ class Cluster:
 
 
 def container_name(pod: str) -> str:
-    """Return podman's name of a pod's only container."""
+    """Return podman's name for the only container of a pod."""
     return f"{pod}-{pod.split('-')[0]}"
 
 
 def probe_succeeds(container: Manifest, address: str) -> bool:
-    """Run the container's readiness probe as the kubelet does."""
+    """Run the readiness probe of a container as the kubelet does."""
     probe = container["readinessProbe"]
     if "grpc" in probe:
         with grpc.insecure_channel(f"{address}:{probe['grpc']['port']}") as channel:

@@ -1,4 +1,6 @@
-"""Streams read by a client container continue unchanged while components die, join and leave: `make e2e-containers`."""
+"""Streams that a client container reads continue unchanged while processes die, join and leave: `make
+e2e-containers`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def metric(cluster: Cluster, pod: str, name: str) -> float:
 
 
 def await_metric(cluster: Cluster, pod: str, name: str, value: float, timeout_s: float) -> float:
-    """Wait until the metric has this value; return the seconds it took."""
+    """Wait until a metric has the given value; return the seconds that this took."""
     started = time.monotonic()
     while (found := metric(cluster, pod, name)) != value:
         if time.monotonic() - started > timeout_s:
@@ -42,7 +44,7 @@ def await_metric(cluster: Cluster, pod: str, name: str, value: float, timeout_s:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster) -> list[Output]:
-    # A worker is ready when its model is loaded, but usable only once it has registered with the scheduler.
+    # A worker is ready when its model is loaded, but usable only after it has registered with the scheduler.
     await_metric(cluster, cluster.pods["scheduler"][0], "num_worker_groups", 2, 30)
     for router in cluster.pods["router"]:
         await_metric(cluster, router, "num_live_detokenizers", 2, 30)

@@ -1,5 +1,5 @@
-"""A real Prometheus under load: every expression that we ship is valid and returns data. Run by `make
-e2e-containers`.
+"""A real Prometheus under load: every expression in the shipped alerts, dashboard and autoscalers is valid and returns
+data. Run by `make e2e-containers`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tests.deploy.rendering import render
 
 pytestmark = pytest.mark.timeout(300)
 
-# The left side of an alert's comparison. The comparison returns no sample while all is well, but its left side must.
+# Only the left side of an alert's comparison is queried: while no alert fires, the comparison itself returns no sample,
+# but its left side must.
 _COMPARISON = re.compile(r" (>|<|==) [\d.]+$")
 _Samples = dict[tuple[tuple[str, str], ...], float]
 
@@ -38,7 +39,8 @@ def dashboard_expressions() -> Iterator[str]:
     dashboard = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
     for panel in dashboard["panels"]:
         for target in panel.get("targets", []):
-            # Longer than the loads here take on a busy machine; with a shorter range, no request might end within it.
+            # The range is longer than the loads of this test take on a busy machine; within a shorter range, no request
+            # might end.
             yield target["expr"].replace("$__rate_interval", "5m")
 
 
@@ -62,7 +64,7 @@ def test_every_expression_has_data_under_load(cluster: Cluster, tmp_path: Path) 
             answers.update({expression: prometheus.query(expression) for expression in expressions})
             num_relaying.update(prometheus.query('up{part="router"}'))
 
-        # Rates of finished requests need some that finished a few scrapes ago and some that finished since.
+        # Rates of finished requests require some requests that finished a few scrapes ago and some that finished later.
         for _ in range(2):
             stream(8, 8)
         stream(32, 96, [(0.6, ask)])
@@ -72,7 +74,7 @@ def test_every_expression_has_data_under_load(cluster: Cluster, tmp_path: Path) 
     assert unclear == set()
     assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
     assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
-    # The autoscalers read each pod's metrics separately.
+    # The autoscalers read the metrics of each pod separately.
     relayed = next(iter(autoscaler_expressions()))
     assert {dict(labels)["pod"] for labels in answers[relayed]} == {dict(labels)["pod"] for labels in num_relaying}
 

@@ -1,4 +1,4 @@
-"""Generate a load from a client container and run actions at given points."""
+"""Generate a load from a client container, and run actions at given points."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _PROGRAM = Path(__file__).parent / "client.py"
 CLIENT = "midstream-e2e-client"
 
 Output = dict[str, Any]
-# Run this action once this fraction of all tokens has arrived.
+# An action, which runs once this fraction of all tokens has arrived.
 Event = tuple[float, Callable[[], object]]
 
 
 def stream(num_requests: int, max_tokens: int, events: Sequence[Event] = ()) -> list[Output]:
-    """Stream `num_requests` concurrent requests from a container, and run `events` in order meanwhile.
+    """Stream `num_requests` concurrent requests from a container, and meanwhile run `events` in order.
 
     Returns:
-        One entry per request, as client.py prints it.
+        One entry per request, in the form that client.py prints.
     """
     waiting = list(events)
     outputs: list[Output] | None = None
@@ -42,7 +42,7 @@ def stream(num_requests: int, max_tokens: int, events: Sequence[Event] = ()) -> 
         finally:
             podman("rm", "--force", "--time", "0", CLIENT, check=False)
     assert outputs is not None
-    assert not waiting, "the load was over before all had happened"
+    assert not waiting, "the load ended before all events had run"
     return outputs
 
 

@@ -1,4 +1,4 @@
-"""Call podman with a configuration of its own, so that the machine's is not changed."""
+"""Call podman with a separate configuration, so that the configuration of the machine is not changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def podman(*arguments: str, stdin: str | None = None, check: bool = True, timeou
 
 
 def logs(container: str) -> str:
-    """Return the container's stdout and stderr."""
+    """Return the stdout and stderr of a container."""
     result = subprocess.run(
         ["podman", "logs", container], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
@@ -51,7 +51,7 @@ def popen(*arguments: str) -> subprocess.Popen[str]:
 
 
 def pod_address(pod: str, network: str) -> str:
-    """Return the pod's IP address in a network."""
+    """Return the IP address of a pod in a network."""
     infra = podman("pod", "inspect", pod, "--format", "{{.InfraContainerID}}")
     networks = json.loads(podman("inspect", infra, "--format", "{{json .NetworkSettings.Networks}}"))
     return str(networks[network]["IPAddress"])

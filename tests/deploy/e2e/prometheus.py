@@ -1,4 +1,4 @@
-"""A local Prometheus that scrapes the cluster's pods and evaluates the alert rules."""
+"""A local Prometheus that scrapes the pods of the cluster and evaluates the alert rules."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _START_TIMEOUT_S = 30.0
 
 
 class Prometheus:
-    """A context manager that runs `prometheus` with the pods that the cluster has on entry."""
+    """A context manager that runs `prometheus` for the pods that the cluster has on entry."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self._folder = folder
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._address = f"127.0.0.1:{probe.getsockname()[1]}"
-        # The labels that scrape.yaml sets in a Kubernetes cluster.
+        # These are the labels that scrape.yaml sets in a Kubernetes cluster.
         targets = [
             {
                 "targets": [cluster.metrics_address(pod)],
