@@ -5,7 +5,7 @@ The steps of a request:
 
 1. `Submitted` puts it into the queue (lifecycle, queue), or rejects it.
 2. A `Turn` starts it on the worker group with the longest cached prefix and the least work, once the capacity policy
-allows it (placement); it gets rows and blocks there (worker_group).
+   allows it (placement); it gets rows and blocks there (worker_group).
 3. The same turn plans steps for every group with room in its pipeline (`_plan`): the micro-batch policy fills a step
    (steps), and the StepPlan goes out. Two steps are in flight, so the next one waits at the worker when one
    ends.
