@@ -28,7 +28,7 @@ def main() -> int:
         ranks = Ranks.from_environment(config, os.environ)
         folder = open_model_folder(config.model)
         logging.getLogger(__name__).info("importing torch")
-        from gpu_worker.worker import Worker  # imported late: torch takes seconds to import
+        from gpu_worker.worker import Worker  # imported here, because torch takes seconds to import
 
         if not ranks.is_alone:
             from gpu_worker.parallel.launch import run_rank

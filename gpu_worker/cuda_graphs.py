@@ -1,21 +1,21 @@
-"""Run a decoder on a GPU: one copy transfers the inputs, and steps replay CUDA graphs.
+"""Runs a decoder on a GPU: one copy transfers the inputs, and steps replay CUDA graphs.
 
-A step arrives as CPU tensors. It is laid out in one pinned buffer as the smallest recorded shape that it fits in
-expects it, copied to that graph's inputs, and the graph is replayed. There are shapes for decode steps, in which every
-sequence has one token and is sampled, and for mixed steps of up to 512 tokens: prompts next to decodes, and drafts to
-verify. Padding rows have no keys, or no tokens, and write no slot. Each shape has a second graph for steps with LoRA
-adapters, which names them by slots on the device. Larger steps, which the device computes for longer than the host
-needs to launch them, are copied over and run eagerly; so are all steps of a model on transformers' code that turns out
-to read something back from the device. No call here waits for the device, except to reuse a pinned buffer whose last
-copy is still running.
+A step arrives as CPU tensors. It is written to one pinned buffer in the layout of the smallest recorded shape that
+fits, copied to that graph's inputs, and the graph is replayed. There are shapes for decode steps, in which every
+sequence has one token and is sampled, and for mixed steps of up to 512 tokens, which combine prompts with decodes, or
+have drafts to verify. Padding rows have no keys, or no tokens, and write no slot. Each shape has a second graph for
+steps with LoRA adapters, which are identified by their slots on the device. Larger steps, which take the device longer
+to compute than the host to launch, are copied to the device and run eagerly. So are all steps of a model that uses the
+transformers implementation, if that reads anything back from the device. No call here waits for the device, except to
+reuse a pinned buffer whose last copy is still in progress.
 
-A step may be started before the host knows the tokens of the step before. These stay on the device (`feed`), and
+A step may be started before the host knows the tokens of the previous step. These stay on the device (`feed`), and
 negative token ids refer to them; with several ranks, rank 0 broadcasts them to those that embed tokens, as the first
-operation of a step that needs them, or of a graph. A graph ends with the likeliest tokens, and feeds them to the next
-step; where rows have a temperature, a second graph draws tokens from its logits, and feeds those instead.
+operation of a step that needs them, or of a graph. A graph ends by storing the most likely tokens for the next step
+(`feed`). If rows have a temperature, a second graph draws tokens from the logits, and stores those instead.
 
-Block tables stay on the device as well. A step brings the entries that have changed since the last one, at most one for
-each sequence of its shape; where more have changed, they are sent whole.
+Block tables stay on the device as well. A step carries the entries that have changed since the last one, at most one
+per sequence of its shape; if more have changed, the tables are sent whole.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from gpu_worker.sampling.draws import DrawParams, RecordedDraws
 logger = logging.getLogger(__name__)
 
 _NO_SLOT = -1
-# Of mixed steps: numbers of tokens, and of sequences in addition to the largest batch.
+# Mixed steps: numbers of tokens, and numbers of sequences in addition to the largest batch.
 _MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512)
 _MIXED_ROWS = (8, 64)
 
 Recorder = Callable[[Callable[[], object]], Callable[[], None]]
-# Each set of graphs has its own recorder: the memory pool is freed with the last graph.
+# Each set of graphs has its own recorder, because the memory pool is freed with its last graph.
 MakeRecorder = Callable[[], Recorder]
 
 
 def graph_sizes(max_batch_size: int) -> list[int]:
-    """Return the batch sizes to record, ascending: 1, 2, 4, 8, then multiples of 16, and the limit itself."""
+    """Return the batch sizes to record, in ascending order: 1, 2, 4, 8, then multiples of 16, and the limit itself."""
     sizes = [size for size in (1, 2, 4, 8) if size < max_batch_size]
     return [*sizes, *range(16, max_batch_size, 16), max_batch_size]
 
@@ -66,8 +66,8 @@ class Shape:
     """Shape of a recorded step.
 
     Attributes:
-        num_rows: Sequences, and sampled tokens.
-        num_tokens: Tokens; as many as rows in a decode step, more in a mixed one.
+        num_rows: Number of sequences, and of sampled tokens.
+        num_tokens: Number of tokens; equal to num_rows in a decode step, larger in a mixed one.
     """
 
     num_rows: int
@@ -81,8 +81,8 @@ class Shape:
     def sizes(self) -> list[int]:
         """Return the number of elements of each of a step's inputs.
 
-        They are token ids, positions, KV slots and adapter slots; lengths and sampled tokens; places and values of
-        entries of the block tables that have changed; query starts.
+        The inputs are token ids, positions, KV slots and adapter slots; lengths and sampled tokens; indices and values
+        of the block-table entries that have changed; and query starts.
         """
         return [self.num_tokens] * 4 + [self.num_rows] * 4 + [self.num_rows + 1]
 
@@ -106,7 +106,7 @@ def _counts(inputs: ForwardInputs) -> tuple[int, int, int]:
 
 
 class GraphRecorder:
-    """Record CUDA graphs that share one memory pool."""
+    """Records CUDA graphs that share one memory pool."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -129,9 +129,9 @@ class GraphRecorder:
 
 @contextlib.contextmanager
 def _waits_raise() -> Iterator[None]:
-    """Raise RuntimeError where the host would wait for the device, which cannot be recorded.
+    """Raise RuntimeError if the host would wait for the device, which cannot be recorded.
 
-    A recording that fails leaves more behind than a run that does.
+    A failed recording leaves more state behind than a failed run.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -142,7 +142,7 @@ def _waits_raise() -> Iterator[None]:
 
 
 def recorder_for(device: torch.device) -> MakeRecorder:
-    """Return a factory of recorders for `device`; on a CPU, replaying runs the recorded function again."""
+    """Return a factory of recorders for `device`; on a CPU, a replay runs the recorded function again."""
     return GraphRecorder if device.type == "cuda" else lambda: _run_again
 
 
@@ -154,7 +154,7 @@ def _run_again(run: Callable[[], object]) -> Callable[[], None]:
 
 
 class GraphDecoder:
-    """Wraps a decoder that runs on a device; accepts inputs as CPU tensors. See the module docstring."""
+    """Wraps a decoder on a device, and takes its inputs as CPU tensors; see the module's docstring."""
 
     def __init__(
         self,
@@ -173,41 +173,42 @@ class GraphDecoder:
         """Wrap a decoder; record no graphs yet.
 
         Args:
-            decoder: The decoder; takes inputs on `device`.
-            device: The device it computes on.
-            max_batch_size: Maximum sequences in one step.
-            max_num_tokens: Maximum tokens in one step.
-            max_blocks: Maximum blocks of one sequence.
-            make_recorder: Factory of graph recorders; None: all steps run eagerly.
-            may_fail: Whether all steps run eagerly too if they cannot be recorded.
+            decoder: The decoder, whose inputs must be on `device`.
+            device: The device on which it computes.
+            max_batch_size: Maximum number of sequences in one step.
+            max_num_tokens: Maximum number of tokens in one step.
+            max_blocks: Maximum number of blocks of one sequence.
+            make_recorder: Factory of graph recorders; None means that all steps run eagerly.
+            may_fail: Whether to run all steps eagerly if they cannot be recorded, instead of raising the error.
             takes_adapters: Whether to record graphs with LoRA adapters as well.
             draws: Whether to record graphs that draw tokens as well.
-            share: Broadcasts a tensor from rank 0, which samples, to the other ranks that embed tokens; None: there are
-                none.
+            share: Broadcasts a tensor from rank 0, which samples, to the other ranks that embed tokens; None if there
+                are none.
         """
         self._decoder, self._device, self._make_recorder = decoder, device, make_recorder
         self._share = share
         self._may_fail = may_fail
         self._max_batch_size = max_batch_size
         self._with_adapters = (False, True) if takes_adapters else (False,)
-        # Ascending, so that the first one that a step fits in is the smallest; those of decode steps come first.
+        # Shapes in ascending order, so that the first one that fits a step is the smallest; those of decode steps come
+        # first.
         self._shapes = [Shape(size, size) for size in graph_sizes(max_batch_size)]
         self._shapes += mixed_shapes(max_batch_size, max_num_tokens)
-        # By shape, and whether tokens may have adapters.
+        # Graphs by shape, and by whether tokens may have adapters.
         self._graphs: dict[tuple[Shape, bool], Callable[[], None]] = {}
         self._logits = torch.empty(0, device=device)
-        # The parts of a step, and the used part of the block tables if they are sent whole: filled by one copy.
+        # The inputs of a step and, if the block tables are sent whole, their used part, which one copy transfers.
         most = max(sum(shape.sizes()) + shape.num_rows * max_blocks for shape in self._shapes)
         self._arena = torch.zeros(most, dtype=torch.int32, device=device)
-        # The last element receives the padding of a step's list of changes.
+        # The last element receives the padding of a step's list of changed entries.
         self._entries = torch.zeros(max_batch_size * max_blocks + 1, dtype=torch.int32, device=device)
         self._tables = self._entries[:-1].view(max_batch_size, max_blocks)
-        # State after the steps launched so far have run.
+        # The state after all steps launched so far have run.
         self._known_tables = np.zeros((max_batch_size, max_blocks), dtype=np.int32)
-        # Likeliest tokens of the last replay, -1 for logits that are not finite.
+        # The most likely tokens of the last replay; -1 if the logits are not finite.
         self._best = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         self._has_best = False
-        # Sampled tokens of the previous step, which may not be known to the host yet.
+        # The sampled tokens of the previous step, which the host may not know yet.
         self._fed = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         self._draws = RecordedDraws(device, graph_sizes(max_batch_size)) if draws else None
         most_eager = 4 * max_num_tokens + max_batch_size * (3 + max_blocks) + 1
@@ -223,7 +224,7 @@ class GraphDecoder:
         self._decoder.use_cache(kv)
 
     def clear(self) -> None:
-        """Drop all graphs: steps run eagerly until the next `capture`."""
+        """Drop all graphs, so that steps run eagerly until the next `capture`."""
         self._graphs.clear()
         if self._draws is not None:
             self._draws.clear()
@@ -240,25 +241,25 @@ class GraphDecoder:
             torch.cuda.synchronize(self._device)
 
     def feed(self, tokens: Tensor) -> None:
-        """Store the int32 tokens that a step sampled; in the next step, id -1 - i refers to tokens[i]."""
+        """Store the int32 tokens that a step sampled; in the next step, the token id -1 - i refers to tokens[i]."""
         torch.clamp(tokens, min=0, out=self._fed[: len(tokens)])
 
     def best(self, num_rows: int) -> Tensor | None:
-        """Return the most likely tokens of the last `forward`, already fed; None if that pass did not replay a
-        graph.
+        """Return the most likely token of each row of the last `forward`, which `feed` has already stored for the next
+        step; None if no graph was replayed.
         """
         return self._best[:num_rows] if self._has_best else None
 
     @torch.inference_mode()
     def draw(self, params: DrawParams) -> Tensor | None:
-        """Return the tokens drawn from the last `forward`, already fed; None if it did not replay a graph, or draws are
-        not recorded.
+        """Return the tokens drawn from the last `forward`, which `feed` has already stored for the next step; None if
+        no graph was replayed, or if draws are not recorded.
         """
         return self._draws.draw(params) if self._draws is not None and self._has_best else None
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record the graphs over the current cache, largest first, so that the smaller ones fit in its memory."""
+        """Record the graphs over the current cache, largest first, so that the smaller ones fit into its memory."""
         if self._make_recorder is None:
             return
         self.clear()
@@ -279,7 +280,7 @@ class GraphDecoder:
         for shape in sorted(self._shapes, reverse=True):
             for has_adapters in self._with_adapters:
                 inputs, changes = self._static_inputs(shape, has_adapters=has_adapters)
-                # Earlier steps may have left data there in another layout.
+                # Earlier steps may have left data in another layout there.
                 self._arena.zero_()
                 inputs.slot_mapping.fill_(_NO_SLOT)
                 if inputs.adapter_slots is not None:
@@ -319,7 +320,7 @@ class GraphDecoder:
 
     def _run(self, inputs: ForwardInputs, changes: tuple[Tensor, Tensor], num_rows: int) -> None:
         self._entries.scatter_(0, changes[0].long(), changes[1])
-        # All graphs write their logits to one shared buffer, which can be larger than the rest of their memory.
+        # All graphs write their logits to one shared buffer, which may be larger than the rest of their memory.
         logits = self._decoder.forward(replace(inputs, token_ids=self._known(inputs.token_ids)))
         self._logits[:num_rows] = logits
         # Ranks other than the first have no logits.
@@ -328,14 +329,14 @@ class GraphDecoder:
             self.feed(self._best[:num_rows])
 
     def _known(self, token_ids: Tensor) -> Tensor:
-        """Return token ids with placeholders replaced by the tokens passed to `feed` on the rank that samples."""
+        """Return the token ids with placeholders replaced by the tokens that the sampling rank passed to `feed`."""
         if self._share is not None:
             self._share(self._fed)
         return torch.where(token_ids < 0, self._fed[(-1 - token_ids).clamp(min=0).long()], token_ids)
 
     def _static_inputs(self, shape: Shape, *, has_adapters: bool) -> tuple[ForwardInputs, tuple[Tensor, Tensor]]:
-        """Return views of the static buffer for a step of this shape: its inputs, and the indices and
-        values of changed entries of the block tables.
+        """Return views of the static buffer for a step of this shape: its inputs, and the indices and values of the
+        changed entries of the block tables.
         """
         parts = torch.split(self._arena[: sum(shape.sizes())], shape.sizes())
         token_ids, positions, slots, adapter_slots, lens, sampled, places, values, starts = parts
@@ -353,8 +354,8 @@ class GraphDecoder:
         return inputs, (places, values)
 
     def _changes(self, tables: IntArray, limit: int) -> tuple[IntArray, IntArray] | None:
-        """Return the indices and values of table entries that differ from those on the device; None if more than
-        `limit`.
+        """Return the indices and values of table entries that differ from those on the device; None if there are more
+        than `limit`.
         """
         num_rows, num_blocks = tables.shape
         known = self._known_tables[:num_rows, :num_blocks]
@@ -384,7 +385,7 @@ class GraphDecoder:
             (inputs.sampled.numpy(), 0),
             (places, len(self._entries) - 1),
             (entries, 0),
-            # Padding sequences have no tokens, or in a decode step one without keys.
+            # Padding sequences have no tokens or, in a decode step, one token without keys.
             (
                 inputs.query_starts.numpy(),
                 np.arange(num_rows + 1, shape.num_rows + 1) if shape.is_decode else num_tokens,

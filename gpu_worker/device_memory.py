@@ -1,4 +1,4 @@
-"""Measure how much device memory steps and CUDA graphs need, to size the KV pool.
+"""Measures how much device memory steps and CUDA graphs need, to size the KV pool.
 
 The allocator returns its cached memory whenever a graph is recorded, so free memory after the warm-up does not show
 what steps will need again. Both needs are measured over a small pool and reserved when the real pool is allocated.
@@ -16,10 +16,10 @@ from gpu_worker.kv.cache import KvCache, free_memory_bytes
 
 
 class WarmUpMemory:
-    """Measures memory use from the allocation of the warm-up's pools until they are dropped; does nothing on a CPU.
+    """Measures memory use while the warm-up's pools exist; does nothing on a CPU.
 
     Attributes:
-        step_bytes: Peak allocator use by steps, fragmentation included.
+        step_bytes: Peak memory that steps take from the allocator, including fragmentation.
         graph_bytes: Memory that recorded graphs take.
     """
 
@@ -33,7 +33,7 @@ class WarmUpMemory:
             self._reserved = cuda.memory_reserved(device)
 
     def end_steps(self) -> None:
-        """Record the peak memory use of the steps so far."""
+        """Record the peak memory use of the steps that have run so far."""
         if self._is_cuda:
             self.step_bytes = max(self.step_bytes, cuda.max_memory_reserved(device=self._device) - self._reserved)
 

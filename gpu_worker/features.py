@@ -1,4 +1,4 @@
-"""Flags for features of a sequence beyond sampling a token from unmodified logits."""
+"""Flags for the features of a sequence other than sampling a token from unmodified logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpu_worker.batch.step import NOTHING, NewSequence, SamplingParams
 
 
 class Feature(enum.IntFlag):
-    """Processing that a row needs in addition to sampling; rows without a feature do not pay for it."""
+    """Processing that a row needs in addition to sampling; rows without a feature do not incur its cost."""
 
     PENALTIES = 1
     BIAS = 2
@@ -58,6 +58,6 @@ def _of_sampling(sampling: SamplingParams) -> Feature:
 def _of_outputs(new: NewSequence) -> Feature:
     if new.outputs is NOTHING:
         return Feature(0)
-    # Sequences of one request share the prompt: the first reports it, unless it already has.
+    # The sequences of a request share the prompt, whose outputs the first one reports unless it has already done so.
     is_first = new.sequence_index == 0 and len(new.token_ids) == new.num_prompt_tokens
     return Feature.REPORTS | (Feature.PROMPT_REPORTS if is_first and new.outputs.of_prompt else 0)

@@ -1,1 +1,1 @@
-"""The worker's rows, and the conversion of scheduler steps to model inputs."""
+"""The worker's rows, and the conversion of the scheduler's steps to model inputs."""

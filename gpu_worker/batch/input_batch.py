@@ -1,8 +1,9 @@
 """Converts scheduler steps to model inputs: the one place that maps context and generation to prefill and decode.
 
-A step first changes the rows (released, added, forked, block tables grown). Then each context chunk is a prefill of
-some of its row's known tokens, and each generation row a decode of its last token. Both go through the model in one
-flattened pass, prefills first. Decode rows are handled as vectors, so a steady step has no work per token in Python.
+A step first changes the rows: rows are released, added and forked, and block tables grow. Each context chunk then
+becomes a prefill of some of its row's known tokens, and each generation row a decode of its last token. Both go through
+the model in one flattened pass, prefills first. Decode rows are handled as vectors, so a steady-state step does no work
+per token in Python.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class PreparedStep:
     """The model's input for one step.
 
     Attributes:
-        inputs: None when no row is left to run.
-        sampled_rows: Rows that sample, in output order.
+        inputs: Inputs of the model; None if no row is left to run.
+        sampled_rows: Rows that sample a token, in the order of the output.
         is_run: bool [sampled rows]; False if the row has failed and is not in `inputs`.
-        contexts: Context chunks in `inputs`; they come first.
+        contexts: Context chunks in `inputs`, in which they come first.
         failed_contexts: Context chunks left out of `inputs` because their rows have failed.
-        drafts: Draft tokens that generation rows verify.
+        drafts: Draft tokens to verify for generation rows.
     """
 
     inputs: ForwardInputs | None
@@ -54,7 +55,7 @@ class PreparedStep:
 
 
 class InputBatch:
-    """The rows of all sequences and the set of generating rows, which persists between steps."""
+    """The rows of all sequences and the set of generating rows, both of which persist between steps."""
 
     def __init__(
         self, rows: Rows, tokens_per_block: int, adapters: RowAdapters[Any], drafter: Drafter | None = None
@@ -76,7 +77,7 @@ class InputBatch:
         copy_targets.
 
         Raises:
-            ExecutionError: The step contradicts earlier ones; the epoch must be abandoned.
+            ExecutionError: The step contradicts earlier steps; the epoch must be abandoned.
         """
         self._apply(step)
         contexts, sampling_contexts = self._prefills(step)
@@ -150,7 +151,7 @@ class InputBatch:
             is_failed = row in self.rows.failed
             if not is_failed and not (0 <= start < start + length <= known):
                 raise ExecutionError(
-                    f"the step computes tokens {start} to {start + length} of row {row}, which has only {known}"
+                    f"the step computes tokens {start} to {start + length} of row {row}; only {known} tokens are known"
                 )
             contexts.append(ContextChunk(row, start, length, samples=start + length == known))
         return contexts, np.array([chunk.row for chunk in contexts if chunk.samples], dtype=np.int32)
@@ -192,7 +193,7 @@ class InputBatch:
         places = positions // self._tokens_per_block
         most_blocks = -(-int(context_lens.max()) // self._tokens_per_block)
         if (context_lens > rows.num_blocks[batch_rows] * self._tokens_per_block).any():
-            raise ExecutionError("a block table does not reach as far as its sequence")
+            raise ExecutionError("a block table is too short for its sequence")
         slots = rows.block_tables[token_rows, places] * self._tokens_per_block + positions % self._tokens_per_block
         token_ids, virtual = self.adapters.embeddings(token_ids, token_rows)
         return ForwardInputs(

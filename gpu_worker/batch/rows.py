@@ -1,6 +1,6 @@
 """The worker's state of all sequences, as dense arrays with one row per sequence.
 
-The state depends only on the scheduler's messages and the tokens since, so any worker can rebuild a row.
+The state depends only on the scheduler's messages and on the tokens generated since, so any worker can rebuild a row.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ _VECTORS = (
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """Positions in `Rows.tokens` to fill in once the tokens are known, unless the row holds another sequence by
-    then.
-    """
+    """Positions in `Rows.tokens` to fill in once the tokens are known, unless the row then holds another sequence."""
 
     rows: IntArray
     places: IntArray
@@ -47,12 +45,12 @@ class Rows:
 
     Attributes:
         tokens: int32 [num_rows, max_sequence_length]; known tokens, prompt and output.
-        lengths: int32 [num_rows]; number of known tokens.
+        lengths: int32 [num_rows]; number of known tokens of each row.
         prompt_lengths: int32 [num_rows].
         block_tables: int32 [num_rows, max blocks per sequence].
         num_blocks: int32 [num_rows]; entries in use of each block table.
-        is_active: bool [num_rows].
-        sampling, outputs, guides: Parameters by row.
+        is_active: bool [num_rows]; whether the row holds a sequence.
+        sampling, outputs, guides: Parameters of sampling, outputs and grammars, by row.
         post_processors: (name, client id, request id) of rows with a logits post-processor.
         temperature, top_k, top_p, min_p, seeds: Fields of `sampling` as vectors.
         sequence_indices: int32 [num_rows].
@@ -108,7 +106,7 @@ class Rows:
         sampling = new.sampling
         self.sampling[row] = sampling
         self.seeds[row], self.sequence_indices[row] = sampling.seed, new.sequence_index
-        # A beam does not sample: its temperature only scales the candidates' log probabilities.
+        # A beam does not sample: its temperature only scales the log probabilities of the candidates.
         self.temperature[row] = sampling.temperature if sampling.beam_width == 1 else 0
         self.top_k[row] = sampling.top_k
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
@@ -135,7 +133,7 @@ class Rows:
             self.num_blocks[fork.to_row] = len(fork.block_ids)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a row's tokens and parameters to another row, except for the block table and the active flag."""
+        """Copy a row's tokens and parameters to another row, but not the block table and the active flag."""
         length = self.lengths[source]
         self.occupancies[target] += 1
         self.tokens[target, :length] = self.tokens[source, :length]
@@ -155,7 +153,7 @@ class Rows:
     def append_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
         """Append block_ids[i] to the block table of rows[i]; a row may occur more than once."""
         if block_ids.min() < 0 or block_ids.max() >= self._pool_size:
-            raise ExecutionError("a block id lies outside the pool")
+            raise ExecutionError("a block id is outside the pool")
         places = self.num_blocks[rows]
         repeats = len(set(rows.tolist())) < len(rows)
         if repeats:
@@ -164,14 +162,14 @@ class Rows:
                 places[i] += seen.get(row, 0)
                 seen[row] = seen.get(row, 0) + 1
         if places.max() >= self.block_tables.shape[1]:
-            raise ExecutionError("a block table grew past the longest sequence")
+            raise ExecutionError("a block table has grown longer than the longest sequence needs")
         self.block_tables[rows, places] = block_ids
         np.add.at(self.num_blocks, rows, 1)
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
         """Append one token to each of `rows`; no row may occur twice."""
         lengths = self.lengths[rows]
-        # The scheduler ends a sequence here at the latest; until then the last place is overwritten.
+        # The scheduler ends a sequence here at the latest; until it does, the last element is overwritten.
         places = np.minimum(lengths, self.max_sequence_length - 1)
         self.tokens[rows, places] = token_ids
         self.lengths[rows] = np.minimum(lengths + 1, self.max_sequence_length)
@@ -188,14 +186,14 @@ class Rows:
         self.tokens[pending.rows[is_same], pending.places[is_same]] = token_ids[is_same]
 
     def append_run(self, row: int, token_ids: list[int]) -> None:
-        """Append several tokens to a row, up to the row's capacity."""
+        """Append several tokens to a row, as far as they fit."""
         start = min(int(self.lengths[row]), self.max_sequence_length - 1)
         end = min(start + len(token_ids), self.max_sequence_length)
         self.tokens[row, start:end] = token_ids[: end - start]
         self.lengths[row] = end
 
     def make_shadow(self, row: int, shadow: int, length: int) -> None:
-        """Copy a row to an unused row; in the copy, the first `length` tokens of the token array are known."""
+        """Copy a row to an unused row, and set the number of known tokens in the copy to `length`."""
         if shadow >= self.num_rows:
             self._grow(shadow)
         self.copy(row, shadow)
@@ -214,17 +212,17 @@ class Rows:
             return InvalidArgumentError(f"{len(tokens)} tokens; expected 1 to {self.max_sequence_length}")
         num_ids = self._vocab_size + new.num_virtual_tokens
         if tokens.min() < 0 or tokens.max() >= num_ids:
-            return InvalidArgumentError(f"a token id lies outside 0..{num_ids - 1}", field="token_ids")
+            return InvalidArgumentError(f"a token id is not in 0..{num_ids - 1}", field="token_ids")
         if len(blocks) > self.block_tables.shape[1]:
             return InvalidArgumentError(
                 f"the block table has {len(blocks)} blocks; must have at most {self.block_tables.shape[1]}"
             )
         if len(blocks) and (blocks.min() < 0 or blocks.max() >= self._pool_size):
-            return InvalidArgumentError("a block id lies outside the pool")
+            return InvalidArgumentError("a block id is outside the pool")
         wanted = [token for token, _ in new.sampling.embedding_bias] + list(new.sampling.end_ids)
         wanted += [token for word in new.sampling.bad_words for token in word]
         if wanted and not 0 <= min(wanted) <= max(wanted) < self._vocab_size:
-            return InvalidArgumentError(f"a token id lies outside 0..{self._vocab_size - 1}", field="sampling")
+            return InvalidArgumentError(f"a token id is not in 0..{self._vocab_size - 1}", field="sampling")
         return None
 
     def _grow(self, row: int) -> None:
@@ -235,7 +233,7 @@ class Rows:
     def _resize(self, num_rows: int) -> None:
         old = self.num_rows
         tokens = np.zeros((num_rows, self.max_sequence_length), dtype=np.int32)
-        tokens[:old] = self.tokens  # including drafts to verify, which lie past a row's length
+        tokens[:old] = self.tokens  # includes drafts to verify, which are stored past a row's length
         self.tokens = tokens
         tables = np.zeros((num_rows, self.block_tables.shape[1]), dtype=np.int32)
         tables[:old] = self.block_tables

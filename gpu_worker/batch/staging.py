@@ -1,4 +1,4 @@
-"""Copy small arrays between host and device without blocking on the device.
+"""Copies small arrays between host and device without waiting for the device.
 
 Both directions use pinned memory. On a CPU the same calls copy immediately.
 """
@@ -23,7 +23,7 @@ class PinnedBuffers:
     """Pinned host buffers for copies to the device, used round-robin."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        """Allocate `size` int32 elements for each step in flight."""
+        """Allocate `size` int32 elements for each possible step in flight."""
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._tensors = [torch.empty(size, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(_NUM_BUFFERS)]
@@ -44,7 +44,7 @@ class PinnedBuffers:
         return self._tensors[self._next]
 
     def send(self, source: Tensor, target: Tensor) -> None:
-        """Start copying a part of the buffer that `next` returned."""
+        """Start copying a part of the buffer that the last call of `next` returned."""
         target.copy_(source, non_blocking=True)
         event = self._copied[self._next]
         if event is not None:
@@ -65,7 +65,7 @@ class PinnedBuffers:
 
 
 class Copy:
-    """An int32 tensor being copied to the host."""
+    """An int32 tensor that is being copied to the host."""
 
     def __init__(self, values: Tensor, copied: torch.cuda.Event | None) -> None:
         self._values, self._copied = values, copied
@@ -76,7 +76,7 @@ class Copy:
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> IntArray:
-        """Wait for the copy and return its values. This is the only call in a decode step that waits for the device."""
+        """Wait for the copy and return the values. This is the only call in a decode step that waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
         numbers: IntArray = self._values.numpy().copy()
@@ -87,13 +87,13 @@ class Readback:
     """Pinned host buffers for copies from the device, used round-robin."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        """Allocate `size` int32 elements for each step in flight; more are allocated on demand."""
+        """Allocate `size` int32 elements for each possible step in flight; more are allocated on demand."""
         self._device = device
         self._tensors = [self._empty(size) for _ in range(_NUM_BUFFERS + 1)]
         self._next = 0
 
     def start(self, values: Tensor) -> Copy:
-        """Start copying the int32 `values`; read the result before the third call after this one."""
+        """Start copying the int32 `values`; the result must be read before the third call after this one."""
         self._next = (self._next + 1) % len(self._tensors)
         if len(values) > len(self._tensors[self._next]):
             self._tensors[self._next] = self._empty(2 * len(values))
@@ -109,7 +109,7 @@ class Readback:
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
-    """Return a CUDA event that the host can sleep on; None on a CPU, where calls are synchronous."""
+    """Return a CUDA event on which the host can sleep; None on a CPU, where calls are synchronous."""
     if device.type != "cuda":
         return None
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

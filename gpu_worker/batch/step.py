@@ -1,4 +1,4 @@
-"""Steps and their outputs as plain types; `scheduler_link.messages` converts them from and to protobuf."""
+"""Steps and their outputs as plain types; `scheduler_link.messages` converts them from and to protobuf messages."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class SamplingParams:
     """Sampling parameters of one sequence; the defaults are those of the public API.
 
     Attributes:
-        end_ids: Tokens that may not be sampled before `min_tokens`.
+        end_ids: Tokens that may not be sampled before `min_tokens` output tokens.
         embedding_bias: (token id, value added to its logit).
         bad_words: Token sequences that must not be generated.
-        no_repeat_ngram_size: No n-gram of this size occurs twice; 0 is off.
+        no_repeat_ngram_size: Size of n-grams that may not occur twice; 0 means no such limit.
         top_p_decay, top_p_min, top_p_reset_id: Per-token decay of top_p; a reset id of -1 means none.
-        beam_width: Above 1 the row is a beam and reports candidates instead of a token.
-        num_draft_tokens: Maximum draft tokens that the row verifies in a step.
-        max_ngram_size: Longest n-gram of prompt lookup; 0: a draft model proposes the drafts.
-        prediction: Tokens searched before the row's own in prompt lookup.
-        log_probs: Number of top tokens to report with the sampled one; None: no log probabilities.
+        beam_width: Above 1, the row is a beam, which reports candidates instead of a token.
+        num_draft_tokens: Maximum number of draft tokens that the row verifies in a step.
+        max_ngram_size: Maximum n-gram size for prompt lookup; 0 means that a draft model proposes the drafts.
+        prediction: Tokens that prompt lookup searches before the row's own tokens.
+        log_probs: Number of top tokens to report with the sampled one; None if no log probabilities are requested.
     """
 
     temperature: float = 1.0
@@ -65,7 +65,7 @@ class OutputParams:
     """Tensors that a sequence reports in addition to its tokens and their log probabilities.
 
     Attributes:
-        prompt_log_probs: As `SamplingParams.log_probs`, for the prompt's tokens except the first.
+        prompt_log_probs: Like `SamplingParams.log_probs`, but for the tokens of the prompt except the first.
         context_logits, generation_logits: Unmodified logits at each prompt token and at each new token.
         hidden_states: (layer, whether to include the prompt); layer 0 is the embeddings.
         topk_logits: (number of highest logits, whether to include the prompt).
@@ -88,7 +88,7 @@ class OutputParams:
 
     @property
     def logits_of_prompt(self) -> bool:
-        """Return whether any of them needs the prompt's logits."""
+        """Return whether any output needs the logits of the prompt."""
         is_gathered = any(gathers for _, gathers in (*self.topk_logits, *self.token_logits, *self.probes))
         return self.prompt_log_probs is not None or self.context_logits or is_gathered
 
@@ -101,7 +101,7 @@ class AdapterRef:
     """A request's reference to an adapter.
 
     Attributes:
-        fingerprint: Hash of its files, which tells apart folders used under the same path at different times.
+        fingerprint: Hash of its files, which distinguishes different contents of the same path.
     """
 
     name: str
@@ -130,11 +130,11 @@ class NewSequence:
     Attributes:
         token_ids: [num_tokens]; the first num_prompt_tokens are the prompt.
         block_ids: The first entries of the block table.
-        lora: The LoRA adapter.
-        prompt: The prompt adapter; its table is indexed by token ids from the vocabulary size on.
+        lora: The LoRA adapter, if any.
+        prompt: The prompt adapter, if any; token ids from the vocabulary size on index its table.
         prompt_table: The table itself, float32 [num_virtual_tokens, hidden_size]; looked up by prompt_table_key.
         num_virtual_tokens: Rows of that table, once known.
-        error: Why the sequence cannot run here; each of its samples fails with it.
+        error: Why the sequence cannot run here; the error of each of its samples.
     """
 
     row: int
@@ -159,7 +159,7 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Copies row `from_row` to `to_row`; the copy gets the block table `block_ids`."""
+    """Copies row `from_row` to `to_row`, with the block table `block_ids`."""
 
     from_row: int
     to_row: int
@@ -168,7 +168,9 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One forward step; the fields mirror StepBatch in protos/worker.proto and are applied in the order given there."""
+    """One forward step; the fields mirror StepBatch in protos/worker.proto, and are applied in the order given
+    there.
+    """
 
     epoch: int = 0
     step_id: int = 0
@@ -195,7 +197,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class RowLogProbs:
-    """Log probabilities of one row's new token and of its top tokens, most likely first."""
+    """Log probabilities of a row's new token and of its top tokens, most likely first."""
 
     row: int
     token_log_prob: float
@@ -206,9 +208,7 @@ class RowLogProbs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogProbs:
-    """Log probabilities of consecutive prompt tokens of one row; the top entries are concatenated, `top_k` per
-    token.
-    """
+    """Log probabilities of consecutive prompt tokens of a row; the top entries are concatenated, `top_k` per token."""
 
     row: int
     top_k: int
@@ -240,16 +240,16 @@ class StepOutput:
     """The output of one step.
 
     Attributes:
-        token_ids: One per sampled row unless num_tokens is set: sampling context chunks in order, then
-            generation rows, ascending.
-        num_tokens: Number of tokens of each sampled row, set if any differs from one.
-        candidate_log_probs: Log probabilities of all tokens of beam rows.
-        num_drafts: Number of drafts verified for each sampled row, if there were any.
+        token_ids: One per sampled row unless num_tokens is set: first the context chunks that sample, in order, then
+            the generation rows in ascending order.
+        num_tokens: Number of tokens of each sampled row; set only if any of them is not one.
+        candidate_log_probs: Log probabilities of all candidates of beam rows.
+        num_drafts: Number of drafts verified for each sampled row; empty if there were none.
         errors: (row, error) of rows whose token is invalid.
         forward_s: Duration of forward pass and sampling in seconds.
         prompt_log_probs, tensors: Additional outputs of rows.
         missing_blocks: Blocks to adopt whose contents were not found.
-        is_whole: False if a context chunk was not computed because its row has failed.
+        is_whole: Whether the whole step was computed; False if a context chunk was left out because its row has failed.
     """
 
     token_ids: IntArray

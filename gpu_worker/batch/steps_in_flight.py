@@ -1,8 +1,8 @@
 """The steps that the compute loop has launched but not yet finished.
 
-On a GPU the next step is received and launched while the current one runs, so that the device does not idle: the loop
-launches a new step as soon as one arrives, and finishes a step as soon as its result is available. On a CPU a step is
-complete when launch returns, and its result is delivered first.
+On a GPU, the next step is received and launched while the current one runs, so that the device does not become idle:
+the loop launches a step as soon as it arrives, and finishes a step as soon as its result is available. On a CPU a step
+is complete when launch returns, and its result is delivered first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from gpu_worker.batch.step import Step, StepOutput
 
-# Maximum wait for a result before the inbox is checked for a new step.
+# Maximum time to wait for a result before the inbox is checked for a new step.
 _POLL_S = 1e-4
 _MOST = 2
 
@@ -34,7 +34,7 @@ class Runner(Protocol[LaunchedT]):
         """Start a step."""
 
     def finish(self, launched: LaunchedT) -> StepOutput:
-        """Return the output of a launched step."""
+        """Return the output of a launched step, after waiting for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class StepsInFlight(Generic[W, LaunchedT]):
         return self._inbox.get()
 
     def launch(self, step: Step, waiting_s: float) -> None:
-        """Launch a step that waited for `waiting_s` seconds; exceptions of the runner propagate."""
+        """Launch a step that has waited for `waiting_s` seconds; exceptions of the runner propagate."""
         self._steps.append(_InFlight(step, waiting_s, self._runner.launch(step)))
 
     def finish(self) -> tuple[Step, StepOutput, float]:
-        """Finish the oldest step; return the step, its output, and how long it waited before its launch."""
+        """Finish the oldest step; return the step, its output, and how long it had waited before its launch."""
         oldest = self._steps.popleft()
         return oldest.step, self._runner.finish(oldest.launched), oldest.waiting_s
 

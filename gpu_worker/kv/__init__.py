@@ -1,1 +1,1 @@
-"""The pool of KV blocks, and the copies of its blocks that outlive the process."""
+"""The pool of KV blocks, and copies of its blocks that outlive the process."""

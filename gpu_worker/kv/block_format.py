@@ -1,4 +1,4 @@
-"""How blocks outside of a pool are named and verified, in every tier and in every transfer."""
+"""How blocks outside a pool are named and verified, in all tiers and transfers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
-# Format, kind, hash, bytes of contents; then the checksum of these and the contents.
+# Format, kind, hash and number of content bytes; followed by the checksum of these and of the contents.
 _HEADER = struct.Struct("<8s16sQQ")
 _FORMAT = b"MSKVBLK1"
 _CHECKSUM_BYTES = 16

@@ -34,11 +34,11 @@ class KvCache:
 
     Attributes:
         keys, values: Each [num_layers, num_blocks, tokens_per_block, num_kv_heads, head_dim]; a decoder may order the
-            numbers inside a block differently. With an integer type on a CPU head_dim includes the scales. Latent
+            elements inside a block differently. With an integer type on a CPU, head_dim includes the scales. Latent
             attention stores no separate values: their head_dim is 0. Layers without attention have none.
         key_scales, value_scales: Scales of a quantized cache that stores them separately, as on a GPU: float32, shaped
             like keys and values without head_dim. Empty otherwise.
-        states: Float32 [num_recurrent_layers, num_blocks, state_size], after the last token of each block.
+        states: Float32 [num_recurrent_layers, num_blocks, state_size]; the states after the last token of each block.
         block_hashes: [num_blocks], content hashes kept by KeptBlocks; in the shared store if there is one.
     """
 
@@ -100,7 +100,7 @@ class KvCache:
 
     @property
     def memory(self) -> PoolMemory:
-        """The memory of the pool, which must be in host memory."""
+        """The memory of the pool, which must be host memory."""
         keys, values, states = (
             cache.view(torch.uint8)
             .numpy()
@@ -134,7 +134,7 @@ class KvCache:
         """Fill blocks with data fetched from tiers or from dead workers' pools; return the blocks that were not found.
 
         Args:
-            hashes: [N], hashes of the blocks.
+            hashes: [N], content hashes of the blocks.
             targets: [N], blocks of the pool to fill.
         """
         missing = targets
@@ -142,7 +142,7 @@ class KvCache:
             missing = self.fetcher.take(hashes, targets, self.memory)
         if self.tiers is not None and len(missing):
             missing = self.tiers.fetch(hashes[np.isin(targets, missing)], missing)
-        # Last, because it waits a little for the locks of workers that have just died.
+        # This comes last, because it waits a little for the locks of workers that have just died.
         if self._store is not None and self._memory is not None and len(missing):
             missing = self._store.fetch(hashes[np.isin(targets, missing)], missing, self._memory)
         return missing
@@ -157,7 +157,7 @@ class KvCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros allocate pages only when they are written.
+    # numpy's zeros allocate pages only when these are written.
     size = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
@@ -174,10 +174,10 @@ def block_bytes(description: DecoderDescription, tokens_per_block: int, dtype: t
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return how much memory can still be allocated on a device, in bytes."""
+    """Return how much more memory can be allocated on a device, in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    # Imported here because GPU benchmarks run without psutil.
+    # Imported here because the GPU benchmarks run without psutil.
     import psutil
 
     return int(psutil.virtual_memory().available)
@@ -196,11 +196,11 @@ def choose_num_blocks(
     """Return the number of blocks in the pool.
 
     Args:
-        bytes_per_block: Bytes of a block in all layers.
-        tokens_per_block: Tokens in a block.
+        bytes_per_block: Bytes of a block over all layers.
+        tokens_per_block: Number of tokens in a block.
         free_memory_fraction: Fraction of the free memory on a GPU; on a CPU a quarter of that, at most 4 GiB.
-        max_kv_tokens: Upper limit in tokens; 0: none.
-        max_useful_tokens: Tokens of the largest batch of the longest sequences.
+        max_kv_tokens: Upper limit of the pool's size in tokens; 0 means none.
+        max_useful_tokens: Number of tokens in the largest batch of the longest sequences.
         device: The device that holds the pool.
         free_bytes: Free memory of the device.
 
@@ -208,7 +208,7 @@ def choose_num_blocks(
         ConfigError: No block fits.
     """
     if not 0.0 < free_memory_fraction <= 1.0:
-        raise ConfigError(f"{free_memory_fraction} is not in (0, 1]", field="free_memory_fraction")
+        raise ConfigError(f"is {free_memory_fraction}; must be above 0 and at most 1", field="free_memory_fraction")
     budget = free_bytes * free_memory_fraction
     if device.type != "cuda":
         budget = min(budget * _CPU_SHARE, _CPU_MAX_BYTES)

@@ -1,11 +1,12 @@
 """Content hashes of full KV blocks, kept across epochs.
 
-The cache keeps its contents when an epoch ends. A worker that registers again therefore reports which blocks still hold
-what completed steps wrote, and a restarted scheduler recomputes only the newest tokens.
+The cache keeps its contents when an epoch ends. A worker that registers again therefore reports which blocks still have
+the contents that completed steps wrote, so that a restarted scheduler recomputes only the newest tokens.
 
-A hash is recorded when the step that carried it completes, and dropped as soon as a step arrives before or in which the
-block may change, completed or not. So every recorded hash is valid at any moment, even while steps of a past epoch
-still run. The hashes may be stored in memory that outlasts the process (see `shared_store`); they stay valid then.
+A hash is recorded when the step that carried it completes. It is dropped as soon as a step arrives before or during
+which the block may change, whether or not that step completes. Every recorded hash is therefore valid at any moment,
+even while steps of a past epoch still run. The hashes may be stored in memory that outlasts the process (see
+`shared_store`); they stay valid then.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from protos import worker_pb2
 
 
 class KeptBlocks:
-    """Records block hashes. Must only be used under the link's lock."""
+    """Records the hashes of full blocks. Must be used only with the link's lock held."""
 
     def __init__(
         self, hashes: NDArray[np.uint64], on_full: Callable[[list[tuple[int, int]]], None] | None = None
@@ -27,7 +28,7 @@ class KeptBlocks:
         """Start without any hashes.
 
         Args:
-            hashes: [num_blocks], array to mirror the hashes in, initially all 0.
+            hashes: [num_blocks], an array that mirrors the hashes, initially all 0.
             on_full: Called with blocks and their hashes when a step has filled them.
         """
         self._memory, self._on_full = hashes, on_full
@@ -47,7 +48,7 @@ class KeptBlocks:
             self._to_come[step.step_id] = new
 
     def finish(self, step_id: int, *, is_whole: bool) -> None:
-        """Record the blocks that a completed step of this epoch filled, unless a part of the step was not computed."""
+        """Record the blocks that a completed step of this epoch filled, unless some of the step was not computed."""
         new = self._to_come.pop(step_id, {})
         if is_whole:
             self._hashes |= new
@@ -61,7 +62,7 @@ class KeptBlocks:
         self._to_come.clear()
 
     def clear(self) -> None:
-        """Drop all hashes, after a step that failed midway."""
+        """Drop all hashes, because a step has failed midway."""
         self._hashes.clear()
         self._memory[:] = 0
         self._to_come.clear()

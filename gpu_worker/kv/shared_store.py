@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _POOL_NAME = re.compile(r"[0-9a-f]{24}-\d+-[0-9a-f]{16}\.kv")
 _PAGE = 4096
 _KEEP_S = 30.0
-# A worker's disconnection may be seen shortly before its lock is released.
+# A worker's disconnection may be noticed shortly before its lock is released.
 _NUM_TRIES, _RETRY_S = 3, 0.005
 
 
@@ -44,9 +44,9 @@ class PoolMemory:
     """The memory of a KV pool.
 
     Attributes:
-        hashes: [num_blocks], content hash of each block; 0: unknown.
+        hashes: [num_blocks], content hash of each block; 0 means unknown.
         keys, values: Bytes [num_layers, num_blocks, bytes of a block in one layer].
-        states: The same of recurrent layers; empty where there are none, as in a store's pools.
+        states: Bytes of the recurrent states; empty if there are none, as in the pools of a store.
     """
 
     hashes: NDArray[np.uint64]
@@ -57,7 +57,8 @@ class PoolMemory:
     def read(self, block: int, value: int) -> NDArray[np.uint8] | None:
         """Return a copy of a block's contents; None if they do not match this hash."""
         contents = np.concatenate([part.reshape(-1) for part in self._parts(block)])
-        # A hash is cleared before its block may change, so the block was unchanged while it was copied.
+        # A hash is cleared before its block may change, so an unchanged hash means that the block did not change during
+        # the copy.
         return contents if int(self.hashes[block]) == value else None
 
     def write(self, block: int, contents: NDArray[np.uint8]) -> None:
@@ -82,7 +83,7 @@ class KvStore:
         """Open the folder; create it if it is missing.
 
         Args:
-            folder: In shared memory; accessible to this user only.
+            folder: A folder in shared memory, accessible to this user only.
             kind: Identifies everything besides tokens that determines a block's contents.
             num_layers: Layers of the model.
 
@@ -119,7 +120,7 @@ class KvStore:
                 if room >= size:
                     self._make_file(num_blocks, size)
                     return self._map(self._file_number, num_blocks, mmap.PROT_READ | mmap.PROT_WRITE)
-                problem = f"{room / 2**30:.2f} GiB free, {size / 2**30:.2f} GiB needed"
+                problem = f"{room / 2**30:.2f} GiB free, but {size / 2**30:.2f} GiB needed"
         except OSError as error:
             problem = str(error)
         logger.warning("the KV pool is not shared: %s: %s", self._folder, problem)
@@ -134,7 +135,8 @@ class KvStore:
     def close(self) -> None:
         """Remove this process's pool from the folder; its memory is freed when the process ends.
 
-        The last process to close also removes dead workers' pools; otherwise these stay a while for the other workers.
+        The last process to close also removes the pools of dead workers; otherwise these stay for a while for other
+        workers.
         """
         self._stopped.set()
         with contextlib.suppress(OSError), self._locked_folder():
@@ -189,11 +191,11 @@ class KvStore:
         return "" if self._own is None else self._own.name
 
     def open_pool(self, name: str) -> PoolMemory:
-        """Return the pool of a live process, to be used for reading only.
+        """Return the pool of a live process, which may only be read.
 
         Raises:
-            OSError: It is gone.
-            ValueError: It is not a pool of this kind.
+            OSError: The pool is gone.
+            ValueError: The file is not a pool of this kind.
         """
         if not _POOL_NAME.fullmatch(name) or not name.startswith(self._kind):
             raise ValueError("not a pool of this kind")
@@ -204,14 +206,14 @@ class KvStore:
             os.close(file_number)
 
     def _left_pools(self) -> Iterator[PoolMemory]:
-        """Yield the pools left by dead workers, latest first."""
+        """Yield the pools that dead workers left, newest first."""
         for path in self._left_files():
             with contextlib.suppress(OSError, ValueError), _unlocked(path) as file_number:
                 if file_number is not None:
                     yield self._map(file_number, int(path.name.split("-")[1]), mmap.PROT_READ)
 
     def _left_files(self) -> list[Path]:
-        """Return the files of this kind other than our own, newest first; none if the folder was removed."""
+        """Return the files of this kind other than this process's own, newest first; none if the folder was removed."""
         files = []
         try:
             paths = _pools(self._folder)
@@ -233,7 +235,7 @@ class KvStore:
         return PoolMemory(hashes, keys, values)
 
     def _keep_clean(self) -> None:
-        """Remove dead workers' pools on the second scan that finds them: other workers then have had time to copy
+        """Remove dead workers' pools on the second scan that finds them, so that other workers have had time to copy
         from them.
         """
         while not self._stopped.wait(_KEEP_S):
@@ -241,7 +243,7 @@ class KvStore:
                 self._seen = self._remove_left(self._seen.__contains__)
 
     def _remove_left(self, is_due: Callable[[Path], bool]) -> set[Path]:
-        """Remove pools of any kind left by dead workers if `is_due` is true for them; return those that remain."""
+        """Remove the pools of any kind left by dead workers for which `is_due` is true; return those that remain."""
         left = {path for path in _pools(self._folder) if path != self._own and _is_left(path)}
         for path in filter(is_due, left):
             path.unlink(missing_ok=True)
@@ -250,7 +252,7 @@ class KvStore:
 
 
 def _pools(folder: Path) -> list[Path]:
-    """Return the pool files in a folder; other files there do not belong to us."""
+    """Return the pool files in a folder, ignoring all other files."""
     return [path for path in folder.iterdir() if _POOL_NAME.fullmatch(path.name)]
 
 
@@ -262,7 +264,7 @@ def _is_left(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _unlocked(path: Path) -> Iterator[int | None]:
-    """Yield the open file if no live process holds it, or else None."""
+    """Yield the open file if no live process holds it, and otherwise None."""
     file_number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         try:
@@ -284,7 +286,7 @@ def _size(num_blocks: int, num_layers: int, layer_block_bytes: int) -> int:
 
 
 def _room(folder: Path) -> int:
-    """Return the free bytes in a folder that are not reserved by live workers' pools."""
+    """Return the number of free bytes in a folder that are not reserved for the pools of live workers."""
     room = shutil.disk_usage(folder).free
     for path in _pools(folder):
         if not _is_left(path):

@@ -1,16 +1,17 @@
-"""Tiers below the KV pool: blocks in host memory and on disk, which survive eviction from the pool and the processes.
+"""Tiers below the KV pool: blocks in host memory and on disk that outlive both eviction from the pool and the
+processes.
 
 A tier is a folder, in shared memory or on a disk, with one file per block, named by the scheduler's hash of its
 contents. The file's header repeats the kind and the hash, and a checksum covers header and contents. It is verified
-before a block is used: a file that is corrupt, truncated or misnamed is a miss and is removed.
+before a block is used: a file that is corrupt, truncated or misnamed counts as a miss and is removed.
 
 Workers of one kind on a host share the folders without locks: files are written under a temporary name and renamed, a
-block's contents are the same whoever computed it, and a reader keeps a file open after another process removes it. The
-index may be stale for some seconds, which costs a miss or a redundant write.
+block's contents are identical whichever worker computed them, and a reader keeps a file open after another process
+removes it. The index may be out of date for some seconds, which costs a miss or a redundant write.
 
 A separate thread stores blocks when they are full, so steps do not wait for it and blocks are stored before the pool
-evicts them. The worker reports stored hashes to the scheduler, which asks for these blocks instead of having them
-computed.
+evicts them. The worker reports the stored hashes to the scheduler, which then asks for these blocks instead of having
+them computed.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Interval between scans for other workers' files, and how long a tier is paused after a write error.
+# Interval between scans for other workers' files; also how long a tier is paused after a write error.
 _SCAN_S, _PAUSE_S = 5.0, 10.0
-# Kinds that no worker has opened for this long are removed, for example of models that are no longer served.
+# Kinds that no worker has opened for this long are removed, for example those of models that are no longer served.
 _UNUSED_S = 7 * 86_400.0
-# Maximum blocks that wait to be stored; the oldest are dropped, as they can be computed again.
+# Maximum number of blocks waiting to be stored; the oldest are dropped, since they can be computed again.
 _MAX_WAITING = 8192
 
 
@@ -53,7 +54,7 @@ class TierFolder:
 
     Attributes:
         name: Name of the tier in metrics.
-        num_hits, num_stored, num_evicted, num_damaged, num_errors, read_bytes, written_bytes: Counts since opening.
+        num_hits, num_stored, num_evicted, num_damaged, num_errors, read_bytes, written_bytes: Counts since the start.
     """
 
     def __init__(self, name: str, folder: Path, kind: str, block_bytes: int, max_bytes: int) -> None:
@@ -61,9 +62,9 @@ class TierFolder:
 
         Args:
             name: Name of the tier.
-            folder: Accessible to this user only; shared by kinds and workers.
+            folder: A folder that only this user can access; kinds and workers share it.
             kind: Identifies everything besides tokens that determines a block's contents.
-            block_bytes: Bytes of a block's contents.
+            block_bytes: Size of a block's contents in bytes.
             max_bytes: Maximum total size of files of this kind.
 
         Raises:
@@ -77,7 +78,7 @@ class TierFolder:
         self._block_bytes = block_bytes
         self._max_blocks = max_bytes // (block_bytes + HEAD_BYTES)
         self._lock = threading.Lock()
-        self._index: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._index: OrderedDict[int, None] = OrderedDict()  # least recently used blocks first
         self._news: dict[int, bool] = {}
         self._paused_until = 0.0
         try:
@@ -101,19 +102,21 @@ class TierFolder:
         return len(self._index)
 
     def take_all(self) -> set[int]:
-        """Return the stored hashes known to this worker; `take_news` then reports the changes after this call."""
+        """Return the hashes of all blocks known to be stored; from now on `take_news` reports changes since this
+        call.
+        """
         with self._lock:
             self._news.clear()
             return set(self._index)
 
     def take_news(self) -> dict[int, bool]:
-        """Return hashes that were stored (true) or removed (false) since the last call."""
+        """Return the hashes of blocks that were stored (True) or removed (False) since the last call."""
         with self._lock:
             news, self._news = self._news, {}
             return news
 
     def scan(self) -> None:
-        """Read the folder, including files of other workers, in order of last use."""
+        """Read the folder, including files of other workers, in the order of their last use."""
         found: list[tuple[int, int]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -128,9 +131,7 @@ class TierFolder:
             self._news |= dict.fromkeys(self._index.keys() - before.keys(), True)
 
     def put(self, value: int, contents: Bytes) -> bool:
-        """Store a block, evicting the least recently used ones; return False if storing failed or the tier is
-        paused.
-        """
+        """Store a block, evicting the least recently used blocks; return False if that failed or the tier is paused."""
         if time.monotonic() < self._paused_until or not self._max_blocks:
             return False
         header = block_header(self._kind, value, len(contents))
@@ -169,7 +170,7 @@ class TierFolder:
             return None
         except OSError as error:
             self.num_errors += 1
-            logger.warning("cannot read KV blocks of the %s tier: %s", self.name, error)
+            logger.warning("cannot read KV blocks from the %s tier: %s", self.name, error)
             self._forget(value)
             return None
         self.read_bytes += len(data)
@@ -178,7 +179,7 @@ class TierFolder:
         is_whole = len(contents) == self._block_bytes and data[:HEADER_BYTES].tobytes() == header
         if not is_whole or data[HEADER_BYTES:HEAD_BYTES].tobytes() != checksum(header, contents):
             self.num_damaged += 1
-            logger.warning("removed a corrupt KV block of the %s tier", self.name)
+            logger.warning("removed a corrupt KV block from the %s tier", self.name)
             self._forget(value)
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -192,7 +193,7 @@ class TierFolder:
         with self._lock:
             if value in self._index:
                 self._index.move_to_end(value)
-        now_ns = time.time_ns()  # finer than the kernel's timestamp of a new file
+        now_ns = time.time_ns()  # more precise than the kernel's timestamp of a new file
         with contextlib.suppress(OSError):
             os.utime(self._path(value), ns=(now_ns, now_ns))
 
@@ -218,14 +219,14 @@ class TierFolder:
 
 @dataclass(frozen=True, slots=True)
 class StoreChanges:
-    """Hashes of blocks stored and removed since the last call."""
+    """Hashes of the blocks stored and removed since the last call."""
 
     stored: tuple[int, ...]
     removed: tuple[int, ...]
 
 
 class KvTiers:
-    """The tiers of one pool: stores full blocks in them, and fetches blocks from them.
+    """The tiers of one pool: stores full blocks in them and fetches blocks from them.
 
     Attributes:
         name: Identical for workers that share the tiers.
@@ -235,9 +236,9 @@ class KvTiers:
         """Start the thread that stores blocks.
 
         Args:
-            tiers: Fastest first.
+            tiers: The tiers, fastest first.
             name: Identical for workers that share the tiers.
-            pool: Blocks and their content hashes, kept valid by KeptBlocks.
+            pool: The pool's blocks and their content hashes, which KeptBlocks keeps valid.
         """
         self.name = name
         self._tiers, self._pool = tiers, pool
@@ -248,7 +249,7 @@ class KvTiers:
         self._thread.start()
 
     def offer(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Queue blocks for storing, each with its content hash; blocks that change before they are stored are
+        """Queue blocks to be stored, each with its content hash; blocks that change before they are stored are
         skipped.
         """
         with self._wake:
@@ -267,7 +268,7 @@ class KvTiers:
         return np.array(missing, dtype=np.int32)
 
     def hashes(self) -> set[int]:
-        """Return the stored hashes; `changes` reports changes after this call."""
+        """Return the hashes of all stored blocks; `changes` reports changes since this call."""
         return set[int]().union(*(tier.take_all() for tier in self._tiers))
 
     def changes(self) -> StoreChanges:
@@ -325,7 +326,7 @@ class KvTiers:
             tier.put(value, contents)
 
     def count(self, metrics: Metrics) -> None:
-        """Export hits, bytes and failures of each tier as metrics."""
+        """Export the hits, bytes and failures of each tier as metrics."""
         texts = {
             "num_hits": ("worker_kv_tier_hits", "KV blocks fetched."),
             "num_stored": ("worker_kv_tier_stored", "KV blocks stored."),
@@ -345,14 +346,14 @@ class KvTiers:
 
 
 def _remove_left(entry: os.DirEntry[str]) -> None:
-    """Remove an incomplete file if no process can still be writing it."""
+    """Remove an incomplete file if no process can still be writing to it."""
     with contextlib.suppress(OSError):
         if time.time() - entry.stat().st_mtime > 60:
             Path(entry.path).unlink()
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove kinds that no worker has opened for a long time; other files in the folder do not belong to us."""
+    """Remove kinds that no worker has opened for a long time; other files in the folder are not ours."""
     for kind in folder.iterdir():
         with contextlib.suppress(OSError, ValueError):
             if len(bytes.fromhex(kind.name)) == 16 and time.time() - kind.stat().st_mtime > _UNUSED_S:

@@ -1,12 +1,12 @@
 """Transfer of blocks from a prefill worker to a decode worker.
 
-The decode worker fetches: a thread requests blocks from the worker named by the scheduler, verifies each by its
-checksum, and holds it until a step adopts it. A BlockTransport transfers the bytes: between hosts over ZeroMQ, on one
-host by reading the other worker's pool in shared memory. Another transport, such as RDMA, would implement the same
+The decode worker fetches blocks: a thread requests them from the worker that the scheduler named, verifies each one by
+its checksum, and holds it until a step adopts it. A BlockTransport transfers the bytes: between hosts over ZeroMQ, on
+one host by reading the other worker's pool in shared memory. Another transport, such as RDMA, would implement the same
 protocol.
 
-Fetching resumes block by block: received blocks are kept, and only the rest is requested again. A worker that does not
-answer in time counts as having no blocks. Correct output never depends on a transfer.
+Fetching can be resumed block by block: received blocks are kept, and only the missing ones are requested again. A
+worker that does not answer in time counts as having no blocks. Correct output never depends on a transfer.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Blocks per request: limits the bytes buffered in sockets, and those sent again after a lost connection.
+# Blocks per request; limits the bytes buffered in sockets, and the bytes sent again after a lost connection.
 _MAX_BLOCKS = 16
-# Time without an answer after which a request is repeated on a new connection, and how often.
+# Time to wait for an answer before a request is repeated on a new connection, and the number of attempts.
 _TIMEOUT_S, _NUM_TRIES = 1.0, 2
-# Time for which a worker that could not be reached is not asked again, so that it does not hold up other fetches.
+# Time for which a worker that could not be reached is not asked again, so that it does not delay other fetches.
 _PAUSE_S = 5.0
 _MAX_CONNECTIONS = 16
 _MAX_FRAME_BYTES = 256 << 20
@@ -55,9 +55,9 @@ class BlockSource:
 
     Attributes:
         address: ZeroMQ address.
-        token: Shows that the scheduler named this worker.
-        public_key: Of its CURVE pair; empty: plain text.
-        store: Name of the store that its pool is in; empty: none.
+        token: Proves that the scheduler named this worker.
+        public_key: Public key of its CURVE pair; empty for plain text.
+        store: Name of the store that holds its pool; empty if there is none.
     """
 
     address: str
@@ -70,7 +70,7 @@ class BlockSource:
         """Parse Register.kv_source.
 
         Raises:
-            ValueError: It is not a source.
+            ValueError: The text is not a source.
         """
         address, token, *key = text.split(" ")
         return cls(address, bytes.fromhex(token), key[0].encode() if key else b"", store)
@@ -83,8 +83,8 @@ class BlockServer:
     """Offers the blocks in this worker's pool to other workers.
 
     Attributes:
-        source: Where they are fetched.
-        num_sent, sent_bytes: Blocks and bytes sent, counted from the start.
+        source: The address from which they can be fetched.
+        num_sent, sent_bytes: Number of blocks and bytes sent since the start.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class BlockServer:
         """Bind the port and serve in a thread.
 
         Args:
-            host: Address of this machine at which the others reach it.
-            port: 0: any free one.
-            kind: Digest of the kind of the pool's blocks.
+            host: Address at which other workers reach this machine.
+            port: The port; 0 means any free one.
+            kind: Digest of the kind of blocks in the pool.
             pool: The pool.
-            store: The store that the pool is in, if it is in shared memory.
-            curve: Encrypt, with a key pair of this process's own.
+            store: The store that holds the pool, if it is in shared memory.
+            curve: Whether to encrypt, with a key pair of this process.
 
         Raises:
             zmq.ZMQError: The address cannot be used.
@@ -161,7 +161,7 @@ class BlockServer:
             yield reply
 
     def count(self, metrics: Metrics) -> None:
-        """Export metrics of the amounts sent."""
+        """Export metrics of the blocks and bytes sent."""
         for attribute, name, text in (
             ("num_sent", "worker_kv_sent_blocks", "KV blocks that other workers fetched."),
             ("sent_bytes", "worker_kv_sent_bytes", "Bytes of KV blocks that other workers fetched."),
@@ -181,7 +181,7 @@ class BlockTransport(Protocol):
         it.
 
         Raises:
-            TransferError: The rest cannot be fetched now.
+            TransferError: The remaining blocks cannot be fetched now.
         """
 
     def close(self) -> None:
@@ -189,9 +189,7 @@ class BlockTransport(Protocol):
 
 
 class ZmqTransport:
-    """Sends requests to a BlockServer, and reads the blocks from shared memory if the server's pool can be opened
-    there.
-    """
+    """Sends requests to a BlockServer; reads the blocks from shared memory if the server's pool can be opened there."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], source: BlockSource, kind: bytes, store: KvStore | None
@@ -244,7 +242,7 @@ class ZmqTransport:
         if reply.block >= len(pool.hashes):
             raise ValueError("there is no such block")
         found = pool.read(reply.block, reply.hash)
-        return np.zeros(0, dtype=np.uint8) if found is None else found  # changed since: verified by the caller
+        return np.zeros(0, dtype=np.uint8) if found is None else found  # it has changed since; the caller verifies it
 
     def close(self) -> None:
         """Disconnect."""
@@ -253,7 +251,7 @@ class ZmqTransport:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Hashes of blocks that were fetched in an epoch, and of those that were not, or are no longer held."""
+    """Hashes of blocks that were fetched in an epoch, and of those that could not be fetched or are no longer held."""
 
     epoch: int
     hashes: tuple[int, ...]
@@ -286,11 +284,11 @@ class BlockFetcher:
         """Start the thread.
 
         Args:
-            kind: Digest of the kind of the pool's blocks.
-            block_bytes: Bytes of a block.
-            max_bytes: What may be held; beyond it the oldest are dropped.
-            store: The store that this worker's pool is in, if any.
-            connect: Make a transport; by default a ZmqTransport.
+            kind: Digest of the kind of blocks in the pool.
+            block_bytes: Size of a block in bytes.
+            max_bytes: Maximum bytes of blocks to hold; above it the oldest are dropped.
+            store: The store that holds this worker's pool, if any.
+            connect: Creates a transport; by default a ZmqTransport.
         """
         self.num_fetched = self.fetched_bytes = self.num_missing = self.num_damaged = 0
         self._kind, self._block_bytes = kind, block_bytes
@@ -309,7 +307,7 @@ class BlockFetcher:
         self._thread.start()
 
     def begin_epoch(self, epoch: int) -> None:
-        """Drop all held and requested blocks, since the scheduler does not know about them in a new epoch."""
+        """Drop all held and requested blocks, which the scheduler does not know about in a new epoch."""
         with self._lock:
             self._epoch = epoch
             self._held.clear()
@@ -325,7 +323,7 @@ class BlockFetcher:
                 yield self._reports.get_nowait()
 
     def take(self, hashes: NDArray[np.uint64], targets: NDArray[np.int32], pool: PoolMemory) -> NDArray[np.int32]:
-        """Fill blocks of the pool with held blocks, each used once; return the targets whose blocks are not held."""
+        """Fill blocks of the pool with held blocks, using each once; return the targets whose blocks are not held."""
         missing = []
         for value, target in zip(hashes.tolist(), targets.tolist(), strict=True):
             with self._lock:
@@ -372,7 +370,7 @@ class BlockFetcher:
         return Fetched(job.epoch, found, tuple(gone))
 
     def _fetch_some(self, job: _Job, left: list[int], missing: list[int], dropped: set[int]) -> None:
-        """Fetch the first of the blocks in `left`, and remove them from that list."""
+        """Fetch the first of the blocks in `left`, and remove these from the list."""
         transport = self._transports.get(job.kv_source)
         if transport is None:
             if len(self._transports) >= _MAX_CONNECTIONS:
@@ -393,7 +391,7 @@ class BlockFetcher:
                 dropped.update(self._hold(job.epoch, value, contents))
 
     def _hold(self, epoch: int, value: int, contents: Bytes) -> list[int]:
-        """Hold a block; return the hashes of blocks that were dropped to make space for it."""
+        """Hold a block; return the hashes of the blocks that were dropped to make room for it."""
         dropped: list[int] = []
         with self._lock:
             if epoch != self._epoch:
@@ -409,7 +407,7 @@ class BlockFetcher:
             transport.close()
 
     def count(self, metrics: Metrics) -> None:
-        """Export metrics of the amounts fetched."""
+        """Export metrics of the blocks and bytes fetched."""
         for attribute, name, text in (
             ("num_fetched", "worker_kv_fetched_blocks", "KV blocks fetched from other workers."),
             ("fetched_bytes", "worker_kv_fetched_bytes", "Bytes of KV blocks fetched from other workers."),
