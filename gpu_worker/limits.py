@@ -1,4 +1,6 @@
-"""Limits on steps, sequences and the KV pool, derived from settings, model and memory; computed on every rank."""
+"""Limits on steps, sequences and the KV pool, derived from the settings, the model and the memory; every rank computes
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from midstream.config import WorkerConfig
 from midstream.errors import ConfigError
 from midstream.model.folder import ModelFolder
 
-# Large enough to use the machine, small enough that decodes do not wait long for prefills in the same step.
+# Large enough to use the machine fully, and small enough that decodes do not wait long for prefills in the same step.
 _CPU_NUM_TOKENS, _GPU_NUM_TOKENS = 256, 2048
 
 
@@ -24,7 +26,7 @@ class Limits:
 
     Attributes:
         max_sequence_length: Prompt and output together, in tokens.
-        max_num_tokens: Tokens in one step.
+        max_num_tokens: Maximum number of tokens in one step.
     """
 
     max_sequence_length: int
@@ -48,10 +50,10 @@ class Limits:
 
 
 def runs_ahead(config: WorkerConfig, model: LoadedModel) -> bool:
-    """Return whether a step may be launched before the one before is finished.
+    """Return whether a step may be launched before the previous step has finished.
 
     Raises:
-        ConfigError: It is requested for a decoder that needs each step's inputs on the host.
+        ConfigError: This is requested for a decoder that needs each step's inputs on the host.
     """
     if model.device.type == "cuda":
         return config.run_ahead != "off"
@@ -75,9 +77,9 @@ def graph_decoder(
     Args:
         config: The worker's settings.
         model: The model.
-        limits: Its limits.
+        limits: Limits of the model.
         draws: Whether to record graphs that draw tokens as well.
-        share: Broadcasts a step's tokens from rank 0 to the ranks that embed them; None: there are no others.
+        share: Broadcasts a step's tokens from rank 0 to the other ranks that embed them; None if there are none.
     """
     is_recorded = config.cuda_graphs and model.can_record is not False
     return GraphDecoder(
@@ -95,7 +97,7 @@ def graph_decoder(
 
 
 def local_num_blocks(config: WorkerConfig, limits: Limits, models: Sequence[LoadedModel], free_bytes: int) -> int:
-    """Return how many KV blocks of all these models together fit in `free_bytes` on this rank.
+    """Return how many KV blocks fit in `free_bytes` on this rank if each of these models gets as many.
 
     Raises:
         ConfigError: No block fits.

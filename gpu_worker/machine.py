@@ -1,6 +1,7 @@
 """Report a worker's environment on this machine as JSON: `python -m gpu_worker.machine [--limits]`.
 
-`midstream doctor` and `midstream bench --quick` run it in a separate process, since they do not import torch.
+`midstream doctor` and `midstream bench --quick` run this in a separate process, because they do not import torch
+themselves.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import torch
 from kernels.cpu import load_library
 from midstream.processors import num_compute_threads
 
-# Larger than any last-level cache, and the matrix size of a mid-sized model's layer.
+# A buffer larger than any last-level cache, and the matrix size of a layer in a mid-sized model.
 _NUM_BYTES = 512 << 20
 _GEMM_SIZE = 1024
 _MEASURE_S = 0.5
 
 
 def describe() -> dict[str, object]:
-    """Return versions, GPUs and the usable CPU kernels; if none are usable, `kernels` is empty and the reasons are
-    given.
+    """Return versions, GPUs and the usable CPU kernels. If no kernels are usable, `kernels` is empty and the reasons
+    are given.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -66,7 +67,9 @@ def _best_s(work: Callable[[], object]) -> float:
 def main() -> None:
     """Print the description as one JSON object."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--limits", action="store_true", help="Also measure memory and matrix products (one second).")
+    parser.add_argument(
+        "--limits", action="store_true", help="Also measure memory bandwidth and matrix products (one second)."
+    )
     arguments = parser.parse_args()
     print(json.dumps(describe() | (measure_limits() if arguments.limits else {})))
 

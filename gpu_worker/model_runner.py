@@ -1,10 +1,10 @@
-"""Runs steps on a model: rows and tensors in, tokens out. Independent of sockets and protobuf.
+"""Runs steps on a model: rows and tensors in, tokens out. It is independent of sockets and protobuf.
 
-A step is launched, then finished. On a GPU the next one may be launched in between: sampled tokens stay on the device
-as inputs of the next step, rows hold placeholders, and the host reads the tokens when the step is finished. Rows with
-penalties or a grammar need the tokens of the step before on the host: it waits for them once the model runs, and starts
-sampling behind it. Steps of which the host must see the logits, or the scheduler the outcome, are complete when launch
-returns.
+A step is launched and then finished. On a GPU the next one may be launched in between: sampled tokens stay on the
+device as inputs of the next step, rows hold placeholders, and the host reads the tokens when the step is finished. Rows
+with penalties or a grammar need the tokens of the previous step on the host: the host waits for these while the device
+runs the model, and then launches the sampling. Steps whose logits are needed on the host, or whose outcome the
+scheduler must know first, are complete when launch returns.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ class ModelRunner:
 
     Attributes:
         model: The loaded model.
-        kv: Its KV pool.
+        kv: The KV pool of the model.
         max_sequence_length: Prompt and output together, in tokens.
-        max_num_tokens: Tokens in one step.
-        runs_ahead: Whether a step may be launched before the one before is finished.
+        max_num_tokens: Maximum number of tokens in one step.
+        runs_ahead: Whether a step may be launched before the previous step has finished.
         adapters: LoRA and prompt adapters.
     """
 
@@ -111,9 +111,10 @@ class ModelRunner:
         Args:
             config: The worker's settings.
             folder: The model.
-            model: The loaded model, if there is one.
-            leader: Leader of the ranks that hold its other parts; None: this rank holds all of it.
-            runs_ahead: Whether a step may be launched before the one before is finished; None: as in the settings.
+            model: The model, if it is already loaded.
+            leader: Leader of the ranks that hold its other parts; None if this rank holds all of it.
+            runs_ahead: Whether a step may be launched before the previous step has finished; None means as in the
+                settings.
 
         Raises:
             ConfigError: The folder or a setting is wrong.
@@ -129,7 +130,7 @@ class ModelRunner:
         self._folder = folder
         self._draft = load_draft_model(config, self.model.description) if config.draft_model else None
         if self._draft is not None and (self.model.description.state_size or self._draft.description.state_size):
-            raise UnsupportedError("a recurrent state cannot be taken back past rejected drafts", field="draft_model")
+            raise UnsupportedError("a recurrent state cannot be reset to before rejected drafts", field="draft_model")
         self.output_probes = load_output_probes(self.model.description.num_layers)
         self.post_processors = load_post_processors(config.logits_post_processors)
         self.adapters = adapter_cache(
@@ -174,20 +175,20 @@ class ModelRunner:
         """Execute one step.
 
         Raises:
-            ExecutionError: The step contradicts earlier ones; call `clear` before the next.
+            ExecutionError: The step contradicts earlier steps; call `clear` before the next one.
         """
         return self.finish(self.launch(step))
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Launch a step. Waits at most for the step before the previous one; with extra features also for the previous
+        """Launch a step. This waits at most for the second to last step or, if rows use extra features, for the last
         one.
 
         Raises:
-            ExecutionError: The step contradicts earlier ones; call `clear` before the next.
+            ExecutionError: The step contradicts earlier steps; call `clear` before the next one.
         """
         launched = Launched(time.perf_counter())
-        # Only the last step's tokens are on the device as inputs for this one.
+        # Only the tokens of the last step are on the device as inputs for this one.
         self._settle_all_but(0 if step.forks or len(step.beam_rows) or len(step.draft_rows) else 1)
         prepared = self._batch.prepare(
             refuse_unknown_probes(refuse_unknown(step, self.post_processors), self.output_probes)
@@ -211,7 +212,7 @@ class ModelRunner:
         return launched
 
     def finish(self, launched: Launched) -> StepOutput:
-        """Wait for a step and return its output. Steps must be finished in the order of their launch."""
+        """Wait for a step and return its output. Steps must be finished in the order in which they were launched."""
         if launched.output is None:
             self._settle_all_but(len(self._in_flight) - 1 - self._in_flight.index(launched))
         assert launched.output is not None
@@ -233,11 +234,11 @@ class ModelRunner:
         )
 
     def _chosen_in_graph(self, front: GraphDecoder, rows: IntArray, others: IntArray) -> Chosen | None:
-        """Return the tokens that graphs chose and fed in the last pass; None if no graph did, or if these rows need
-        more.
+        """Return the tokens that graphs chose in the last pass and stored for the next one; None if no graph did, or if
+        these rows need more processing.
         """
         tokens = front.best(len(rows))
-        # A prompt with a grammar has it compiled in the meantime, although it does not sample yet.
+        # The grammar of a prompt is compiled in the meantime, although the prompt does not sample yet.
         if tokens is None or not self._sampler.is_plain(rows) or not self._sampler.is_plain(others):
             return None
         if not self._sampler.is_greedy(rows):
@@ -245,10 +246,10 @@ class ModelRunner:
         return None if tokens is None else Chosen(tokens, rows, tokens)
 
     def _constraints_behind(self, prepared: PreparedStep) -> Constraints:
-        """Return the grammar masks of a step whose forward pass was launched, after waiting for the tokens they depend
-        on.
+        """Return the grammar masks of a step whose forward pass was launched, after waiting for the tokens on which
+        they depend.
 
-        The device computes the pass meanwhile.
+        The device computes the pass in the meantime.
         """
         rows, others = prepared.sampled_rows, _rows_of(prepared.contexts)
         if self._sampler.is_plain(rows) and self._sampler.is_plain(others):
@@ -257,7 +258,7 @@ class ModelRunner:
         return self._guides.answer() if self._guides.ask(rows, others.tolist()) else UNCONSTRAINED
 
     def _settle_all_but(self, count: int) -> None:
-        """Wait for all steps in flight except the last `count`, and store their tokens in the rows."""
+        """Wait for all but the last `count` steps in flight, and store their tokens in the rows."""
         while len(self._in_flight) > count:
             launched = self._in_flight.popleft()
             assert launched.chosen is not None
@@ -292,7 +293,7 @@ class ModelRunner:
                 errors += [(int(run_rows[place]), error) for place, error in sampled.errors]
         if not is_run.all():
             errors += [(row, self._rows.failed[row]) for row in rows[~is_run].tolist()]
-        # Report these now: sequences that share their blocks depend on them.
+        # Report these immediately, since sequences that share their blocks depend on them.
         errors += [(chunk.row, self._rows.failed[chunk.row]) for chunk in prepared.failed_contexts if not chunk.samples]
         if prepared.drafts.tokens or (self._rows.features[rows] & Feature.BEAMS).any():
             answer = settle(
@@ -325,7 +326,7 @@ class ModelRunner:
     def _run_model(
         self, prepared: PreparedStep, inputs: ForwardInputs, rows: IntArray
     ) -> tuple[Sampled | None, Reports]:
-        """Run the model and sample; return None if no row samples."""
+        """Run the model and sample; return None if no row samples a token."""
         is_guided = self._guides.ask(rows, [chunk.row for chunk in prepared.contexts])
         probe = self._reporter.probe(prepared)
         if self._choosing is not None and probe is None and not is_guided and self._sampler.is_plain(rows):
@@ -343,7 +344,7 @@ class ModelRunner:
         self.kv.copy_blocks(sources, targets)
 
     def _with_graphs(self) -> GraphDecoder:
-        """Wrap the decoders so that inputs are copied to the GPU and, for the main model, graphs are replayed."""
+        """Wrap the decoders so that inputs are copied to the GPU and, for the served model, graphs are replayed."""
         share = None if self._leader is None else self._leader.links.share_tokens
         front = graph_decoder(self._config, self.model, self._limits, draws=self.runs_ahead, share=share)
         self.model = replace(self.model, decoder=front)
@@ -392,8 +393,8 @@ class ModelRunner:
         )
 
     def _run_largest_steps(self) -> None:
-        """Run steps with the maximum number of tokens, and steps with the maximum number of sequences for each way
-        of sampling.
+        """Run steps with the maximum number of tokens, and steps with the maximum number of sequences for each way of
+        sampling.
         """
         blocks = -(-(self._longest_prefill + 1) // self._config.tokens_per_block)
         if blocks <= self.kv.num_blocks:
@@ -441,7 +442,7 @@ class ModelRunner:
         model, tokens_per_block = self.model, self._config.tokens_per_block
         self.kv = KvCache(model.part, num_blocks, tokens_per_block, model.kv_dtype, model.device, store)
         model.decoder.use_cache(self.kv)
-        # Queried only once, because the call takes longer than all other overhead of a one-row step.
+        # Query this only once, because the call takes longer than all other overhead of a one-row step.
         self._choosing = model.decoder if isinstance(model.decoder, ChoosingDecoder) else None
         self._rows = Rows(
             self._config.max_batch_size,
@@ -469,7 +470,7 @@ def _shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel)
     if not config.shared_kv_folder or model.device.type != "cpu":
         return None
     if model.description.latent is not None or model.description.state_size:
-        logger.warning("the KV pool is not shared: only pools of keys and values are")
+        logger.warning("the KV pool is not shared: latent attention and recurrent states are not supported")
         return None
     return KvStore(Path(config.shared_kv_folder), _block_kind(config, folder, model), model.description.num_layers)
 
@@ -495,10 +496,12 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
     if not places:
         return
     if model.device.type != "cpu" or not is_whole:
-        raise ConfigError("needs a CPU worker of one rank without a draft model; use 0", field=places[0][1])
+        raise ConfigError(
+            "requires a single-rank CPU worker without a draft model; set it to 0 to disable it", field=places[0][1]
+        )
     for _, setting, _, path in places:
         if not path:
-            raise ConfigError("needs shared_kv_folder", field=setting)
+            raise ConfigError("requires shared_kv_folder", field=setting)
     kind = _block_kind(config, folder, model)
     size = block_bytes(model.description, config.tokens_per_block, model.kv_dtype)
     tiers = [TierFolder(name, Path(path), kind, size, num_bytes) for name, _, num_bytes, path in places]
@@ -510,7 +513,8 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
 def _open_transfers(
     config: WorkerConfig, folder: ModelFolder, model: LoadedModel, kv: KvCache, *, is_whole: bool
 ) -> None:
-    """Offer blocks if this is a prefill worker, or fetch them if it is a decode worker. Arguments as in `_open_tiers`.
+    """Offer blocks if this is a prefill worker, or fetch them if it is a decode worker. The arguments are those of
+    `_open_tiers`.
 
     Raises:
         ConfigError: The role is not supported here, or the address cannot be used.
@@ -518,8 +522,8 @@ def _open_transfers(
     if config.role == "both":
         return
     if model.device.type != "cpu" or not is_whole:
-        raise ConfigError("needs a CPU worker of one rank without a draft model; use both", field="role")
-    # Only here, because these need ZeroMQ and protobuf, which a machine for measurements lacks.
+        raise ConfigError("requires a single-rank CPU worker without a draft model; use both", field="role")
+    # Imported only here, because these need ZeroMQ and protobuf, which machines for GPU measurements lack.
     import zmq
 
     from gpu_worker.kv.transfer import BlockFetcher, BlockServer
@@ -537,7 +541,7 @@ def _open_transfers(
 
 
 def _block_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> str:
-    """Return a key of everything besides tokens that determines the bits of a block: code version, model and
+    """Return a key of everything except the tokens that determines the bits of a block: code version, model and
     settings.
     """
     seen = (model.description.windows, model.description.num_sink_tokens)

@@ -1,1 +1,1 @@
-"""Adapters of requests: LoRA weights and prompt-tuning tables."""
+"""Adapters that requests use: LoRA weights and prompt-tuning tables."""

@@ -26,11 +26,12 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class PackedPairs:
-    """An adapter's pairs in the form in which they are copied to a device, prepared before the copy.
+    """An adapter's pairs in the layout of the device, prepared before they are copied there.
 
     Attributes:
-        values: One dimension; a [R, K] and scaled b [R, N] of each pair, R padded.
-        table: int64 [pairs of the model, 2]; where a starts in `values`, and R; R = 0: the adapter lacks the pair.
+        values: One-dimensional; a [R, K] and scaled b [R, N] of each pair, with R padded.
+        table: int64 [pairs of the model, 2]; the start of a in `values`, and R, which is 0 if the adapter lacks the
+            pair.
     """
 
     values: Tensor
@@ -39,13 +40,13 @@ class PackedPairs:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The contents of an adapter's folder, on the host and with the number types of the file.
+    """The contents of an adapter's folder, on the host and with the data types of the file.
 
     Attributes:
         fingerprint: Hash of the files.
-        layers: LoRA pairs by module for each layer; empty for a prompt adapter.
+        layers: For each layer, LoRA pairs by module; empty for a prompt adapter.
         prompt_table: Embeddings of a prompt adapter: float32 [num_virtual_tokens, hidden_size].
-        packed: The pairs once more, in pinned memory; None: they are packed when they are placed.
+        packed: A packed copy of the pairs in pinned memory; None if they are packed when they are placed.
     """
 
     path: str
@@ -61,7 +62,7 @@ class Adapter:
 
     @property
     def host_bytes(self) -> int:
-        """Number of bytes on the host."""
+        """Number of bytes that the adapter takes on the host."""
         tensors = [tensor for pairs in self.layers for pair in pairs.values() for tensor in (pair.a, pair.b)]
         if self.prompt_table is not None:
             tensors.append(self.prompt_table)
@@ -78,7 +79,7 @@ class Adapter:
 def padded_rank(rank: int) -> int:
     """Return the rank to which pairs are padded so that several adapters can be batched: a power of two, at least 8.
 
-    It depends on the adapter alone, so that the order of summation does not depend on other adapters in the batch.
+    It depends only on the adapter, so that the order of summation does not depend on other adapters in the batch.
     """
     return max(_LEAST_RANK, 1 << (rank - 1).bit_length())
 
@@ -91,12 +92,12 @@ def module_shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]
 
 
 def layer_modules(description: DecoderDescription, layer: int) -> set[str]:
-    """Return the modules of a layer. The experts of a mixture of experts are not included: they are stacked tensors,
-    not linear modules.
+    """Return the modules of a layer, without the experts of a mixture of experts, which are stacked tensors and not
+    linear modules.
     """
     d, modules = description, set[str]()
     if d.recurrent[layer] is not None:
-        # PEFT makes no adapters for the output of Mamba.
+        # PEFT creates no adapters for the output projection of Mamba.
         modules |= {*_recurrent_shapes(d)}
     if d.has_attention(layer):
         factors = {"kv_a", "q_a"} if d.latent is not None and d.latent.q_rank else {"kv_a"}
@@ -152,7 +153,7 @@ def _attention_shapes(d: DecoderDescription) -> dict[str, tuple[int, int]]:
 
 
 def zero_adapter(description: DecoderDescription) -> Adapter:
-    """Return an adapter for all linear layers whose contribution is zero."""
+    """Return an adapter that covers all linear layers and adds zero to their outputs."""
     layer = {
         module: LoraPair(torch.zeros(1, inputs), torch.zeros(outputs, 1), 1.0)
         for module, (inputs, outputs) in module_shapes(description).items()
@@ -161,8 +162,8 @@ def zero_adapter(description: DecoderDescription) -> Adapter:
 
 
 def module_paths(description: DecoderDescription) -> dict[str, tuple[str, ...]]:
-    """Return our module names for each linear layer's path in the files; if several, their rows are concatenated in
-    order.
+    """Return our module names for the path of each linear layer in the files; if it has several, their rows are
+    concatenated in order.
     """
     names, latent = family_of(description.architecture).names, description.latent
     if latent is not None:

@@ -1,9 +1,10 @@
-"""Adapters of the PyTorch decoder, in one buffer on the device that is allocated before the KV pool and the CUDA
+"""LoRA adapters of the PyTorch decoder, in one buffer on the device that is allocated before the KV pool and the CUDA
 graphs.
 
 An adapter's pairs are consecutive in the buffer, each with a rank padded by `padded_rank`, so that the order of
-summation does not depend on which other adapters are in the batch. It has a slot: a row of a table on the device with
-the position of each pair. Steps name adapters by slot, so recorded graphs serve any of them.
+summation does not depend on which other adapters are in the batch. An adapter has a slot: a row of a table on the
+device that contains the position of each pair. Steps refer to adapters by slot, so recorded graphs work for any
+adapter.
 
 Nothing here waits for the device. Copies and moves are queued after the steps launched before, which still see the old
 contents of the buffer.
@@ -25,12 +26,12 @@ from gpu_worker.lora.inputs import AdapterTokens
 from gpu_worker.models.description import DecoderDescription
 from midstream.errors import OverloadedError
 
-# Maximum adapters on the device at a time.
+# Maximum number of adapters on the device at the same time.
 MAX_SLOTS = 1024
 
 
 class PlacedAdapter:
-    """An adapter in the arena; its space is free again once nothing refers to this object.
+    """An adapter in the arena; its space is freed once nothing refers to this object.
 
     Attributes:
         slot: Its row of the table.
@@ -56,11 +57,11 @@ class AdapterArena:
         """Allocate the buffer.
 
         Args:
-            description: The part of the model whose layers are adapted.
-            num_bytes: Size of the buffer.
-            max_rank: Largest rank of an adapter.
-            dtype: Type of its numbers.
-            device: Where it is.
+            description: The part of the model to which adapters apply.
+            num_bytes: Size of the buffer in bytes.
+            max_rank: Maximum rank of an adapter.
+            dtype: Data type of the buffer.
+            device: Device of the buffer.
         """
         self._dtype, self._device, self._max_rank = dtype, device, padded_rank(max_rank)
         self._modules = list(module_shapes(description))
@@ -68,7 +69,7 @@ class AdapterArena:
         num_kinds = description.num_layers * len(self._modules)
         num_slots = MAX_SLOTS if num_bytes else 0
         self._table = torch.zeros(num_slots, num_kinds, 2, dtype=torch.int64, device=device)
-        # By slot, ascending by start: (start, size, table relative to start).
+        # By slot, in ascending order of start: (start, size, table relative to start).
         self._held: dict[int, tuple[int, int, Tensor]] = {}
         self._free_slots = list(reversed(range(num_slots)))
 
@@ -111,8 +112,8 @@ class AdapterArena:
         return placed
 
     def add(self, slots: Tensor, layer: int, module: str, x: Tensor, y: Tensor) -> None:
-        """Add the contributions of the adapters in `slots`, int32 [M], to y [M, N], the output of a module with
-        input x [M, K].
+        """Add the outputs of the adapters in `slots`, int32 [M], to y [M, N], the output of a module with input x [M,
+        K].
         """
         kind = layer * len(self._modules) + self._modules.index(module)
         kernels.add_lora(y, x, self._values, self._table[:, kind], slots, self._max_rank)

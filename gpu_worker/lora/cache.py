@@ -1,11 +1,11 @@
-"""Caches adapters: on the host in the form they were read, on the device in the model's format.
+"""Caches adapters: on the host in the form in which they were read, on the device in the model's format.
 
 The lifecycle of an adapter:
 
-1. LoadLoraAdapter, or a step that adds a sequence with it, names it. The link's thread requests it (`load`,
+1. It is named by LoadLoraAdapter, or by a step that adds a sequence with it. The link's thread requests it (`load`,
    `prefetch`), and a reader thread reads its files while the previous step still runs.
 2. The compute loop acquires it for a row (`acquire`): it is placed on the device and pinned there until the row
-   releases it. The scheduler runs no more adapters at a time than fit.
+   releases it. The scheduler uses only as many adapters at a time as fit.
 3. Unused adapters are kept until space is needed; the least recently used is evicted first, separately on host and
    device.
 """
@@ -55,15 +55,7 @@ class AdapterCache(Generic[P]):
         device_bytes: int,
         element_bytes: int,
     ) -> None:
-        """Start empty.
-
-        Args:
-            read: Reads an adapter's folder.
-            place: Converts a LoRA adapter to the model's form on its device.
-            host_bytes: Capacity on the host.
-            device_bytes: Capacity on the device.
-            element_bytes: Bytes of a number on the device.
-        """
+        """Create an empty cache."""
         self.device_bytes = device_bytes
         self._read, self._place = read, place
         self._host_bytes, self._element_bytes = host_bytes, element_bytes
@@ -89,7 +81,9 @@ class AdapterCache(Generic[P]):
         return adapter.device_bytes(self._element_bytes)
 
     def load(self, path: str) -> Future[Adapter]:
-        """Read a folder, even if it was read before. The future raises MidstreamError if the adapter is rejected."""
+        """Read a folder, even if it has been read before. The future raises MidstreamError if the adapter is
+        rejected.
+        """
         return self._reader.submit(self._fetch, path)
 
     def prefetch(self, ref: AdapterRef) -> None:
@@ -99,7 +93,7 @@ class AdapterCache(Generic[P]):
                 self._read_soon(ref)
 
     def unload(self, fingerprint: str) -> None:
-        """Drop an adapter from the host now, and from the device when the compute loop next needs the space."""
+        """Drop an adapter from the host immediately, and from the device when the compute loop next needs the space."""
         with self._lock:
             self._host.pop(fingerprint, None)
             self._unloaded.add(fingerprint)
@@ -190,7 +184,7 @@ class AdapterCache(Generic[P]):
     def _make_room(self, num_bytes: int) -> None:
         with self._lock:
             unloaded = self._unloaded & self._device.keys()
-        # Unloaded adapters first, then the least recently used.
+        # Evict unloaded adapters first, then the least recently used ones.
         for fingerprint in sorted(self._device, key=lambda item: item not in unloaded):
             is_gone = fingerprint in unloaded
             has_room = self.num_device_bytes + num_bytes <= self.device_bytes and len(self._device) < MAX_SLOTS
@@ -220,7 +214,7 @@ def adapter_cache(config: WorkerConfig, model: LoadedModel, place: Callable[[Ada
             root=config.adapter_root,
             takes_lora=model.takes_lora,
         )
-        # By the reader thread, so that the compute loop only starts a copy.
+        # Packing is done by the reader thread, so that the compute loop only starts a copy.
         if adapter.layers and model.device.type == "cuda" and isinstance(model.decoder, TorchDecoder):
             return model.decoder.packed_adapter(adapter)
         return adapter

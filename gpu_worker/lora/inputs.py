@@ -1,4 +1,4 @@
-"""Inputs of a forward pass for adapters and virtual tokens."""
+"""Inputs of a forward pass that belong to adapters and virtual tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AdapterTokens(Generic[P]):
     Attributes:
         keys: Identifiers of the adapters, in ascending order.
         adapters: Placed adapters, as `Decoder.place_adapter` returns them.
-        indices: int32 [M], on the CPU; each token's place in `adapters`, -1 for none.
+        indices: int32 [M], on the CPU; the index of each token's adapter in `adapters`, -1 if it has none.
     """
 
     keys: tuple[str, ...]
@@ -27,12 +27,7 @@ class AdapterTokens(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class VirtualTokens:
-    """Embeddings, on the CPU, that replace those of some token ids.
-
-    Attributes:
-        places: int64 [E]; indices into the M tokens.
-        values: float32 [E, hidden_size].
-    """
+    """Embeddings, on the CPU, that replace those of some token ids."""
 
     places: Tensor
     values: Tensor

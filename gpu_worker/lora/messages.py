@@ -23,11 +23,7 @@ _BYTES_PER_ELEMENT = {pb.Tensor.DTYPE_FLOAT32: 4, pb.Tensor.DTYPE_FLOAT16: 2, pb
 
 
 class AdapterMessages:
-    """The adapter messages of the scheduler link; all methods run on the link's thread.
-
-    Attributes:
-        answers: Messages to send to the scheduler; another thread appends to it.
-    """
+    """The adapter messages of the scheduler link; all methods run in the link's thread."""
 
     def __init__(self, cache: AdapterCache[Any], wake: Callable[[], None]) -> None:
         """Create the handler; tables are buffered until the step that uses them.
@@ -59,11 +55,11 @@ class AdapterMessages:
         self._cache.load(message.path).add_done_callback(partial(self._answer, result))
 
     def unload(self, message: worker_pb2.UnloadLoraAdapter) -> None:
-        """Drop an adapter."""
+        """Drop an adapter from the cache."""
         self._cache.unload(message.fingerprint)
 
     def keep(self, message: worker_pb2.PromptTablePart) -> None:
-        """Buffer a part of a table until the next step."""
+        """Buffer a part of a table for the next step."""
         self._tables.setdefault(message.key, []).append(message.tensor)
 
     def complete(self, step: Step) -> Step | None:
@@ -109,16 +105,18 @@ def _with_table(new: NewSequence, parts: list[pb.Tensor]) -> NewSequence:
 
 
 def table_of(parts: list[pb.Tensor]) -> NDArray[np.float32]:
-    """Return the table that was sent in parts, as float32 [num_virtual_tokens, hidden_size].
+    """Return a table that was sent in parts, as float32 [num_virtual_tokens, hidden_size].
 
     Raises:
-        InvalidArgumentError: Type, shape and size in bytes are inconsistent.
+        InvalidArgumentError: The type, shape and size in bytes are inconsistent.
     """
     data = b"".join(part.data for part in parts)
     dtype, shape = parts[0].dtype, tuple(parts[0].shape)
     size = _BYTES_PER_ELEMENT.get(dtype)
     if size is None or len(shape) != 2 or len(data) != shape[0] * shape[1] * size:
-        raise InvalidArgumentError(f"has {len(data)} bytes for {list(shape)}", field="prompt_tuning.table")
+        raise InvalidArgumentError(
+            f"has {len(data)} bytes; does not match the shape {list(shape)}", field="prompt_tuning.table"
+        )
     if dtype == pb.Tensor.DTYPE_BFLOAT16:
         return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
     kind = "<f4" if dtype == pb.Tensor.DTYPE_FLOAT32 else "<f2"

@@ -1,7 +1,7 @@
-"""Read an adapter from a folder in PEFT's format: adapter_config.json and adapter_model.safetensors.
+"""Reads an adapter from a folder in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-The files are untrusted: nothing in them is executed, sizes are checked before anything is read, and settings with which
-the results would differ from PEFT's are rejected by name.
+The files are untrusted: nothing in them is executed, sizes are checked before anything is read, and settings that would
+make the results differ from PEFT's are rejected by name.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 _PREFIX = "base_model.model."
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# LoRA settings that are supported or do not affect inference. Any other setting that is on (DoRA, biases, saved
-# modules, or a new one) would change the results.
+# LoRA settings that are supported or do not affect inference. Any other setting that is on, such as DoRA, biases, saved
+# modules or a new one, would change the results.
 _KNOWN = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
@@ -36,7 +36,7 @@ _KNOWN = {
     "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora",
 }  # fmt: skip
 _OFF: tuple[object, ...] = (None, False, 0, "none", "", [], {})
-# Initializations that leave the base model's weights unchanged; others (PiSSA, OLoRA, ...) do not.
+# Initialization methods that leave the base model's weights unchanged; others (PiSSA, OLoRA, ...) change them.
 _INITS: tuple[object, ...] = (None, True, False, "gaussian", "eva", "orthogonal", "lora_ga")
 
 
@@ -58,7 +58,7 @@ def read_adapter(
     Args:
         path: Absolute path.
         description: The model that the adapter must fit.
-        max_rank: Largest rank allowed.
+        max_rank: Maximum rank.
         max_bytes: Maximum size of the weight file, in bytes.
         root: Folder that must contain `path`; empty: no restriction.
         takes_lora: Whether the model supports LoRA adapters and not only prompt adapters.
@@ -138,7 +138,7 @@ class _Lora:
         self._config, self._tensors, self._max_rank = config, tensors, max_rank
         self._num_layers = description.num_layers
         self._shapes, self._paths = module_shapes(description), module_paths(description)
-        # In a model of text and images the layers are nested deeper.
+        # In models of text and images, the layers are nested deeper.
         names = family_of(description.architecture).names
         prefixes, layer = names.prefixes, names.layer.removeprefix(names.prefixes[0])
         start = layer.partition("{}")[0]
@@ -152,8 +152,8 @@ class _Lora:
         }
         for name, value in config.items():
             is_known = name in _KNOWN and (name != "init_lora_weights" or value in _INITS)
-            # PEFT sets it for layers whose matrices are stored as [inputs, outputs]; its own two are always stored the
-            # same way.
+            # PEFT sets this for layers whose matrices are stored as [inputs, outputs]; PEFT's own two matrices are
+            # always stored the same way.
             is_known = is_known or (name == "fan_in_fan_out" and bool(names.transposed))
             if not is_known and value not in _OFF:
                 reason = _NO_EXPERTS if name == "target_parameters" else "is not supported"
@@ -184,9 +184,9 @@ class _Lora:
         return tuple(layers)
 
     def _expected(self) -> set[str]:
-        """Return the paths of the modules that the configuration names."""
+        """Return the paths of the modules that the configuration selects."""
         targets, only = self._config.get("target_modules"), self._config.get("layers_to_transform")
-        if not isinstance(targets, list):  # a regular expression: the file holds the modules it matched
+        if not isinstance(targets, list):  # a regular expression: the file contains the modules that match it
             return set()
         layers = range(self._num_layers) if only is None else [only] if isinstance(only, int) else only
         paths = [
@@ -218,7 +218,7 @@ class _Lora:
         return {module: LoraPair(a, part, scale) for module, part in zip(modules, torch.split(b, sizes), strict=True)}
 
     def _setting(self, patterns: str, path: str, default: float) -> float:
-        """Return a module's value in rank_pattern or alpha_pattern, or else the default."""
+        """Return a module's value in rank_pattern or alpha_pattern, or the default if it has none."""
         for pattern, value in (self._config.get(patterns) or {}).items():
             if not pattern.replace(".", "").replace("_", "").isalnum():
                 raise UnsupportedError(f"{self._config_path}: {patterns}: {pattern!r} is not a name", field="path")
@@ -228,7 +228,7 @@ class _Lora:
 
     def _number(self, name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise _wrong(f"{self._config_path}: {name} is {value!r}, not a number")
+            raise _wrong(f"{self._config_path}: {name} is {value!r}; must be a number")
         return value
 
 

@@ -1,4 +1,4 @@
-"""Tracks which rows have an adapter or virtual tokens, and builds the corresponding inputs of the forward pass."""
+"""Tracks which rows have an adapter or virtual tokens, and builds the corresponding inputs of a forward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ P = TypeVar("P")
 
 
 class RowAdapters(Generic[P]):
-    """The LoRA adapter (pinned) and the table of virtual tokens of each row in `Rows`, if any."""
+    """The LoRA adapter (pinned) and the table of virtual tokens of each row in `Rows` that has them."""
 
     def __init__(self, cache: AdapterCache[P], vocab_size: int, hidden_size: int) -> None:
         self._cache = cache
@@ -76,7 +76,7 @@ class RowAdapters(Generic[P]):
         rows = [row for row in np.unique(token_rows).tolist() if row in self._placed]
         if not rows:
             return None
-        # Sorted by key, so that the same adapters in other rows form the same batch.
+        # Sort by key, so that the same adapters in other rows form the same batch.
         found = dict(sorted((self._placed[row] for row in rows), key=itemgetter(0)))
         places = {fingerprint: i for i, fingerprint in enumerate(found)}
         of_row = np.full(int(token_rows.max()) + 1, -1, dtype=np.int32)

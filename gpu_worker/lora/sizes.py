@@ -1,4 +1,4 @@
-"""Sizes of the adapter caches, computed from settings that are named as in TensorRT-LLM's PEFT cache."""
+"""Sizes of the adapter caches, computed from settings with the names of TensorRT-LLM's PEFT cache settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpu_worker.models.description import DecoderDescription
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError
 
-# Bytes of a number in the files: float32 at most.
+# Maximum bytes of an element in the files: those of float32.
 _HOST_ELEMENT_BYTES = 4
 _USUAL_RANK = 8
 
@@ -39,7 +39,7 @@ def device_cache_bytes(
         raise ConfigError("must be in [0, 1]", field="lora_device_cache_percent")
     if config.lora_num_device_module_layer:
         return config.lora_num_device_module_layer * module_layer_elements(description) * element_bytes
-    # On a GPU the memory is allocated now, and the share is relative to the memory that the KV pool will leave.
+    # On a GPU the memory is allocated now, and the fraction refers to the memory that would be left for the KV pool.
     left = 1.0 - config.free_memory_fraction if device.type == "cuda" else 1.0
     return int(free_memory_bytes(device) * left * config.lora_device_cache_percent)
 

@@ -45,14 +45,14 @@ class ForwardInputs:
     Attributes:
         token_ids, positions, slot_mapping: [M], sequence after sequence.
         query_starts: [B + 1]; sequence i has tokens query_starts[i]:query_starts[i + 1].
-        context_lens: [B]; number of positions of each sequence so far, including these tokens.
+        context_lens: [B]; number of positions of each sequence so far, including the tokens of this pass.
         block_tables: [B, max blocks per sequence].
-        sampled: [S]; indices into the M tokens of those whose logits are needed.
-        adapters: LoRA adapters of the tokens; None: no token has one, or adapter_slots has them.
-        virtual: Embeddings that replace token ids; None: there are none.
+        sampled: [S]; indices of the tokens whose logits are needed.
+        adapters: LoRA adapters of the tokens; None if no token has one, or if adapter_slots is set.
+        virtual: Embeddings that replace token ids; None if there are none.
         adapter_slots: [M]; slots of the tokens' adapters on the device, -1 for none.
-        max_queries: A bound of one sequence's tokens. Some sequences may then have none, and tokens past the last
-            sequence are padding; None: each sequence has at least one, and all tokens are in one.
+        max_queries: Upper bound of the tokens of one sequence. If set, sequences may have no tokens, and tokens past
+            the last sequence are padding; if None, each sequence has at least one token, and there is no padding.
     """
 
     token_ids: Tensor
@@ -83,7 +83,7 @@ class Probe:
         self.last: Tensor | None = None
 
     def keep(self, layer: int, hidden: Tensor) -> None:
-        """Keep the output of a layer if it was requested."""
+        """Keep the output of a layer if it is requested."""
         if layer in self.layers:
             self.states[layer] = hidden.clone()
 
@@ -106,18 +106,20 @@ class Decoder(Protocol):
 
 @runtime_checkable
 class ChoosingDecoder(Protocol):
-    """A decoder with a way to the next tokens that is cheaper than `Decoder.forward` followed by sampling."""
+    """A decoder that can compute the next tokens at a lower cost than `Decoder.forward` followed by sampling."""
 
     def choose(self, inputs: ForwardInputs, draws: Draws | None = None) -> tuple[Tensor, Tensor] | None:
         """Run the step as `Decoder.forward` does; return the next tokens, int32 [S], and the highest logits [S].
 
-        Without draws all rows are greedy. Ties go to the first token; the logit is NaN if any of the row is. None: the
-        step needs `forward`.
+        Without draws all rows are greedy. Of equal logits, the first token wins; the highest logit is NaN if any logit
+        of the row is. Return None if the step needs `forward`.
         """
 
 
 class PartDecoder(Decoder, Protocol):
-    """A decoder that may hold only some of a model's layers; the first one also has the embeddings and the head."""
+    """A decoder that may hold only some of a model's layers; the part with the first layer also has the embeddings and
+    the head.
+    """
 
     def embed(self, inputs: ForwardInputs) -> Tensor:
         """Return the first layer's input, [M, hidden_size]."""
@@ -141,7 +143,7 @@ class _Layer:
 
 
 class TorchDecoder:
-    """A decoder in `dtype` on `device`; matrices keep the values of their stored format, int8 ones also its
+    """A decoder in `dtype` on `device`; matrices keep the values of their stored format, and int8 matrices also their
     integers.
     """
 
@@ -154,14 +156,14 @@ class TorchDecoder:
         shard: Shard | None = None,
         tensor_ranks: TensorRanks = ONE_RANK,
     ) -> None:
-        """Load the weights, showing the progress.
+        """Load the weights, reporting the progress.
 
         Args:
             description: Description of the model.
             weights: Weights of this part.
-            dtype: Compute type.
-            device: Compute device.
-            shard: The part of the model; None: all of it.
+            dtype: Data type of computation.
+            device: Device of computation.
+            shard: The part of the model to hold; None means all of it.
             tensor_ranks: The ranks that compute the other parts of these layers.
         """
         self._shard = shard or whole_shard(description)
@@ -189,7 +191,7 @@ class TorchDecoder:
         self._adapters = AdapterArena(d, 0, 1, dtype, device)
 
     def reserve_adapters(self, num_bytes: int, max_rank: int) -> None:
-        """Allocate the memory for LoRA adapters; before this call there is none."""
+        """Allocate the memory for LoRA adapters, which cannot be placed before."""
         self._adapters = AdapterArena(self._description, num_bytes, max_rank, self._dtype, self._device)
 
     def packed_adapter(self, adapter: Adapter) -> Adapter:
@@ -253,7 +255,7 @@ class TorchDecoder:
                 if self._description.attention_output_scale != 1.0:
                     mixed = mixed * self._description.attention_output_scale
             if layer.recurrent is not None:
-                # Each rank computes all of it.
+                # Each rank computes all of this part.
                 made = self._scaled(layer.recurrent(x, self._states(i), pieces, add_lora))
                 mixed = made if mixed is None else made + mixed
             added, residual = self._fed_forward(layer, x, mixed, residual, add_lora)
@@ -275,7 +277,7 @@ class TorchDecoder:
         if d.logits_scale != 1.0:
             logits = logits * d.logits_scale
         if d.logits_softcap:
-            # In float64 on a CPU, for the reason given in `kernels.activate`.
+            # Computed in float64 on a CPU, for the reason given in `kernels.activate`.
             wide = logits.double() if logits.device.type == "cpu" else logits
             logits = (d.logits_softcap * torch.tanh(wide / d.logits_softcap)).float()
         return logits
@@ -302,7 +304,7 @@ class TorchDecoder:
         return self._kv.states[self._description.cache_places[i]]
 
     def _pieces(self, inputs: ForwardInputs) -> list[Pieces]:
-        """Split the tokens into pieces for recurrent layers; return none if there are no such layers."""
+        """Split the tokens into pieces for recurrent layers; return no pieces if there are no such layers."""
         if not any(self._description.recurrent):
             return []
         assert self._kv is not None
@@ -317,11 +319,11 @@ class TorchDecoder:
         stream.
 
         Args:
-            layer: A layer.
+            layer: The layer.
             x: Its normed input.
-            mixed: The output of its attention; None: it has none.
-            residual: The stream before it.
-            add_lora: Adapters.
+            mixed: The output of its attention; None if it has none.
+            residual: The residual stream before the layer.
+            add_lora: Adds the outputs of LoRA adapters.
         """
         if layer.feed_forward is None:
             assert mixed is not None
@@ -334,7 +336,7 @@ class TorchDecoder:
         return (out if mixed is None else mixed + out), residual
 
     def _part(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """Return a sublayer's contribution to the residual stream, given the partial result of this rank."""
+        """Return the contribution of a sublayer to the residual stream, given this rank's partial result."""
         x = self._ranks.sum(x)
         return self._scaled(x if norm is None else self._norm(x, norm))
 
@@ -432,7 +434,7 @@ class TorchDecoder:
             return ShortConvLayer(kind, inputs[0], conv, bias, output)
         assert w.step_bias is not None
         assert w.decay_logs is not None
-        # These are small, and they are exponentiated.
+        # These parameters are small, and they are exponentiated.
         step_bias, decay_rates = (
             tensor.float().to(self._device) for tensor in (w.step_bias, -torch.exp(w.decay_logs.float()))
         )
@@ -469,7 +471,7 @@ class TorchDecoder:
 
     def _linear(self, weights: LinearWeights, *, keeps_blocks: bool = True) -> Linear:
         bias = self._placed(weights.bias)
-        # On a CPU they would be dequantized in every step.
+        # On a CPU, quantized weights would be dequantized in every step.
         if keeps_blocks and self._device.type == "cuda" and (parts := weights.weight.as_blocks()):
             placed = tuple(
                 (part.to(self._device), None if order is None else order.to(self._device)) for part, order in parts

@@ -1,4 +1,4 @@
-"""Describes a decoder's architecture: read from config.json by a family's file, and executed by the decoders."""
+"""Describes a decoder's architecture, which a family's file reads from config.json and the decoders execute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Rotary:
     Attributes:
         settings: `rope_theta`, and `rope_type` with its settings as in config.json.
         dim: Number of leading elements of each head that are rotated.
-        is_interleaved: Whether pairs are adjacent, (2i, 2i + 1), rather than half of `dim` apart.
+        is_interleaved: Whether the elements of a pair are adjacent, (2i, 2i + 1), rather than half of `dim` apart.
     """
 
     settings: Mapping[str, Any]
@@ -38,10 +38,10 @@ class Mixture:
         is_normalized: Whether the chosen experts' weights are divided by their sum.
         sum_offset: Added to that sum.
         scale: Factor applied to the weights.
-        num_groups, num_active_groups: Experts are chosen from the groups with the highest sum of two; 1 of 1: from all.
+        num_groups, num_active_groups: Experts are chosen from the groups whose two best scores have the highest sum.
         has_correction: Whether a bias is added to the scores when choosing experts, but not to the weights.
-        weighs_input: Whether the weight multiplies an expert's input, not its output.
-        shared_size: Intermediate size of the shared expert, which processes every token; 0: none.
+        weighs_input: Whether the weight multiplies an expert's input instead of its output.
+        shared_size: Intermediate size of the shared expert, which processes every token; 0 if there is none.
         has_shared_gate: Whether the shared expert's output is scaled by a sigmoid gate.
     """
 
@@ -64,11 +64,11 @@ class Mixture:
 class Latent:
     """Multi-head latent attention: the cache holds one vector per token, from which keys and values are computed.
 
-    The cached vector has `kv_rank` normed numbers and `rope_dim` rotated ones, which all heads share. Queries are
-    projected into its space, so attention has one KV head.
+    The cached vector has `kv_rank` normed elements and `rope_dim` rotated ones, which all heads share. Queries are
+    projected into the latent space, so attention has one KV head.
 
     Attributes:
-        q_rank: Rank of the query projection; None: it is one full matrix.
+        q_rank: Rank of the query projection; None if it is one full matrix.
         nope_dim, rope_dim: Elements of a query head without and with rotary embedding.
         value_dim: Size of a head's output.
     """
@@ -82,12 +82,12 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:
-    """A gated delta net, used instead of attention: linear attention whose state is corrected towards each value.
+    """A gated delta net, which replaces attention: linear attention whose state is corrected towards each value.
 
     Attributes:
-        key_heads, value_heads: Each key head serves as many value heads.
+        key_heads, value_heads: Numbers of heads; every key head belongs to equally many value heads.
         key_dim, value_dim: Sizes of a head.
-        kernel: Tokens that the convolution of queries, keys and values covers.
+        kernel: Number of tokens that the convolution of queries, keys and values covers.
         is_in_turn: Whether the rows of the input matrices are interleaved by key head, in two matrices; else there are
             four: queries, keys and values; gates; corrections; decays.
     """
@@ -112,15 +112,15 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba:
-    """Mamba 2, used instead of attention: a selective state space model.
+    """Mamba 2, a selective state space model that replaces attention.
 
     Attributes:
-        num_heads, head_dim: Of its values.
-        num_groups, state_dim: Heads of a group share the keys that values are stored under and read with.
-        kernel: Tokens that the convolution covers.
-        step_limits: Lowest and highest step.
+        num_heads, head_dim: Number and size of the heads of its values.
+        num_groups, state_dim: Number of groups, whose heads share B and C, and size of the state per channel.
+        kernel: Number of tokens that the convolution covers.
+        step_limits: Minimum and maximum time step.
         has_norm: Whether gated outputs are normed in their groups.
-        scales: Factors of the projected gates, values, keys to store under, keys to read with, and steps.
+        scales: Factors of the projected gates, values, B, C and time steps.
         output_scale: Factor of the output.
     """
 
@@ -136,7 +136,7 @@ class Mamba:
 
     @property
     def size(self) -> int:
-        """Size of all heads together: the number of elements per token."""
+        """Size of all heads together, that is, the number of elements per token."""
         return self.num_heads * self.head_dim
 
     @property
@@ -152,11 +152,11 @@ class Mamba:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConv:
-    """A gated convolution over the last tokens, used instead of attention (LFM2).
+    """A gated convolution over the last tokens, which replaces attention (LFM2).
 
     Attributes:
         size: Number of channels.
-        kernel: Tokens that the convolution covers.
+        kernel: Number of tokens that the convolution covers.
     """
 
     size: int
@@ -190,42 +190,44 @@ class PositionScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderDescription:
-    """A decoder. In each layer, attention and a feed-forward network add to the residual stream.
+    """A decoder, in each of whose layers attention and a feed-forward network add to the residual stream.
 
     Attributes:
         architecture: `model_type` of config.json.
         intermediate_size: Intermediate size of dense feed-forward layers.
         num_kv_heads, head_dim: Shape of cached keys; with `latent`, one head of the size of the latent vector.
         norm_eps: Epsilon of all norms.
-        norm: RMS norm, or layer norm, which subtracts the mean.
+        norm: The kind of norm: RMS norm, or layer norm, which subtracts the mean.
         norm_offset: Added to the norms' weights.
-        has_norm_bias: Norms of the residual stream have biases.
-        position_offset: Row position_offset + position of a learned table is added to each embedding; None: no table.
-        norm_place: Norms are before attention and feed-forward network, after them, or both.
-        is_parallel: Attention and feed-forward network read the same normed input.
-        qk_norm: Norm of queries and keys: of each head, or of all heads of a token together.
-        has_unit_qk_norm: Rotated queries and keys are brought to unit root mean square (Llama 4).
-        rotary: By layer; None: no rotary embedding.
-        windows: By layer, the tokens attended to; None: all.
-        num_sink_tokens: First tokens of a sequence that layers with a window also attend to.
+        has_norm_bias: Whether the norms of the residual stream have biases.
+        position_offset: Row position_offset + position of a learned table is added to each embedding; None if there is
+            no table.
+        norm_place: Whether norms are before attention and the feed-forward network, after them, or both.
+        is_parallel: Whether attention and the feed-forward network read the same normed input.
+        qk_norm: Norm of queries and keys, over each head or over all heads of a token together.
+        has_unit_qk_norm: Whether rotated queries and keys are scaled to unit root mean square (Llama 4).
+        rotary: Rotary embedding by layer; None if the layer has none.
+        windows: By layer, the number of tokens attended to; None means all.
+        num_sink_tokens: Number of first tokens of a sequence that layers with a window also attend to.
         chunks: By layer, the size of the chunks that attention is limited to; None: no chunks.
         scale: Factor of the attention scores.
-        softcap: Attention scores s become softcap * tanh(s / softcap); 0: no soft cap.
-        has_sinks: Each query head has one more score, which takes weight but has no value.
-        has_output_gate: The output of attention is multiplied by a sigmoid gate; queries and gates of a head are
-            adjacent.
-        recurrent: By layer, the replacement of attention; None: none. All are of one kind and size.
-        is_side_by_side: Every layer has both attention and a recurrent part, over the same input; their outputs are
-            added.
+        softcap: Attention scores s become softcap * tanh(s / softcap); 0 means no soft cap.
+        has_sinks: Whether each query head has an attention sink: one extra logit without a value vector.
+        has_output_gate: Whether the output of attention is multiplied by a sigmoid gate; the queries and gates of a
+            head are adjacent.
+        recurrent: By layer, the recurrent part that replaces attention; None if there is none. All have the same kind
+            and size.
+        is_side_by_side: Whether every layer has both attention and a recurrent part, with the same input and with their
+            outputs added.
         attention_output_scale: Factor of the output of attention.
         ffn_gate_scale, ffn_output_scale: Factors of a plain feed-forward network's gates and output.
         parts: By layer, whether it has attention (or its replacement), a feed-forward network, or both.
-        mixtures: By layer; None: a plain feed-forward network.
-        has_gated_ffn: Feed-forward networks and experts multiply the activation by a second product.
+        mixtures: By layer, the mixture of experts; None for a plain feed-forward network.
+        has_gated_ffn: Whether feed-forward networks and experts multiply the activation by a second product.
         embedding_scale, residual_scale, logits_scale: Factors of embeddings, of additions to the residual stream, and
             of the logits.
-        logits_softcap: As `softcap`, of the logits.
-        has_mlp_bias: Plain feed-forward networks have biases.
+        logits_softcap: Like `softcap`, but for the logits.
+        has_mlp_bias: Whether plain feed-forward networks have biases.
     """
 
     architecture: str
@@ -271,7 +273,7 @@ class DecoderDescription:
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     has_mlp_bias: bool = False
-    # The whole model's sizes, needed to split the weights among tensor ranks.
+    # Sizes of the whole model, which are needed to split the weights among tensor ranks.
     qk_norm_sizes: tuple[int, int] = field(default=(0, 0))
 
     def __post_init__(self) -> None:
@@ -330,9 +332,9 @@ class DecoderDescription:
 
     @property
     def reaches(self) -> tuple[int, ...]:
-        """For each layer, how many tokens back the cache is read, a token itself included; 0: all.
+        """For each layer, how many tokens back a token reads the cache, including itself; 0 means all.
 
-        A recurrent layer reads the state that the token before left; a feed-forward network reads nothing.
+        A recurrent layer reads the state after the previous token; a feed-forward network reads nothing.
         """
         return tuple(
             (2 if self.recurrent[layer] else 1) if not self.has_attention(layer) else self.windows[layer] or 0
@@ -340,7 +342,7 @@ class DecoderDescription:
         )
 
     def of_layers(self, layers: range) -> DecoderDescription:
-        """Return the description of a model that consists only of these layers."""
+        """Return the description of a model that has only these layers."""
         some = slice(layers.start, layers.stop)
         return replace(
             self,
@@ -355,7 +357,7 @@ class DecoderDescription:
 
 
 def narrowed(windows: Sequence[int | None], max_attention_window: int) -> tuple[int | None, ...]:
-    """Return the layers' attention windows, each limited to `max_attention_window` unless that is 0."""
+    """Return the layers' attention windows, each limited to `max_attention_window` unless this is 0."""
     if not max_attention_window:
         return tuple(windows)
     return tuple(min(window or max_attention_window, max_attention_window) for window in windows)

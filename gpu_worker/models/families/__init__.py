@@ -57,11 +57,11 @@ def describe(
 
     Args:
         config: Contents of config.json.
-        max_attention_window: Upper limit of the tokens that a layer attends to; 0: the model's own.
-        sink_token_length: First tokens that layers attend to in addition to their window.
+        max_attention_window: Upper limit of the tokens that a layer attends to; 0 means the model's own limit.
+        sink_token_length: Number of first tokens that layers attend to in addition to their window.
 
     Raises:
-        UnsupportedError: An architecture, activation or rope type without native support; the message names it.
+        UnsupportedError: An architecture, activation or rope type has no native support; the message names it.
         ConfigError: A setting is missing or contradicts another.
     """
     description = family_of(str(config.get("model_type"))).read(config)
@@ -71,7 +71,7 @@ def describe(
             f"{d.num_heads} heads, {d.num_kv_heads} KV heads of size {d.head_dim} do not fit together", field="model"
         )
     if sink_token_length and any(description.chunks):
-        raise ConfigError("is not defined for layers that attend to chunks; use 0", field="sink_token_length")
+        raise ConfigError("cannot be used with layers that attend to chunks; use 0", field="sink_token_length")
     windows = narrowed(description.windows, max_attention_window)
     return replace(description, windows=windows, num_sink_tokens=sink_token_length)
 

@@ -1,4 +1,4 @@
-"""Command R7B and A (Cohere 2): parallel attention and feed-forward network, layer norms without bias."""
+"""Command R7B and Command A (Cohere 2): attention and feed-forward network in parallel, layer norms without bias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense, with rotary embedding of adjacent pairs of elements."""
+"""ERNIE 4.5, dense, whose rotary embedding rotates adjacent pairs of elements."""
 
 from __future__ import annotations
 

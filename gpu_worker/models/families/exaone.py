@@ -1,4 +1,4 @@
-"""EXAONE 4: norms after sublayers; layers with and without windows, the latter without rotary embedding."""
+"""EXAONE 4: norms after the sublayers; layers with windows, and layers without windows or rotary embedding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_worker.models.families.family import Family, Settings, plain, rotary_of
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config, rms_norm_eps=1e-5)
     num_layers, kinds = s.size("num_hidden_layers"), s.layers("layer_types")
-    # A missing setting means 4,096 tokens, null means that no layer has a window.
+    # If the setting is missing, the window is 4,096 tokens; if it is null, no layer has a window.
     window = config.get("sliding_window", 4096)
     if window is None:
         kinds = ["full_attention"] * num_layers

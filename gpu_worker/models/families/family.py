@@ -1,4 +1,4 @@
-"""Building blocks of family files: tensor names, and reading config.json."""
+"""Building blocks for the files of families: tensor names, and reading config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-# By `DeltaNet.is_in_turn`: matrices of queries, keys, values and gates; of corrections and decays.
+# By `DeltaNet.is_in_turn`: the matrices of queries, keys, values and gates, and those of corrections and decays.
 DELTA_NET_INPUTS = {
     True: (("in_proj_qkvz",), ("in_proj_ba",)),
     False: (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")),
@@ -33,18 +33,18 @@ class Names:
 
     Attributes:
         positions: Table of learned position vectors.
-        transposed: Matrices that the file has as [inputs, outputs].
+        transposed: Matrices that the file stores as [inputs, outputs].
         prefixes: Alternatives to the leading `model.`, used when this model is part of a multimodal one.
-        qkv: One matrix each, or one for all three.
-        gate_up: Gate and up matrices, or one for both.
-        ffn_norm: Before the feed-forward network.
-        attention_output_norm, ffn_output_norm: After attention and the feed-forward network.
+        qkv: One name each, or one for a matrix of all three.
+        gate_up: Names of the gate and up matrices, or one name for both.
+        ffn_norm: Norm before the feed-forward network.
+        attention_output_norm, ffn_output_norm: Norms after attention and after the feed-forward network.
         expert_gate_up, expert_down: {} is the expert's index, unless all experts are stacked.
-        experts: Whether each expert has its own tensors [outputs, inputs]; or all of them are stacked in one
-            [experts, inputs, outputs], gate before up, or gate and up in turn; or in one [experts, outputs, inputs].
+        experts: Whether each expert has its own tensors [outputs, inputs], or all are stacked in one tensor: [experts,
+            inputs, outputs] with gate before up or with both interleaved, or [experts, outputs, inputs].
         recurrent_prefix: Prefix of the tensors of the layer that replaces attention.
-        shared_prefix: Before the matrices of the shared expert.
-        shared_gate_up: As `gate_up`; without a gate the last of them.
+        shared_prefix: Prefix of the matrices of the shared expert.
+        shared_gate_up: Like `gate_up`; without a gate, only the last name is used.
     """
 
     prefixes: tuple[str, ...] = ("model.",)
@@ -86,12 +86,12 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Models that share a description.
+    """Models whose config.json is read in the same way.
 
     Attributes:
         title: Common name.
-        types: Their `model_type` in config.json.
-        read: Convert config.json to a description.
+        types: Values of `model_type` in config.json.
+        read: Converts config.json to a description.
         reads_gguf: Whether GGUF files are supported.
     """
 
@@ -103,10 +103,10 @@ class Family:
 
 
 class Settings:
-    """config.json with transformers' defaults."""
+    """The settings of config.json, with transformers' defaults."""
 
     def __init__(self, config: Mapping[str, Any], **defaults: Any) -> None:
-        # A model of text and images nests the language model's settings.
+        # Models of text and images nest the settings of the language model.
         text = config.get("text_config")
         self._values = {**defaults, **(text if isinstance(text, Mapping) else config)}
         self._values["model_type"] = config.get("model_type")
@@ -154,7 +154,7 @@ class Settings:
         return values
 
     def refuse(self, **wanted: Any) -> None:
-        """Raise an error if a setting has any value but the supported one.
+        """Raise an error if a setting has any value other than the supported one.
 
         Raises:
             UnsupportedError: The message names the setting.
@@ -165,7 +165,7 @@ class Settings:
 
 
 def plain(s: Settings, **changes: Any) -> DecoderDescription:
-    """Return the description of a Llama-like decoder, with changes.
+    """Return the description of a Llama-like decoder with some changes.
 
     Raises:
         UnsupportedError: The activation or rope type is not supported.
@@ -208,7 +208,9 @@ def activation_of(name: object) -> Activation:
 
 
 def rotary_of(s: Settings, head_dim: int, *, part: float = 1.0, is_interleaved: bool = False) -> Rotary:
-    """Return the rotary embedding of `rope_parameters`, or in older files of `rope_theta` and `rope_scaling`."""
+    """Return the rotary embedding defined by `rope_parameters` or, in older files, by `rope_theta` and
+    `rope_scaling`.
+    """
     rope = rope_of(s, s.get("rope_parameters") or s.get("rope_scaling") or {})
     share = rope.get("partial_rotary_factor") or s.get("partial_rotary_factor", part)
     return Rotary(rope, int(head_dim * share), is_interleaved)
@@ -229,7 +231,8 @@ def rope_of(s: Settings, settings: Mapping[str, Any], theta: float = 10000.0) ->
 
 
 def windows_of(s: Settings, window: object, kinds: list[Any] | None) -> tuple[int | None, ...]:
-    """Return each layer's window according to its kind in `layer_types`; without kinds, all layers have the window.
+    """Return each layer's window according to its kind in `layer_types`; if there are no kinds, all layers have the
+    window.
 
     Raises:
         ConfigError: The window is not a positive number.

@@ -1,4 +1,6 @@
-"""Gemma 1 to 3. Norm weights are centered at 0, so 1 is added; embeddings are scaled by the root of their size."""
+"""Gemma 1 to 3. Norm weights are stored minus 1, so 1 is added; embeddings are scaled by the square root of their
+size.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def _common(s: Settings) -> dict[str, Any]:
 
 def _read_gemma(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config, head_dim=256, tie_word_embeddings=True)
-    # Early files say gelu but mean its tanh approximation.
+    # Early files specify gelu but mean its tanh approximation.
     return plain(s, **{**_common(s), "activation": "gelu_tanh"})
 
 
@@ -48,7 +50,7 @@ def _read_gemma2(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 def _read_gemma3(config: Mapping[str, Any]) -> DecoderDescription:
-    # In a checkpoint with images, the language model's settings list only what differs from these.
+    # In a checkpoint with images, the settings of the language model contain only those that differ from these.
     s = Settings(
         config,
         vocab_size=262208,
@@ -83,7 +85,7 @@ def _read_gemma3(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 def _every(s: Settings, pattern: int) -> list[str]:
-    """Return the kind of each layer: every `pattern`-th layer attends to all tokens, the others to a window."""
+    """Return the kinds of the layers: every `pattern`-th layer attends to all tokens, the others to a window."""
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(s.size("num_hidden_layers"))]
 
 

@@ -1,4 +1,4 @@
-"""GLM-4 and GLM-4.5: rotary embedding on half of each head; GLM-4.5 is a mixture of experts."""
+"""GLM-4 and GLM-4.5: rotary embedding on half of each head; GLM-4.5 has a mixture of experts."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _read_opt(config: Mapping[str, Any]) -> DecoderDescription:
         activation=activation_of(s.get("activation_function", "relu")),
         has_gated_ffn=False,
         rotary=(None,) * s.size("num_hidden_layers"),
-        # Its first two rows are for padding.
+        # The first two rows of OPT's position table are reserved for padding.
         position_offset=2,
         ties_embeddings=bool(s.get("tie_word_embeddings", True)),
     )

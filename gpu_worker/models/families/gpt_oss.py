@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, a window on every other layer, and experts with biases and clamped activations."""
+"""gpt-oss: attention sinks, a window in every other layer, and experts with biases and clamped activations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Granite: Llama with scaled embeddings, attention, residuals and logits."""
+"""Granite: Llama with factors on embeddings, attention, residuals and logits."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _adjusted_size(s: Settings, config: Mapping[str, Any]) -> int:
     if not s.get("block_auto_adjust_ff_dim", True):
         return size
     size = 2 * size // 3
-    # A missing factor is 1, with null the size is not rounded.
+    # If the factor is missing it is 1; if it is null the size is not rounded.
     if config.get("block_ffn_dim_multiplier", 1.0) is None:
         return size
     size, multiple = int(s.number("block_ffn_dim_multiplier", 1.0) * size), s.size("block_multiple_of", default=256)

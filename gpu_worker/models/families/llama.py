@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and models of the same kind, such as Seed-OSS."""
+"""Llama 1 to 3, and models with the same architecture, such as Seed-OSS."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from gpu_worker.models.families.family import Family, Names, Settings, plain, ro
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
-    # In a checkpoint with images, the language model's settings list only what differs from these.
+    # In a checkpoint with images, the settings of the language model contain only those that differ from these.
     s = Settings(
         config,
         vocab_size=202048,

@@ -1,7 +1,7 @@
 """Mamba 2, and hybrid models that use it in most layers: Granite 4, Bamba, Nemotron-H and Falcon-H1.
 
-A layer of Nemotron-H is either Mamba 2, attention, a feed-forward network or experts. Falcon-H1 has Mamba 2 and
-attention side by side in every layer.
+A layer of Nemotron-H is either Mamba 2, attention, a feed-forward network or a mixture of experts. Falcon-H1 has Mamba
+2 and attention in parallel in every layer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OTHER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
 def _limits(s: Settings) -> tuple[float, float]:
-    """Return the limits on the time step; JSON has no infinity, so files write it in various ways."""
+    """Return the limits of the time step; JSON has no infinity, so files represent it in various ways."""
     low, high = s.get("time_step_limit", (0.0, math.inf))
     try:
         return float(low), float(high["__float__"] if isinstance(high, Mapping) else high)
@@ -223,7 +223,7 @@ def _read_falcon(config: Mapping[str, Any]) -> DecoderDescription:
         output_scale=s.number("ssm_out_multiplier", 1.0),
     )
     head_dim = s.size("head_dim", default=s.size("hidden_size") // s.size("num_attention_heads"))
-    # A factor of attention's input is one of queries, keys and values.
+    # The factor of attention's input becomes factors of the queries, keys and values.
     factor = s.number("attention_in_multiplier", 1.0)
     if factor != 1.0:
         s.refuse(attention_bias=False)

@@ -22,7 +22,7 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
         scoring="sigmoid",
         has_correction=True,
     )
-    # Released files give the number of rotated elements instead of their share.
+    # Released files give the number of rotated elements instead of their fraction.
     rotary = rotary_of(s, head_dim, part=s.size("rotary_dim", default=head_dim) / head_dim)
     return plain(s, qk_norm="row", rotary=(rotary,) * num_layers, mixtures=(experts,) * num_layers)
 

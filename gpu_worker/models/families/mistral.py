@@ -11,7 +11,7 @@ from gpu_worker.models.families.family import Family, Names, Settings, plain, wi
 
 def _read_mistral(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config)
-    # A missing setting means 4,096 tokens, null means all.
+    # If the setting is missing, the window is 4,096 tokens; if it is null, there is no window.
     window = config.get("sliding_window", 4096)
     return plain(s, windows=windows_of(s, window, None))
 

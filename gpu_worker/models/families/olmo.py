@@ -23,7 +23,7 @@ def _read_3(config: Mapping[str, Any]) -> DecoderDescription:
         kinds = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in count]
     head_dim = s.size("hidden_size") // s.size("num_attention_heads")
     ropes = s.get("rope_parameters", {})
-    # In older files `rope_scaling` is that of layers without a window.
+    # In older files, `rope_scaling` applies to the layers without a window.
     far = ropes.get("full_attention") or s.get("rope_scaling", {})
     rotary = {
         "full_attention": Rotary(rope_of(s, far), head_dim),

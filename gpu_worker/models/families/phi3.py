@@ -15,7 +15,7 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     rotary = rotary_of(s, head_dim)
     longest = s.size("max_position_embeddings")
     if rotary.settings["rope_type"] == "longrope":
-        # Beyond it all positions use other angles, including those already cached.
+        # Beyond this length all positions use other angles, including those already cached.
         longest = min(longest, int(rotary.settings["original_max_position_embeddings"]))
     return plain(
         s,

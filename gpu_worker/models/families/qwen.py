@@ -1,4 +1,4 @@
-"""Qwen 2 and 3, dense and as mixtures, and Qwen 3 Next and 3.5, with gated delta nets in most layers."""
+"""Qwen 2 and 3, dense and with mixtures of experts; Qwen 3 Next and 3.5, with gated delta nets in most layers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _read_next(config: Mapping[str, Any]) -> DecoderDescription:
         )
     return plain(
         s,
-        # Mixtures of Qwen 3.5 have no other feed-forward layers.
+        # Qwen 3.5 models with mixtures of experts have no other feed-forward layers.
         intermediate_size=s.get("intermediate_size") or s.size("moe_intermediate_size"),
         qk_norm="head",
         norm_offset=1.0,

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with layers that have no rotary embedding."""
+"""SmolLM3: Llama with some layers that have no rotary embedding."""
 
 from __future__ import annotations
 
