@@ -1,4 +1,4 @@
-"""Loads a model: chooses device, number types and kernels, and reads the weights."""
+"""Loads a model: chooses the device, data types and kernels, and reads the weights."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _KV_DTYPES = {
 }
 # Architectures whose outputs are not the logits of the next token.
 _OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
-# Least compute capability with float8 (Ada, Hopper).
+# Minimum compute capability for float8 (Ada, Hopper).
 _FLOAT8_CAPABILITY = (8, 9)
-# Least one whose products of float8 take a scale for each row (Hopper).
+# Minimum compute capability for float8 products with a scale per row (Hopper).
 _FLOAT8_ROWS_CAPABILITY = (9, 0)
 
 
@@ -50,14 +50,14 @@ class LoadedModel:
     """A loaded model, ready to run.
 
     Attributes:
-        dtype: Compute type.
-        kv_dtype: Type of cached keys and values.
-        can_record: Whether its steps can be recorded as CUDA graphs; None: to be tried.
+        dtype: Data type of computation.
+        kv_dtype: Data type of cached keys and values.
+        can_record: Whether its steps can be recorded as CUDA graphs; None if this has to be tried.
         takes_host_inputs: Whether the decoder reads a step's inputs on the host, as the CPU kernels do.
         takes_lora: Whether its linear layers support LoRA adapters.
-        divided: The part held here; None: the whole model.
-        adapter_bytes: Memory for LoRA adapters on the device.
-        threads: Threads of the CPU kernels, which sample; None: PyTorch does.
+        divided: The shard that this rank holds; None for the whole model.
+        adapter_bytes: Size in bytes of the memory for LoRA adapters on the device.
+        threads: Threads of the CPU kernels for sampling; None if PyTorch samples.
     """
 
     description: DecoderDescription
@@ -79,7 +79,7 @@ class LoadedModel:
 
     @property
     def part(self) -> DecoderDescription:
-        """Description of that part as if it were a separate model."""
+        """Description of this rank's part as if it were a separate model."""
         return self.description if self.divided is None else self.divided.part
 
 
@@ -95,7 +95,7 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
         ConfigError: The device is missing, or the folder is corrupt.
         UnsupportedError: The model or a setting is not supported.
     """
-    # Imported here because these need the weight file readers, which a model created elsewhere does not.
+    # Imported here because these need the readers of weight files, which a model created elsewhere does not need.
     from gpu_worker.models.native import CpuDecoder
     from gpu_worker.models.weights.decoder_weights import DecoderWeights
     from gpu_worker.models.weights.quantized import refuse_quantized
@@ -146,8 +146,8 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     else:
         threads = decoder.threads
     logger.info("loaded %s on %s with %s in %.1f s", folder.name, device, kind, time.perf_counter() - started)
-    # Attention over latent vectors or with sink tokens, and recurrences, are PyTorch's own operations, which read sizes
-    # back from the device.
+    # Attention over latent vectors or with sink tokens, and recurrences, use PyTorch operations that read sizes back
+    # from the device.
     can_record = not (description.latent or description.num_sink_tokens or description.state_size)
     whole: Decoder = decoder if links is None else as_stage(decoder, description, links, dtype)
     divided = None if links is None else shard
@@ -172,7 +172,9 @@ def _refuse_other_heads(folder: ModelFolder) -> None:
 
 
 def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescription | None:
-    """Return the description for native execution, or None if the model is to use the transformers implementation."""
+    """Return the description of a model that runs natively, or None if the model is to use the transformers
+    implementation.
+    """
     if config.implementation == "transformers":
         return None
     try:
@@ -199,7 +201,8 @@ def _load_from_transformers(
     _choose_attention(config, decoder.description, dtype, kv_dtype, device)
     kind, took = kernels.describe(device), time.perf_counter() - started
     logger.info("loaded %s (transformers implementation) on %s with %s in %.1f s", folder.name, device, kind, took)
-    # Whether transformers' code reads anything back from the device depends on the model and on its version.
+    # Whether the transformers implementation reads anything back from the device depends on the model and on its
+    # version.
     can_record = False if config.sink_token_length else None
     return LoadedModel(
         decoder.description,
@@ -219,7 +222,7 @@ def _choose_attention(
     """Choose the kernels of attention for this rank's part of a model on a GPU.
 
     Raises:
-        ConfigError: The requested ones cannot be used.
+        ConfigError: The requested kernels cannot be used.
     """
     if device.type != "cuda":
         if config.attention not in ("auto", "triton"):
@@ -245,10 +248,10 @@ def _check_activations(config: WorkerConfig, device: torch.device) -> None:
 
 
 def _kv_dtype(config: WorkerConfig, device: torch.device, default: torch.dtype) -> torch.dtype:
-    """Return the number type of keys and values for a model that does not run on the CPU kernels.
+    """Return the data type of keys and values for a model that does not run on the CPU kernels.
 
     Raises:
-        UnsupportedError: The device does not take the type that the settings name.
+        UnsupportedError: The device does not support the type in the settings.
     """
     dtype = _KV_DTYPES.get(config.kv, default)
     if device.type != "cuda":
@@ -268,7 +271,7 @@ def num_threads(config: WorkerConfig) -> int:
 
 
 def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: Ranks) -> Library | None:
-    """Return the CPU kernels, or None if PyTorch's operations are used instead."""
+    """Return the CPU kernels, or None if PyTorch's operations are to be used instead."""
     if config.kernels == "torch":
         return None
     from gpu_worker.models.native import dims_of, what_is_missing
@@ -288,16 +291,16 @@ def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: R
 
 
 def _sampling_threads(config: WorkerConfig, device: torch.device) -> ThreadPool | None:
-    """Return threads of the CPU kernels for a model that does not run on them itself; None on a GPU."""
+    """Return the threads of the CPU kernels for a model that does not itself run on these kernels; None on a GPU."""
     library = None if device.type != "cpu" or config.kernels == "torch" else load_library()
     return None if library is None else ThreadPool(library, num_threads(config))
 
 
 def use_device(config: WorkerConfig, ranks: Ranks = ALONE) -> torch.device:
-    """Return the device that a rank computes on, after making it the current CUDA device of this thread.
+    """Return the device on which a rank computes, after making it the current CUDA device of this thread.
 
-    Call it before anything else that touches CUDA: streams, graphs, Triton's launches and pinned memory go to the
-    current device, and a context on another GPU would take hundreds of megabytes there.
+    Call this before anything else that uses CUDA: streams, graphs, Triton's launches and pinned memory use the current
+    device, and a context on another GPU would take hundreds of megabytes there.
 
     Raises:
         ConfigError: The machine has no such device.

@@ -1,4 +1,4 @@
-"""The decoder on the CPU kernels: one call runs all layers with packed weights."""
+"""The decoder that uses the CPU kernels: one call runs all layers with packed weights."""
 
 from __future__ import annotations
 
@@ -77,15 +77,15 @@ class CpuDecoder:
         activations: str = "auto",
         shard: Shard | None = None,
     ) -> None:
-        """Load and pack the weights, showing the progress.
+        """Load and pack the weights, reporting the progress.
 
         Args:
             description: Description of the model.
             weights: Its weights.
             library: The kernels.
-            num_threads: Compute threads, the caller's among them.
-            activations: Number type of quantized layers' inputs: f32, int16 (auto) or int8.
-            shard: The part of the model, with whole layers; None: all of it.
+            num_threads: Number of compute threads, including the caller's.
+            activations: Data type of the inputs of quantized layers: f32, int16 (auto) or int8.
+            shard: The part of the model to hold, which consists of whole layers; None means all of it.
         """
         self._shard = shard or whole_shard(description)
         self._description = description = self._shard.part
@@ -128,7 +128,7 @@ class CpuDecoder:
         return PackedLora(dims_of(self._description), layers)
 
     def use_cache(self, kv: KvCache) -> None:
-        """Use this cache from now on; its blocks have the kernels' layout."""
+        """Use this cache from now on; its blocks have the layout of the kernels."""
         heads, dim = self._description.num_kv_heads, stored_head_dim(self._description.head_dim, kv.keys.dtype)
         layers = [
             DecoderLayer(
@@ -164,7 +164,7 @@ class CpuDecoder:
         return self.logits(hidden if len(inputs.sampled) == len(hidden) else hidden[inputs.sampled])
 
     def choose(self, inputs: ForwardInputs, draws: Draws | None = None) -> tuple[Tensor, Tensor] | None:
-        """Run a whole step in one call of the kernels; return None if the step needs more than that."""
+        """Run a whole step in one call of the kernels; return None if the step needs other processing as well."""
         if self._table is None or inputs.virtual is not None or not len(inputs.sampled):
             return None
         assert self._native is not None
@@ -279,7 +279,8 @@ class CpuDecoder:
         first = parts[0]
         weight_format, input_format = _FORMATS[first.format], self._input_format
         sources = [part.source for part in parts]
-        # Products of 16-bit integers take half the time of floats; tiles (AMX) are faster still, and exact.
+        # Products of 16-bit integers take half the time of float products; with AMX tiles they are even faster, and
+        # exact.
         if weight_format == WeightFormat.BF16 and input_format != InputFormat.F32 and self._library.isa != "amx":
             weight_format, input_format = WeightFormat.INT16, InputFormat.INT16
             sources = [source.bfloat16() for source in sources]
@@ -296,7 +297,9 @@ class CpuDecoder:
 
 
 def _alike(experts: list[FeedForwardWeights]) -> list[FeedForwardWeights]:
-    """Convert experts to a common format and input order, as grouped products require, or else to floats."""
+    """Convert experts to a common format and input order, as grouped products require, or to floats if there is
+    none.
+    """
 
     layers = [linear.weight for expert in experts for linear in (expert.gate_up, expert.down)]
     is_plain = all(weight.input_order is None and not weight.parts for weight in layers)
@@ -328,7 +331,7 @@ def _by_sequence(inputs: ForwardInputs) -> list[PackedLora | None] | None:
 
 
 def what_is_missing(description: DecoderDescription) -> str | None:
-    """Return which component of a decoder the kernels do not support; None if they support all of them."""
+    """Return the first component of a decoder that the kernels do not support; None if they support all of them."""
     d = description
     if d.latent is not None:
         return "it has latent attention"
@@ -343,7 +346,7 @@ def what_is_missing(description: DecoderDescription) -> str | None:
     if d.has_mlp_bias and d.activation == "silu":
         return "its feed-forward layers have biases"
     if len({(rotary.dim, rotary.is_interleaved) for rotary in d.rotary if rotary is not None}) > 1:
-        return "its layers rotate different parts of heads"
+        return "its layers have rotary embeddings of different dimension or layout"
     return None
 
 

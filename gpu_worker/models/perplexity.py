@@ -22,14 +22,14 @@ _BLOCK = 16
 
 
 def open_decoder(folder: ModelFolder, settings: dict[str, Any]) -> Decoder:
-    """Return a decoder on the CPU with the worker's settings, and with a cache for one window."""
+    """Return a decoder on the CPU with the worker's settings and a cache for one window."""
     model = load_model(WorkerConfig(model=str(folder.path), device="cpu", **settings), folder)
     model.decoder.use_cache(KvCache(model.description, WINDOW // _BLOCK, _BLOCK, model.kv_dtype, model.device))
     return model.decoder
 
 
 def logits_of(decoder: Decoder, token_ids: Tensor) -> Tensor:
-    """Return the logits [W, vocab] of all positions in a window [W]."""
+    """Return the logits [W, vocab] of all positions of a window [W]."""
     count = len(token_ids)
     positions = torch.arange(count, dtype=torch.int32)
     table = torch.arange(WINDOW // _BLOCK, dtype=torch.int32)[None]
@@ -45,7 +45,7 @@ def default_text() -> str:
 
 
 def windows(folder: ModelFolder, texts: list[str]) -> Iterator[Tensor]:
-    """Yield all complete windows of the texts' tokens."""
+    """Yield all full windows of the texts' tokens."""
     tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
     for text in texts:
         ids = torch.tensor(tokenizer.encode(text).ids, dtype=torch.int32)

@@ -1,16 +1,16 @@
 """Runs any causal language model of transformers with attention over the paged cache.
 
-One pass: transformers' own code runs over the flattened tokens of a step as if they were one sequence, each with its
-own position. Its attention interface calls this module instead: the layer's keys and values are written to the pool,
-and each query attends to its own sequence through the block tables. Everything else in such a model is computed per
-token, so tokens of other sequences in the batch do not matter.
+In a pass, transformers' own code runs over the flattened tokens of a step as if they were one sequence, each with its
+own position. For attention, it calls this module through its attention interface: the layer's keys and values are
+written to the pool, and each query attends to its own sequence through the block tables. Everything else in such a
+model is computed per token, so tokens of other sequences in the batch have no effect.
 
 A first pass over two tokens reveals the layers' settings: heads, scale, window and soft cap. The window is read from
 the mask that transformers creates for the layer, because some models pass nothing else to their attention. This pass
-rejects models that would be wrong over a paged cache: those with attention outside that interface, state other than
-keys and values, or masks and biases of their own. Further passes, over different tokens that each see themselves alone,
-show whether anything else carries from one token to another, such as a convolution or a recurrent state beside the
-attention or before it.
+rejects models that would give wrong results over a paged cache: those with attention outside that interface, with state
+other than keys and values, or with masks and biases of their own. Further passes over different tokens, in which each
+token attends only to itself, show whether anything else passes information between tokens, such as a convolution or a
+recurrent state next to or before attention.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import ModelFolder
 
 _INTERFACE, _FIRST_LOOK = "midstream", "midstream_first_look"
-# Arguments that some models pass to attention and that have no effect on it.
+# Arguments that some models pass to attention but that have no effect on it.
 _NEEDLESS = {"position_ids", "cache_position", "cos", "sin"}
 _ALIBI = {"bloom", "mpt"}
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -47,7 +47,7 @@ _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One attention layer: its index, and the settings that it passes in every call."""
+    """An attention layer: its index, and the settings that it passes in every call."""
 
     index: int
     num_heads: int
@@ -72,14 +72,14 @@ _current: ContextVar[_Pass] = ContextVar("pass")
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention function given to transformers: query [1, Hq, M, D], key and value [1, Hk, M, D] -> [1, M, Hq, Dv]."""
+    """Attention function for transformers: query [1, Hq, M, D], key and value [1, Hk, M, D] -> [1, M, Hq, Dv]."""
     options["attention_mask"] = attention_mask
     q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
     return _current.get()(module, q, k, v, options)[None], None
 
 
 def _mask(q_length: int, kv_length: int, mask_function: _MaskFunction, **_: Any) -> Tensor:
-    """Mask function given to transformers in the first pass: returns a tensor of the mask's shape that carries the
+    """Mask function for transformers in the first pass: return a tensor of the mask's shape that carries the
     function.
     """
     look = _current.get()
@@ -87,7 +87,7 @@ def _mask(q_length: int, kv_length: int, mask_function: _MaskFunction, **_: Any)
     return look.note_mask(torch.zeros(1, 1, q_length, kv_length), mask_function)
 
 
-# Later passes need no mask, so no mask function is registered for them.
+# Later passes need no mask, so no mask function is registered for their implementation.
 ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, _attention)
 ALL_ATTENTION_FUNCTIONS.register(_FIRST_LOOK, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_FIRST_LOOK, _mask)
@@ -119,7 +119,7 @@ class _FirstLook:
         window = num_seen[last] if num_seen[last] <= last else None
         if any(count != min(place + 1, window or place + 1) for place, count in num_seen.items()):
             raise UnsupportedError(
-                f"the attention of {self._config.model_type!r} is not within a window", field="model"
+                f"the attention of {self._config.model_type!r} is not attention within a window", field="model"
             )
         self._masks.append((mask, window))
         return mask
@@ -149,7 +149,7 @@ class _FirstLook:
         return any(value is mask for mask, _ in self._masks)
 
     def _window(self, index: int, options: Mapping[str, Any]) -> int | None:
-        """Return the window given by the layer's mask, or else by its arguments or the configuration."""
+        """Return the window given by the layer's mask or, if it has none, by its arguments or the configuration."""
         for mask, window in self._masks:
             if options["attention_mask"] is mask:
                 return window
@@ -203,7 +203,7 @@ class TransformersDecoder:
     """A causal language model that uses the transformers implementation.
 
     Attributes:
-        description: Description of the model; settings of native models only are empty.
+        description: Description of the model; fields that only native models use are empty.
     """
 
     def __init__(
@@ -219,14 +219,14 @@ class TransformersDecoder:
 
         Args:
             folder: The model's folder.
-            dtype: Compute type.
-            device: Compute device.
+            dtype: Data type of computation.
+            device: Device of computation.
             weights: How matrices are stored: auto (as `dtype`), f32, bf16 (rounded) or int8.
-            max_attention_window: Upper limit of the tokens that a layer attends to; 0: the model's own.
-            sink_token_length: First tokens that layers attend to in addition to their window.
+            max_attention_window: Upper limit of the tokens that a layer attends to; 0 means the model's own limit.
+            sink_token_length: Number of first tokens that layers attend to in addition to their window.
 
         Raises:
-            ConfigError: Weights are missing or of another shape.
+            ConfigError: Weights are missing or have another shape.
             UnsupportedError: The model cannot run this way; the message says why.
         """
         self._model = _load(folder, dtype)
@@ -241,7 +241,7 @@ class TransformersDecoder:
         self.description = replace(described, num_sink_tokens=sink_token_length)
 
     def place_adapter(self, adapter: Adapter) -> object:
-        """Raise UnsupportedError; adapters are already rejected when they are read."""
+        """Raise UnsupportedError; in fact, adapters are rejected when they are read."""
         raise UnsupportedError(NO_LORA, field="lora")
 
     def use_cache(self, kv: KvCache) -> None:
@@ -249,7 +249,7 @@ class TransformersDecoder:
         self._kv = kv
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Write keys and values of all tokens, and return float32 logits [S, vocab_size] of the sampled ones."""
+        """Write the keys and values of all tokens; return float32 logits [S, vocab_size] of the sampled tokens."""
         assert self._kv is not None
         options: dict[str, Any] = {}
         if inputs.virtual is None:
@@ -259,7 +259,7 @@ class TransformersDecoder:
             embedded[inputs.virtual.places.to(self._device)] = inputs.virtual.values.to(embedded)
             options["inputs_embeds"] = embedded[None]
             if (layer_inputs := getattr(self._model.base_model, "get_per_layer_inputs", None)) is not None:
-                # Gemma 3n's second embedding table is read by token ids.
+                # Gemma 3n's second embedding table is indexed by token ids.
                 options["per_layer_inputs"] = layer_inputs(inputs.token_ids.long()[None])
         sampled = inputs.sampled.long()
         is_whole = probe is not None or not self._takes_places
@@ -273,14 +273,14 @@ class TransformersDecoder:
         if probe is not None:
             for layer in probe.layers:
                 states = answer.hidden_states[layer]
-                if states.dim() == 4:  # Gemma 3n predicts several states and goes on with one of them
+                if states.dim() == 4:  # Gemma 3n predicts several states and continues with one of them
                     states = states[self._model.config.get_text_config().altup_active_idx]
                 probe.keep(layer, states[0])
             probe.last = logits
         return (logits[sampled] if is_whole else logits).float()
 
     def logits(self, last: Tensor) -> Tensor:
-        """Return float32 logits; in this class, a pass with a probe keeps the logits themselves."""
+        """Return float32 logits; in this class, `last` already contains the logits."""
         return last.float()
 
     @torch.inference_mode()
@@ -299,15 +299,17 @@ class TransformersDecoder:
         layers = list(look.layers.values())
         if len(layers) != config.num_hidden_layers:
             reason = _own_attention(self._model.config) or (
-                f"{len(layers)} of {config.num_hidden_layers} layers of {config.model_type!r} compute their attention "
-                "through transformers' interface"
+                f"only {len(layers)} of {config.num_hidden_layers} layers of {config.model_type!r} use transformers' "
+                "attention interface"
             )
             raise UnsupportedError(reason, field="model")
         if (
             len({(layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1
             or layers[0].value_dim > layers[0].head_dim
         ):
-            raise UnsupportedError(f"the layers of {config.model_type!r} have different heads", field="model")
+            raise UnsupportedError(
+                f"the layers of {config.model_type!r} have heads of different sizes or numbers", field="model"
+            )
         return look.layers
 
     @torch.inference_mode()
@@ -324,7 +326,7 @@ class TransformersDecoder:
             return found
 
         base, other_first, other_second = logits(5, 9), logits(7, 9), logits(5, 11)
-        # Experts' products over other rows may round differently.
+        # The experts' products may round differently over other rows.
         limit = torch.finfo(self._model.dtype).eps ** 0.5 * float(base.abs().max())
         for place, changed in ((1, other_first), (0, other_second)):
             if not float((changed[place] - base[place]).abs().max()) <= limit:
@@ -390,13 +392,15 @@ def _own_attention(config: Any) -> str:
 
 
 def _replace_linears(model: nn.Module, weights: str) -> None:
-    """Make linear layers compute like the native ones: batch-invariant on a CPU, and with int8 weights if requested."""
+    """Replace linear layers by ones that compute like the native layers: batch-invariant on a CPU, and with int8
+    weights if requested.
+    """
     for module in list(model.modules()):
         child: Any
         for name, child in module.named_children():
             if type(child) is nn.Linear:
                 setattr(module, name, LinearModule(child.weight, child.bias, weights))
-            elif type(child) is Conv1D:  # GPT-2's linear layer, whose weight is transposed
+            elif type(child) is Conv1D:  # GPT-2's linear layer, whose weight is stored transposed
                 setattr(module, name, LinearModule(child.weight.detach().t().contiguous(), child.bias, weights))
 
 
@@ -421,10 +425,10 @@ def _describe(config: Any, folder: ModelFolder, layers: list[_Layer]) -> Decoder
 
 
 def _max_sequence_length(config: Any) -> int:
-    """Return the maximum sequence length for which rotary embedding does not depend on other tokens in the batch."""
+    """Return the maximum sequence length up to which rotary embedding does not depend on other tokens in the batch."""
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and original:
-        # Beyond this, transformers uses different angles for the whole batch.
+        # Beyond this length, transformers uses different angles for the whole batch.
         return min(int(original), int(config.max_position_embeddings))
     return int(config.max_position_embeddings)

@@ -20,8 +20,8 @@ class PagedTokens:
 
     Attributes:
         keys, values: [num_blocks, tokens_per_block, num_kv_heads, head_dim].
-        scales: Of quantized keys and values.
-        slot_mapping, block_tables, query_starts, context_lens: As in `ForwardInputs`.
+        scales: Scales of quantized keys and values.
+        slot_mapping, block_tables, query_starts, context_lens: The same as in `ForwardInputs`.
         window, chunk, max_queries: Limits of attention, as in `kernels.paged_attention`.
     """
 
@@ -141,7 +141,7 @@ class Attention:
     def _store(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: PagedTokens, angles: Angles | None, query_scale: Tensor | None
     ) -> Tensor:
-        """Return the queries to attend with; store keys and values. All inputs are split into heads."""
+        """Store keys and values, and return the queries to attend with. All inputs are split into heads."""
         d, norms = self.description, (None, None) if self.description.qk_norm == "row" else (self.q_norm, self.k_norm)
         if angles is not None and self.unit is None:
             return tokens.rotate_and_store(q, k, v, angles, norms, d.norm_eps)
@@ -158,7 +158,7 @@ class Attention:
 
 
 def _row_norm(x: Tensor, weight: Tensor, eps: float, whole_size: int, ranks: TensorRanks) -> Tensor:
-    """Normalize rows; x [M, K] is this rank's slice of them. weight [K]."""
+    """Normalize rows, given this rank's slice x [M, K] of their columns and the weight [K]."""
     if x.shape[1] == whole_size:
         return kernels.rms_norm(x, weight, eps)
     squares = ranks.sum(x.float().square().sum(dim=-1, keepdim=True))
@@ -170,8 +170,8 @@ class LatentAttention:
     """Multi-head latent attention: queries are projected into the latent space, and outputs are projected out of it.
 
     Attributes:
-        q_down, q_norm: First factor of a low-rank query projection; None: `q_up` is the full projection.
-        q_up: [num_heads * query_dim, its inputs].
+        q_down, q_norm: First factor of a low-rank query projection and its norm; None if `q_up` is the full projection.
+        q_up: [num_heads * query_dim, number of inputs].
         kv_down: [kv_rank + rope_dim, hidden_size].
         kv_norm: [kv_rank].
         to_latent: [num_heads, kv_rank, nope_dim].
@@ -197,7 +197,7 @@ class LatentAttention:
         ranks: TensorRanks,
         add_lora: AddLora | None,
     ) -> Tensor:
-        """x [M, hidden_size] -> [M, hidden_size]."""
+        """Compute x [M, hidden_size] -> [M, hidden_size]."""
         d, latent, num_tokens = self.description, self.description.latent, x.shape[0]
         assert latent is not None
         inner = x
@@ -213,7 +213,7 @@ class LatentAttention:
         if angles is not None:
             turned, key = angles.turn(turned, key)
         cached = torch.cat((compressed[:, None], key), dim=-1)
-        # The values are the leading numbers of the keys, so there is nothing else to store.
+        # The values are the first `kv_rank` elements of the keys, so nothing else needs to be stored.
         kernels.store_kv(cached, cached, tokens.keys, tokens.keys, tokens.slot_mapping)
         q = torch.cat((kernels.head_linear(plain, self.to_latent), turned), dim=-1)
         attended = tokens.attend(d, q, tokens.keys[..., : latent.kv_rank], None)

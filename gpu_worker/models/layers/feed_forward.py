@@ -15,7 +15,7 @@ from kernels import Activation
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """Two matrix products with an activation between them; without a gate, gate_up is only the first matrix.
+    """Two matrix products with an activation between them; without a gate, gate_up is just the first matrix.
 
     Attributes:
         gate_scale, output_scale: Factors of the gates before the activation, and of the output.
@@ -29,7 +29,7 @@ class FeedForward:
     output_scale: float = 1.0
 
     def __call__(self, x: Tensor, add_lora: AddLora | None = None) -> Tensor:
-        """x [M, hidden_size] -> [M, hidden_size]."""
+        """Compute x [M, hidden_size] -> [M, hidden_size]."""
         inner = self._inner(x, add_lora)
         out = self.down(inner)
         if add_lora is not None:
@@ -55,8 +55,8 @@ class FeedForward:
 
 
 class Experts:
-    """The experts of one layer. Each row is processed by those chosen for it. Float weights on a GPU are stacked, so
-    that one launch computes all experts without reading anything back from the device.
+    """The experts of one layer. Each row is processed by the experts that were chosen for it. Float weights on a GPU
+    are stacked, so that one launch computes all experts without reading anything back from the device.
     """
 
     def __init__(self, experts: list[FeedForward]) -> None:
@@ -66,7 +66,7 @@ class Experts:
         if kernels.can_group(first.weight) and first.scale is None:
             self._stacks = _stack([e.gate_up for e in experts]), _stack([e.down for e in experts])
             for i, expert in enumerate(experts):
-                # Views, to avoid a copy.
+                # Use views to avoid a copy.
                 views = (
                     Linear(stack.weight[i], None if stack.bias is None else stack.bias[i]) for stack in self._stacks
                 )
@@ -79,7 +79,7 @@ class Experts:
             x: [M, hidden_size].
             chosen: int64 [M, num_active].
             weights: Float32 [M, num_active].
-            weighs_input: Whether a weight multiplies its expert's input, not the output.
+            weighs_input: Whether a weight multiplies its expert's input instead of the output.
         """
         num_active = chosen.shape[1]
         if weighs_input:
@@ -98,7 +98,7 @@ class Experts:
                 rows = torch.nonzero(flat == number).flatten()
                 if len(rows):
                     out[rows] = expert(x[rows // num_repeats])
-        # Added one by one, so that the summation order does not depend on the number of rows.
+        # Add them one by one, so that the summation order does not depend on the number of rows.
         parts = out.view(*chosen.shape, -1).float()
         total = torch.zeros_like(parts[:, 0])
         for place in range(num_active):
@@ -122,10 +122,10 @@ class MixtureLayer:
     """A mixture of experts.
 
     Attributes:
-        router: Float32, computed in float32.
+        router: Float32 router, computed in float32.
         correction: Float32 [num_experts], added to the scores when choosing experts.
         shared: The shared expert, applied to every row.
-        shared_gate: [1, hidden_size], its sigmoid scales the shared expert's output.
+        shared_gate: [1, hidden_size]; the sigmoid of its output scales the shared expert's output.
     """
 
     description: Mixture
@@ -136,7 +136,7 @@ class MixtureLayer:
     shared_gate: Linear | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [M, hidden_size] -> [M, hidden_size]."""
+        """Compute x [M, hidden_size] -> [M, hidden_size]."""
         d = self.description
         chosen, weights = choose_experts(self.router(x.float()), d, self.correction)
         out = self.experts(x, chosen, weights, weighs_input=d.weighs_input)
@@ -151,12 +151,12 @@ class MixtureLayer:
 def choose_experts(logits: Tensor, d: Mixture, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the experts that the router chooses, int64 [M, num_active], and their float32 weights.
 
-    Scores are computed in float64, where vector and scalar functions give the same float32.
+    Scores are computed in float64, so that vector and scalar functions yield the same float32 numbers.
 
     Args:
         logits: Float32 [M, num_experts].
         d: Description of the router.
-        correction: Float32 [num_experts], added to the scores only for the choice.
+        correction: Float32 [num_experts], added to the scores only to choose the experts.
     """
     wide = logits.double()
     if d.scoring == "softmax":

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import kernels
 from kernels import Activation, BlockWeight
 
-# Adds the product of LoRA adapters for a module's input to an output: (module, input, output).
+# Adds the outputs of LoRA adapters for a module, given the module's input, to its output: (module, input, output).
 AddLora = Callable[[str, Tensor, Tensor], None]
 
 
@@ -20,10 +20,10 @@ class Linear:
     """y = x W^T + b.
 
     Attributes:
-        weight: [N, K]: floats of x's type, or int8.
+        weight: [N, K], floats of x's type or int8.
         bias: [N].
-        scale: Float32 [N], scale of each int8 row.
-        parts: Replaces weight; together they have its rows: blocks, and the columns of x that they multiply.
+        scale: Float32 [N], the scale of each int8 row.
+        parts: Replaces weight if set; parts that together have its rows, as blocks and the order of the columns of x.
     """
 
     weight: Tensor
@@ -32,7 +32,7 @@ class Linear:
     parts: tuple[tuple[BlockWeight, Tensor | None], ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [M, K] -> [M, N]."""
+        """Compute x [M, K] -> [M, N]."""
         if len(self.parts) == 1:
             return self._whole(x)
         if self.parts:
@@ -44,7 +44,7 @@ class Linear:
         return kernels.linear(x, self.weight, self.bias)
 
     def gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """Return `kernels.activate` of the output, in which gates come first: x [M, K] -> [M, N / 2]."""
+        """Return `kernels.activate` of the output, in which the gates come first: x [M, K] -> [M, N / 2]."""
         if len(self.parts) == 1:
             return self._whole(x, activation)
         if self.parts:
@@ -58,7 +58,7 @@ class Linear:
 
 
 def with_lora(linear: Linear, x: Tensor, module: str, add_lora: AddLora | None) -> Tensor:
-    """Return linear(x) plus the contributions of adapters to this module: x [M, K] -> [M, N]."""
+    """Return linear(x) plus the outputs of adapters for this module: x [M, K] -> [M, N]."""
     out = linear(x)
     if add_lora is not None:
         add_lora(module, x, out)
@@ -66,7 +66,7 @@ def with_lora(linear: Linear, x: Tensor, module: str, add_lora: AddLora | None) 
 
 
 def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize floats per row; return int8 [N, K] and float32 scales [N]."""
+    """Quantize floats by row; return int8 [N, K] and float32 scales [N]."""
     values = weight.float()
     scale = values.abs().amax(dim=1) / 127
     inverse = torch.where(scale > 0, 1 / scale, 0)
@@ -74,10 +74,10 @@ def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LinearModule(nn.Module):
-    """Replaces a transformers module and uses its weights."""
+    """Replaces a linear module of transformers, and uses its weights."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, weights: str) -> None:
-        """Store a weight [N, K] as set by `weights`: auto and f32 unchanged, bf16 rounded to bfloat16, int8
+        """Store a weight [N, K] as specified by `weights`: auto and f32 unchanged, bf16 rounded to bfloat16, int8
         quantized.
         """
         super().__init__()
@@ -90,7 +90,7 @@ class LinearModule(nn.Module):
             self.weight, self.scale = _constant(units), _constant(scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]."""
+        """Compute x [..., K] -> [..., N]."""
         out = Linear(self.weight, self.bias, self.scale)(x.reshape(-1, self.in_features))
         return out.view(*x.shape[:-1], self.out_features)
 

@@ -2,7 +2,7 @@
 
 Each KV block has space for one state per such layer. A sequence's current state is in the block of its last token, so a
 full block holds the state after its last token, and the first token of a block starts from the state of the previous
-block. Finding, copying or dropping a block does the same with its state.
+block. A state is found, copied and dropped together with its block.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Pieces:
     Attributes:
         tokens: int64 [n, T], positions in the step's flattened tokens.
         sources: int64 [n], the block with the initial state; any value if `is_first`.
-        targets: int64 [n], the block for the final state.
-        is_first: bool [n], whether there are no tokens before.
+        targets: int64 [n], the block that receives the final state.
+        is_first: bool [n], whether the sequence has no earlier tokens.
     """
 
     tokens: Tensor
@@ -41,17 +41,17 @@ def pieces_of(
 ) -> list[Pieces]:
     """Split a step's tokens at block boundaries, ordered so that each state is written before it is read.
 
-    A sequence may begin at the end of a block that another one computes in the same step.
+    A sequence may start at the end of a block that another sequence computes in the same step.
 
     Args:
-        query_starts: As in `ForwardInputs`, like the other two.
-        context_lens: Positions of each sequence so far.
-        block_tables: Blocks of each sequence.
-        tokens_per_block: Tokens in a block.
-        device: Where the states are.
+        query_starts: As in `ForwardInputs`.
+        context_lens: Number of positions of each sequence so far, as in `ForwardInputs`.
+        block_tables: Blocks of each sequence, as in `ForwardInputs`.
+        tokens_per_block: Number of tokens in a block.
+        device: Device of the states.
     """
     starts, lengths, tables = query_starts.tolist(), context_lens.tolist(), block_tables.tolist()
-    # (number of the block in its table, first token, number of tokens, source, target, whether it is the first)
+    # (index of the block in its table, first token, number of tokens, source, target, whether the piece is the first)
     pieces: list[tuple[int, int, int, int, int, bool]] = []
     for i, length in enumerate(lengths):
         token = starts[i]
@@ -64,7 +64,7 @@ def pieces_of(
             token, position = token + size, position + size
     turns: dict[int, int] = {}
     groups: dict[tuple[int, int], list[tuple[int, int, int, bool]]] = defaultdict(list)
-    # Sorting by block number puts each piece after those that it continues, whichever table they are in.
+    # Sorting by block index puts each piece after those that it continues, even if they are in other tables.
     for _, token, size, source, target, is_first in sorted(pieces):
         turn = 0 if is_first else turns.get(source, -1) + 1
         turns[target] = turn
@@ -100,7 +100,7 @@ class DeltaNetLayer:
 
     Attributes:
         joined: Queries, keys, values and gates.
-        rates: What corrections and decays are made of.
+        rates: Inputs of the corrections and of the decays.
         conv: [channels, kernel].
         step_bias, decay_rates: [value_heads]; the latter negative.
         norm: [value_dim].
@@ -117,7 +117,7 @@ class DeltaNetLayer:
     output: Linear
 
     def __call__(self, x: Tensor, states: Tensor, pieces: list[Pieces], add_lora: AddLora | None) -> Tensor:
-        """x [M, hidden_size], states of the layer [num_blocks, state_size] -> [M, hidden_size]."""
+        """Compute x [M, hidden_size], given the layer's states [num_blocks, state_size] -> [M, hidden_size]."""
         d, num_tokens = self.description, len(x)
         each = d.value_heads // d.key_heads
         mixed, gate, beta, step = self._inputs(x, add_lora)
@@ -184,7 +184,7 @@ class MambaLayer:
         conv: [channels, kernel].
         conv_bias: [channels].
         step_bias, decay_rates, skip: [num_heads]; decay_rates are negative.
-        norm: [num_heads * head_dim]; None: there is none.
+        norm: [num_heads * head_dim]; None if there is no norm.
     """
 
     description: Mamba
@@ -199,7 +199,7 @@ class MambaLayer:
     output: Linear
 
     def __call__(self, x: Tensor, states: Tensor, pieces: list[Pieces], add_lora: AddLora | None) -> Tensor:
-        """x [M, hidden_size], states of the layer [num_blocks, state_size] -> [M, hidden_size]."""
+        """Compute x [M, hidden_size], given the layer's states [num_blocks, state_size] -> [M, hidden_size]."""
         d, num_tokens = self.description, len(x)
         size, of_groups = d.num_heads * d.head_dim, d.num_groups * d.state_dim
         joined = with_lora(self.joined, x, "in", add_lora).float()
@@ -239,7 +239,7 @@ class ShortConvLayer:
     """A gated short convolution.
 
     Attributes:
-        joined: What gates the convolution's input, what gates its output, and that input.
+        joined: Gates of the convolution's input, gates of its output, and the input itself.
         conv: [size, kernel].
         conv_bias: [size].
     """
@@ -251,7 +251,7 @@ class ShortConvLayer:
     output: Linear
 
     def __call__(self, x: Tensor, states: Tensor, pieces: list[Pieces], add_lora: AddLora | None) -> Tensor:
-        """x [M, hidden_size], states of the layer [num_blocks, state_size] -> [M, hidden_size]."""
+        """Compute x [M, hidden_size], given the layer's states [num_blocks, state_size] -> [M, hidden_size]."""
         d = self.description
         before_gate, after_gate, inputs = with_lora(self.joined, x, "in", add_lora).float().chunk(3, dim=-1)
         mixed, made = before_gate * inputs, torch.zeros_like(inputs)

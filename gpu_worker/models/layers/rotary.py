@@ -1,4 +1,4 @@
-"""Tables of rotary position embeddings, with all supported scaling methods."""
+"""Tables of rotary position embeddings, for all supported scaling methods."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def rotary_table(
 
     Args:
         rope: `rope_theta`, and `rope_type` with its settings as in config.json.
-        dim: Elements of a head that are rotated.
-        num_positions: Rows of the table.
-        factors: Divides the frequencies, [dim / 2], in place of `rope`'s own scaling (as stored in GGUF files).
+        dim: Number of elements of a head that are rotated.
+        num_positions: Number of rows of the table.
+        factors: Divisors of the frequencies, [dim / 2], which replace `rope`'s own scaling; GGUF files store them.
 
     Raises:
-        UnsupportedError: Another `rope_type`.
+        UnsupportedError: The `rope_type` is not supported.
     """
     kind = rope.get("rope_type", "default")
     if kind not in _SUPPORTED:
@@ -55,7 +55,8 @@ def query_scales(description: DecoderDescription) -> Tensor | None:
     """Return the factors by which layers without rotary embedding scale queries, float32 [positions]; None if they do
     not.
 
-    It is looked up, because the logarithm's last bit depends on an element's place in a tensor.
+    The factors are looked up in a table, because the last bit of a logarithm depends on the element's position in a
+    tensor.
     """
     scale = description.position_scale
     if scale is None:
@@ -65,7 +66,7 @@ def query_scales(description: DecoderDescription) -> Tensor | None:
 
 
 def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Stretch long wavelengths by the factor, keep short ones, and interpolate between them."""
+    """Stretch long wavelengths by the factor, keep short ones, and interpolate for those in between."""
     factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     original = float(rope["original_max_position_embeddings"])
     wavelengths = 2 * math.pi / frequencies
@@ -77,7 +78,7 @@ def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: Mapping[str, Any], head_dim: int, num_positions: int) -> tuple[Tensor, float]:
-    """Interpolate low-frequency dimensions and keep high-frequency ones, with a linear ramp between them."""
+    """Interpolate low-frequency dimensions and keep high-frequency ones, with a linear ramp in between."""
     base = float(rope["rope_theta"])
     original = float(rope.get("original_max_position_embeddings") or num_positions)
     factor = float(rope.get("factor") or num_positions / original)
@@ -109,5 +110,5 @@ def _longrope(frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, flo
 
 
 def yarn_magnitude(factor: float, scale: float) -> float:
-    """Return YaRN's attention factor, by which cosines and sines are scaled."""
+    """Return YaRN's attention factor, by which cosines and sines are multiplied."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

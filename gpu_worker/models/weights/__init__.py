@@ -1,1 +1,1 @@
-"""Read weight files and convert them to the formats that decoders use."""
+"""Reads weight files and converts their tensors to the formats that decoders use."""

@@ -22,7 +22,9 @@ def blocks_per_scale(scale: Tensor, num_columns: int) -> Tensor:
         return scale.expand(-1, num_blocks)
     group, rest = divmod(num_columns, scale.shape[1])
     if rest or group % BLOCK:
-        raise ValueError(f"{scale.shape[1]} scales for {num_columns} columns: group size is not a multiple of {BLOCK}")
+        raise ValueError(
+            f"{scale.shape[1]} scales for {num_columns} columns: the group size must be a multiple of {BLOCK}"
+        )
     return scale.repeat_interleave(group // BLOCK, dim=1)
 
 
@@ -31,7 +33,7 @@ def int4_weight(levels: Tensor, scale: Tensor, zero: Tensor, input_order: Tensor
 
     Args:
         levels: uint8 [N, K], at most 15.
-        scale: [N, groups]; 16-bit floats are kept exactly, of a float32 the first 15 bits of the mantissa.
+        scale: [N, groups]; 16-bit floats are kept exactly, float32 numbers with the first 15 bits of the mantissa.
         zero: Integers [N, groups], 0 to 16.
         input_order: Order of the columns.
     """
@@ -45,7 +47,7 @@ def int4_weight(levels: Tensor, scale: Tensor, zero: Tensor, input_order: Tensor
 
 
 def affine8_weight(levels: Tensor, scale: Tensor, zero: Tensor, input_order: Tensor | None = None) -> Weight:
-    """Return the matrix scale * (levels - zero): levels uint8 [N, K], scale and zero [N, groups]."""
+    """Return the matrix scale * (levels - zero); levels are uint8 [N, K], scale and zero [N, groups]."""
     num_columns = levels.shape[1]
     scales, minimums = scale.float(), -(scale.float() * zero.float())
     fields = torch.stack([blocks_per_scale(values, num_columns) for values in (scales, minimums)], dim=-1)
@@ -54,13 +56,13 @@ def affine8_weight(levels: Tensor, scale: Tensor, zero: Tensor, input_order: Ten
 
 
 def int8_weight(levels: Tensor, scale: Tensor) -> Weight:
-    """Return the matrix scale * levels: levels int8 [N, K], scale [N, 1]."""
+    """Return the matrix scale * levels; levels are int8 [N, K], scale [N, 1]."""
     codes = _blocks(levels.view(torch.uint8)).flatten(1)
     return Weight("int8_rows", torch.cat((codes, _bytes(scale)), dim=1), levels.shape[1])
 
 
 def fp8_weight(levels: Tensor, scale: Tensor) -> Weight:
-    """Return the matrix scale * levels: levels float8_e4m3fn [N, K], scale [N, groups]."""
+    """Return the matrix scale * levels; levels are float8_e4m3fn [N, K], scale [N, groups]."""
     num_columns = levels.shape[1]
     fields = _bytes(blocks_per_scale(scale, num_columns)[..., None])
     rows = torch.cat((fields, _blocks(levels.view(torch.uint8))), dim=-1)
@@ -68,14 +70,16 @@ def fp8_weight(levels: Tensor, scale: Tensor) -> Weight:
 
 
 def mxfp4_weight(codes: Tensor, exponents: Tensor) -> Weight:
-    """Return the matrix for E2M1 codes, uint8 [N, K]; each group of 32 shares an E8M0 exponent byte: [N, K / 32]."""
+    """Return the matrix of E2M1 codes, uint8 [N, K], in which each group of 32 shares an E8M0 exponent byte, [N, K /
+    32].
+    """
     blocks = _blocks(codes)
     rows = torch.cat((exponents[..., None], blocks[..., :16] | blocks[..., 16:] << 4), dim=-1)
     return Weight("mxfp4", rows.flatten(1), codes.shape[1])
 
 
 def _blocks(levels: Tensor) -> Tensor:
-    """Reshape [N, K] to [N, blocks, 32], padded with zeros."""
+    """Reshape [N, K] to [N, blocks, 32], padding with zeros."""
     return torch.unflatten(torch.nn.functional.pad(levels, (0, -levels.shape[1] % BLOCK)), 1, (-1, BLOCK))
 
 

@@ -34,8 +34,8 @@ class DecoderWeights:
 
         Args:
             folder: The model.
-            description: Description read from its configuration.
-            weights: Storage format of matrices: f32, bf16, int8, q4, or auto for the file's own.
+            description: Description of the model, read from its configuration.
+            weights: Storage format of matrices: f32, bf16, int8, q4, or auto for the format of the file.
 
         Raises:
             ConfigError: A file is damaged.
@@ -48,7 +48,7 @@ class DecoderWeights:
         first, embedding = self._names.prefixes[0], self._names.embedding + ".weight"
         candidates = (p for p in self._names.prefixes if self._file.has(p + embedding.removeprefix(first)))
         self._prefix = next(candidates, first)
-        # In a multimodal model the head is stored next to the layers.
+        # In a multimodal model, the head is stored next to the layers.
         is_part = self._file.has("language_model." + self._names.head + ".weight")
         self._head_prefix = "language_model." if is_part else ""
 
@@ -187,7 +187,7 @@ class DecoderWeights:
         if mixture.has_correction:
             correction = self._vector(prefix + names.correction, mixture.num_experts)
         return MixtureWeights(
-            # Kept in the file's format: it is small, and rounding could change which experts are chosen.
+            # The router keeps the file's format: it is small, and rounding could change which experts are chosen.
             router=LinearWeights(self._stored(router, mixture.num_experts, d.hidden_size), bias),
             correction=correction,
             experts=self._experts(prefix, mixture),
@@ -225,8 +225,8 @@ class DecoderWeights:
     ) -> Iterator[tuple[Weight, Tensor | None]]:
         """Yield the matrix and the bias of each expert.
 
-        One tensor has all: [experts, columns, rows] or [experts, rows, columns], or in MXFP4 as gpt-oss stores it:
-        codes [experts, rows, groups, 16], two in a byte, and exponents [experts, rows, groups].
+        One tensor contains all experts: [experts, columns, rows] or [experts, rows, columns]. In gpt-oss's MXFP4 there
+        are codes [experts, rows, groups, 16], two per byte, and exponents [experts, rows, groups].
         """
         biases: list[Tensor | None] = [None] * num_experts
         if self._has(name + "_bias"):
@@ -250,7 +250,7 @@ class DecoderWeights:
         """Return a uint8 tensor after checking its shape."""
         tensor = self._file.tensor(self._in_file(name))
         if tensor.dtype != torch.uint8 or tuple(tensor.shape) != shape:
-            raise ConfigError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not uint8 {shape}", field="model")
+            raise ConfigError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; must be uint8 {shape}", field="model")
         return tensor
 
     def _latent(self, prefix: str) -> LatentWeights:
@@ -271,7 +271,9 @@ class DecoderWeights:
         )
 
     def _linear(self, prefix: str, names: Sequence[str], sizes: Sequence[int], num_columns: int) -> LinearWeights:
-        """Return several projections joined into one linear layer; the file has one tensor for each, or one for all."""
+        """Return several projections joined into one linear layer; the file has one tensor for each of them, or one for
+        all.
+        """
         if len(names) == 1:
             sizes = [sum(sizes)]
         parts = [(prefix + name, size) for name, size in zip(names, sizes, strict=True)]
@@ -289,7 +291,7 @@ class DecoderWeights:
             return self._float_weight(self._vector_of(name + ".weight", (num_columns, num_rows)).t().contiguous())
         weight = self._file.matrix(self._in_file(name + ".weight"))
         if weight.shape != (num_rows, num_columns):
-            raise ConfigError(f"{name}.weight is {weight.shape}, not {(num_rows, num_columns)}", field="model")
+            raise ConfigError(f"{name}.weight is {weight.shape}; must be {(num_rows, num_columns)}", field="model")
         return weight
 
     def _float_weight(self, values: Tensor) -> Weight:

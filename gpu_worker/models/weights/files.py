@@ -1,4 +1,4 @@
-"""Weight files: tensors from safetensors or GGUF files, under Hugging Face's names."""
+"""Weight files: reads tensors from safetensors or GGUF files, under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class WeightFile(Protocol):
         """Return a tensor's shape without reading its data."""
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor of floats with the type it has in the file; bfloat16 if it is stored in blocks."""
+        """Return a tensor of floats with its type in the file; bfloat16 if it is stored in blocks."""
 
 
 class SafetensorsFiles:
@@ -77,7 +77,7 @@ class SafetensorsFiles:
 
         Args:
             paths: The files.
-            scheme: Quantization scheme from config.json; None: not quantized.
+            scheme: Quantization scheme from config.json; None if the files are not quantized.
 
         Raises:
             ConfigError: A file is damaged.
@@ -100,7 +100,7 @@ class SafetensorsFiles:
         """Return a matrix; float16 is converted to float32, which represents it exactly.
 
         Raises:
-            ConfigError: It is missing or damaged.
+            ConfigError: The matrix is missing or damaged.
             UnsupportedError: Its quantization is not supported.
         """
         module = self._module(name)
@@ -125,7 +125,7 @@ class SafetensorsFiles:
         return tuple(self._owners[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor with the type it has in the file."""
+        """Return a tensor with its type in the file."""
         return self._raw(name)
 
     def _module(self, name: str) -> Module:
@@ -145,15 +145,17 @@ class SafetensorsFiles:
 
 
 class GgufFile:
-    """The tensors of one GGUF file; block formats that the kernels support are kept, others are converted to floats."""
+    """The tensors of one GGUF file; block formats that the kernels support are kept, and others are converted to
+    floats.
+    """
 
     def __init__(self, path: Path, permuted_heads: tuple[int, int] | None) -> None:
         """Map the file into memory.
 
         Args:
             path: The file.
-            permuted_heads: Heads and KV heads, if q and k are stored with adjacent rotary pairs (architecture llama)
-                rather than half a head apart.
+            permuted_heads: Numbers of heads and KV heads if the rotary pairs of q and k are stored next to each other
+                (architecture llama) instead of half a head apart.
 
         Raises:
             ConfigError: The file is damaged.
@@ -187,7 +189,7 @@ class GgufFile:
         return values if order is None else values[order]
 
     def names(self) -> list[str]:
-        """Return the names of all tensors; Hugging Face's names where these exist."""
+        """Return the names of all tensors: Hugging Face's names, where these exist."""
         return [_name_of(name) for name in self._tensors]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -195,7 +197,7 @@ class GgufFile:
         return tuple(reversed(self._tensors[_gguf_name(name)].shape))
 
     def tensor(self, name: str) -> Tensor:
-        """Return a vector as float32; a matrix as bfloat16, or as float32 if it is stored as floats."""
+        """Return a vector as float32, and a matrix as bfloat16, or as float32 if it is stored as floats."""
         if len(self.shape(name)) == 1:
             return self.vector(name)
         weight = self.matrix(name)
@@ -206,7 +208,9 @@ class GgufFile:
             return None
         num_heads = self._permuted_heads[0 if ".q_proj." in name else 1]
         if num_rows % (2 * num_heads):
-            raise ConfigError(f"the tensor {name} has {num_rows} rows for {num_heads} heads", field="model")
+            raise ConfigError(
+                f"the tensor {name} has {num_rows} rows; must be a multiple of {2 * num_heads}", field="model"
+            )
         return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
 
     def _get(self, name: str) -> tuple[gguf.GGMLQuantizationType, int, NDArray[np.uint8]]:

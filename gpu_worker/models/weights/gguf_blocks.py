@@ -1,6 +1,6 @@
-"""Converts GGUF's block types to the kernels' block formats, without loss.
+"""Converts GGUF's block types to the kernels' block formats without loss.
 
-The types are defined by ggml (ggml-common.h, ggml-quants.c); the `gguf` package has them in numpy.
+ggml defines the types (ggml-common.h, ggml-quants.c); the `gguf` package implements them in numpy.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _Type = gguf.GGMLQuantizationType
 
 
 def from_gguf(kind: gguf.GGMLQuantizationType, rows: Tensor) -> tuple[WeightFormat, Tensor] | None:
-    """Convert a matrix, given as rows of GGUF blocks (uint8); return format and rows, or None if there is no format for
-    it.
+    """Convert a matrix, given as rows of GGUF blocks (uint8); return its format and rows, or None if there is no format
+    for it.
 
-    Also None if a Q4_0 scale is so large that the corresponding minimum of Q4_1 overflows.
+    The result is also None if a Q4_0 scale is so large that the corresponding minimum of Q4_1 overflows.
     """
     if kind not in _CONVERSIONS:
         return None

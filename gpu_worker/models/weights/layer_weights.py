@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    # It needs the weight file readers, which a model created elsewhere does not.
+    # Imported only for type checks: it needs the readers of weight files, which a model created elsewhere does not
+    # need.
     from gpu_worker.models.weights.weight import Weight
 
 
@@ -58,11 +59,12 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights:
-    """Weights of a recurrent part, which replaces attention or runs beside it. A short convolution has only inputs and
-    conv.
+    """Weights of a recurrent part, which replaces attention or runs in parallel to it. A short convolution has only
+    inputs and conv.
 
     Attributes:
-        inputs: Of a delta net: queries, keys, values and gates; then rates. Else all in one.
+        inputs: Input matrices; for a delta net, one of queries, keys, values and gates, and one of rates; otherwise a
+            single one.
         conv: [channels, kernel].
         conv_bias: [channels].
         step_bias, decay_logs, skip: [heads].

@@ -1,6 +1,6 @@
 """Reads a checkpoint's quantization settings; rejects unsupported methods by name.
 
-Without this check a float8 tensor would be read as plain weights and its scales ignored.
+Without this check, a float8 tensor would be read as plain weights, and its scales would be ignored.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import ModelFolder
 
 _SETTINGS = ("quantization_config", "compression_config")
-# Separate files written by AutoGPTQ, AutoAWQ and ModelOpt, and the method that each implies.
+# Separate settings files written by AutoGPTQ, AutoAWQ and ModelOpt, and the method that each of them implies.
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 # Supported weight types, by their names in the safetensors format.
 _WEIGHT_TYPES = {"F64", "F32", "F16", "BF16"}
-# Types that only quantized weights have. Integer types do not count: masks and positions are stored too.
+# Types that only quantized weights have. Integer types are not among them: masks and positions are stored too.
 _SCALED_TYPES = ("F8", "F6", "F4")
 _PACKED = ("weight", "qweight", "weight_packed", "_blocks")
 _MAX_HEADER_BYTES = 100 << 20
@@ -31,8 +31,8 @@ _FORMATS = (
 
 
 def read_scheme(folder: ModelFolder) -> Scheme | None:
-    """Return how the checkpoint in `folder` is quantized; None: it is not, or it is a GGUF file, which has a type for
-    each tensor.
+    """Return how the checkpoint in `folder` is quantized; None if it is not, or if it is a GGUF file, which has a type
+    for each tensor.
 
     Raises:
         UnsupportedError: The message names the unsupported method or setting.
@@ -56,7 +56,7 @@ def read_scheme(folder: ModelFolder) -> Scheme | None:
 
 
 def refuse_quantized(folder: ModelFolder) -> None:
-    """Raise UnsupportedError if the checkpoint is quantized; used for models with the transformers implementation."""
+    """Raise UnsupportedError if the checkpoint is quantized; for models with the transformers implementation."""
     scheme = read_scheme(folder)
     if scheme is not None:
         _refuse(f"{folder.architecture} does not run natively, so its {scheme.method!r} weights are not supported")
@@ -176,7 +176,7 @@ def _refuse(found: str) -> NoReturn:
 
 
 def _tensor_types(path: Path) -> dict[str, str]:
-    """Return the type of each tensor in a safetensors file, read from its header, since readers do not support every
+    """Return the type of each tensor in a safetensors file; read from its header, since readers do not support every
     type.
     """
     try:

@@ -1,6 +1,6 @@
-"""Read matrices of quantized checkpoints: GPTQ, AWQ, compressed-tensors, float8 and MXFP4. A module's format follows
-from the tensors it has, so lists of unquantized modules need not be read: those have a plain weight. Bits and group
-sizes follow from tensor shapes where possible.
+"""Reads matrices of quantized checkpoints: GPTQ, AWQ, compressed-tensors, float8 and MXFP4. A module's format follows
+from its tensors, so lists of unquantized modules need not be read: unquantized modules have a plain weight. Bits and
+group sizes follow from tensor shapes where possible.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpu_worker.models.weights.block_rows import affine8_weight, fp8_weight, int
 from gpu_worker.models.weights.weight import Weight
 from midstream.errors import ConfigError, UnsupportedError
 
-# Order of the eight columns in a word, as AWQ's GEMM kernels expect it.
+# Order of the eight columns in a word, as expected by AWQ's GEMM kernels.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -26,7 +26,7 @@ class Scheme:
 
     Attributes:
         method: `quant_method`.
-        settings: All of it.
+        settings: All of its settings.
     """
 
     method: str
@@ -62,7 +62,7 @@ def read_matrix(module: Module, scheme: Scheme | None) -> Weight:
 
     Raises:
         UnsupportedError: Its storage format is not supported; the message names it.
-        ConfigError: A tensor is missing, or its shape does not fit the others.
+        ConfigError: A tensor is missing, or its shape does not match the others.
     """
     try:
         if scheme is None:
@@ -87,7 +87,7 @@ def _unpacked(words: Tensor, num_bits: int) -> Tensor:
 
 
 def _awq(module: Module) -> Weight:
-    # [K, N / 8] and, for each group of inputs, [groups, N / 8]; scales [groups, N].
+    # Weights [K, N / 8]; for each group of inputs, zeros [groups, N / 8] and scales [groups, N].
     def columns(words: Tensor) -> Tensor:
         return torch.unflatten(_unpacked(words, 4), 1, (-1, 8))[..., list(_AWQ_PLACES)].flatten(1)
 
@@ -98,10 +98,11 @@ def _awq(module: Module) -> Weight:
 
 def _gptq(module: Module, scheme: Scheme) -> Weight:
     num_bits = int(scheme.settings["bits"])
-    # [K * bits / 32, N], inputs packed; zeros [groups, N * bits / 32], outputs packed; scales [groups, N].
+    # Weights [K * bits / 32, N] with inputs packed; zeros [groups, N * bits / 32] with outputs packed; scales [groups,
+    # N].
     levels = _unpacked(module.get("qweight").t().contiguous(), num_bits)
     scale, zero = module.get("scales").t(), _unpacked(module.get("qzeros"), num_bits).t().int()
-    # The first version of the format stores zero points minus one.
+    # The first version of the format stores zero points minus 1.
     if scheme.settings.get("checkpoint_format", "gptq") != "gptq_v2":
         zero = zero + 1
     num_columns, num_groups = levels.shape[1], scale.shape[1]

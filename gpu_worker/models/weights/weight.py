@@ -17,7 +17,7 @@ from kernels.cpu import dequantize_blocks
 WeightFormat = Literal[
     "f32", "bf16", "int8", "int8_rows", "q4", "q8", "int4", "q4_k", "mxfp4", "affine8", "q6_k", "fp8", "mixed"
 ]
-# Formats that are rows of bytes, as the CPU kernels define them.
+# Formats that consist of rows of bytes, as defined by the CPU kernels.
 BLOCK_FORMATS: dict[WeightFormat, KernelFormat] = {
     "int8_rows": KernelFormat.INT8,
     "q4": KernelFormat.Q4_1,
@@ -29,7 +29,7 @@ BLOCK_FORMATS: dict[WeightFormat, KernelFormat] = {
     "q6_k": KernelFormat.Q6_K,
     "fp8": KernelFormat.FP8,
 }
-# Formats that others are converted to.
+# Formats to which others can be converted.
 _TARGETS: dict[WeightFormat, gguf.GGMLQuantizationType] = {
     "q4": gguf.GGMLQuantizationType.Q4_1,
     "q8": gguf.GGMLQuantizationType.Q8_0,
@@ -43,11 +43,13 @@ class Weight:
     """A matrix [num_rows, num_columns]; its rows are output channels.
 
     Attributes:
-        format: f32; bf16; int8 with a scale per row; one of BLOCK_FORMATS; mixed: its parts have several.
-        source: Floats [num_rows, num_columns], not yet rounded to `format`; for BLOCK_FORMATS uint8
-            [num_rows, bytes of a row]; mixed: nothing.
-        input_order: int64 [num_columns]: column i of `source` is column input_order[i] of the matrix; None: column i.
-        parts: Of a mixed matrix, one below another.
+        format: f32; bf16; int8 with a scale per row; one of BLOCK_FORMATS; or mixed, if its parts have different
+            formats.
+        source: Floats [num_rows, num_columns], not yet rounded to `format`; uint8 [num_rows, bytes of a row] for
+            BLOCK_FORMATS; empty for mixed.
+        input_order: int64 [num_columns]; column i of `source` is column input_order[i] of the matrix; None means column
+            i.
+        parts: Parts of a mixed matrix, stacked by rows.
     """
 
     format: WeightFormat
@@ -105,8 +107,8 @@ class Weight:
         return Weight(target, self.dense(), self.num_columns)
 
     def as_blocks(self) -> list[tuple[BlockWeight, Tensor | None]]:
-        """Return the matrix's parts in the GPU kernels' layout, each with its input_order; empty if a part is not in
-        blocks.
+        """Return the matrix's parts in the layout of the GPU kernels, each with its input_order; empty if a part is not
+        in blocks.
         """
         made = [
             (block_weight(part.source, BLOCK_FORMATS[part.format], part.num_columns), part.input_order)
@@ -117,7 +119,7 @@ class Weight:
         return blocks if len(blocks) == (len(self.parts) or 1) else []
 
     def gate_and_up(self) -> tuple[Weight, Weight]:
-        """Return the upper and the lower half in a common format and input order; f32 if these differ."""
+        """Return the upper and the lower half in a common format and input order, or in f32 if these differ."""
         whole = Weight("f32", self.dense(), self.num_columns) if self.parts else self
         first, second = whole.source.chunk(2)
         order = whole.input_order
@@ -127,7 +129,9 @@ class Weight:
 
 
 def stack(weights: Sequence[Weight]) -> Weight:
-    """Stack matrices by rows; the format is mixed if formats differ and some are block formats, else f32."""
+    """Stack matrices by rows. If their formats differ, the result is mixed if some are block formats, and otherwise
+    f32.
+    """
     parts = [part for weight in weights for part in weight.parts or (weight,)]
     first = parts[0]
     if all(_is_alike(part, first) for part in parts):
