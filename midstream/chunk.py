@@ -13,7 +13,7 @@ from protos import scheduler_pb2
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence or request ended."""
+    """The reason why a sequence or request ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -48,7 +48,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PerfMetrics:
-    """Times of a request's events, in nanoseconds since the Unix epoch (0: did not happen), and counters."""
+    """Times of a request's events, in nanoseconds since the Unix epoch (0 if an event has not happened), and
+    counters.
+    """
 
     arrival_unix_ns: int = 0
     first_scheduled_unix_ns: int = 0
@@ -71,7 +73,7 @@ class Chunk:
     Attributes:
         sequence_index: Index of the sequence in the request.
         token_offset: Index of token_ids[0] in the sequence's output.
-        token_ids: The tokens; may be empty in a final chunk. A list is the chunk's own: `append` extends it.
+        token_ids: The tokens; may be empty in a final chunk. A list belongs to the chunk, and `append` extends it.
         text: New text. It depends only on the tokens, not on how they were divided into chunks.
         is_sequence_final: Whether this is the sequence's last chunk.
         is_final: Whether this is the request's last chunk.
@@ -79,9 +81,9 @@ class Chunk:
         matched_stop: The stop word, or the id of the stop token, that ended the sequence.
         usage: Set on the final chunk.
         extras: Log probabilities and tensors, if requested.
-        cumulative_log_prob: Of the whole sequence, on its final chunk, if requested.
-        perf_metrics: On the final chunk, if requested.
-        error: Why the request ended in error.
+        cumulative_log_prob: Log probability of the whole sequence, on its final chunk, if requested.
+        perf_metrics: Set on the final chunk, if requested.
+        error: The error with which the request failed.
     """
 
     sequence_index: int = 0
@@ -117,7 +119,7 @@ class Chunk:
     def append(self, later: Chunk) -> None:
         """Append the next chunk; a chunk that starts at or before this one (and has all tokens so far) replaces it.
 
-        Precondition: Same sequence, and later.token_offset <= self.next_offset.
+        Precondition: Both chunks are of the same sequence, and later.token_offset <= self.next_offset.
         """
         if later.token_ids and later.token_offset <= self.token_offset:
             self.token_offset, self.token_ids, self.text = later.token_offset, later.token_ids, later.text
@@ -147,7 +149,7 @@ class Chunk:
         return first, replace(self, token_offset=self.next_offset, token_ids=(), text="", extras=rest)
 
     def pieces(self, max_tensor_bytes: int) -> Iterator[Chunk]:
-        """Split the chunk into messages with a limited size of tensors each."""
+        """Split the chunk into messages, each with at most `max_tensor_bytes` of tensors."""
         rest: Chunk | None = self
         while rest is not None:
             piece, rest = rest.cut(max_tensor_bytes)
@@ -160,7 +162,7 @@ class Chunk:
         return response
 
     def fill(self, response: pb.GenerateResponse) -> None:
-        """Set the fields of an empty message in place; three times as fast as a copy."""
+        """Set the fields of an empty message in place, which is three times as fast as copying a message."""
         if self.sequence_index:
             response.sequence_index = self.sequence_index
         response.token_offset = self.token_offset
@@ -217,8 +219,8 @@ class Chunk:
 
 
 class SequenceEnds:
-    """Tracks the sequences of a stream whose end was already sent. Ends are repeated after an attach or resume past
-    them.
+    """Tracks the sequences of a stream whose end was already sent. An end is repeated after an attach or resume beyond
+    it.
     """
 
     __slots__ = ("_shown",)
@@ -227,8 +229,8 @@ class SequenceEnds:
         self._shown: set[int] = set()
 
     def repeats(self, chunk: Chunk) -> bool:
-        """Return whether a chunk only repeats an end that was already sent. If it also ends the request it is not a
-        repetition, but text already sent is removed.
+        """Return whether a chunk only repeats an end that was already sent. A chunk that also ends the request is not a
+        repetition, but text that was already sent is removed from it.
         """
         if chunk.sequence_index in self._shown:
             if not chunk.token_ids:

@@ -1,4 +1,6 @@
-"""Monotonic time within a process. Wall-clock time is used only on the wire and on disk, and converted there."""
+"""A monotonic clock for use within a process. Wall-clock time is used only on the wire and on disk, and is converted
+there.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Reading two clocks takes time, and the wall clock is slewed; smaller differences are not jumps.
+# Reading two clocks takes time, and the wall clock is slewed, so smaller differences do not count as jumps.
 _TOLERANCE_NS = 1_000_000
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class SteadyClock:
     """A clock that starts at Unix time and advances with the monotonic clock. It differs from the wall clock by the
-    latter's jumps since then. Thread-safe.
+    jumps that the wall clock has made since then. Thread-safe.
     """
 
     def __init__(
@@ -22,9 +24,9 @@ class SteadyClock:
         """Start at the current time.
 
         Args:
-            wall_ns: Unix nanoseconds; default: the system's.
-            monotonic_ns: Nanoseconds since an arbitrary time; default: the system's.
-            boot_id: Identifies the machine and boot for which `monotonic_ns` is valid; default: the system's.
+            wall_ns: Returns Unix nanoseconds; by default, the system's.
+            monotonic_ns: Returns nanoseconds since an arbitrary time; by default, the system's.
+            boot_id: Identifies the machine and boot for which `monotonic_ns` is valid; by default, the system's.
         """
         self._wall_ns = wall_ns or time.time_ns
         self._monotonic_ns = monotonic_ns or time.monotonic_ns
@@ -33,11 +35,11 @@ class SteadyClock:
         self._jumped_ns = 0
 
     def now_ns(self) -> int:
-        """Return the time."""
+        """Return nanoseconds since the Unix epoch by this clock, which never jumps."""
         return self._monotonic_ns() + self._offset_ns
 
     def to_unix_ns(self, time_ns: int) -> int:
-        """Convert a time to Unix time using the current wall clock; 0 ("did not happen") stays 0."""
+        """Convert a time to Unix time using the current wall clock; 0 (the event has not happened) stays 0."""
         return time_ns + self._jump_ns() if time_ns else 0
 
     def from_unix_ns(self, unix_ns: int) -> int:
@@ -45,11 +47,11 @@ class SteadyClock:
         return unix_ns - self._jump_ns() if unix_ns else 0
 
     def to_monotonic_ns(self, time_ns: int) -> int:
-        """Convert a time to that of the monotonic clock, which all processes with the same `boot_id` share."""
+        """Convert a time to monotonic-clock time, which all processes with the same `boot_id` share."""
         return time_ns - self._offset_ns
 
     def from_monotonic_ns(self, monotonic_ns: int) -> int:
-        """Convert a time of the monotonic clock to this clock's time: the inverse of `to_monotonic_ns`."""
+        """Convert monotonic-clock time to this clock's time; the inverse of `to_monotonic_ns`."""
         return monotonic_ns + self._offset_ns
 
     def _jump_ns(self) -> int:
@@ -63,4 +65,4 @@ def _boot_id() -> str:
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
-        return ""  # not Linux: no other process is known to share the monotonic clock
+        return ""  # not on Linux, so no other process is known to share the monotonic clock

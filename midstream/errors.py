@@ -1,4 +1,6 @@
-"""The error hierarchy. Every user-visible error is one of these; each class maps to one gRPC status."""
+"""The error hierarchy. Every user-visible error is an instance of one of these classes; each class maps to one gRPC
+status.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StatusCode(IntEnum):
-    """gRPC status codes, defined here because workers run without gRPC."""
+    """gRPC status codes; they are defined here because workers run without gRPC."""
 
     CANCELLED = 1
     INVALID_ARGUMENT = 3
@@ -29,8 +31,9 @@ class MidstreamError(Exception):
     """Base of all errors of this project.
 
     Attributes:
-        message: What is wrong and what to do, in a sentence.
-        field: Path of the request field or flag at fault, such as `sampling.temperature`; empty if there is none.
+        message: A sentence that says what is wrong and what to do.
+        field: Path of the request field or flag that caused the error, such as `sampling.temperature`; empty if there
+            is none.
     """
 
     code: ClassVar[StatusCode] = StatusCode.INTERNAL
@@ -58,7 +61,7 @@ class ConfigError(InvalidArgumentError):
 
 
 class NotFoundError(MidstreamError):
-    """There is no such model, adapter or request."""
+    """The model, adapter or request does not exist."""
 
     code = StatusCode.NOT_FOUND
 
@@ -73,7 +76,7 @@ class OverloadedError(MidstreamError):
     """A bounded queue is full.
 
     Attributes:
-        retry_after_ms: When to try again; sent as the trailing metadata `retry-after-ms`.
+        retry_after_ms: How long to wait before a retry; sent as the trailing metadata `retry-after-ms`.
     """
 
     code = StatusCode.RESOURCE_EXHAUSTED
@@ -102,7 +105,7 @@ class AbortedError(MidstreamError):
 
 
 class UnsupportedError(MidstreamError):
-    """A known feature that this model or worker does not support."""
+    """This model or worker does not support the requested feature."""
 
     code = StatusCode.UNIMPLEMENTED
 

@@ -16,7 +16,7 @@ import midstream
 from midstream.errors import MidstreamError
 from midstream.python_process import python_command, python_environment
 
-# Name -> (module, help). Only the module of the requested command is imported.
+# Name of each command -> (module, help). Only the module of the requested command is imported.
 COMMANDS = {
     "up": ("midstream.cli.up", "start everything on this machine"),
     "serve": ("midstream.cli.serve", "serve a model: `up` with the model as argument"),
@@ -29,13 +29,14 @@ COMMANDS = {
     "models": ("midstream.cli.models", "list the supported model families"),
     "prepare": ("midstream.cli.prepare", "prepare a model folder"),
     "doctor": ("midstream.cli.doctor", "check this machine and suggest a fix for each problem"),
-    "demo": ("midstream.cli.demo", "start everything, stream a few answers at once, stop"),
+    "demo": ("midstream.cli.demo", "start everything, stream a few answers concurrently, stop"),
     "bench": ("midstream.cli.bench.command", "measure a running service"),
     "lora": ("midstream.cli.lora", "load, unload and list adapters"),
     "top": ("midstream.cli.top.command", "show requests, batches, KV blocks and processes, live"),
     "stats": ("midstream.cli.stats", "show statistics of the scheduler's iterations"),
 }
-# Name -> (module, help). Run as separate processes, since services are not imported here; they parse all arguments.
+# Name of each command -> (module, help). These commands run as separate processes, since services are not imported
+# here; the processes parse all arguments.
 PROGRAMS = {
     "router": ("router", "run a single router; --help lists its settings"),
     "scheduler": ("scheduler", "run a single scheduler"),

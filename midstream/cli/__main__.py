@@ -1,4 +1,4 @@
-"""`python -m midstream.cli` is the `midstream` command."""
+"""Run the `midstream` command: `python -m midstream.cli`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """API keys of a service on this machine: `midstream up --api-key KEY`.
 
-Keys are stored in a file in the run directory, because every user can read command lines. Commands that find the
-service by its run directory read their own key there.
+Keys are passed in a file in the run directory, because all users of the machine can read command lines. Commands that
+find the service by its run directory read their own key there.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from midstream.cli.run_dir import RunDir
 from midstream.errors import ConfigError
 
-# The minimum that routers accept.
+# The minimum length that routers accept.
 _MIN_CHARACTERS = 16
 
 
 def use_api_keys(run_dir: RunDir, keys: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Write `keys` where routers read them, plus one for this user's commands.
+    """Write `keys` to the file that routers read, plus one key for this user's commands.
 
     Returns:
-        The variables that make routers require a key; empty without keys.
+        The variables that make routers require a key; empty if there are no keys.
 
     Raises:
         ConfigError: A key cannot be sent as a bearer token, or the environment already configures authentication.
@@ -40,7 +40,7 @@ def use_api_keys(run_dir: RunDir, keys: Sequence[str], environment: Mapping[str,
     for number, key in enumerate(keys, 1):
         if len(key) < _MIN_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key or key[0] == "#":
             raise ConfigError(
-                f"a key is one word of at least {_MIN_CHARACTERS} ASCII characters; `openssl rand -hex 24` makes one",
+                f"a key must be a word of {_MIN_CHARACTERS} or more ASCII characters; `openssl rand -hex 24` makes one",
                 field="--api-key",
             )
         lines.append(f"{key} client-{number}")

@@ -1,4 +1,4 @@
-"""`midstream certificates`: create a CA, and certificates for services and clients that it signs."""
+"""`midstream certificates`: create a CA, and certificates signed by it for services and clients."""
 
 from __future__ import annotations
 

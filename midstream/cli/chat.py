@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """The turns so far; a failed turn is dropped."""
+    """The turns so far; a turn that fails is dropped."""
 
     def __init__(self, arguments: argparse.Namespace, console: Console) -> None:
         self._arguments = arguments

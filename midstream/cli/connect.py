@@ -1,4 +1,4 @@
-"""Router discovery and common flags of the commands that talk to a service."""
+"""Router discovery, and the flags shared by all commands that talk to a service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None, max_tokens: int) -> None:
-    """Add the sampling and stop flags; None leaves the default to the service."""
+    """Add the sampling and stop flags; for a flag that is not given (None), the service's default applies."""
     parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"[{max_tokens}]")
     default = "the model's" if temperature is None else str(temperature)
     parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=f"0 is greedy. [{default}]")
@@ -35,19 +35,23 @@ def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None, 
         metavar="P",
         help="Sample from the most likely tokens up to this cumulative probability. [model default]",
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="Keep the K most likely tokens; 0: all. [model default]")
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="Sample from the K most likely tokens; 0: all. [model default]"
+    )
     parser.add_argument(
         "--min-p",
         type=float,
         metavar="P",
-        help="Keep only tokens that are at least P times as likely as the most likely one. [model default]",
+        help="Sample only from tokens that are at least P times as likely as the most likely one. [model default]",
     )
     parser.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="Above 1: discourage repetition. [model default]"
+        "--repetition-penalty", type=float, metavar="R", help="Values above 1 discourage repetition. [model default]"
     )
-    parser.add_argument("--presence-penalty", type=float, metavar="P", help="Penalty on tokens already generated. [0]")
     parser.add_argument(
-        "--frequency-penalty", type=float, metavar="P", help="Penalty per occurrence of a generated token. [0]"
+        "--presence-penalty", type=float, metavar="P", help="Penalty on each token already generated. [0]"
+    )
+    parser.add_argument(
+        "--frequency-penalty", type=float, metavar="P", help="Penalty per occurrence of each generated token. [0]"
     )
     parser.add_argument(
         "--no-repeat-ngram-size", type=int, metavar="N", help="Never repeat N tokens in a row; 0: no limit. [0]"
@@ -102,6 +106,6 @@ def open_client(arguments: argparse.Namespace) -> AsyncClient:
 
     Raises:
         UnavailableError: No service is running.
-        ConfigError: Certificates or token cannot be used.
+        ConfigError: The certificates or the token cannot be used.
     """
     return AsyncClient(router_addresses(arguments), **credentials_of(arguments))

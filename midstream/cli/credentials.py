@@ -1,4 +1,4 @@
-"""Credentials of commands, for services that require certificates or a token."""
+"""Credentials for commands that use a service that requires certificates or a token."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Credentials(TypedDict):
 
 
 def add_credentials(parser: argparse.ArgumentParser) -> None:
-    """Add the credential flags; they default to the services' variables."""
+    """Add the credential flags; their defaults come from the variables that services use."""
     parser.add_argument("--tls", action=argparse.BooleanOptionalAction, default=None, help="Use TLS. [MIDSTREAM_TLS]")
     for name, text in (
-        ("tls-ca", "CA certificates that the routers' certificates are checked against."),
+        ("tls-ca", "CA certificates with which to verify the routers' certificates."),
         ("tls-cert", "Client certificate."),
         ("tls-key", "Private key of the client certificate."),
         ("token-file", "File with the bearer token."),
@@ -38,12 +38,12 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
         "--server-name",
         default="",
         metavar="NAME",
-        help="Server name to expect in the routers' certificates. [the address]",
+        help="Server name expected in the routers' certificates. [the address]",
     )
 
 
 def credentials_of(arguments: argparse.Namespace) -> Credentials:
-    """Return the credentials given by the flags; the token defaults to the one in the service's run directory.
+    """Return the credentials given by the flags; the default token is the one in the service's run directory.
 
     Raises:
         ConfigError: A file cannot be used.

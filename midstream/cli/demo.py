@@ -1,4 +1,4 @@
-"""`midstream demo`: start all processes, stream several answers at once, print their speed, and stop.
+"""`midstream demo`: start all processes, stream several answers concurrently, print their speed, and stop.
 
 With `--kill`, processes are killed while answers stream (kill_demo.py).
 """
@@ -57,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--detokenizers", type=int, default=2, metavar="N", help="[2]")
     parser.add_argument("--workers", type=int, metavar="N", help="[1, with --kill 2]")
     parser.add_argument(
-        "--kill", action="store_true", help="Kill processes while answers stream, and compare every token."
+        "--kill",
+        action="store_true",
+        help="Kill processes while answers stream, and compare every token with an undisturbed run.",
     )
     parser.add_argument("--kills", type=int, default=8, metavar="N", help="With --kill: number of kills. [8]")
     parser.add_argument("--record", type=Path, metavar="FILE", help="With --kill: write the view as an animated SVG.")
@@ -86,7 +88,7 @@ async def _demo(
     begin: float,
     present: Callable[[Supervisor, asyncio.Event], Coroutine[None, None, int]],
 ) -> int:
-    """Start the service, run `present` on it, and stop it; return the exit status, 1 if interrupted.
+    """Start the service, run `present` on it, and stop it. Return the exit status, which is 1 after an interruption.
 
     `present` gets the supervisor and an event that is set whenever its state changes.
     """

@@ -1,4 +1,4 @@
-"""Show several streaming answers side by side: panels on a terminal, numbered lines elsewhere."""
+"""Show several streaming answers side by side: as panels on a terminal, otherwise as numbered lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show a run's state: a table that changes in place on a terminal, a line per change elsewhere."""
+"""Show a run's state: as a table that is updated in place on a terminal, otherwise as one line per change."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PHASE_STYLES = {
 
 
 class LiveDisplay(ABC):
-    """Context manager that shows a live view on a terminal. Elsewhere, and after the context, it prints changes as
-    lines.
+    """Context manager that shows a live view on a terminal. Without a terminal, and after the context has ended, it
+    prints changes as lines.
     """
 
     def __init__(self, console: Console, *, is_transient: bool, frames_per_second: int) -> None:
-        """Create the display. It renders at once, so subclasses set their own attributes first."""
+        """Create the display. It renders immediately, so subclasses must set their own attributes first."""
         self._console = console
         self._start_s = time.monotonic()
         self._live = Live(
@@ -53,12 +53,12 @@ class LiveDisplay(ABC):
         """Return the current picture."""
 
     def _stamped(self, line: str) -> str:
-        """Return `line` prefixed with the seconds since the start."""
+        """Return `line` with the number of seconds since the start as a prefix."""
         return f"{time.monotonic() - self._start_s:5.1f} s  {line}"
 
 
 class RunDisplay(LiveDisplay):
-    """Show the progress of a run. Call it with the state whenever the state may have changed."""
+    """Shows the progress of a run. Call it with the state whenever the state may have changed."""
 
     def __init__(self, console: Console) -> None:
         self._seen: dict[str, tuple[str, str]] = {}

@@ -27,11 +27,11 @@ from midstream.model.folder import EMBEDDED_MODEL, open_model_folder
 from midstream.model.hub import is_hub_name
 
 _GIB = 1 << 30
-# For Python, PyTorch and three small services, in addition to the weights.
+# Memory for Python, PyTorch and three small services, in addition to the weights.
 _MIN_MEMORY_BYTES = 2 * _GIB
 _MIN_SHARED_BYTES = _GIB // 4
 _MIN_DISK_BYTES = _GIB
-# Packages by the extra that installs them.
+# Packages, by the extra that installs them.
 _PACKAGES = {
     "router": ("uvicorn", "starlette", "tokenizers"),
     "scheduler": ("zmq",),
@@ -49,7 +49,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Outcome of one check; `cure` is the suggested fix, empty if none is needed."""
+    """Outcome of one check; `cure` is the suggested fix, or empty if none is needed."""
 
     name: str
     verdict: Verdict
@@ -152,7 +152,7 @@ def _memory(model: str) -> Finding:
     available = available_memory()
     wanted = _MIN_MEMORY_BYTES
     if not is_hub_name(model):
-        with contextlib.suppress(MidstreamError, OSError):  # the check of the model reports the reason
+        with contextlib.suppress(MidstreamError, OSError):  # the model check reports the error
             wanted += sum(file.stat().st_size for file in open_model_folder(model).weight_files)
     text = f"{available / _GIB:.1f} GiB free; the services and the weights need about {wanted / _GIB:.1f}"
     if available < wanted:
@@ -172,7 +172,7 @@ def available_memory(root: Path = Path("/")) -> int:
     ):
         try:
             left = int((root / "sys/fs/cgroup" / limit).read_text()) - int((root / "sys/fs/cgroup" / used).read_text())
-        except (OSError, ValueError):  # no such group, or `max`
+        except (OSError, ValueError):  # there is no such group, or the limit is `max`
             continue
         available = min(available, left)
     return available

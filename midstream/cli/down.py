@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; it succeeds if nothing is running."""
+    """Run the command; return 0 if nothing is running."""
     run_dir, console = RunDir(arguments.run_dir), Console(highlight=False)
     state = run_dir.read_state()
     if state is None or not run_dir.is_supervised():
@@ -48,7 +48,7 @@ def _stop(run_dir: RunDir, state: RunState, *, now: bool) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(state.supervisor_pid, signal.SIGTERM)
         if now:
-            time.sleep(_POLL_INTERVAL_S)  # two signals at once may arrive as one
+            time.sleep(_POLL_INTERVAL_S)  # two signals sent at the same time may arrive as one
             os.kill(state.supervisor_pid, signal.SIGTERM)
     while run_dir.is_supervised():
         if time.monotonic() > deadline:

@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: the text is printed to standard output; the speed to standard error if that is a terminal."""
+    """Run the command: the text is printed to standard output, and the speed to standard error if that is a
+    terminal.
+    """
     pace = asyncio.run(_generate(arguments))
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:

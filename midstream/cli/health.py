@@ -1,4 +1,4 @@
-"""Query a process's /health endpoint."""
+"""Queries a process's health endpoints over HTTP."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ async def probe_health(address: str) -> str | None:
 
 
 async def is_alive(address: str) -> bool:
-    """Return whether the process at `address` is alive: serving, waiting or draining."""
+    """Return whether the process at `address` is alive, which includes waiting and draining."""
     answer = await _get(address, "/live")
-    # Any other answer, even 404, shows that its loop runs.
+    # Any other response, even 404, shows that its loop is running.
     return isinstance(answer, bytes) and b" 503 " not in answer.split(b"\r\n", 1)[0]
 
 
@@ -38,7 +38,7 @@ async def _get(address: str, path: str) -> bytes | str:
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            # A TLS port does not answer plain text.
+            # A TLS port does not respond to plain text.
             plain = await _ask(host, int(port), path, None)
             return plain or await _ask(host, int(port), path, _any_certificate())
     except TimeoutError:
@@ -60,7 +60,7 @@ async def _ask(host: str, port: int, path: str, context: ssl.SSLContext | None) 
 
 
 def _any_certificate() -> ssl.SSLContext:
-    # Health is not secret and nothing is sent, so the server's certificate is not verified here. If the port requires a
+    # Health is not secret and no data is sent, so the server's certificate is not verified here. If the port requires a
     # client certificate, this process presents its own.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -3,7 +3,7 @@
 1. Each prompt is answered once without kills; these token ids are the reference.
 2. A few streams answer the same prompts again and again. Meanwhile processes are killed (SIGKILL), one kind after
    another; the next kill waits until every process is ready again.
-3. Each finished answer is compared with its reference. The exit status is 1 unless all are identical.
+3. Each finished answer is compared with its reference. The exit status is 1 unless all answers are identical.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from midstream.cli.pace import Pace
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunState
 from midstream.errors import MidstreamError
 
-# (prompt, temperature): sampled answers are reproducible too, because the seed is fixed.
+# (prompt, temperature). Sampled answers are reproducible too, because the seed is fixed.
 PROMPTS = (
     ("What is the capital of France, and what is it known for?", 0.0),
     ("Tell a very short story about a lighthouse keeper.", 0.8),
@@ -46,7 +46,7 @@ class Answer:
 
     Attributes:
         number: Index of the prompt.
-        is_identical: Whether tokens and text equal the reference's; None until it ends.
+        is_identical: Whether tokens and text equal those of the reference; None until the answer ends.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Answer:
 
     @property
     def prompt(self) -> str:
-        """The prompt's text."""
+        """Text of the prompt."""
         return PROMPTS[self.number][0]
 
 
@@ -66,7 +66,7 @@ class Kill:
     """One kill of a process; times are in seconds of the monotonic clock.
 
     Attributes:
-        longest_gap_s: Longest time without output on any stream open at the time.
+        longest_gap_s: Longest time without output on any stream that was open during the kill.
     """
 
     name: str
@@ -81,8 +81,8 @@ class KillDemo:
 
     Attributes:
         current: The answer in progress on each stream.
-        kills: In order.
-        num_identical: Finished answers that equal their reference.
+        kills: The kills so far, in order.
+        num_identical: Number of finished answers that equal their reference.
         differences: One line per difference.
     """
 
@@ -102,9 +102,9 @@ class KillDemo:
             generate: Answers a prompt at a temperature; survives the loss of a router.
             state: Returns the current state of the run.
             state_changed: Set whenever the state changes.
-            num_kills: Kills to make.
+            num_kills: Number of kills to make.
             settle_s: Pause before each kill, and after the last.
-            changed: Called with a line for the log, or with an empty one when only text has grown.
+            changed: Called with a line for the log, or with an empty string when only text has grown.
         """
         self.current: list[Answer] = []
         self.kills: list[Kill] = []
@@ -141,11 +141,11 @@ class KillDemo:
 
     @property
     def num_answers(self) -> int:
-        """Number of finished answers, not counting the reference answers."""
+        """Number of finished answers, without the reference answers."""
         return self.num_identical + len(self.differences)
 
     def longest_gaps(self) -> dict[str, float]:
-        """Longest gap of any stream, in seconds, by the kind of the killed process."""
+        """Longest gap of any stream, in seconds, by kind of the killed process."""
         gaps: dict[str, float] = {}
         for kill in self.kills:
             gaps[kill.kind] = max(gaps.get(kill.kind, 0.0), kill.longest_gap_s)
@@ -212,7 +212,7 @@ class KillDemo:
         with contextlib.suppress(ProcessLookupError):
             os.kill(part.pid, signal.SIGKILL)
         self._changed(f"killed {part.name} ({part.pid})")
-        # The health of the other processes counts too: one that cannot reach the killed process is not ready.
+        # Wait for the other processes' health too: a process that cannot reach the killed one is not ready.
         while not self._is_back(part):
             self._state_changed.clear()
             await self._state_changed.wait()

@@ -1,4 +1,4 @@
-"""The view of `midstream demo --kill`: streams, processes and kills on a terminal, numbered lines elsewhere."""
+"""The view of `midstream demo --kill`: streams, processes and kills on a terminal, otherwise numbered lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KillView(LiveDisplay):
         self._recording = recording
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
         self._num_answers = 0
-        # A process that restarts within one frame would never be shown in red.
+        # A process that restarted within one frame would otherwise never be shown in red.
         self._red_until_s: dict[str, float] = {}
         super().__init__(console, is_transient=False, frames_per_second=12)
 
@@ -53,7 +53,7 @@ class KillView(LiveDisplay):
             self._console.print(self._stamped(f"{demo.num_identical} of {demo.num_answers} answers identical"))
 
     def render(self, height: int | None = None, width: int | None = None) -> Layout:
-        """Return the whole picture, by default as large as the console."""
+        """Return the whole picture, by default in the size of the console."""
         height = max(12, (height or self._console.height) - 1)
         layout = Layout(size=height)
         streams = self._streams((width or self._console.width) - _PARTS_WIDTH, height)

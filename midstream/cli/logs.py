@@ -9,12 +9,12 @@ _TAIL_BYTES = 16 << 10
 
 
 def last_lines(log: Path, count: int) -> str:
-    """Return the last lines; JSON lines are reduced to level and message."""
+    """Return the last lines; JSON lines are reduced to their level and message."""
     return "\n".join("  " + _readable(line) for line in _tail(log)[-count:])
 
 
 def last_message(log: Path) -> str:
-    """Return the message of the last log line; empty while there is none."""
+    """Return the message of the last log line; empty if there is none."""
     for line in reversed(_tail(log)):
         record = _record(line)
         if record is not None:

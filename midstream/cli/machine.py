@@ -9,17 +9,17 @@ from dataclasses import dataclass, fields
 from midstream.errors import ExecutionError
 from midstream.python_process import python_command, python_environment
 
-# Most of it is for a first build of the kernels.
+# Most of this time is for the first build of the kernels.
 _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Compute resources of a worker on this machine; unmeasured limits are 0.
+    """Compute resources of a worker on this machine; limits that were not measured are 0.
 
     Attributes:
-        cuda: Version of CUDA that PyTorch was built for; empty: none.
-        kernels: Instruction set of the CPU kernels in use; empty: none.
+        cuda: Version of CUDA for which PyTorch was built; empty if none.
+        kernels: Instruction set of the CPU kernels in use; empty if none.
         reasons: Why faster kernels are not used.
     """
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from midstream.model.families import HEADINGS, SERVED_FAMILIES, rows
 
-_WIDTH = 180  # without a terminal
+_WIDTH = 180  # columns without a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,5 +32,5 @@ def run(arguments: argparse.Namespace) -> int:
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH)
     console.print(table)
-    console.print("\nOther causal language models run in transformers, if it lets Midstream replace their attention.")
+    console.print("\nOther causal language models use transformers, if it lets Midstream replace their attention.")
     return 0

@@ -1,4 +1,4 @@
-"""Speed of a streaming answer."""
+"""Measures the speed of a streaming answer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Pace:
     """Measures the speed of one stream, starting at construction.
 
     Attributes:
-        num_tokens: Tokens so far.
-        first_s: Seconds to the first token; None before it.
+        num_tokens: Number of tokens so far.
+        first_s: Seconds to the first token; None before it arrives.
         last_s: Seconds to the latest token.
-        reason: Why it ended.
+        reason: Why the stream ended.
     """
 
     num_tokens: int = 0

@@ -55,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _quantize(arguments: argparse.Namespace, console: Console) -> int:
-    """Quantize in a worker process, which has torch."""
+    """Quantize in a worker process, which imports torch."""
     if arguments.output is None:
-        raise ConfigError("--weights needs --output, a new folder for the quantized model", field="output")
+        raise ConfigError("--weights requires --output, a new folder for the quantized model", field="output")
     if arguments.text is not None and not arguments.text.is_file():
         raise ConfigError(f"no such file: {arguments.text}", field="text")
     flags = ["--weights", arguments.weights, *(("--text", str(arguments.text.resolve())) if arguments.text else ())]

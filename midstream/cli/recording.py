@@ -1,4 +1,4 @@
-"""Records a terminal view as an animated SVG file that plays as an image, without scripts."""
+"""Records a terminal view as an animated SVG file, which plays as an image, without scripts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rich.terminal_theme import TerminalTheme
 _BLACK, _RED, _GREEN, _YELLOW = (40, 42, 54), (255, 92, 87), (90, 220, 130), (243, 208, 97)
 _BLUE, _MAGENTA, _CYAN, _WHITE = (87, 157, 255), (255, 106, 193), (126, 214, 223), (220, 220, 220)
 _THEME = TerminalTheme((17, 19, 24), (214, 218, 224), [_BLACK, _RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN, _WHITE])
-# One frame of rich's SVG without its fonts and window: the outer SVG has those once.
+# Matches one frame of rich's SVG, without its fonts and window, which the outer SVG contains once.
 _FRAME = "\x1f".join(("{width}", "{height}", "{terminal_x}", "{terminal_y}", "{styles}", "{backgrounds}{matrix}"))
 _CLIPPING = re.compile(r' clip-path="[^"]*"')
 
 
 class SvgRecording:
-    """Frames of a view and when they were shown.
+    """Frames of a view, and the times at which they were shown.
 
     Attributes:
         WIDTH, HEIGHT: Size of the terminal, in characters.

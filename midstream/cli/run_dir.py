@@ -42,13 +42,13 @@ class ProcessState:
     """One supervised process.
 
     Attributes:
-        name: Unique in the run, such as `worker-0`.
+        name: Name that is unique in the run, such as `worker-0`.
         kind: The Python package that runs: router, scheduler, gpu_worker or detokenizer.
         addresses: HOST:PORT by protocol (`grpc`, `http`, `zmq`).
-        pid: 0 while it is not running.
+        pid: Process id; 0 while the process is not running.
         started_ticks: The kernel's start time of `pid`, which distinguishes it from a later process with the same pid.
         detail: Current activity or error, for display.
-        num_restarts: Starts after the first.
+        num_restarts: Number of starts after the first.
     """
 
     name: str
@@ -94,12 +94,12 @@ class RunDir:
         self._lock: TextIOWrapper | None = None
 
     def acquire(self) -> None:
-        """Lock the directory for this supervisor until `release` or the end of the process.
+        """Lock the directory for this supervisor until `release` is called or the process ends.
 
         Raises:
             ConfigError: Another supervisor holds the lock.
         """
-        for folder in (self.path, self.logs):  # logs, state and journal are private
+        for folder in (self.path, self.logs):  # logs, state and journal are private to the user
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if folder.stat().st_uid == os.geteuid():
                 folder.chmod(0o700)
@@ -109,8 +109,8 @@ class RunDir:
         except BlockingIOError:
             lock.close()
             raise ConfigError(
-                f"a service is already running in {self.path}; stop it with "
-                f"`midstream down{run_dir_flag(self.path)}`, or give another directory",
+                f"a service is already running in {self.path}; stop it with `midstream "
+                f"down{run_dir_flag(self.path)}`, or choose another directory",
                 field="--run-dir",
             ) from None
         self._lock = lock
@@ -151,7 +151,7 @@ class RunDir:
 
 
 def orphans(state: RunState | None) -> list[ProcessState]:
-    """Return the processes that still run without a supervisor, and therefore are not restarted."""
+    """Return the processes that still run after their supervisor has ended, and therefore are not restarted."""
     return [process for process in state.processes if is_alive(process)] if state is not None else []
 
 
@@ -164,7 +164,7 @@ def _parse_state(fields: dict[str, Any]) -> RunState:
 
 
 def default_run_dir() -> Path:
-    """$MIDSTREAM_HOME/run, by default ~/.cache/midstream/run."""
+    """Return $MIDSTREAM_HOME/run, by default ~/.cache/midstream/run."""
     return midstream_home() / "run"
 
 
@@ -189,7 +189,5 @@ def started_ticks(pid: int) -> int:
 
 
 def is_alive(process: ProcessState) -> bool:
-    """Return whether the process recorded in the state is still running (and is not another process with the same
-    pid).
-    """
+    """Return whether the process recorded in the state is still running (and its pid has not been reused)."""
     return process.pid > 0 and started_ticks(process.pid) == process.started_ticks != 0

@@ -14,7 +14,7 @@ from midstream.cli.connect import add_connection, open_client
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("--follow", action="store_true", help="Show iterations as they end, until Ctrl-C.")
+    parser.add_argument("--follow", action="store_true", help="Show iterations as they complete, until Ctrl-C.")
     parser.add_argument(
         "--interval",
         type=float,

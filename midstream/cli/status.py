@@ -1,4 +1,4 @@
-"""`midstream status`: running processes with address, uptime and health."""
+"""`midstream status`: show the running processes with address, uptime and health."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from protos import loads_pb2, scheduler_pb2_grpc
 
 _TIMEOUT_S = 2.0
 UNSUPERVISED = (
-    "The supervisor has ended: these processes still serve, but are no longer restarted. "
-    "`midstream up{flag}` replaces them and keeps the journal; `midstream down{flag}` stops them."
+    "The supervisor has ended; these processes still serve, but are no longer restarted. `midstream up{flag}` "
+    "replaces them and keeps the journal; `midstream down{flag}` stops them."
 )
 
 
@@ -107,7 +107,7 @@ async def _ask_epochs(state: RunState, credentials: Credentials) -> dict[str, in
 def _table(statuses: list[ProcessStatus]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("name", "pid", "health", "up", "restarts", "epoch", "addresses"):
-        # Long reasons wrap; addresses, which users copy, do not.
+        # Long reasons wrap, but addresses do not, since users copy them.
         table.add_column(column, no_wrap=column != "health", overflow="fold")
     for status in statuses:
         process = status.process

@@ -1,10 +1,10 @@
-"""Run the processes of a service on this machine: start, monitor, restart and stop them.
+"""Runs the processes of a service on this machine: starts, monitors, restarts and stops them.
 
 A process is `starting` until /health first answers 200, then `ready`, or `unhealthy` while /health fails. When it exits
-it is `restarting` after a backoff that doubles with each exit and is reset once it has been ready for a second.
-A process that was ready and hangs (no answer, or a stalled loop) is killed after _MAX_HANG_S. If a process exits before
-the whole service was ready for the first time, the run fails: its settings are wrong.
-On shutdown routers stop first, so that their streams can finish; the scheduler stops last.
+it is `restarting` after a backoff that doubles with each exit and is reset once it has been ready for a second. A
+process that was ready and hangs (no answer, or a stalled loop) is killed after _MAX_HANG_S. If a process exits before
+the whole service has been ready once, the run fails, because the settings are wrong. On shutdown, routers stop first,
+so that their streams can finish; the scheduler stops last.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 10.0
 _MAX_HANG_S = 30.0
 _REWRITE_INTERVAL_S = 1.0
-# Longer than the services' drain timeout. It also limits processes that have nothing to drain, which are safe to kill.
+# This is longer than the services' drain timeout. It also applies to processes that have nothing to drain, which are
+# safe to kill.
 _STOP_TIMEOUT_S, _QUICK_STOP_S = 40.0, 2.0
-# Time for open streams after Ctrl-C. Unfinished requests are in the journal and continue at the next start.
+# Time for open streams to finish after Ctrl-C. Unfinished requests are in the journal and continue at the next start.
 HURRIED_STOP_S = 3.0
 _STOP_ORDER = (
     (("router",), _STOP_TIMEOUT_S),
@@ -58,12 +59,12 @@ class Supervisor:
 
         Args:
             run_dir: Directory for state and logs.
-            model: Name of the model in the state.
-            specs: The processes.
+            model: Name of the model, for the state.
+            specs: The processes to run.
             observer: Called with the state at each change.
 
         Raises:
-            ConfigError: Another supervisor has the directory.
+            ConfigError: Another supervisor uses the directory.
         """
         run_dir.acquire()
         self._run_dir = run_dir
@@ -79,7 +80,7 @@ class Supervisor:
 
         Args:
             stop: Set it to end the run; clear it and set it again to kill processes that have not stopped.
-            ready: Is set when every process is ready for the first time.
+            ready: Set when every process is ready for the first time.
 
         Raises:
             ExecutionError: A process died while the service was starting.
@@ -136,7 +137,7 @@ class Supervisor:
     async def _stop_all(self) -> None:
         """Stop routers first, so that streams can finish; a scheduler without workers has no requests to wait for.
 
-        Before the service is ready there are no streams; requests in the journal continue at the next start.
+        If the service was never ready, there are no streams; requests in the journal continue at the next start.
         """
         for process in self._processes:
             process.stopping.set()
@@ -202,7 +203,7 @@ class _Process:
         self._update(phase=ProcessPhase.STOPPED, pid=0, detail="")
 
     async def stop(self, timeout_s: float) -> None:
-        """Terminate the process; after `timeout_s` end its open streams, and kill it if it still runs."""
+        """Terminate the process; after `timeout_s`, end its open streams, and kill it if it is still running."""
         if not self.state.pid:
             return
         self._update(phase=ProcessPhase.STOPPING, detail="finishing its streams")
@@ -220,8 +221,8 @@ class _Process:
     async def _run_once(self) -> int:
         self._exited.clear()
         with self.log.open("ab") as log:
-            # A separate session, so that Ctrl-C in the terminal reaches only the supervisor, which stops the processes
-            # in order.
+            # The process gets a session of its own, so that Ctrl-C in the terminal reaches only the supervisor, which
+            # stops the processes in order.
             process = await asyncio.create_subprocess_exec(
                 *self.spec.command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -237,7 +238,7 @@ class _Process:
             started_unix_s=time.time(),
             detail="",
         )
-        if self.stopping.is_set():  # `stop` was set before anything could be stopped
+        if self.stopping.is_set():  # `stop` was set before the process was started
             self.send(signal.SIGKILL)
         watch = asyncio.create_task(self._watch_health())
         code = await process.wait()
@@ -255,7 +256,7 @@ class _Process:
                 hangs_since = None
             elif time.monotonic() - (hangs_since := hangs_since or time.monotonic()) > _MAX_HANG_S:
                 self.send(signal.SIGKILL)
-            # Ready for a second: a later exit is not a failure to start.
+            # The process has been ready for a second, so a later exit is not a failure to start.
             if problem is None and self.state.phase is ProcessPhase.READY:
                 self._backoff_s = _FIRST_BACKOFF_S
             if self.state.phase is not ProcessPhase.STOPPING:

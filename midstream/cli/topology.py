@@ -20,7 +20,7 @@ from midstream.python_process import python_command
 from midstream.security.private_folder import is_private
 
 HOST = "127.0.0.1"
-# Below the kernel's ephemeral port range, so that a restarted process finds its port free.
+# These ports are below the kernel's ephemeral port range, so that a restarted process finds its port free.
 _SPARE_PORTS = range(20_000, 32_000)
 # The maximum number of processes of each kind that one machine can reasonably run.
 _MAX_REPLICAS = 64
@@ -40,7 +40,7 @@ class ProcessSpec:
 
     @property
     def command(self) -> list[str]:
-        """The command line."""
+        """Command line that starts the process."""
         return python_command(self.kind, "--name", self.name, *self.flags)
 
 
@@ -50,11 +50,11 @@ class Topology:
     processes.
 
     Attributes:
-        host: Address that routers listen on. All other processes listen on the loopback address.
+        host: Address on which routers listen. All other processes listen on the loopback address.
         port: gRPC port of the first router; 0: any free one; None: the default, or any free one if that is in use.
-        http_port: The same for its HTTP port.
-        served_model_name: Name of the model in the API; empty: its own.
-        num_prefill_workers: Number of workers that prefill, while the others decode; 0: each does both.
+        http_port: HTTP port of the first router, likewise.
+        served_model_name: Name of the model in the API; empty means the model's own name.
+        num_prefill_workers: Number of workers that prefill, while the others decode; 0 means that each does both.
     """
 
     model: str = EMBEDDED_MODEL
@@ -90,7 +90,7 @@ class Topology:
             )
 
     def role(self, worker: int) -> str:
-        """Return the role of a worker; empty: as set in the environment."""
+        """Return the role of a worker; empty means the role set in the environment."""
         if not self.num_prefill_workers:
             return ""
         return "prefill" if worker < self.num_prefill_workers else "decode"
@@ -105,10 +105,10 @@ def plan_processes(
     """Return the processes of `topology`. Unset ports are the defaults if these are free, otherwise any free ports.
 
     Args:
-        topology: What to run.
-        num_cores: Cores to share among workers; default: those allowed by affinity and quota.
-        is_free: Whether a port can be listened on; default: `reserve_port`.
-        journal_path: Path of the journal on this machine; empty: as set in the environment.
+        topology: The processes to plan.
+        num_cores: Number of cores to divide among workers; by default those that affinity and quota allow.
+        is_free: Returns whether a port is free; by default `reserve_port`.
+        journal_path: Path of the journal on this machine; empty means the one set in the environment.
 
     Raises:
         ConfigError: A port set in the topology is in use.
@@ -149,14 +149,14 @@ def plan_processes(
 
 
 def check_ports(topology: Topology) -> None:
-    """Raise ConfigError if a port given in the topology is in use; no port is reserved."""
+    """Raise ConfigError if a port given in the topology is in use, without reserving any port."""
     for flag, port in (("--port", topology.port), ("--http-port", topology.http_port)):
         if port and not is_free_port(port, topology.host):
             raise _port_in_use(flag, port, topology.host)
 
 
 def reachable(host: str) -> str:
-    """Return the address at which this machine reaches a port on `host`, in brackets if it is an IPv6 address."""
+    """Return the address at which processes on this machine reach a port on `host`; an IPv6 address is in brackets."""
     host = {"0.0.0.0": HOST, "": HOST, "::": "::1"}.get(host, host)  # noqa: S104
     return f"[{host}]" if ":" in host else host
 
@@ -169,7 +169,7 @@ def _port_in_use(flag: str, port: int, host: str) -> ConfigError:
 
 
 def _plan_worker(topology: Topology, index: int, scheduler: str, cores: int, ports: _Ports) -> list[ProcessSpec]:
-    """Return the processes of one worker: rank 0 has the worker's name."""
+    """Return the processes of one worker. The process of rank 0 has the worker's name."""
     name, stages = f"worker-{index}", topology.pipeline_parallel
     world_size = topology.tensor_parallel * stages
     flags: tuple[str, ...] = (
@@ -201,9 +201,7 @@ def _plan_worker(topology: Topology, index: int, scheduler: str, cores: int, por
 
 
 def _shared_memory() -> str:
-    """Return the shared KV folder for workers on this machine; empty if there is none or it is set in the
-    environment.
-    """
+    """Return the shared KV folder for workers on this machine; empty if there is none or the environment sets it."""
     if "MIDSTREAM_SHARED_KV_FOLDER" in os.environ:
         return ""
     folder = Path(f"/dev/shm/midstream-{os.geteuid()}")  # noqa: S108 (others' folders are not taken)
@@ -244,7 +242,7 @@ class _Addresses:
         return port
 
     def add_public(self, flag: str, port: int | None) -> int:
-        """Return a port for clients; exactly `port` if that is above 0."""
+        """Return a port for clients: `port` itself if it is above 0."""
         protocol, default = {"--port": ("grpc", RouterConfig.port), "--http-port": ("http", RouterConfig.http_port)}[
             flag
         ]
@@ -257,15 +255,15 @@ class _Addresses:
         return "--http-port", str(self.add("http"))
 
 
-# Ports reserved by this process; for each, an open named socket marks it as reserved for other supervisors.
+# Ports reserved by this process. For each one, an open named socket shows other supervisors that it is reserved.
 _reserved: set[int] = set()
 
 
 def reserve_port(port: int) -> bool:
     """Reserve a port for the lifetime of this process; return False if it is in use or reserved by another supervisor.
 
-    Processes start to listen seconds after they are planned, and a killed process does not listen. The reservation
-    keeps another supervisor from choosing the port in the meantime.
+    Processes start to listen seconds after they are planned, and a killed process does not listen. In the meantime, the
+    reservation keeps another supervisor from choosing the port.
     """
     if not is_free_port(port):
         return False
@@ -277,7 +275,7 @@ def reserve_port(port: int) -> bool:
     except OSError:
         name.close()
         return False
-    name.detach()  # open until the process ends
+    name.detach()  # the socket stays open until the process ends
     _reserved.add(port)
     return True
 

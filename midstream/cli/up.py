@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_service_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of commands that start a service, without its model."""
     parser.add_argument("--revision", default="", help="Branch, tag or commit of a model on the Hugging Face Hub.")
-    parser.add_argument("--host", metavar="ADDRESS", help="Address that routers listen on. [MIDSTREAM_HOST, 127.0.0.1]")
+    parser.add_argument(
+        "--host", metavar="ADDRESS", help="Address on which routers listen. [MIDSTREAM_HOST, 127.0.0.1]"
+    )
     parser.add_argument("--port", type=int, metavar="N", help="gRPC port; 0: any free one. [MIDSTREAM_PORT, 50051]")
     parser.add_argument(
         "--http-port", type=int, metavar="N", help="HTTP port; 0: any free one. [MIDSTREAM_HTTP_PORT, 8000]"
@@ -65,7 +67,7 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help="Require this bearer token from clients; repeatable.",
+        help="Require clients to send this bearer token; repeatable.",
     )
     parser.add_argument("--routers", type=int, default=1, metavar="N", help="[1]")
     parser.add_argument("--detokenizers", type=int, default=1, metavar="N", help="[1]")
@@ -97,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_environment(os.environ)
     topology = _topology(arguments)
     run_dir, console = RunDir(arguments.run_dir), Console(highlight=False)
-    run_dir.acquire()  # fails at once if a service is running here
+    run_dir.acquire()  # fails immediately if a service is running here
     run_dir.release()
     check_ports(topology)
     name = f"{arguments.model}@{arguments.revision}" if arguments.revision else arguments.model
@@ -133,7 +135,7 @@ def prepare_model(model: str, console: Console) -> str:
     """Open the model before the services do, so that the progress of a download or of the first preparation is visible.
 
     Returns:
-        What services open: the folder, if the model comes from the Hub.
+        The model as services open it; if it comes from the Hub, this is its folder.
 
     Raises:
         ConfigError: The model does not exist or is damaged.
@@ -234,7 +236,7 @@ def _run_detached(name: str, topology: Topology, run_dir: RunDir, console: Conso
 
 
 def why_not_started(log: Path, status: int | None) -> str:
-    """Return why the supervisor ended, according to its log, which may be incomplete if the disk is full."""
+    """Return the reason why the supervisor ended, according to its log, which may be incomplete if the disk is full."""
     text = log.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
     if text:
         return f"the service did not start; {log} ends with\n{text}"

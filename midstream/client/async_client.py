@@ -58,12 +58,12 @@ class AsyncClient:
         """Create a client without connections.
 
         Args:
-            addresses: Routers as `host:port` or `dns:///host:port`, used in turn; if a request's router is lost, it
-                continues at another.
-            unavailable_timeout_s: How long a stream or `embed` waits for a router, unless its deadline is sooner.
+            addresses: Routers as `host:port` or `dns:///host:port`, used in turn. If a request's router is lost,
+                another router continues the request.
+            unavailable_timeout_s: How long a stream or `embed` waits for a router, unless its deadline is earlier.
             max_message_bytes: Maximum size of a message in either direction, in bytes.
-            tls: `Tls(ca=FILE)`, with `cert` and `key` if routers require a client certificate; None: plain text.
-            server_name: Name in the routers' certificates, if it is not their address.
+            tls: `Tls(ca=FILE)`, with `cert` and `key` if routers require a client certificate; None for plain text.
+            server_name: Name in the routers' certificates, if it differs from their address.
             token: Bearer token, if routers require one. Do not send it over a network without TLS.
         """
         addresses = [addresses] if isinstance(addresses, str) else list(addresses)
@@ -123,30 +123,32 @@ class AsyncClient:
 
         Args:
             prompt: Text to continue.
-            token_ids: Or its tokens.
-            messages: Or chat turns, for the model's chat template.
-            tools: Tool definitions, for the template.
+            token_ids: Tokens to continue, instead of text.
+            messages: Chat turns for the model's chat template, instead of text or tokens.
+            tools: Tool definitions for the chat template.
             sampling: How tokens are chosen.
-            model: Name of the served model; empty: whichever is served.
-            request_id: At most 128 characters; generated if empty.
+            model: Name of the served model; empty for whichever is served.
+            request_id: Id of the request, with at most 128 characters; generated if empty.
             timeout_s: The request's deadline.
-            streaming: False: one chunk per sequence, at its end.
+            streaming: If False, there is one chunk per sequence, at its end.
             priority: -100..100; higher runs first.
-            client_id: Client that the request belongs to, for fairness.
-            cache_salt: Prefixes are shared only with requests of the same salt.
-            detached: The request continues without a listener; reattach with `resume`.
+            client_id: The client to which the request belongs, for fairness.
+            cache_salt: Prefixes are shared only with requests that have the same salt.
+            detached: Whether the request continues without a listener; reattach with `resume`.
             lora: Name of a loaded LoRA adapter.
             guided: Constraint on the output's format.
             logits_post_processor: Name of a post-processor installed on the workers.
             prompt_adapter: Name of a loaded prompt-tuning adapter.
-            prompt_tuning_table: Or its virtual tokens [count, hidden size], such as a numpy array of float32 or
-                float16. Token id vocabulary size + i is row i; a prompt without such ids begins with all rows.
+            prompt_tuning_table: Virtual tokens [count, hidden size] instead of a named adapter, such as a numpy array
+                of float32 or float16. Token id vocabulary size + i stands for row i; a prompt without such ids begins
+                with all rows.
             prompt_embeddings: The prompt itself [tokens, hidden size], instead of the first four arguments.
-            kv_retention: Which of its cached blocks are kept longer.
+            kv_retention: The request's cached blocks that are kept longer than others.
             speculative: Speculative decoding, which affects only the speed.
 
         Raises:
-            InvalidArgumentError: Not exactly one input, or a value of the wrong type. The router checks ranges.
+            InvalidArgumentError: There is not exactly one input, or a value has the wrong type. The router checks
+                ranges.
         """
         request = pb.GenerateRequest()
         set_fields(
@@ -187,7 +189,7 @@ class AsyncClient:
         return self.stream(request, timeout_s=timeout_s)
 
     def stream(self, request: pb.GenerateRequest, *, timeout_s: float | None = None) -> AsyncStream:
-        """Run a request given as a message, for fields that `generate` lacks."""
+        """Run a request given as a message, which may set fields that `generate` lacks."""
         request.request_id = request.request_id or uuid.uuid4().hex
         return AsyncStream(
             request.request_id,
@@ -199,7 +201,7 @@ class AsyncClient:
         )
 
     def resume(self, request_id: str, from_token: int = 0, *, timeout_s: float | None = None) -> AsyncStream:
-        """Return the rest of a running or recently finished request, from a token offset on."""
+        """Return the rest of a running or recently finished request, starting at a token offset."""
         return AsyncStream(
             request_id,
             None,
@@ -224,18 +226,19 @@ class AsyncClient:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> Embeddings:
-        """Return the embeddings of texts or token ids; if the router is lost, another one continues.
+        """Return the embeddings of texts or token ids; if the router is lost, another one continues the call.
 
         Args:
             inputs: A text, or several texts and lists of token ids.
-            dimensions: Number of values to keep of each vector, the first ones; None: all.
-            normalize: Scale vectors to length 1.
-            pooling: The hidden state at the last token, or the mean of all; None: as the model was trained.
-            model: Name of the served model; empty: whichever is served.
+            dimensions: Return only this many leading values of each vector; None returns all.
+            normalize: Whether to scale vectors to unit length.
+            pooling: Whether to use the hidden state at the last token or the mean of all; None for the pooling that the
+                model was trained for.
+            model: Name of the served model; empty for whichever is served.
             lora: Name of a loaded LoRA adapter.
             priority: -100..100; higher runs first.
-            client_id: Client that the requests belong to, for fairness.
-            cache_salt: Prefixes are shared only with requests of the same salt.
+            client_id: The client to which the requests belong, for fairness.
+            cache_salt: Prefixes are shared only with requests that have the same salt.
             timeout_s: Deadline of the call.
         """
         request = _embed_request(inputs, lora, pooling)
@@ -259,16 +262,16 @@ class AsyncClient:
         return (await self._ask(lambda stub: stub.Abort(request, timeout=_CALL_TIMEOUT_S))).was_running
 
     async def model_info(self, model: str = "") -> ModelInfo:
-        """Return the served model.
+        """Return information about the served model.
 
         Raises:
-            NotFoundError: Another one is served.
+            NotFoundError: Another model is served.
         """
         request = loads_pb2.GetModelInfoRequest(model=model)
         return ModelInfo.from_proto(await self._ask(lambda stub: stub.GetModelInfo(request, timeout=_CALL_TIMEOUT_S)))
 
     async def server_info(self) -> ServerInfo:
-        """Return the running system."""
+        """Return information about the running system."""
         request = loads_pb2.GetServerInfoRequest()
         return ServerInfo.from_proto(await self._ask(lambda stub: stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S)))
 
@@ -281,7 +284,8 @@ class AsyncClient:
     async def iteration_stats(
         self, *, follow: bool = False, min_interval_ms: int = 0, on_open: Callable[[], None] = lambda: None
     ) -> AsyncIterator[dict[str, object]]:
-        """Scheduler iterations under TensorRT-LLM's names: the latest, or with `follow` all from now on.
+        """Yield the statistics of scheduler iterations under TensorRT-LLM's names: of the latest one, or with `follow`
+        of all from now on.
 
         `on_open` is called once no further iteration can be missed.
         """
@@ -302,7 +306,9 @@ class AsyncClient:
         return list(answer.requests)
 
     async def status(self, *, follow: bool = False) -> AsyncIterator[status_pb2.SystemStatus]:
-        """Yield the system's status: once, or with `follow` about once a second; the first has the last minutes."""
+        """Yield the system's status, once or, with `follow`, about once a second; the first one has the samples of the
+        last few minutes.
+        """
         try:
             async for status in self._next_stub().GetStatus(status_pb2.GetStatusRequest(stream=follow)):
                 yield status
@@ -310,11 +316,12 @@ class AsyncClient:
             raise error_from_rpc(error) from None
 
     async def load_lora(self, name: str, path: str) -> LoraInfo:
-        """Load an adapter, LoRA or prompt tuning, from a PEFT folder that every worker can read.
+        """Load a LoRA or prompt-tuning adapter from a PEFT folder that every worker can read.
 
         Raises:
-            InvalidArgumentError: It does not fit the model; the message names the file and the tensor or setting.
-            AlreadyExistsError: The name is taken by another folder.
+            InvalidArgumentError: The adapter does not fit the model; the message names the file and the tensor or
+                setting.
+            AlreadyExistsError: An adapter from another folder has this name.
         """
         request = loads_pb2.LoadLoraRequest(name=name, path=path)
         response = await self._ask(lambda stub: stub.LoadLora(request, timeout=_LOAD_TIMEOUT_S))
@@ -324,7 +331,7 @@ class AsyncClient:
         """Unload an adapter; new requests can no longer use it.
 
         Raises:
-            NotFoundError: It is not loaded.
+            NotFoundError: The adapter is not loaded.
         """
         request = loads_pb2.UnloadLoraRequest(name=name)
         await self._ask(lambda stub: stub.UnloadLora(request, timeout=_CALL_TIMEOUT_S))
@@ -339,7 +346,7 @@ class AsyncClient:
         return next(self._stubs)
 
     async def _ask(self, call: Callable[[Stub], Awaitable[_T]]) -> _T:
-        """Return the answer of the first available router."""
+        """Return the response of the first available router."""
         for left in reversed(range(self._num_routers)):
             try:
                 return await call(self._next_stub())

@@ -22,7 +22,7 @@ class Guide:
     """Constraint on the output's format; set exactly one.
 
     Attributes:
-        json: True: any JSON object or array.
+        json: If True, any JSON object or array.
         json_schema: A JSON schema, as text or as a mapping.
         regex: A regular expression.
         ebnf: A grammar.
@@ -37,7 +37,7 @@ class Guide:
         """Return the message.
 
         Raises:
-            InvalidArgumentError: None or several are set, or a value has the wrong type.
+            InvalidArgumentError: Not exactly one is set, or a value has the wrong type.
         """
         with naming("guided"):
             schema = self.json_schema
@@ -59,10 +59,10 @@ class Drafts:
     """Speculative decoding.
 
     Attributes:
-        method: `prompt_lookup`: tokens that followed an earlier occurrence of the last tokens; `draft_model`: the
-            workers' draft model.
-        num_draft_tokens: Drafts that a step verifies, 1..16.
-        max_ngram_size: Prompt lookup: maximum number of last tokens to match; None: 3.
+        method: `prompt_lookup` proposes the tokens that followed an earlier occurrence of the last tokens;
+            `draft_model` uses the workers' draft model.
+        num_draft_tokens: Number of draft tokens that a step verifies, 1..16.
+        max_ngram_size: Maximum number of last tokens that prompt lookup matches; None means 3.
     """
 
     method: Literal["prompt_lookup", "draft_model"] = "prompt_lookup"
@@ -88,9 +88,9 @@ class TokenRange:
 
     Attributes:
         start: First token.
-        end: One past the last token; None: the prompt's end.
+        end: One past the last token; None means the end of the prompt.
         priority: 0..100; the lowest is evicted first; the default is 35.
-        duration_ms: Duration of the priority; None: until the block is evicted.
+        duration_ms: How long the priority applies; None means until the block is evicted.
     """
 
     start: int = 0
@@ -105,7 +105,7 @@ class KvRetention:
 
     Attributes:
         token_ranges: Ranges of the prompt.
-        decode_priority, decode_duration_ms: For blocks of generated tokens.
+        decode_priority, decode_duration_ms: Priority and its duration for blocks of generated tokens.
     """
 
     token_ranges: Sequence[TokenRange] = ()

@@ -1,4 +1,4 @@
-"""Service information as plain types. Fields are documented in protos/loads.proto."""
+"""Information about the service as plain types. The fields are documented in protos/loads.proto."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protos import loads_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The served model."""
+    """Information about the served model."""
 
     model: str
     architecture: str
@@ -43,7 +43,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroupInfo:
-    """One worker group."""
+    """Information about a worker group."""
 
     group_id: str
     epoch: int
@@ -58,7 +58,7 @@ class WorkerGroupInfo:
 
 @dataclass(frozen=True, slots=True)
 class DetokenizerInfo:
-    """One detokenizer, as seen by its scheduler."""
+    """Information about a detokenizer, as its scheduler sees it."""
 
     detokenizer_id: str
     num_attached: int
@@ -67,7 +67,7 @@ class DetokenizerInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The running system."""
+    """Information about the running system."""
 
     version: str
     scheduler_epoch: int

@@ -1,4 +1,4 @@
-"""Request parameters and their conversion to the protobuf message."""
+"""Request parameters, and their conversion to the protobuf message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from google.protobuf import message as pb_message
 from midstream.errors import InvalidArgumentError
 from protos import generation_pb2 as pb
 
-# A chat turn: `role`, `content`, `reasoning_content`, and for tools `tool_calls` (a list), `tool_call_id`, `name`.
+# A chat turn has `role`, `content` and `reasoning_content`, and for tools `tool_calls` (a list), `tool_call_id` and
+# `name`.
 Message = Mapping[str, object]
 
 
@@ -22,24 +23,24 @@ class SamplingParams:
     """Sampling and stop parameters. None means the service's default, which is given in protos/generation.proto.
 
     Attributes:
-        max_tokens: Tokens per sequence.
-        temperature: 0 is greedy.
+        max_tokens: Maximum number of tokens per sequence.
+        temperature: Sampling temperature; 0 is greedy.
         seed: The same seed gives the same output.
-        stop: Text or texts that end a sequence; not part of the output unless include_stop_in_output.
+        stop: Text or texts that end a sequence; the output includes them only with include_stop_in_output.
         stop_token_ids: Tokens that end a sequence.
         bad_words: Text or texts that may not be generated, with and without a leading space.
-        bad_word_token_ids: The same as sequences of tokens.
+        bad_word_token_ids: Forbidden sequences of tokens.
         end_id: Token that ends a sequence, instead of the model's end ids.
         ignore_eos: Continue past the model's end ids.
-        embedding_bias: Added to the logits of token ids.
+        embedding_bias: Value to add to the logit of each token id.
         num_return_sequences: Number of independent sequences; with beam search, number of beams to return (default:
             all).
         log_probs: Report the log probabilities of each token and of this number of most likely tokens.
-        prompt_log_probs: The same for the prompt's tokens from the second on.
+        prompt_log_probs: The same for the prompt's tokens, from the second one on.
         return_context_logits, return_generation_logits: Report logits, as tensors in the result.
-        additional_outputs: Names of further tensors; True: of the prompt as well.
-        exclude_input_from_output: False: the output begins with the prompt.
-        return_all_generated_tokens: Each chunk carries everything so far.
+        additional_outputs: Names of further tensors; if the value is True, they are reported for the prompt as well.
+        exclude_input_from_output: If False, the output begins with the prompt.
+        return_all_generated_tokens: Whether each chunk carries all output so far.
     """
 
     max_tokens: int | None = None
@@ -150,17 +151,17 @@ class Array(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Size of each axis."""
+        """Size along each axis."""
 
     def tobytes(self) -> bytes:
-        """Row-major contents."""
+        """Return the contents in row-major order."""
 
 
 def tensor_of(values: Array, field: str) -> pb.Tensor:
     """Return the array as a message.
 
     Raises:
-        InvalidArgumentError: It is not an array, or its type is not supported.
+        InvalidArgumentError: The value is not an array, or its type is not supported.
     """
     with naming(field):
         dtype = f"DTYPE_{values.dtype}".upper()
@@ -174,10 +175,10 @@ def set_input(
     messages: Sequence[Message] | None,
     tools: Sequence[Mapping[str, object]] | None,
 ) -> None:
-    """Set the request's input to the argument that is given.
+    """Set the request's input to the one argument that is given.
 
     Raises:
-        InvalidArgumentError: None or several are given, or a value has the wrong type.
+        InvalidArgumentError: Not exactly one is given, or a value has the wrong type.
     """
     if sum(item is not None for item in (prompt, token_ids, messages)) != 1:
         raise InvalidArgumentError("set exactly one of prompt, token_ids and messages", field="prompt")

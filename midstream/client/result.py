@@ -10,7 +10,7 @@ from midstream.extras import Extras, Tensor, join_tensors
 
 @dataclass(slots=True)
 class SequenceResult:
-    """One sequence; `matched_stop` is the stop word or the id of the stop token that ended it.
+    """One sequence; `matched_stop` is the stop word, or the id of the stop token, that ended it.
 
     Attributes:
         extras: Log probabilities and pieces of tensors, if requested.
@@ -25,7 +25,7 @@ class SequenceResult:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return complete tensors by name."""
+        """Return the complete tensors by name."""
         return join_tensors(self.extras.tensors) if self.extras is not None else {}
 
 
@@ -54,7 +54,7 @@ class Result:
         return self.sequences[0].finish_reason
 
     def add(self, chunk: Chunk) -> None:
-        """Append the next chunk; a chunk with all output so far replaces the previous output."""
+        """Append the next chunk; a chunk that contains all output so far replaces the previous output."""
         while len(self.sequences) <= chunk.sequence_index:
             self.sequences.append(SequenceResult())
         sequence = self.sequences[chunk.sequence_index]

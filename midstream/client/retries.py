@@ -1,4 +1,4 @@
-"""When a call that broke is made again, at another router."""
+"""Retries of broken calls at other routers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import grpc
 
 from midstream.errors import DeadlineError, MidstreamError
 
-# Statuses of calls whose router dies or drains. CANCELLED comes from the server; the status of our own cancel is never
-# read.
+# Statuses of calls whose router dies or drains. CANCELLED comes from the server; after a cancel by the client, the
+# status is never read.
 BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.02, 0.5
 
 
 class Retries:
-    """Retries until the deadline and, without progress, for `unavailable_timeout_s` at most."""
+    """Decides whether to retry, until the deadline and, without progress, for at most `unavailable_timeout_s`."""
 
     def __init__(self, timeout_s: float | None, unavailable_timeout_s: float) -> None:
         """`timeout_s` counts from the first call."""
@@ -35,11 +35,11 @@ class Retries:
         return max(self._deadline - now, 0.001)
 
     def progress(self) -> None:
-        """Note that a router answered."""
+        """Record that a router has responded."""
         self._broken_since, self._delay_s = None, 0.0
 
     async def wait(self, code: grpc.StatusCode, error: MidstreamError) -> None:
-        """Return when a call that ended with `code` is to be made again; raise `error` if it is not."""
+        """Wait until a call that ended with `code` should be retried; raise `error` if it should not be retried."""
         if code not in BROKEN:
             raise error from None
         now = asyncio.get_running_loop().time()

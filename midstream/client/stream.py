@@ -3,8 +3,8 @@
 1. `Generate` goes to a router. Each chunk carries its token offset, and the stream keeps the next offset of each
    sequence.
 2. If the call breaks without a final chunk, the stream continues at the next router: with `Resume` at those offsets or,
-   if nothing was received yet, with the same `Generate`, which attaches to the first.
-3. It retries until the deadline, and while something was received within `unavailable_timeout_s`.
+   if nothing was received yet, with the same `Generate`, which attaches to the running request.
+3. It retries until the deadline, unless nothing was received for `unavailable_timeout_s`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from protos import loads_pb2, service_pb2
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-# After this long without output the router is probed, and replaced if it does not answer.
+# After this time without output, the router is probed; if it does not respond, another one is used.
 _SILENCE_S, _ANSWER_S = 2.0, 3.0
 
 
 class AsyncStream:
-    """Iterate over it for chunks, or await `result()`. Leaving it before its end aborts the request (unless detached).
+    """A request's output: iterate over its chunks, or await `result()`. Leaving the stream before its end aborts the
+    request (unless detached).
 
     Attributes:
-        request_id: The request's id; with it any client can resume the stream.
+        request_id: Id of the request, with which any client can resume the stream.
         num_resumes: Number of times the stream was reopened.
     """
 
@@ -52,8 +53,8 @@ class AsyncStream:
         from_token: int = 0,
         has_other_routers: bool = False,
     ) -> None:
-        """Create a stream; it opens when iteration begins. Without a `request` it resumes at `from_token`. If there are
-        other routers, an unresponsive one is left after some seconds.
+        """Create a stream; it opens when iteration begins. Without a `request`, it resumes at `from_token`. If there
+        are other routers, the stream leaves a router that does not respond for some seconds.
         """
         self.request_id = request_id
         self.num_resumes = 0
@@ -163,7 +164,7 @@ class AsyncStream:
         return call
 
     async def _watch(self, stub: Stub, call: grpc.aio.Call) -> None:
-        """Cancel the call if its router stops responding: it may hang while the connection stays open."""
+        """Cancel the call if its router stops responding, since the router may hang while the connection stays open."""
         loop = asyncio.get_running_loop()
         while not call.done():
             await asyncio.sleep(max(self._last_read + _SILENCE_S - loop.time(), 0.1))
@@ -183,16 +184,17 @@ class AsyncStream:
             self._watching = None
 
     async def _recover(self, error: grpc.aio.AioRpcError) -> None:
-        """Return when the stream is to be opened again; raise the error if it cannot be resumed."""
+        """Return when the stream should be opened again; raise the error if it cannot be resumed."""
         if self._final is not None:
-            # The router was lost between the final chunk and the status; the chunk has the same information.
+            # The connection broke after the final chunk but before the RPC status; the chunk carries the same
+            # information.
             _raise_for(self._final)
             if error.code() in BROKEN:
                 raise StopAsyncIteration
         await self._leave(error.code(), error_from_rpc(error))
 
     async def _leave(self, code: grpc.StatusCode, error: MidstreamError) -> None:
-        """Return when the stream is to be opened again at the next router; raise `error` if it cannot be resumed."""
+        """Return when the stream should be opened again at the next router; raise `error` if it cannot be resumed."""
         self._stop_watching()
         await self._retries.wait(code, error)
         self._call = None

@@ -1,4 +1,4 @@
-"""The synchronous client: runs the asynchronous one in a background thread."""
+"""The synchronous client, which runs the asynchronous one in a background thread."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Stream:
 
 
 class Client:
-    """Talks to the routers of a service; use it as a context manager. Methods are AsyncClient's."""
+    """Talks to the routers of a service; use it as a context manager. Its methods are those of AsyncClient."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Accept the arguments of AsyncClient."""
@@ -87,7 +87,7 @@ class Client:
         lora: str = "",
         timeout_s: float | None = None,
     ) -> Embeddings:
-        """Return the embeddings of texts or token ids; arguments as of `AsyncClient.embed`."""
+        """Return the embeddings of texts or token ids; the arguments are those of `AsyncClient.embed`."""
         return self._run(
             self._client.embed(
                 inputs,
@@ -105,11 +105,11 @@ class Client:
         return self._run(self._client.abort(request_id))
 
     def model_info(self, model: str = "") -> ModelInfo:
-        """Return the served model."""
+        """Return information about the served model."""
         return self._run(self._client.model_info(model))
 
     def server_info(self) -> ServerInfo:
-        """Return the running system."""
+        """Return information about the running system."""
         return self._run(self._client.server_info())
 
     def loads(self) -> list[CellLoad]:
@@ -152,7 +152,7 @@ class Client:
 
 
 async def _open(args: Any, kwargs: Any) -> AsyncClient:
-    # Channels belong to the event loop they were created on.
+    # Channels belong to the event loop on which they were created.
     return AsyncClient(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Configuration of every service: one frozen dataclass each, filled from flags and MIDSTREAM_* variables."""
+"""Configuration of all services: one frozen dataclass per service, filled from flags and MIDSTREAM_* variables."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = [
 
 ServiceConfigT = TypeVar("ServiceConfigT", bound=ServiceConfig)
 
-# Services may share an environment, so variables of any service are allowed; so are MIDSTREAM_HOME (model cache) and
-# MIDSTREAM_TOKEN_FILE (command line).
+# Services may share an environment, so the variables of all services are allowed; so are MIDSTREAM_HOME (model cache)
+# and MIDSTREAM_TOKEN_FILE (command line).
 _CONFIG_CLASSES: tuple[type[ServiceConfig], ...] = (RouterConfig, SchedulerConfig, WorkerConfig, DetokenizerConfig)
 KNOWN_SETTINGS = frozenset(
     item.name for config_class in _CONFIG_CLASSES for item in dataclasses.fields(config_class)
@@ -46,6 +46,6 @@ def load_config(config_class: type[ServiceConfigT], program: str) -> ServiceConf
     """Return the configuration of this process, from its command line and environment.
 
     Raises:
-        ConfigError: An unknown variable, or a value that does not parse.
+        ConfigError: A variable is unknown, or a value cannot be parsed.
     """
     return parse_config(config_class, sys.argv[1:], os.environ, program=program, known=KNOWN_SETTINGS)

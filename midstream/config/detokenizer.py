@@ -18,7 +18,7 @@ class DetokenizerConfig(GrpcServiceConfig):
     frames_port: int = setting(0, "TCP port for frames from other hosts; 0: any free one.")
     schedulers: str = setting("127.0.0.1:50052", "Comma-separated scheduler targets, one per cell.")
     router_names: str = setting(
-        "router", "Certificate names allowed to call as routers, comma-separated: kinds, DNS names or URIs."
+        "router", "Certificate names of peers that may call as routers, comma-separated: kinds, DNS names or URIs."
     )
     max_message_bytes: int = setting(64 << 20, "Maximum size of a gRPC message, in bytes.")
-    max_pending_bytes: int = setting(8 << 20, "Bytes buffered per request for a slow router.")
+    max_pending_bytes: int = setting(8 << 20, "Maximum bytes buffered per request for a slow router.")

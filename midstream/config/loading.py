@@ -1,4 +1,4 @@
-"""Fill a configuration dataclass from flags and MIDSTREAM_* variables; unknown settings are errors."""
+"""Fills a configuration dataclass from flags and MIDSTREAM_* variables; unknown settings are errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from midstream.errors import ConfigError
 
 ENV_PREFIX = "MIDSTREAM_"
 TRUE_WORDS = ("1", "true", "yes", "on")
-# Kubernetes injects these for every Service in the namespace.
+# Kubernetes injects these variables for every Service in the namespace.
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP).*)?$")
 
 ConfigT = TypeVar("ConfigT")
@@ -35,7 +35,7 @@ def parse_config(
     Args:
         config_class: A frozen dataclass with `setting` fields of type str, int, float or bool.
         arguments: Command-line arguments without the program's name.
-        environment: Usually os.environ.
+        environment: The environment variables; usually os.environ.
         program: Name for the help text.
         known: Fields of other services, whose variables are allowed in a shared environment.
 

@@ -28,7 +28,7 @@ class RouterConfig(GrpcServiceConfig):
     detokenizers: str = setting(
         "127.0.0.1:50054", "Comma-separated detokenizer targets; dns:/// targets are re-resolved."
     )
-    max_pending_bytes: int = setting(1 << 20, "Bytes buffered for a slow reader before its stream is closed.")
+    max_pending_bytes: int = setting(1 << 20, "Maximum bytes buffered for a slow reader before its stream is closed.")
     max_tensor_bytes: int = setting(256 << 20, "Maximum bytes of logits and hidden states per request.")
     max_beam_width: int = setting(16, "Maximum beam width of a request.")
     max_message_bytes: int = setting(64 << 20, "Maximum size of a gRPC message, in bytes.")
@@ -44,7 +44,9 @@ class RouterConfig(GrpcServiceConfig):
     max_streams_per_client: int = setting(
         1024, "Maximum concurrent streams per client, or per address without a client id."
     )
-    auth: str = setting("none", "How clients authenticate; mtls: by certificate.", choices=("none", "token", "mtls"))
+    auth: str = setting(
+        "none", "How clients authenticate; mtls: by client certificate.", choices=("none", "token", "mtls")
+    )
     auth_tokens: str = setting(
         "",
         "File with lines of `TOKEN CLIENT_ID [ROLE,...] [QUOTA=N ...]`, re-read when it changes. A token may be "
@@ -75,9 +77,11 @@ class RouterConfig(GrpcServiceConfig):
     )
     response_ttl_s: int = setting(7 * 24 * 3600, "Seconds that a response of the Responses API is stored.")
     max_file_bytes: int = setting(200 << 20, "Maximum size of a file that clients may upload for batches, in bytes.")
-    file_ttl_s: int = setting(30 * 24 * 3600, "Maximum seconds that files and batch outputs are stored.")
+    file_ttl_s: int = setting(30 * 24 * 3600, "Maximum number of seconds that files and batch outputs are stored.")
     max_batch_lines: int = setting(64, "Maximum number of batch lines that this router runs concurrently.")
-    trace_ratio: float = setting(1.0, "Fraction, 0 to 1, of requests traced if the client sends no traceparent.")
+    trace_ratio: float = setting(
+        1.0, "Fraction, 0 to 1, of requests without a traceparent from the client that are traced."
+    )
     tool_parser: str = setting(
         "auto", "Format of the model's tool calls; auto: detected from its chat template; none: not parsed."
     )
@@ -88,4 +92,4 @@ class RouterConfig(GrpcServiceConfig):
     throughput_log_s: float = setting(
         10.0, "Seconds between log lines with throughput and open streams, while there are any; 0: none."
     )
-    num_tokenizer_threads: int = setting(2, "Threads that tokenize and render templates.")
+    num_tokenizer_threads: int = setting(2, "Number of threads that tokenize and render templates.")

@@ -17,15 +17,15 @@ class SchedulerConfig(GrpcServiceConfig):
     served_model_name: str = setting("", "Model name in the API; empty: the model's own.")
     port: int = setting(50052, "gRPC port.")
     frames_port: int = setting(0, "TCP port for frames from other hosts; 0: any free one.")
-    worker_port: int = setting(50053, "ZeroMQ port that workers connect to.")
+    worker_port: int = setting(50053, "ZeroMQ port to which workers connect.")
     curve: bool = setting(False, "Encrypt worker connections and accept only workers with known keys.")
     curve_secret_key: str = setting("", "File with this process's key pair, from `midstream keys`.")
     curve_worker_keys: str = setting("", "Folder with workers' public keys, NAME.key; re-read when it changes.")
     router_names: str = setting(
-        "router", "Certificate names allowed to call as routers, comma-separated: kinds, DNS names or URIs."
+        "router", "Certificate names of peers that may call as routers, comma-separated: kinds, DNS names or URIs."
     )
     detokenizer_names: str = setting(
-        "detokenizer", "Certificate names allowed to read the token feed, in the same form."
+        "detokenizer", "Certificate names of peers that may read the token feed, in the same form."
     )
     capacity_policy: str = setting(
         "guaranteed_no_evict",
@@ -35,10 +35,12 @@ class SchedulerConfig(GrpcServiceConfig):
     batching_type: str = setting(
         "inflight_fused", "How steps are composed.", choices=("inflight_fused", "inflight", "static")
     )
-    tokens_per_block: int = setting(16, "Tokens in one KV block.")
-    max_batch_size: int = setting(256, "Maximum sequences per step, on top of each worker's limit.")
-    max_num_tokens: int = setting(2048, "Maximum tokens per step, on top of each worker's limit.")
-    max_context_chunk: int = setting(0, "Maximum context tokens of one request per step; 0: up to max_num_tokens.")
+    tokens_per_block: int = setting(16, "Number of tokens in one KV block.")
+    max_batch_size: int = setting(256, "Maximum number of sequences per step, in addition to each worker's limit.")
+    max_num_tokens: int = setting(2048, "Maximum number of tokens per step, in addition to each worker's limit.")
+    max_context_chunk: int = setting(
+        0, "Maximum number of context tokens of one request per step; 0: up to max_num_tokens."
+    )
     max_attention_window: int = setting(
         0, "Maximum attention window in tokens; 0: the model's. Must equal the workers'."
     )
@@ -47,9 +49,11 @@ class SchedulerConfig(GrpcServiceConfig):
     )
     enable_block_reuse: bool = setting(True, "Reuse KV blocks of shared prefixes.")
     enable_chunked_context: bool = setting(True, "Split long contexts over several steps.")
-    pipeline_depth: int = setting(2, "Steps in flight per worker group.")
-    max_queue_size: int = setting(4096, "Maximum queued requests; beyond it requests fail with RESOURCE_EXHAUSTED.")
-    heartbeat_interval_ms: int = setting(500, "Interval of worker heartbeats.")
+    pipeline_depth: int = setting(2, "Number of steps in flight per worker group.")
+    max_queue_size: int = setting(
+        4096, "Maximum number of queued requests; further requests fail with RESOURCE_EXHAUSTED."
+    )
+    heartbeat_interval_ms: int = setting(500, "Interval between worker heartbeats.")
     worker_timeout_ms: int = setting(2000, "Time without a heartbeat after which a worker group is considered lost.")
     worker_progress_timeout_ms: int = setting(
         30_000, "Time without a finished step after which a worker group is considered hung and dropped."
@@ -61,16 +65,18 @@ class SchedulerConfig(GrpcServiceConfig):
     no_worker_timeout_s: float = setting(30.0, "Seconds that a request without a deadline waits for any worker.")
     orphan_grace_s: float = setting(30.0, "Seconds until a request without an attached client is aborted.")
     finished_ttl_s: float = setting(60.0, "Seconds that a finished request can still be resumed.")
-    max_num_finished: int = setting(8192, "Maximum finished requests kept.")
-    max_finished_tokens: int = setting(16_777_216, "Maximum prompt and output tokens kept of finished requests.")
+    max_num_finished: int = setting(8192, "Maximum number of finished requests that are kept.")
+    max_finished_tokens: int = setting(
+        16_777_216, "Maximum number of prompt and output tokens kept of finished requests."
+    )
     ledger_ttl_s: int = setting(90 * 24 * 3600, "Seconds that the ledger keeps a request's usage; 0: no ledger.")
     max_stored_bytes: int = setting(
         16 << 30,
-        "Bytes of files and batches that one client may store; without authentication, the limit for all clients "
-        "together.",
+        "Maximum bytes of files and batches that one client may store; without authentication, the limit for all "
+        "clients together.",
     )
     journal: str = setting(
-        "log", "Journal that stores requests and tokens.", choices=("off", "log", "sqlite", "postgres")
+        "log", "Kind of journal, which stores requests and tokens.", choices=("off", "log", "sqlite", "postgres")
     )
     journal_path: str = setting(
         "",
@@ -80,5 +86,5 @@ class SchedulerConfig(GrpcServiceConfig):
     journal_url: str = setting("", "libpq connection string of the PostgreSQL journal; empty: the PG* variables.")
     standby: bool = setting(False, "Start as standby: wait for the journal's lease, then take over.")
     record: str = setting("", "File to which all events and plans are appended, for `midstream replay`; empty: none.")
-    scheduler_plugin: str = setting("", "Entry point of a custom scheduler in the group midstream.schedulers.")
+    scheduler_plugin: str = setting("", "Custom scheduler: name of an entry point in the group `midstream.schedulers`.")
     max_message_bytes: int = setting(64 << 20, "Maximum size of a gRPC message, in bytes.")

@@ -1,4 +1,4 @@
-"""Settings common to all services."""
+"""Settings that all services have."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ class ServiceConfig:
     log_level: str = setting("info", "Minimum log level.", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("json", "Log format.", choices=("json", "text"))
     otlp_endpoint: str = setting("", "OTLP/gRPC collector for request traces, http://HOST:4317; empty: no tracing.")
-    drain_timeout_s: float = setting(30.0, "Seconds that open streams may take to finish after SIGTERM.")
+    drain_timeout_s: float = setting(
+        30.0, "Maximum number of seconds that open streams may take to finish after SIGTERM."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpcServiceConfig(ServiceConfig):
-    """Base for services with a gRPC port. The same certificate is used for the port and for outgoing connections."""
+    """Base of the configurations of services with a gRPC port. The port and outgoing connections use the same
+    certificate.
+    """
 
     internal_transport: str = setting(
         "frames",
@@ -41,6 +45,6 @@ class GrpcServiceConfig(ServiceConfig):
     tls_cert: str = setting(
         "", "PEM file with this process's certificate chain; re-read when it changes, like all of these files."
     )
-    tls_key: str = setting("", "PEM file with its private key.")
+    tls_key: str = setting("", "PEM file with the certificate's private key.")
     tls_ca: str = setting("", "PEM file with the CAs for peers' certificates; empty: the system's.")
     tls_require_client_cert: bool = setting(True, "Accept only clients with a certificate signed by the CAs.")

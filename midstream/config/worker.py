@@ -59,12 +59,12 @@ class WorkerConfig(ServiceConfig):
     max_kv_tokens: int = setting(0, "Maximum tokens in the KV pool; 0: limited only by the memory fraction.")
     shared_kv_folder: str = setting(
         "",
-        "Folder in shared memory, accessible only to this user, for the KV pool of a CPU worker. If the worker dies, "
-        "others on the host reuse its blocks. Empty: the pool is lost with the process.",
+        "Folder in shared memory, accessible only to this user, for the KV pool of a CPU worker. If the worker "
+        "dies, other workers on the host reuse its blocks. Empty: the pool is lost with the process.",
     )
     host_kv_bytes: int = setting(
         0,
-        "Bytes of shared_kv_folder that keep full KV blocks of CPU workers after their eviction and after the "
+        "Bytes of shared_kv_folder that keep full KV blocks of CPU workers after the blocks' eviction and after the "
         "worker's death; 0: none.",
     )
     disk_kv_folder: str = setting(
@@ -84,9 +84,9 @@ class WorkerConfig(ServiceConfig):
     kv_transfer_bytes: int = setting(
         1 << 28, "Bytes of fetched KV blocks that a decode worker holds for requests that have not started there."
     )
-    max_batch_size: int = setting(256, "Maximum sequences per step.")
-    max_num_tokens: int = setting(0, "Maximum tokens per step; 0: 2048 on a GPU, 256 on a CPU.")
-    max_sequence_length: int = setting(0, "Maximum tokens of prompt and output; 0: the model's limit.")
+    max_batch_size: int = setting(256, "Maximum number of sequences per step.")
+    max_num_tokens: int = setting(0, "Maximum number of tokens per step; 0: 2048 on a GPU, 256 on a CPU.")
+    max_sequence_length: int = setting(0, "Maximum number of tokens of prompt and output; 0: the model's limit.")
     lora_host_cache_bytes: int = setting(1 << 30, "Bytes of adapters cached in host memory.")
     lora_device_cache_percent: float = setting(
         0.05, "Fraction, 0 to 1, of the memory left after weights and KV pool to use for the adapters on the device."
@@ -105,7 +105,7 @@ class WorkerConfig(ServiceConfig):
     logits_post_processors: str = setting("", "Additional logits post-processors: comma-separated NAME=module:Class.")
     replicate_post_processors: bool = setting(
         False,
-        "Call post-processors on all tensor ranks of a group's first stage; rank 0's result counts.",
+        "Call post-processors on all tensor ranks of a group's first stage; only rank 0's result is used.",
     )
     adapter_root: str = setting(
         "", "Folder that must contain all adapters, after resolving links; empty: the routers' setting."
@@ -119,11 +119,11 @@ class WorkerConfig(ServiceConfig):
     )
     run_ahead: str = setting(
         "auto",
-        "Launch a step before the tokens of the one before are known; auto: on a GPU. All ranks need the same.",
+        "Launch a step before the tokens of the previous step are known; auto: on a GPU. All ranks must have the same.",
         choices=("auto", "on", "off"),
     )
     batch_invariant: bool = setting(False, "On a GPU, make outputs independent of the rest of the batch; slower.")
-    num_threads: int = setting(0, "Compute threads on a CPU; 0: one per core allowed by affinity and cgroup.")
-    tensor_parallel: int = setting(0, "Tensor parallel ranks; 0: WORLD_SIZE divided by the pipeline stages.")
+    num_threads: int = setting(0, "Number of compute threads on a CPU; 0: one per core allowed by affinity and cgroup.")
+    tensor_parallel: int = setting(0, "Number of tensor parallel ranks; 0: WORLD_SIZE divided by the pipeline stages.")
     pipeline_parallel: int = setting(1, "Pipeline stages.")
     rank_timeout_s: float = setting(10.0, "Time without a message from a rank after which all ranks of its group exit.")

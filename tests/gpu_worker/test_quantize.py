@@ -87,5 +87,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "too short" in output
     assert json.loads((tmp_path / "made/config.json").read_text())["quantization_config"]["format"] == "pack-quantized"
     arguments.output = None
-    with pytest.raises(ConfigError, match="--weights needs --output"):
+    with pytest.raises(ConfigError, match="--weights requires --output"):
         prepare.run(arguments)

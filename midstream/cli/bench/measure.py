@@ -27,13 +27,13 @@ _CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Measurements of one request; times in seconds from the start of the run.
+    """Measurements of one request; times are in seconds from the start of the run.
 
     Attributes:
-        started: When the request was sent.
-        arrivals: Time of each chunk with tokens, and how many tokens it carried.
+        started: Time at which the request was sent.
+        arrivals: Time of each chunk with tokens, and the number of its tokens.
         num_prompt_tokens: Length of the prompt.
-        error: gRPC status name, or empty.
+        error: Name of the gRPC status; empty if the request succeeded.
     """
 
     started: float
@@ -43,7 +43,7 @@ class RequestTimes:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens received."""
+        """Number of tokens received."""
         return sum(count for _, count in self.arrivals)
 
 
@@ -70,14 +70,14 @@ async def run_workload(
 
     Args:
         addresses: Routers, used in round-robin order.
-        workload: What to send.
+        workload: The requests to send.
         request_rate: Poisson arrivals per second; None sends as fast as the workload's concurrency allows.
         seed: Seed for the arrival times.
         credentials: Credentials for the routers.
         on_tokens: Called with the number of tokens of each chunk, for progress.
 
     Raises:
-        UnavailableError: A router does not answer.
+        UnavailableError: A router does not respond.
     """
     options = credentials or Credentials(tls=None, server_name="", token="")
     channels = [open_channel(address, **options) for address in addresses]

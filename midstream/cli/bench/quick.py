@@ -1,7 +1,7 @@
 """`midstream bench --quick`: compare the service with this machine's limits.
 
-A single stream reads all weights for each token, so it is limited by memory bandwidth. Concurrent streams share each
-weight read, so they are limited by matrix products too.
+A single stream reads all weights for each token, so memory bandwidth limits it. Concurrent streams share each read of
+the weights, so the speed of matrix products limits them too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUM_PROMPT_TOKENS, _NUM_TOKENS = 64, 48
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return 1 if a request failed. The service must run on this machine to be compared with it."""
+    """Run the command; return 1 if a request failed. The comparison requires that the service runs on this machine."""
     console = Console(highlight=False)
     with console.status("Measuring this machine"):
         machine = ask_machine(with_limits=True)
@@ -46,14 +46,16 @@ async def _measure(arguments: argparse.Namespace) -> tuple[Summary, Summary]:
     dice = random.Random(arguments.seed)
     workloads = [
         uniform(dice, width, _NUM_PROMPT_TOKENS, _NUM_TOKENS, width)
-        for width in (1, 1, _NUM_STREAMS)  # one to warm up
+        for width in (1, 1, _NUM_STREAMS)  # one request to warm up
     ]
     results = [await run_workload(addresses, workload, credentials=credentials) for workload in workloads]
     return summarize(results[1]), summarize(results[2])
 
 
 def table_of(machine: Machine, model: ModelFolder | None, one: Summary, many: Summary) -> Table:
-    """Return a table of limits and measurements; limits that depend on the model are included only if it is known."""
+    """Return a table of limits and measurements. Limits that depend on the model are included only if the model is
+    known.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "measured", "limit", ""):
         table.add_column(column, justify="left" if column == "" else "right")

@@ -1,4 +1,4 @@
-"""Figures of a run: throughput, time to first token, and inter-token time, as a table, JSON or plot."""
+"""Metrics of a run: throughput, time to first token, and inter-token time, as a table, JSON or plot."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from midstream.cli.bench.measure import RequestTimes, RunResult
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of one run. Times in milliseconds.
+    """Metrics of one run. Times are in milliseconds.
 
     Attributes:
         tokens_per_s: Output tokens (or prompt tokens, for prefill) per second of the run.
         ttft_ms: Time to first token at p50 and p99.
         inter_token_ms: Gap between tokens of one stream at p50 and p99; tokens of one chunk share its gap evenly.
-        num_failed: Requests that ended in an error.
+        num_failed: Number of requests that failed.
     """
 
     workload: str
@@ -42,7 +42,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarize(result: RunResult) -> Summary:
-    """Return the figures of one run."""
+    """Return the metrics of one run."""
     finished = [times for times in result.requests if not times.error]
     counted = sum(times.num_prompt_tokens if result.counts_input else times.num_tokens for times in finished)
     first = [(times.arrivals[0][0] - times.started) * 1e3 for times in finished if times.arrivals]
@@ -61,7 +61,7 @@ def summarize(result: RunResult) -> Summary:
 
 
 def inter_token_gaps_ms(times: RequestTimes) -> list[float]:
-    """Return the time before each token after the first chunk; a chunk of n tokens counts as n equal gaps."""
+    """Return the gap before each token after the first chunk; a chunk of n tokens counts as n equal gaps."""
     gaps: list[float] = []
     for (before, _), (now, count) in zip(times.arrivals, times.arrivals[1:], strict=False):
         gaps.extend([(now - before) * 1e3 / count] * count)
@@ -87,7 +87,7 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
 
 
 def write_json(summaries: Sequence[Summary], path: Path) -> None:
-    """Write the figures as a JSON list."""
+    """Write the metrics as a JSON list."""
     path.write_text(json.dumps([asdict(row) for row in summaries], indent=2) + "\n", encoding="utf-8")
 
 

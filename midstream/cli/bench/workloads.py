@@ -1,4 +1,6 @@
-"""Workloads for benchmarks: prompts of uniformly random token ids, greedy, ignoring end-of-sequence tokens."""
+"""Workloads for benchmarks: prompts of uniformly random token ids, with greedy decoding that ignores end-of-sequence
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ class Workload:
     """A set of requests, and how many of them run concurrently.
 
     Attributes:
-        name: As in the tables.
-        requests: In order of arrival.
-        concurrency: Maximum requests in flight.
+        name: Name in the tables.
+        requests: The requests, in order of arrival.
+        concurrency: Maximum number of requests in flight.
         counts_input: Whether throughput counts prompt tokens instead of output tokens.
     """
 

@@ -1,4 +1,4 @@
-"""State of `midstream top`: the latest status, the samples of the last minutes, and the connection's health."""
+"""State of `midstream top`: the latest status, the samples of the last few minutes, and the connection's health."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Board:
     """Collects status updates.
 
     Attributes:
-        status: The latest state; None before the first.
-        samples: One for each second, oldest first.
+        status: The latest status; None before the first update.
+        samples: One sample per second, oldest first.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,7 +28,7 @@ class Board:
         self._loss = ""
 
     def take(self, status: status_pb2.SystemStatus, *, is_first: bool) -> None:
-        """Add a status update; the first of a connection contains the samples of the last minutes."""
+        """Add a status update; the first one on a connection contains the samples of the last few minutes."""
         if is_first:
             self.samples.clear()
         self.samples.extend(status.samples)

@@ -1,4 +1,4 @@
-"""Text charts that are readable without colour too, for example in a pipe."""
+"""Text charts that are also readable without color, for example in a pipe."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rich.text import Text
 from protos import status_pb2
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-# Contents of a cell by priority: (glyph, style).
+# Contents of a character in the block map, by priority: (glyph, style).
 SHARED, HELD, CACHED, FREE = ("▓", "magenta"), ("█", "cyan"), ("▒", "dark_cyan"), ("·", "bright_black")
 
 
 def columns(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Return a bar chart of the last `width` values, scaled to the highest, as `height` lines from top to bottom."""
+    """Return a bar chart of the last `width` values, scaled to the maximum, as `height` lines from top to bottom."""
     shown = list(values)[-width:]
     top = max(shown, default=0.0) or 1.0
     eighths = [0 if value <= 0 else max(1, round(value / top * height * 8)) for value in shown]
@@ -39,7 +39,9 @@ def share_bar(parts: Sequence[tuple[int, str]], width: int) -> Text:
 
 
 def block_map(blocks: status_pb2.BlockMap, width: int, max_rows: int) -> Text:
-    """Return one character per run of blocks: shared if any block is shared, else held, else cached, else free."""
+    """Return one character per run of blocks: shared if any block in it is shared, else held, else cached, else
+    free.
+    """
     num_cells = len(blocks.held)
     run = max(1, -(-num_cells // (width * max_rows)))
     text = Text(no_wrap=True)

@@ -23,9 +23,11 @@ _RETRY_S = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("--once", action="store_true", help="Print one frame and exit, as in a pipe.")
+    parser.add_argument("--once", action="store_true", help="Print one frame and exit; this is the default in a pipe.")
     add_connection(parser)
-    parser.epilog = "Keys: q quits, p pauses. The same in a browser: /dashboard on a router's HTTP port."
+    parser.epilog = (
+        "Keys: q quits, p pauses. The dashboard shows the same in a browser: /dashboard on a router's HTTP port."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,7 +64,7 @@ async def _watch(arguments: argparse.Namespace, console: Console) -> None:
 
 
 async def follow(client: AsyncClient, board: Board) -> None:
-    """Keep the board up to date from any router that answers.
+    """Keep the board up to date, using any router that responds.
 
     Raises:
         MidstreamError: The service rejected the call.
@@ -80,7 +82,7 @@ async def follow(client: AsyncClient, board: Board) -> None:
 
 
 class _Screen:
-    """State that is changed by key presses."""
+    """State that key presses change."""
 
     def __init__(self) -> None:
         self.quit = asyncio.Event()

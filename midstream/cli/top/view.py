@@ -1,4 +1,4 @@
-"""One frame of `midstream top`."""
+"""Renders a frame of `midstream top`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KEYS = "q quit  p pause"
 
 
 def frame(board: Board, width: int, *, is_paused: bool = False, keys: str = _KEYS) -> RenderableType:
-    """Return the whole frame for a terminal of this width."""
+    """Return a complete frame for a terminal of this width."""
     status, problem = board.status, board.problem
     header = Table.grid(expand=True)
     header.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
@@ -116,7 +116,7 @@ def _parts(status: status_pb2.SystemStatus) -> Table:
     table.add_column("detail", ratio=3, no_wrap=True, overflow="ellipsis")
     for part in status.parts:
         text, style = _STATES.get(part.state, ("?", "yellow"))
-        # As Text, so that a process's name is not parsed as markup.
+        # Use Text, so that a process's name is not parsed as markup.
         table.add_row(part.kind, Text(part.name), Text(text, style=style), Text(part.detail, style="dim"))
     return table
 
