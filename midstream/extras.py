@@ -1,7 +1,7 @@
 """Outputs in addition to tokens and text: log probabilities and tensors.
 
-A tensor is sent in pieces. A piece carries its byte offset in the whole tensor, so pieces may be repeated after the
-loss of a process, and readers drop those they have.
+A tensor is sent in pieces. Each piece carries its byte offset in the whole tensor. Pieces may be repeated after the
+loss of a process; readers drop those that they already have.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LogProbs:
         )
 
     def without(self, num_rows: int) -> LogProbs:
-        """Return this without the first rows."""
+        """Return these log probabilities without the first rows."""
         first = num_rows * self.top_k
         return LogProbs(
             self.token_log_probs[num_rows:],
@@ -82,7 +82,7 @@ CONTEXT = "context_"
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A part of a dense, row-major, little-endian tensor: some of its rows.
+    """A piece of a dense, row-major, little-endian tensor: some of its rows.
 
     Attributes:
         dtype: A name such as `float32`.
@@ -147,8 +147,8 @@ class Extras:
         return sum(len(tensor.data) for tensor in self.tensors)
 
     def cut(self, max_tensor_bytes: int) -> tuple[Extras, Extras | None]:
-        """Split into extras with at most `max_tensor_bytes` of tensors (but at least one piece) and the remaining
-        extras.
+        """Split into extras with at most `max_tensor_bytes` of tensors (but at least one piece), and extras with the
+        rest.
         """
         num_bytes = 0
         for count, tensor in enumerate(self.tensors):
@@ -185,7 +185,7 @@ class TensorCursor:
         self._ends: dict[str, int] = {}
 
     def new(self, extras: Extras) -> Extras | None:
-        """Return the part that the reader does not have yet; None if it has everything."""
+        """Return the part that the reader does not have yet; None if the reader has everything."""
         if not extras.tensors:
             return extras
         kept = []

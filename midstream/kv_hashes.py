@@ -1,7 +1,7 @@
-"""Identifiers of KV blocks: a hash chain over full blocks of tokens, the same in the scheduler and in routers.
+"""Identifiers of KV blocks: a hash chain over full blocks of tokens, which is the same in the scheduler and in routers.
 
-A block's hash covers its tokens and everything before them. The chain starts with a seed made of what must be equal for
-requests to share blocks.
+A block's hash covers its tokens and all tokens before them. The chain starts with a seed derived from everything that
+must be equal for requests to share blocks.
 """
 
 from __future__ import annotations

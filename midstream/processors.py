@@ -12,12 +12,12 @@ _ROOT = Path("/")
 def num_compute_threads(root: Path = _ROOT, cpus: Collection[int] | None = None) -> int:
     """Return the number of cores that CPU affinity and the cgroup's quota allow this process, at least 1.
 
-    Threads of one core share its arithmetic units, so a core counts once. Slow cores of a hybrid processor count too,
-    since the kernels distribute work dynamically.
+    The hardware threads of a core share its arithmetic units, so a core counts once. Slow cores of a hybrid processor
+    count too, since the kernels distribute work dynamically.
 
     Args:
         root: Directory that contains /proc and /sys.
-        cpus: Logical processors it may run on; None: those in its affinity mask.
+        cpus: Logical processors on which this process may run; None means those in its affinity mask.
     """
     allowed = os.sched_getaffinity(0) if cpus is None else cpus
     cores = {_siblings(root, cpu) for cpu in allowed}
@@ -40,7 +40,7 @@ def _quotas(root: Path) -> Iterator[float]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        # In a container the path may be the host's, while its own group is mounted.
+        # In a container, the path may be the host's, while only the container's own group is mounted.
         folder = mount / path.strip("/")
         for group in {mount, folder, *(it for it in folder.parents if mount in it.parents)}:
             text = _read(group / "cpu.max") if not controllers else _quota_of_version_1(group)

@@ -1,7 +1,7 @@
 """Starts Python processes without the working directory on their import path.
 
-`python -m` imports from the working folder first, so that a user's `scheduler.py`, `protos/` or `logging.py` would be
-executed instead of ours or the standard library's.
+`python -m` imports from the working directory first, so that a user's `scheduler.py`, `protos/` or `logging.py` would
+be executed instead of this project's or the standard library's.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import midstream
 _ROOT = Path(midstream.__file__).parents[1]
 
 
-# Top-level folders of a checkout, which in an installation are inside the package midstream (see setup.py).
+# Top-level folders of a checkout; in an installation they are inside the package midstream (see setup.py).
 _PARTS = frozenset({"detokenizer", "gpu_worker", "kernels", "protos", "router", "scheduler"})
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs `module`, by its name in a checkout; start it with `python_environment`."""
+    """Return the command line that runs `module`, which is named as in a checkout; start it with
+    `python_environment`.
+    """
     part = module.partition(".")[0]
     if part in _PARTS and (Path(midstream.__file__).parent / part).is_dir():
         module = f"midstream.{module}"
@@ -30,15 +32,15 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 
 def python_environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `base` with a PYTHONPATH that puts our packages first and excludes the working directory.
+    """Return `base` with a PYTHONPATH that puts this project's packages first and excludes the working directory.
 
-    Absolute entries of PYTHONPATH stay, for plugins. Relative and empty ones mean the working folder and are removed.
-    PYTHONSAFEPATH keeps their child processes from adding it again.
+    Absolute entries of PYTHONPATH are kept, for plugins. Relative and empty entries depend on the working directory and
+    are removed. PYTHONSAFEPATH keeps their child processes from adding it again.
     """
     entries = [entry for entry in base.get("PYTHONPATH", "").split(os.pathsep) if Path(entry).is_absolute()]
     root = str(_ROOT)
-    # An installed package needs no entry, and site-packages before the standard library could shadow its modules; but
-    # after other entries it needs one.
+    # An installed package needs no entry by itself, and site-packages before the standard library could shadow its
+    # modules; but if there are other entries, it needs one in front of them.
     if entries or root not in (*site.getsitepackages(), site.getusersitepackages()):
         entries.insert(0, root)
     environment = {**base, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(entries))}

@@ -1,4 +1,4 @@
-"""A Python executor with the interface of TensorRT-LLM's `GenerationExecutor`; its engine is the service.
+"""A Python executor with the interface of TensorRT-LLM's `GenerationExecutor`, which runs requests on the service.
 
 with GenerationExecutor.create(model="smollm2") as executor:
     for output in executor.generate_async("Once upon a time", SamplingParams(max_tokens=32), streaming=True):
@@ -39,7 +39,7 @@ from midstream.executor.result import GenerationResult, ResultQueue
 from midstream.executor.sampling_params import GuidedDecodingParams, SamplingParams
 from midstream.executor.stats import IterationStats
 
-# TensorRT-LLM's other name.
+# The other name of the class in TensorRT-LLM.
 SchedulerPolicy = CapacitySchedulerPolicy
 
 __all__ = [

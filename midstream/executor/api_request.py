@@ -1,4 +1,4 @@
-"""The Executor API's requests, with the fields of TensorRT-LLM's `executor::Request`, in its order."""
+"""The Executor API's requests, with the fields of TensorRT-LLM's `executor::Request`, in the same order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from midstream.executor.sampling_params import GuidedDecodingParams, SamplingPar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """Sampling parameters; None is the service's default. See docs/requests.md for ranges."""
+    """Sampling parameters; None means the service's default. See docs/requests.md for the ranges."""
 
     beam_width: int = 1
     top_k: int | None = None
@@ -49,7 +49,7 @@ class OutputConfig:
     """Outputs in addition to tokens.
 
     Attributes:
-        exclude_input_from_output: False: the output begins with the prompt.
+        exclude_input_from_output: If False, the output begins with the prompt.
         return_encoder_output: Must be False; encoder-decoder models are not supported.
     """
 
@@ -68,15 +68,17 @@ class Request:
 
     Attributes:
         input_token_ids: The prompt.
-        max_tokens: Tokens to generate.
-        streaming: Respond as tokens are generated; otherwise once, at the end of each sequence.
-        return_all_generated_tokens: Each streamed response carries all tokens so far.
+        max_tokens: Maximum number of tokens to generate.
+        streaming: Whether to respond as tokens are generated; otherwise there is one response, at the end of each
+            sequence.
+        return_all_generated_tokens: Whether each streamed response carries all tokens so far.
         prompt_tuning_config: A table of virtual tokens, or the name of an adapter.
         logits_post_processor_name: A post-processor registered in the workers; BATCHED_POST_PROCESSOR_NAME is
-            `processor_batched`. Also settable as `logits_post_processor`.
+            `processor_batched`. The field can also be set as `logits_post_processor`.
         external_draft_tokens_config: Speculative decoding.
-        client_id: The request's client; passed to post-processors.
-        num_return_sequences: Sequences to sample, or beams to return; default: one sequence, or all beams.
+        client_id: The client that sends the request; passed to post-processors.
+        num_return_sequences: Number of sequences to sample, or of beams to return; by default, one sequence or all
+            beams.
     """
 
     BATCHED_POST_PROCESSOR_NAME = BATCHED_POST_PROCESSOR_NAME

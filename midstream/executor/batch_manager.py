@@ -1,4 +1,4 @@
-"""TensorRT-LLM's batch manager: a loop that pulls requests from callbacks and pushes responses to them.
+"""TensorRT-LLM's batch manager: a loop that gets requests from a callback and passes responses to another.
 
 Each iteration runs in a separate thread:
 
@@ -60,8 +60,8 @@ class OptionalParams:
     """Optional parameters of `BatchManager.create`.
 
     Attributes:
-        enable_trt_overlap: Keep two steps in flight, so that scheduling overlaps with compute; None: the service's
-            default.
+        enable_trt_overlap: Whether to keep two steps in flight, so that scheduling overlaps with compute; None means
+            the service's default.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -73,7 +73,8 @@ class OptionalParams:
 class BatchManager:
     """Runs the loop from construction until `shutdown`, which waits for active requests.
 
-    An exception in a callback is logged and ends no request; the callback is called again in the next iteration.
+    An exception in a callback is logged and does not end any request; the callback is called again in the next
+    iteration.
     """
 
     def __init__(
@@ -90,15 +91,16 @@ class BatchManager:
         """Start the loop.
 
         Args:
-            executor: Runs the requests; nothing else may take responses or iteration statistics from it.
-            get_inference_requests: Returns at most as many new requests as its argument; negative: no limit.
+            executor: Runs the requests; no other code may take responses or iteration statistics from it.
+            get_inference_requests: Returns at most as many new requests as its argument says; a negative one means no
+                limit.
             send_response: Receives tensors (see `response_tensors`), whether they are the request's last, and an error
                 message or "".
             poll_stop_signals: Returns ids of requests to stop.
             return_batch_manager_stats: Receives an iteration's statistics as JSON, with the labels of TensorRT-LLM's
                 batch manager (`Active Request Count`) and the names of its executor (`numActiveRequests`).
-            max_num_requests: Maximum active requests; negative: no limit.
-            owns_executor: `shutdown` also shuts the executor down.
+            max_num_requests: Maximum number of active requests; negative means no limit.
+            owns_executor: Whether `shutdown` also shuts down the executor.
         """
         self._executor = executor
         self._get = get_inference_requests
@@ -129,14 +131,14 @@ class BatchManager:
         return_batch_manager_stats: ReturnBatchManagerStats | None = None,
         optional_params: OptionalParams | None = None,
     ) -> Self:
-        """Start services on this machine and the loop, with the arguments of TensorRT-LLM's `GptManager`.
+        """Start services on this machine, and the loop, with the arguments of TensorRT-LLM's `GptManager`.
 
         Args:
             engine_path: Model folder, GGUF file, or `smollm2`.
             model_type: Batching scheme.
-            max_beam_width: Widest beam search of a request.
+            max_beam_width: Maximum beam width of a request.
             scheduler_config: Capacity policy.
-            get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats: As above.
+            get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats: As in the constructor.
             optional_params: Further settings.
 
         Raises:
@@ -164,7 +166,7 @@ class BatchManager:
         )
 
     def shutdown(self) -> None:
-        """Accept no new requests, and return when all active ones have had their final response."""
+        """Accept no new requests, and return when all active requests have had their final response."""
         self._stopping.set()
         self._thread.join()
         if self._owns_executor:
@@ -235,7 +237,7 @@ class BatchManager:
     def _guarded(call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:  # a bug in a callback must not end the loop for the other requests
+        except Exception:  # a bug in a callback must not end the loop for all other requests
             logger.exception("a callback failed")
 
 

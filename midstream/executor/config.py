@@ -1,4 +1,4 @@
-"""Settings of an executor that starts its own services, under TensorRT-LLM's names."""
+"""Settings of an executor that starts its own services, with TensorRT-LLM's names."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheConfig:
-    """Size and use of the KV cache; None is the service's default.
+    """Size and use of the KV cache; None means the service's default.
 
     Attributes:
         enable_block_reuse: Whether requests share the blocks of common prefixes.
-        max_tokens: Maximum tokens in the pool; the smaller of this and the memory fraction applies.
-        max_attention_window: Tokens attended to.
-        sink_token_length: Initial tokens that remain visible outside the window, which must be set.
+        max_tokens: Maximum number of tokens in the pool; the smaller of this limit and the memory fraction applies.
+        max_attention_window: Number of tokens that attention can see.
+        sink_token_length: Number of initial tokens that remain visible outside the window; requires a window.
         free_gpu_memory_fraction: Fraction, 0 to 1, of the memory left after loading.
         host_cache_size: Bytes of a second tier in host memory for full blocks evicted from the pool.
-        tokens_per_block: Size of a block.
+        tokens_per_block: Number of tokens in a block.
     """
 
     enable_block_reuse: bool = True
@@ -60,10 +60,10 @@ class KvCacheConfig:
         """Return the services' settings.
 
         Raises:
-            InvalidArgumentError: Sink tokens without a window.
+            InvalidArgumentError: Sink tokens are set without a window.
         """
         if self.sink_token_length and not self.max_attention_window:
-            raise InvalidArgumentError("needs max_attention_window", field="kv_cache_config.sink_token_length")
+            raise InvalidArgumentError("requires max_attention_window", field="kv_cache_config.sink_token_length")
         return {
             "enable_block_reuse": self.enable_block_reuse,
             "max_kv_tokens": self.max_tokens,
@@ -77,16 +77,17 @@ class KvCacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftCacheConfig:
-    """The caches of LoRA adapters; None is the service's default.
+    """The caches of LoRA adapters; None means the service's default.
 
-    Adapters are not paged, are read by one thread, and are copied on the compute stream. The six fields that size
-    pages, thread pools and streams are therefore accepted without effect: `optimal_adapter_size`, `num_put_workers`,
-    `num_ensure_workers`, `num_copy_streams`, `max_pages_per_block_host`, `max_pages_per_block_device`.
+    Adapters are not paged, are read by one thread, and are copied on the compute stream. The six fields that set the
+    size of pages, thread pools and streams are therefore accepted without effect: `optimal_adapter_size`,
+    `num_put_workers`, `num_ensure_workers`, `num_copy_streams`, `max_pages_per_block_host`,
+    `max_pages_per_block_device`.
 
     Attributes:
         num_host_module_layer: Host cache size in ranks of one module in one layer; overrides `host_cache_size`.
         num_device_module_layer: The same for the device; overrides `device_cache_percent`.
-        max_adapter_size: Largest rank of an adapter.
+        max_adapter_size: Maximum rank of an adapter.
         device_cache_percent: Fraction, 0 to 1, of the memory left after weights and KV pool.
         host_cache_size: Bytes of the host cache.
     """
@@ -120,7 +121,7 @@ class ParallelConfig:
 
     Attributes:
         tensor_parallel_size: Number of ranks that share each layer.
-        pipeline_parallel_size: Number of stages that the layers are divided into.
+        pipeline_parallel_size: Number of stages across which the layers are split.
     """
 
     tensor_parallel_size: int = 1
@@ -129,7 +130,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class GuidedDecodingConfig:
-    """The tokenizer that grammars are compiled for.
+    """The tokenizer for which grammars are compiled.
 
     Workers read it from the model folder, so nothing needs to be set. Values that are set must match it; `create`
     checks the size of the vocabulary and the stop tokens.
@@ -147,15 +148,15 @@ class GuidedDecodingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsPostProcessorConfig:
-    """Logits post-processors that requests name, in addition to those of installed packages.
+    """Logits post-processors that requests can name, in addition to those of installed packages.
 
     A class is given by its import path, as in an entry point, since callables cannot be sent to other processes.
 
     Attributes:
-        processor_map: Name to `module:Class`.
+        processor_map: `module:Class` by name.
         processor_batched: `module:Class` used by requests that name BATCHED_POST_PROCESSOR_NAME.
-        replicate: True: called on all tensor ranks of the first stage, each in its own process. False: on rank 0 only.
-            Rank 0 samples for all ranks in either case.
+        replicate: Whether post-processors are called on all tensor ranks of the first stage, each in its own process,
+            or only on rank 0. In both cases, rank 0 samples for all ranks.
     """
 
     processor_map: Mapping[str, str] = field(default_factory=dict)
@@ -165,11 +166,11 @@ class LogitsPostProcessorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorConfig:
-    """Settings of the services; None is their default.
+    """Settings of the services; None means their default.
 
     Attributes:
-        max_beam_width: Largest beam width allowed in a request.
-        additional_model_outputs: Outputs that all requests report, in addition to their own.
+        max_beam_width: Maximum beam width of a request.
+        additional_model_outputs: Outputs that all requests report, in addition to those that they name themselves.
         speculative_config: Speculative decoding for requests that do not configure it.
         speculative_model_dir: The workers' draft model, for DraftTargetDecodingConfig.
         settings: Other settings of the services by name, such as `{"num_threads": 1}`.
@@ -197,7 +198,7 @@ class ExecutorConfig:
 
         Raises:
             InvalidArgumentError: A value is out of range.
-            UnsupportedError: A feature that is not implemented.
+            UnsupportedError: A setting requires a feature that is not implemented.
         """
         if self.max_beam_width is not None and self.max_beam_width < 1:
             raise InvalidArgumentError("must be at least 1", field="max_beam_width")
@@ -229,7 +230,7 @@ def _post_processor_settings(config: LogitsPostProcessorConfig | None) -> dict[s
         classes[BATCHED_POST_PROCESSOR_NAME] = config.processor_batched
     for name, place in classes.items():
         if not isinstance(place, str) or ":" not in place or not name or {",", "="} & set(name + place):
-            raise InvalidArgumentError("specify classes as module:Class", field="logits_post_processor_config")
+            raise InvalidArgumentError("classes must be given as module:Class", field="logits_post_processor_config")
     return {
         "logits_post_processors": ",".join(f"{name}={place}" for name, place in classes.items()) or None,
         "replicate_post_processors": config.replicate,

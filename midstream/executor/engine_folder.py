@@ -9,7 +9,7 @@ from pathlib import Path
 from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.model.folder import open_model_folder
 
-# Files that belong to the tokenizer.
+# Names of the tokenizer's files.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -20,13 +20,13 @@ _TOKENIZER_FILES = (
 
 
 def with_tokenizer(engine_dir: str, tokenizer_dir: str | None, target: Path) -> str:
-    """Return a folder with the engine's weights and the given tokenizer: `engine_dir` itself if that is its own
-    tokenizer.
+    """Return a folder with the engine's weights and the given tokenizer; if that is the engine's own, it is
+    `engine_dir`.
 
     Args:
         engine_dir: Model folder, GGUF file, or `smollm2`; a folder may lack a tokenizer.
-        tokenizer_dir: As engine_dir; only its tokenizer is used. None: the engine's.
-        target: Folder to create, with links to the files.
+        tokenizer_dir: Same kinds as engine_dir, but only its tokenizer is used; None means the engine's tokenizer.
+        target: The folder to create, with links to the files.
 
     Raises:
         ConfigError: A folder or file is missing.

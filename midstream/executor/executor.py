@@ -1,9 +1,9 @@
-"""The executor. A background thread communicates with the service.
+"""The executor, which communicates with the service in a background thread.
 
 1. `submit` assigns an id and passes the request to the thread, which runs it as a stream of the native client; if the
    router is lost, the stream resumes at another.
 2. Chunks accumulate in the request's GenerationResult, where iterations, `result()` and `await_responses` read them.
-3. A request that has been read completely is forgotten here; the caller's GenerationResult keeps everything.
+3. The executor forgets a request that has been read completely; the caller's GenerationResult keeps everything.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class GenerationExecutor:
         service: LocalService | None = None,
         executor_config: ExecutorConfig | None = None,
     ) -> None:
-        """Connect; see `create`."""
+        """Connect to the service; see `create`."""
         self._service = service
         self._config = executor_config or ExecutorConfig()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="midstream-executor", daemon=True)
         self._thread.start()
         self._client = self._run(_open(addresses))
-        # Makes request ids unique among executors of the same service.
+        # This makes request ids unique among executors of the same service.
         self._prefix = uuid.uuid4().hex[:16]
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
@@ -105,15 +105,15 @@ class GenerationExecutor:
             model: Model folder, GGUF file, or `smollm2` for the embedded model.
             engine_dir: Another name for `model`.
             tokenizer_dir: Folder of the tokenizer, if it is not the model's.
-            address: Routers of a running service; nothing is started, and services cannot be configured.
-            num_workers: Worker groups; each has `executor_config.parallel_config` ranks.
-            num_postprocess_workers: Detokenizers; at least one runs.
-            postprocess_tokenizer_dir: Must be the same tokenizer as tokenizer_dir's.
+            address: Routers of a running service. No service is started, and services cannot be configured.
+            num_workers: Number of worker groups, each with the ranks of `executor_config.parallel_config`.
+            num_postprocess_workers: Number of detokenizers; at least one runs.
+            postprocess_tokenizer_dir: Folder of the detokenizers' tokenizer, which must equal that of tokenizer_dir.
             executor_config: Settings of the services.
 
         Raises:
-            InvalidArgumentError: Arguments contradict each other.
-            UnsupportedError: A setting that is not implemented.
+            InvalidArgumentError: Arguments conflict.
+            UnsupportedError: A setting is not implemented.
             ExecutionError: The services did not start.
         """
         if address is not None:
@@ -146,7 +146,7 @@ class GenerationExecutor:
         result = GenerationResult(request, self._forget, self._ask_state)
         with self._lock:
             self._results[request.id] = result
-            # Under the lock, because the stream may end before the entry is made.
+            # The lock is held, because the stream may end before the entry is added.
             self._running[request.id] = asyncio.run_coroutine_threadsafe(self._follow(result, message), self._loop)
         return result
 
@@ -160,7 +160,7 @@ class GenerationExecutor:
         return self.submit(native).request.id
 
     def enqueue_requests(self, requests: Sequence[Request | GenerationRequest]) -> list[int]:
-        """Run several requests; return their ids. If one is invalid, none runs.
+        """Run several requests; return their ids. If one is invalid, none of them runs.
 
         Raises:
             InvalidArgumentError: As in `submit`.
@@ -247,12 +247,12 @@ class GenerationExecutor:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> GenerationResult | list[GenerationResult]:
-        """Run one prompt or several at once, and wait until all have ended.
+        """Run one prompt or several prompts concurrently, and wait until all have ended.
 
         Args:
             prompt_token_ids: One prompt, or a sequence of them.
-            sampling_params: For all, or one for each.
-            options: As in `generate_async`, for all.
+            sampling_params: Parameters for all prompts, or a sequence with those of each.
+            options: As in `generate_async`; they apply to all prompts.
 
         Raises:
             InvalidArgumentError: The numbers of prompts and parameters differ.
@@ -285,14 +285,14 @@ class GenerationExecutor:
     def await_responses(
         self, request_id: int | None = None, timeout: float | timedelta | None = None
     ) -> list[Response]:
-        """Return unread responses of one request or of all; wait until there is one.
+        """Return the unread responses of one request or of all requests; wait until there is one.
 
         Args:
-            request_id: Of a request whose final response has not been taken; None: any.
-            timeout: Seconds, or a duration; on expiry an empty list is returned.
+            request_id: Id of a request whose final response has not been taken; None means all requests.
+            timeout: Seconds, or a duration, after which an empty list is returned.
 
         Raises:
-            NotFoundError: No such request.
+            NotFoundError: The request does not exist, or it has been read completely.
         """
         timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -310,19 +310,20 @@ class GenerationExecutor:
                 wait([news], left, FIRST_COMPLETED)
 
     def get_latest_stats(self) -> IterationStats:
-        """Return the latest iteration, summed over all cells."""
+        """Return the statistics of the latest iteration, summed over all cells."""
         return sum_up(self._run(self._latest_stats()))
 
     def get_latest_iteration_stats(self) -> list[IterationStats]:
-        """Return the iterations since the last call, oldest first, at most 1,000; the first call returns none.
+        """Return the statistics of at most 1,000 iterations since the last call, oldest first; the first call returns
+        none.
 
-        Iterations of several cells are separate entries that name their worker group.
+        If there are several cells, their iterations are separate entries that name the worker group.
         """
         self.follow_iterations()
         return [self._iterations.popleft() for _ in range(len(self._iterations))]
 
     def follow_iterations(self) -> None:
-        """Start collecting iterations for `get_latest_iteration_stats`; return once the service sends them."""
+        """Start to collect iterations for `get_latest_iteration_stats`; return once the service sends them."""
         if self._iteration_reader is None:
             follows: Future[None] = Future()
             reading = self._read_iterations(follows)
@@ -330,10 +331,11 @@ class GenerationExecutor:
             follows.result()
 
     def get_latest_request_stats(self, request_ids: Sequence[int] | None = None) -> list[RequestStats]:
-        """Return the states of requests and the resources they hold, without those the service has forgotten.
+        """Return the states of requests and the resources that they hold; requests that the service has forgotten are
+        omitted.
 
         Args:
-            request_ids: Default: all unfinished requests.
+            request_ids: Ids of the requests; by default, those of all unfinished requests.
         """
         if request_ids is None:
             with self._lock:
@@ -391,7 +393,7 @@ class GenerationExecutor:
         return [stats async for stats in self._client.iteration_stats()]
 
     async def _read_iterations(self, follows: Future[None]) -> None:
-        """Collect iterations as they arrive; after the loss of a router, continue with the newest."""
+        """Collect iterations as they arrive; if a router is lost, continue with the newest iteration."""
         while True:
             try:
                 stream = self._client.iteration_stats(follow=True, on_open=lambda: _set(follows))
@@ -402,7 +404,7 @@ class GenerationExecutor:
 
     def _ask_state(self, request_id: int) -> RequestState:
         stats = self.get_latest_request_stats([request_id])
-        # The request may not have arrived yet.
+        # If the service does not know the request, it may not have arrived yet.
         return stats[0].state if stats else RequestState.PENDING
 
     def _check_guided(self, config: GuidedDecodingConfig | None) -> None:
@@ -439,13 +441,13 @@ class GenerationExecutor:
 
 
 class ModelType(StrEnum):
-    """Kind of model."""
+    """Model architecture, as in TensorRT-LLM's `ModelType`; only decoder-only models are supported."""
 
     DECODER_ONLY = "decoder_only"
 
 
 class Executor(GenerationExecutor):
-    """The Executor API: `enqueue_request` submits requests, `await_responses` returns output."""
+    """The Executor API: `enqueue_request` submits requests, and `await_responses` returns their output."""
 
     def __init__(
         self,
@@ -471,7 +473,7 @@ class Executor(GenerationExecutor):
 
 
 async def _open(addresses: Sequence[str]) -> AsyncClient:
-    # Channels belong to the event loop they were created on.
+    # Channels belong to the event loop on which they were created.
     return AsyncClient(addresses)
 
 

@@ -1,4 +1,4 @@
-"""The life-cycle states and the statistics of a request."""
+"""The life-cycle states of a request, and its statistics."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class RequestState(StrEnum):
     """Life-cycle states, in order."""
 
     CREATED = "created"  # created, not submitted
-    PENDING = "pending"  # waiting to be scheduled, initially or after a pause
-    SCHEDULED = "scheduled"  # holds KV blocks; no step planned yet
+    PENDING = "pending"  # waiting to be scheduled, initially or after being preempted
+    SCHEDULED = "scheduled"  # holds KV blocks, but no step is planned yet
     CONTEXT_PHASE = "context_phase"  # its prompt is being computed
-    PROCESSING = "processing"  # the last part of its prompt is in a step in flight
+    PROCESSING = "processing"  # the last part of its prompt is being computed in a step in flight
     GENERATION_PHASE = "generation_phase"  # the prompt has been computed and the first token sampled
     GENERATING = "generating"
     FINISHED = "finished"  # ended normally, by its deadline or by an error
@@ -39,11 +39,11 @@ class RequestStats:
     """A request's state and statistics as known to the scheduler.
 
     Attributes:
-        id: The executor's id.
-        state: Its life-cycle state.
-        context_prefill_position: Prompt tokens that are computed or in a step in flight.
-        num_generated_tokens: Total over all sequences.
-        fields: All fields, under TensorRT-LLM's JSON names.
+        id: Id that the executor gave the request.
+        state: The request's life-cycle state.
+        context_prefill_position: Number of prompt tokens that are computed or in a step in flight.
+        num_generated_tokens: Number of generated tokens, over all sequences.
+        fields: All fields, with TensorRT-LLM's JSON names.
     """
 
     id: int
@@ -54,7 +54,7 @@ class RequestStats:
 
     @staticmethod
     def from_proto(request_id: int, stats: pb.RequestStats) -> RequestStats:
-        """Convert from the message."""
+        """Build this from the protobuf message."""
         fields = MessageToDict(stats, always_print_fields_with_no_presence=True)
         return RequestStats(
             request_id,

@@ -15,7 +15,7 @@ class AdditionalModelOutput:
 
     Attributes:
         name: Such as `hidden_states.0` or `topk_logits.5`, or the name of an output probe registered in the workers.
-            gather_context: Whether to report it for the prompt's tokens too.
+            gather_context: Whether to report the output for the prompt's tokens too.
     """
 
     name: str
@@ -40,10 +40,10 @@ class CompletionOutput:
         text_diff: Text since the previous iteration.
         token_ids: All tokens so far.
         token_ids_diff: Tokens since the previous iteration.
-        cumulative_logprob: Log probability of the whole sequence, at its end, if requested.
-        logprobs: For each token, if requested: its own log probability and those of the likeliest tokens.
-        finish_reason: `stop`, `length`, `abort`, `deadline` or `error`, at its end.
-        stop_reason: The stop word or stop token that ended it.
+        cumulative_logprob: Log probability of the whole sequence, at the sequence's end, if requested.
+        logprobs: For each token, its own log probability and those of the most likely tokens, if requested.
+        finish_reason: `stop`, `length`, `abort`, `deadline` or `error`, at the sequence's end.
+        stop_reason: The stop word or stop token that ended the sequence.
         tensors: Pieces of logits and other outputs, if requested.
     """
 
@@ -74,11 +74,11 @@ class CompletionOutput:
         }
 
     def whole_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name; names of the prompt's begin with `context_`."""
+        """Return all tensors by name; names of the prompt's tensors begin with `context_`."""
         return join_tensors(self.tensors)
 
     def add(self, chunk: Chunk) -> None:
-        """Append the next chunk; one with all output so far replaces the previous output."""
+        """Append the next chunk; a chunk that contains all output so far replaces the previous output."""
         if chunk.token_ids and chunk.token_offset < len(self.token_ids):
             known = len(self.token_ids)
             self.text_diff += chunk.text.removeprefix(self.text)
@@ -99,8 +99,8 @@ class CompletionOutput:
 
 
 def logprobs_by_token(rows: LogProbs, token_ids: list[int] | tuple[int, ...] | object) -> list[dict[int, Logprob]]:
-    """Return one mapping per row, from tokens to log probabilities: the chosen token's, if known, and the top
-    alternatives'.
+    """Return for each row a mapping from tokens to log probabilities, with the chosen token (if known) and the top
+    alternatives.
     """
     ids = list(token_ids) if isinstance(token_ids, list | tuple) else []
     result = []
@@ -116,7 +116,7 @@ def logprobs_by_token(rows: LogProbs, token_ids: list[int] | tuple[int, ...] | o
 
 
 def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack the tensors of all beams to [beams, longest, ...]; shorter ones are padded with zeros."""
+    """Stack the tensors of all beams to [beams, longest, ...], padding shorter ones with zeros."""
     first = tensors[0]
     longest = max(tensor.shape[0] for tensor in tensors)
     row_bytes = max((len(tensor.data) // tensor.shape[0] for tensor in tensors if tensor.shape[0]), default=0)

@@ -1,4 +1,4 @@
-"""Requests to the executor. Names are TensorRT-LLM's; each maps to a field of the native request."""
+"""Requests to the executor. The names are TensorRT-LLM's; each field maps to a field of the native request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEEP_PRIORITY = 100
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """A LoRA adapter; loaded from `lora_path`, a folder in PEFT's format, unless the service already has it."""
+    """A LoRA adapter; it is loaded from `lora_path`, a folder in PEFT's format, unless the service already has it."""
 
     lora_name: str
     lora_int_id: int = 0
@@ -25,7 +25,7 @@ class LoRARequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptAdapterRequest:
-    """A prompt-tuning adapter; loaded from `prompt_adapter_local_path` unless the service already has it."""
+    """A prompt-tuning adapter; it is loaded from `prompt_adapter_local_path` unless the service already has it."""
 
     prompt_adapter_name: str
     prompt_adapter_id: int = 0
@@ -38,9 +38,9 @@ class TokenRangeRetentionConfig:
 
     Attributes:
         token_start: First token.
-        token_end: One past the last token; None: the prompt's end.
+        token_end: One past the last token; None means the end of the prompt.
         priority: 0..100; blocks of lower priority are evicted first. The default is 35.
-        duration_ms: Duration of the priority; None: until the block is evicted.
+        duration_ms: How long the priority applies; None means until the block is evicted.
     """
 
     token_start: int
@@ -51,7 +51,7 @@ class TokenRangeRetentionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheRetentionConfig:
-    """Cached blocks to keep longer: the first `max_tokens` of the prompt, or ranges of it."""
+    """Cached blocks to keep for longer: those of the first `max_tokens` tokens of the prompt, or of ranges of it."""
 
     max_tokens: int | None = None
     token_range_retention_configs: Sequence[TokenRangeRetentionConfig] = ()
@@ -78,7 +78,7 @@ class NGramDecodingConfig:
     """Prompt lookup: drafts are the tokens that followed an earlier occurrence of the last tokens.
 
     Attributes:
-        max_draft_len: Draft tokens per step, 1..16.
+        max_draft_len: Number of draft tokens per step, 1..16.
         max_matching_ngram_size: Maximum number of last tokens to match.
     """
 
@@ -121,7 +121,7 @@ class MultimodalParams:
         """The embeddings.
 
         Raises:
-            UnsupportedError: Raw media were given, which need an encoder.
+            UnsupportedError: Raw media were given, which require an encoder.
         """
         unknown = self.multimodal_data.keys() - {"multimodal_embedding"}
         if unknown:
@@ -139,19 +139,19 @@ class GenerationRequest:
     Attributes:
         prompt_token_ids: Prompt tokens, or text; None if `prompt_embeddings` is set.
         sampling_params: Sampling parameters.
-        max_tokens: Overrides that of `sampling_params`.
+        max_tokens: Overrides `max_tokens` of `sampling_params`.
         query_token_ids: Tokens appended to `prompt_token_ids`. Requests with the same prompt and different queries
             share the prompt's KV blocks.
-        streaming: Return output as it is generated; else once per sequence, at its end.
+        streaming: Whether to return output as it is generated; otherwise it is returned once per sequence, at its end.
         multimodal_params: Output of a multimodal encoder; sets `prompt_tuning_table`.
-        arrival_time: Seconds since the epoch; None: when the router receives it.
-        client_id: The request's client, for fairness and logits post-processors.
+        arrival_time: Seconds since the epoch; None means the time when the router receives the request.
+        client_id: The client that sends the request, for fairness and logits post-processors.
         timeout_s: Deadline in seconds.
         prompt_tuning_table: Virtual tokens [count, hidden size], such as a numpy array of float32 or float16; token id
             vocabulary size + i stands for row i, and a prompt without such ids begins with all rows.
-        prompt_embeddings: The whole prompt [tokens, hidden size], likewise.
+        prompt_embeddings: The whole prompt [tokens, hidden size], as an array of the same kinds.
         speculative_config: Speculative decoding, which changes only the speed.
-        id: Assigned by the executor.
+        id: Id of the request, assigned by the executor.
     """
 
     prompt_token_ids: Sequence[int] | str | None
@@ -210,7 +210,7 @@ class GenerationRequest:
 
     @property
     def is_beam_search(self) -> bool:
-        """Return whether all beams are returned together at the end of the request."""
+        """Whether this is a beam search, of which all beams are returned together at the end."""
         params = self.sampling_params
         return (params.beam_width or (params.n if params.use_beam_search else None) or 1) > 1
 
@@ -241,7 +241,7 @@ class GenerationRequest:
                 request.token_ids.SetInParent()
         if self.query_token_ids is not None:
             if not request.HasField("token_ids"):
-                raise InvalidArgumentError("needs a prompt of token ids", field="query_token_ids")
+                raise InvalidArgumentError("requires a prompt of token ids", field="query_token_ids")
             with native.naming("query_token_ids"):
                 request.token_ids.values.extend(self.query_token_ids)
 
@@ -259,5 +259,5 @@ class GenerationRequest:
 
 
 def _absolute(path: str) -> str:
-    """Make the path absolute, since workers may have another working directory."""
+    """Return the absolute path, since workers may have another working directory."""
     return str(Path(path).absolute()) if path else ""

@@ -13,20 +13,20 @@ from midstream.extras import CONTEXT, Tensor, join_tensors
 
 @dataclass(frozen=True, slots=True)
 class ResponseResult:
-    """Output since the previous response: of one sequence, or of all beams in a beam search.
+    """Output since the previous response, of one sequence or, in a beam search, of all beams.
 
     Lists have one entry per beam; a sampled sequence is one beam.
 
     Attributes:
         sequence_index: Index of the sequence; 0 in beam search.
         output_token_ids: Tokens of each beam.
-        text: Text of the first beam. texts: Text of each beam.
-        is_sequence_final: Whether this is the sequence's last response. is_final: Whether this is the request's last
-            response.
-        finish_reasons: Of each beam that has ended.
-        cum_log_probs: Of each beam at its end, if requested.
-        log_probs: Of each beam and token, if requested.
-        tensors: Of each beam, by name.
+        texts: Text of each beam.
+        is_sequence_final: Whether this is the sequence's last response.
+        is_final: Whether this is the request's last response.
+        finish_reasons: Finish reason of each beam that has ended.
+        cum_log_probs: Cumulative log probability of each beam at its end, if requested.
+        log_probs: Log probability of each token of each beam, if requested.
+        tensors: Tensors of each beam, by name.
     """
 
     sequence_index: int
@@ -42,7 +42,7 @@ class ResponseResult:
 
     @property
     def text(self) -> str:
-        """The text of the first beam."""
+        """Text of the first beam."""
         return self.texts[0]
 
     @property
@@ -84,7 +84,7 @@ class Response:
     error: MidstreamError | None = None
 
     def has_error(self) -> bool:
-        """Return whether the request failed. An error response is the last one."""
+        """Whether the request failed. An error response is the last one of its request."""
         return self.error is not None
 
     @property
@@ -94,7 +94,7 @@ class Response:
 
     @property
     def is_final(self) -> bool:
-        """Return whether this is the request's last response."""
+        """Whether this is the request's last response."""
         return self.error is not None or (self.result is not None and self.result.is_final)
 
 

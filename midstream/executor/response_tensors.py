@@ -1,4 +1,4 @@
-"""Convert responses to the batch manager's tensors."""
+"""Converts responses to the batch manager's tensors."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class RequestLengths:
 def response_tensors(result: ResponseResult, lengths: RequestLengths) -> list[Tensor]:
     """Return the tensors of a response, little endian.
 
-    - `output_ids` int32 [1, beams, longest]: prompt and output; of a streaming request only the new tokens. A prompt
+    - `output_ids` int32 [1, beams, longest]: prompt and output; for a streaming request only the new tokens. A prompt
       given as text is not included. Shorter beams are padded with the pad or end id.
-    - `sequence_length` int32 [1, 1]: prompt and output so far of the longest beam.
+    - `sequence_length` int32 [1, 1]: length of the prompt and the longest beam so far.
     - `context_logits` float32 [1, prompt tokens, vocabulary], or [1, 1, 1] if not requested.
     - `generation_logits` float32 [1, beams, tokens, vocabulary], or [1, 1, 1, 1] if not requested.
     - `log_probs` float32 [1, beams, tokens] and `cum_log_probs` float32 [1, beams], if requested; shorter beams are

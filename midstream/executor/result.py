@@ -1,9 +1,9 @@
-"""A request's output: filled by the executor's thread, read from any thread or event loop.
+"""A request's output, which the executor's thread writes, and any thread or event loop can read.
 
 1. Chunks arrive in the executor's thread and wait in `_arrived`.
 2. A reader takes them: an iteration merges waiting chunks into the output of their sequence, `await_responses` converts
    them to responses. Each chunk goes to the first reader; `outputs` has everything that was read.
-3. After the final chunk no reader waits; if the request failed, its error is raised to its readers.
+3. After the final chunk, no reader waits any longer; if the request failed, its error is raised to its readers.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from midstream.extras import CONTEXT, Tensor
 
 
 class ResultQueue:
-    """The outputs of a GenerationResult as a queue; an output taken from the queue is not returned by iteration
-    again.
+    """The outputs of a GenerationResult as a queue; iteration does not return an output again that was taken from the
+    queue.
     """
 
     def __init__(self, result: GenerationResult) -> None:
         self._result = result
 
     def get(self, block: bool = True, timeout: float | None = None) -> CompletionOutput:
-        """Return the next output, as an iteration would.
+        """Return the output that an iteration would return next.
 
         Args:
             block: Whether to wait.
-            timeout: Maximum wait in seconds.
+            timeout: Maximum time to wait, in seconds.
 
         Raises:
-            queue.Empty: No output in time, or everything has been read.
+            queue.Empty: No output arrived in time, or everything has been read.
             MidstreamError: The request failed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -58,7 +58,7 @@ class ResultQueue:
         return output
 
     async def get_async(self, timeout: float | None = None) -> CompletionOutput:  # noqa: ASYNC109 (the name users know)
-        """As `get`, for asynchronous code."""
+        """Same as `get`, for asynchronous code."""
         try:
             async with asyncio.timeout(timeout):
                 while isinstance(output := self._result.next_output(), Future):
@@ -79,12 +79,12 @@ class GenerationResult:
 
     Attributes:
         request: The request, with its id.
-        outputs: One per sequence.
+        outputs: The output of each sequence.
         queue: The outputs one by one, as an alternative to iteration and `result()`.
         usage: Token counts, at the end.
-        perf_metrics: At the end, if requested.
-        prompt_logprobs: For each prompt token from the second on, if requested; includes the token's own if the prompt
-            was given as tokens.
+        perf_metrics: Times and counters, at the end, if requested.
+        prompt_logprobs: Log probabilities for each prompt token from the second on, if requested; they include the
+            token's own if the prompt was given as tokens.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class GenerationResult:
         on_taken: Callable[[GenerationResult], None],
         ask_state: Callable[[int], RequestState] | None = None,
     ) -> None:
-        """Start empty.
+        """Create a result without output.
 
         Args:
             request: The request, with its id.
@@ -130,12 +130,12 @@ class GenerationResult:
 
     @property
     def streaming(self) -> bool:
-        """Return whether output is streamed."""
+        """Whether output is streamed."""
         return self.request.streaming
 
     @property
     def done(self) -> bool:
-        """Return whether the request has ended; its output may not have been read yet."""
+        """Whether the request has ended; its output may not have been read yet."""
         return self._ended
 
     @property
@@ -148,14 +148,14 @@ class GenerationResult:
         return RequestState.PENDING if self._ask_state is None else self._ask_state(self.request.id)
 
     def result(self, timeout: float | None = None) -> CompletionOutput:
-        """Return the first sequence, once the request has ended; all of them are in `outputs`.
+        """Return the output of the first sequence once the request has ended; `outputs` has that of all sequences.
 
         Args:
-            timeout: Seconds.
+            timeout: Maximum time to wait, in seconds.
 
         Raises:
             TimeoutError: The request has not ended; it continues.
-            MidstreamError: It failed.
+            MidstreamError: The request failed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while (news := self._unended()) is not None:
@@ -163,7 +163,7 @@ class GenerationResult:
         return self._outcome()
 
     async def aresult(self, timeout: float | None = None) -> CompletionOutput:  # noqa: ASYNC109 (the name users know)
-        """As `result`, for asynchronous code."""
+        """Same as `result`, for asynchronous code."""
         async with asyncio.timeout(timeout):
             while (news := self._unended()) is not None:
                 await asyncio.shield(asyncio.wrap_future(news))
@@ -184,7 +184,7 @@ class GenerationResult:
                 yield output
 
     def put(self, chunk: Chunk) -> None:
-        """For the executor: add output."""
+        """Add output; called by the executor."""
         with self._lock:
             self._arrived.append(chunk)
             if chunk.is_final and chunk.finish_reason is FinishReason.ABORT:
@@ -192,7 +192,7 @@ class GenerationResult:
             self._wake()
 
     def end(self, error: MidstreamError | None) -> None:
-        """For the executor: mark the end."""
+        """Mark the end of the output; called by the executor."""
         with self._lock:
             if not self._ended:
                 self._ended, self._error = True, error
@@ -200,7 +200,7 @@ class GenerationResult:
                 self._wake()
 
     def take_responses(self) -> list[Response]:
-        """For the executor: return unread output, one response per chunk, or one for all beams at the end."""
+        """Return unread output for the executor: one response per chunk, or one for all beams at the end."""
         with self._lock:
             is_search = self.request.is_beam_search
             if is_search and not self._ended:
@@ -224,7 +224,7 @@ class GenerationResult:
 
     @property
     def has_arrived(self) -> bool:
-        """For the queue: return whether output is waiting."""
+        """Whether output is waiting; used by the queue."""
         return bool(self._arrived)
 
     def _unended(self) -> Future[None] | None:
@@ -242,14 +242,14 @@ class GenerationResult:
         return self.outputs[0]
 
     def next_output(self) -> CompletionOutput | Future[None] | None:
-        """For the queue: return the sequence that has grown, an event to wait for, or None at the end."""
+        """Return the sequence that has grown, a future to wait for, or None at the end; used by the queue."""
         with self._lock:
             if not self._arrived and not self._ended:
                 return self._news
             for output in self.outputs:
                 output.text_diff, output.token_ids_diff = "", []
             grown = None
-            # Later chunks of the same sequence are merged too, so that a slow reader catches up.
+            # Later chunks of the same sequence are merged too, so that a slow reader can catch up.
             while self._arrived and (grown is None or self._arrived[0].sequence_index == grown.index):
                 grown = self._merge(self._arrived.popleft())
             is_read = self._ended and not self._arrived

@@ -1,4 +1,6 @@
-"""Sampling parameters of the executor. Names are TensorRT-LLM's; each maps to a field of the native request."""
+"""Sampling parameters of the executor. The names are TensorRT-LLM's; each field maps to a field of the native
+request.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ class GuidedDecodingParams:
 
     Attributes:
         json: A JSON schema, as text or as a mapping.
-        json_object: Any JSON.
+        json_object: Whether to accept any JSON object or array.
         regex: A regular expression.
         grammar: A grammar in EBNF.
     """
@@ -31,7 +33,7 @@ class GuidedDecodingParams:
         """Return the message.
 
         Raises:
-            InvalidArgumentError: None or several are set.
+            InvalidArgumentError: Not exactly one field is set.
         """
         given = [
             (pb.GUIDE_TYPE_JSON_SCHEMA, self.json if isinstance(self.json, str | None) else json.dumps(self.json)),
@@ -53,13 +55,13 @@ class SamplingParams(native.SamplingParams):
     """The native client's parameters, and TensorRT-LLM's aliases.
 
     Attributes:
-        n: num_return_sequences.
+        n: Same as num_return_sequences.
         use_beam_search: Search with `beam_width`, or `n`, beams.
-        random_seed: seed.
-        bad: bad_words; one or several.
-        include_stop_str_in_output: include_stop_in_output.
-        logprobs: log_probs.
-        prompt_logprobs: prompt_log_probs.
+        random_seed: Same as seed.
+        bad: Same as bad_words; one or several words.
+        include_stop_str_in_output: Same as include_stop_in_output.
+        logprobs: Same as log_probs.
+        prompt_logprobs: Same as prompt_log_probs.
         additional_model_outputs: Named outputs such as `hidden_states.0`; `(name, True)` for the prompt's tokens too.
         guided_decoding: Constraint on the output.
         logits_processor: Name of a logits post-processor registered in the workers.

@@ -1,4 +1,4 @@
-"""Services started by an executor: `midstream up` in a private run directory."""
+"""Services that an executor starts: `midstream up` in a private run directory."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from midstream.python_process import python_command, python_environment
 
 
 class LocalService:
-    """Router, scheduler, workers and detokenizers as processes of this machine.
+    """Router, scheduler, workers and detokenizers as processes on this machine.
 
     Attributes:
-        addresses: The routers.
+        addresses: Addresses of the routers.
     """
 
     def __init__(
         self, model: str, parts: Mapping[str, int], environment: Mapping[str, str], tokenizer_dir: str | None = None
     ) -> None:
-        """Start the service and wait until the model is loaded and it is ready.
+        """Start the service, and wait until it has loaded the model and is ready.
 
         Args:
             model: As for `midstream up --model`.
@@ -39,10 +39,10 @@ class LocalService:
 
         Raises:
             ConfigError: A folder is missing.
-            ExecutionError: It did not start.
+            ExecutionError: The service did not start.
         """
         self._directory = Path(tempfile.mkdtemp(prefix="midstream-"))
-        # Only this process connects to it, and it may read the same files.
+        # Only this process connects to the service, and it may read the same files.
         own = {"MIDSTREAM_ADAPTER_ROOT": "/"}
         self._environment = python_environment({**own, **os.environ, **environment})
         counts = [item for part, count in parts.items() for item in (f"--{part}", str(count))]
@@ -67,7 +67,7 @@ class LocalService:
         num_workers: int = 1,
         num_detokenizers: int = 1,
     ) -> Self:
-        """Start a service with an executor's settings; arguments and errors as above."""
+        """Start a service with an executor's settings; arguments and errors are those of the constructor."""
         parts = {
             "routers": 1,
             "workers": num_workers,
@@ -78,7 +78,7 @@ class LocalService:
         return cls(model, parts, config.environment(), tokenizer_dir)
 
     def stop(self) -> None:
-        """Stop the service and delete its state; running requests are cut off."""
+        """Stop the service and delete its state; running requests end with an error."""
         with contextlib.suppress(ExecutionError):
             self._midstream("down", "--now")
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Iteration statistics under TensorRT-LLM's names."""
+"""Iteration statistics with TensorRT-LLM's names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Labels in TensorRT-LLM's batch manager documentation, with the path to each value.
+# The labels in TensorRT-LLM's batch manager documentation, with the path to each value.
 _LABELS = {
     "": {
         "Timestamp": "timestamp",
@@ -32,7 +32,7 @@ _LABELS = {
         "Empty Generation Slots": "emptyGenSlots",
     },
 }
-# The maximum over cells is used for these; all other numbers are summed.
+# For these, the maximum over cells is used; all other numbers are summed.
 _LARGEST = {"iter", "iterLatencyMS", "newActiveRequestsQueueLatencyMS", "microBatchId"}
 _SAME = {"tokensPerBlock"}
 _RATIOS = {
@@ -43,11 +43,11 @@ _RATIOS = {
 
 @dataclass(frozen=True, slots=True)
 class IterationStats:
-    """One iteration.
+    """Statistics of one iteration.
 
     Attributes:
-        fields: All values under TensorRT-LLM's JSON names.
-        cells: The iterations of the cells, if this is their sum.
+        fields: All values, with TensorRT-LLM's JSON names.
+        cells: The statistics of each cell, if this is their sum.
     """
 
     fields: Mapping[str, object]
@@ -55,7 +55,7 @@ class IterationStats:
 
     @property
     def num_active_requests(self) -> int:
-        """Number of requests that hold blocks or wait for them."""
+        """Number of requests that hold KV blocks or wait for them."""
         return self._count("numActiveRequests")
 
     @property
@@ -101,8 +101,8 @@ class IterationStats:
 
 
 def sum_up(cells: Sequence[Mapping[str, object]]) -> IterationStats:
-    """Combine the iterations of several cells: counts, blocks and bytes are summed; for iteration numbers and latencies
-    the maximum is used.
+    """Combine the iterations of several cells: counts, blocks and bytes are summed; iteration numbers and latencies are
+    the maximum.
     """
     if len(cells) < 2:
         return IterationStats(cells[0] if cells else {})

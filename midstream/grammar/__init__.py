@@ -1,6 +1,6 @@
 """Grammars for guided decoding, compiled and matched in a separate process.
 
 A guide (JSON schema, regular expression, grammar) is untrusted input, compiled by a native library; the separate
-process isolates services from both. `process` is the services' side, `child` the program that they start, with limits
-of memory and time; `messages` is the protocol between them.
+process isolates services from both. `process` is the services' side, `child` is the program that they start with memory
+and time limits, and `messages` is the protocol between them.
 """

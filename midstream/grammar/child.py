@@ -2,8 +2,8 @@
 
 1. A row is opened with its guide. The guide is compiled on a thread, once for all rows that share it; compiled guides
    are kept in an LRU cache.
-2. Each message contains rows' new tokens, and the answer contains bit masks of the tokens that may follow. If a row's
-   guide is still being compiled, the answer is `waiting`; if that takes too long, `overrun`.
+2. Each message contains new tokens of rows, and the response contains bit masks of the tokens that may follow. If a
+   row's guide is still being compiled, the response is `waiting` or, after the time limit, `overrun`.
 3. The process ends with its connection. A row's state is a function of its guide and tokens, so a killed process can be
    replaced at any time.
 """
@@ -28,7 +28,7 @@ from midstream.grammar.messages import OVERRUN, READY, WAITING, Guide, receive, 
 
 MAX_COMPILED = 256
 _NUM_THREADS = 2
-# How long an answer is delayed for guides being compiled.
+# Maximum delay of a response for guides that are being compiled.
 _GRACE_S = 0.01
 
 
@@ -50,7 +50,7 @@ class _Row:
 
 
 class GrammarServer:
-    """The rows of sequences, and compiled guides.
+    """The rows, and the compiled guides.
 
     Attributes:
         num_compiled: Number of cached guides.
@@ -95,7 +95,7 @@ class GrammarServer:
         return states, bytes(masks)
 
     def _note(self, item: dict[str, Any]) -> None:
-        """Open a row, or add tokens to it."""
+        """Open a row, or add new tokens to it."""
         if "guide" in item:
             guide = Guide(*item["guide"])
             self._rows[item["row"]] = _Row(guide, item["end_ids"], item["tokens"])
@@ -173,7 +173,7 @@ def main() -> None:
         else:
             states, masks = server.masks(request["rows"])
             send(connection, states, masks)
-    os._exit(0)  # without waiting for a guide that is being compiled
+    os._exit(0)  # do not wait for a guide that is being compiled
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compiles a guide into a matcher of allowed next tokens. Runs only in the grammar process."""
+"""Compiles a guide to a matcher of allowed next tokens. This runs only in the grammar process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from midstream.grammar.messages import Guide
 
-# Formatting as in json.dumps; a schema can override it under `x-guidance`. With flexible white space a small model may
-# generate nothing else.
+# Formatting as in json.dumps; a schema can override it with `x-guidance`. If white space were flexible, a small model
+# might generate nothing else.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_JSON = '{"anyOf": [{"type": "object"}, {"type": "array"}]}'
 

@@ -1,4 +1,4 @@
-"""The messages between a service and its grammar process: a JSON header and bytes, each length-prefixed."""
+"""The messages between a service and its grammar process: a JSON header and bytes, each with its length as a prefix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Guide:
     """Constraint on the output.
 
     Attributes:
-        kind: json, json_schema, regex or ebnf.
+        kind: One of json, json_schema, regex and ebnf.
         text: Schema, expression or grammar; empty for json.
     """
 

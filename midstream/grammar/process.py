@@ -26,12 +26,12 @@ class GrammarProcess:
     """The grammar process for one model's tokenizer. Not thread-safe."""
 
     def __init__(self, folder: ModelFolder, *, limit_s: float = LIMIT_S, memory_bytes: int = MEMORY_BYTES) -> None:
-        """Start the process without waiting until it is ready.
+        """Start the process, but do not wait until it is ready.
 
         Args:
-            folder: The model.
-            limit_s: Time limit for an answer, and for compiling a guide.
-            memory_bytes: Address space of the process.
+            folder: The model folder.
+            limit_s: Time limit for a response, and for the compilation of a guide.
+            memory_bytes: Limit on the address space of the process.
         """
         self._connection, other = socket.socketpair()
         self._limit_s = limit_s
@@ -54,7 +54,7 @@ class GrammarProcess:
         """Return whether the process has loaded its tokenizer.
 
         Raises:
-            OSError: It has died.
+            OSError: The process has died.
         """
         if not self._is_ready and select.select([self._connection], [], [], wait_s)[0]:
             self._connection.settimeout(self._limit_s)
@@ -65,7 +65,7 @@ class GrammarProcess:
         """Return the error in a guide; empty if it is valid.
 
         Raises:
-            OSError: The process died or took too long over it; kill it.
+            OSError: The process died or took too long; kill it.
         """
         if not self.is_ready(_START_LIMIT_S):
             raise TimeoutError("the grammar process does not start")
@@ -82,10 +82,10 @@ class GrammarProcess:
         send(self._connection, {"rows": items})
 
     def take_masks(self) -> tuple[list[str], bytes]:
-        """Return the answer to `ask_masks`.
+        """Return the response to `ask_masks`.
 
         Raises:
-            OSError: The process died or took too long over it; kill it.
+            OSError: The process died or took too long; kill it.
         """
         states, masks = receive(self._connection)
         assert isinstance(states, list)

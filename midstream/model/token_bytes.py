@@ -17,7 +17,9 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def byte_level_bytes(token: str, alphabet: dict[str, int]) -> bytes:
-    """Return the bytes of an entry written in that alphabet; an entry with any other character is plain text."""
+    """Return the bytes of an entry written in GPT-2's byte alphabet; an entry with any other character is plain
+    text.
+    """
     try:
         return bytes([alphabet[character] for character in token])
     except KeyError:
@@ -25,6 +27,6 @@ def byte_level_bytes(token: str, alphabet: dict[str, int]) -> bytes:
 
 
 def fallback_byte(token: str) -> int | None:
-    """Return the byte of an entry such as <0x0A>; None for other entries."""
+    """Return the byte that an entry such as <0x0A> represents; None for other entries."""
     match = _BYTE_TOKEN.fullmatch(token)
     return int(match[1], 16) if match else None

@@ -1,5 +1,5 @@
-"""The model's tokenizer: text to token ids and back. Reads only tokenizer.json; uses neither the network nor code from
-the model.
+"""The model's tokenizer: text to token ids and back. It reads only tokenizer.json, and uses neither the network nor
+code from the model.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from midstream.model.tokenizer_check import check_tokenizer
 
 
 class Tokenizer:
-    """Thread-safe; encoding releases the GIL.
+    """Encodes and decodes text. Thread-safe; encoding releases the GIL.
 
     Attributes:
-        vocab_size: Number of ids, special tokens included.
+        vocab_size: Number of ids, including special tokens.
         special_ids: Ids of special tokens.
         added_tokens: Ids of tokens added to the vocabulary, by their text; includes special tokens.
         decoder: The `decoder` section of tokenizer.json.
@@ -55,12 +55,14 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return token ids of `text`; `add_special_tokens` follows the tokenizer's own rules (a BOS, usually)."""
+        """Return the token ids of `text`; `add_special_tokens` follows the tokenizer's own rules (usually, it adds a
+        BOS).
+        """
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return text of `token_ids`; unknown ids are skipped."""
+        """Return the text of `token_ids`; unknown ids are skipped."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def open_stream(self, before: Sequence[int] = (), *, skip_special_tokens: bool) -> Callable[[int], str | None]:
@@ -75,7 +77,9 @@ class Tokenizer:
         return self._tokenizer.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that an id adds to a text; if it is part of a character, the bytes of that part."""
+        """Return the bytes that a token adds to a text; if it is part of a character, these are the bytes of that
+        part.
+        """
         token = self.token(token_id) or ""
         kinds = self._decoder_kinds
         if "ByteLevel" in kinds and token not in self.added_tokens:
@@ -84,7 +88,7 @@ class Tokenizer:
         if byte is not None:
             return bytes([byte])
         if kinds & {"Metaspace", "ByteFallback"} and token not in self.added_tokens:
-            # Decoding strips the space before a text's first word.
+            # Decoding would strip the space before the first word of a text.
             return token.replace("▁", " ").encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
 

@@ -1,7 +1,7 @@
-"""Check whether a tokenizer from an untrusted model folder can be loaded safely. The tokenizer library aborts the
-process when memory runs out, and a normalizer of a few bytes can turn one character into gigabytes. So the expansion by
-a chain of replacements is bounded, and the tokenizer is first tried in a separate process with little memory and time:
-`python -m midstream.model.tokenizer_check FILE`.
+"""Checks whether a tokenizer from an untrusted model folder can be loaded safely. The tokenizer library aborts the
+process when memory runs out, and a normalizer of a few bytes can turn one character into gigabytes. Therefore the
+expansion by a chain of replacements is bounded, and the tokenizer is first tried in a separate process with tight
+memory and time limits: `python -m midstream.model.tokenizer_check FILE`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from midstream.errors import ConfigError
 from midstream.python_process import python_command, python_environment
 
-# Maximum characters that normalizers may produce from one; no tokenizer in use exceeds four.
+# Maximum number of characters that normalizers may produce from one character; no tokenizer in use exceeds four.
 MAX_EXPANSION = 64
 MAX_BYTES = 256 << 20
 _MEMORY_BYTES, _CPU_S, _WALL_S = 2 << 30, 15, 60
@@ -25,11 +25,12 @@ _PROBE_CHARACTERS = 4096
 
 
 def check_tokenizer(file: Path, text: str) -> None:
-    """Raise if loading or using the tokenizer.json `text`, the contents of `file`, could end this process.
+    """Raise an error if loading or using the tokenizer.json `text`, which is the contents of `file`, could end this
+    process.
 
     Raises:
-        ConfigError: It is too large, expands text without bound, or fails in its own process.
-        ValueError: It is not JSON.
+        ConfigError: The tokenizer is too large, expands text without bound, or fails in its own process.
+        ValueError: `text` is not JSON.
     """
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{file} is larger than {MAX_BYTES >> 20} MiB", field="model")
@@ -41,10 +42,10 @@ def check_tokenizer(file: Path, text: str) -> None:
             expansion *= _expansion(step)
         if expansion > MAX_EXPANSION:
             raise ConfigError(
-                f"the {part} in {file} may expand one character to {expansion}; at most {MAX_EXPANSION} are allowed",
+                f"the {part} in {file} may expand one character to {expansion}; must be at most {MAX_EXPANSION}",
                 field="model",
             )
-    # Byte-level tokenizers without a normalizer need no trial, so they start sooner.
+    # Byte-level tokenizers without a normalizer are safe without a trial, which makes starts faster.
     if fields.get("normalizer") is None and not any("pattern" in step for step in steps):
         return
     command = python_command("midstream.model.tokenizer_check", str(file))

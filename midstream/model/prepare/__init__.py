@@ -1,1 +1,1 @@
-"""Conversion of model files into model folders."""
+"""Conversion of model files to model folders."""

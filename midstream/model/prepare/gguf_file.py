@@ -1,6 +1,6 @@
-"""Read the header of a GGUF file: its metadata and the locations of its tensors. Fast, because vocabularies have some
-100,000 strings, and safe with hostile files: every count is checked against the file size before it is used for
-allocation.
+"""Reads the header of a GGUF file: its metadata and the locations of its tensors. It is fast, because vocabularies have
+some 100,000 strings, and safe for hostile files, because every count is checked against the file size before memory is
+allocated for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
-# GGUF value type -> struct format.
+# GGUF value type -> format character of `struct`.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
@@ -29,7 +29,7 @@ class TensorEntry:
     """The location of a tensor.
 
     Attributes:
-        shape: Fastest dimension first: (columns, rows).
+        shape: Sizes with the fastest dimension first: (columns, rows).
         type: GGML type number.
         offset: Offset of its first byte in the file.
     """
@@ -42,7 +42,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class GgufHead:
-    """Metadata and tensor table of a file."""
+    """Metadata and tensor table of a GGUF file."""
 
     metadata: Metadata
     tensors: dict[str, TensorEntry]
@@ -52,7 +52,7 @@ def read_gguf_head(path: Path) -> GgufHead:
     """Read the metadata and the tensor table of `path`.
 
     Raises:
-        ConfigError: It is not GGUF, of an unknown version, or damaged.
+        ConfigError: The file is not GGUF, has an unknown version, or is damaged.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -71,7 +71,8 @@ class _Reader:
         version, num_tensors, num_values = self._number("I"), self._number("Q"), self._number("Q")
         if version not in _VERSIONS:
             raise ValueError(f"version {version} is not one of {_VERSIONS}")
-        # Sizes of the smallest entries: an empty key with a one-byte value; an empty name without dimensions.
+        # 13 and 24 are the sizes of the smallest entries: an empty key with a one-byte value, and an empty name without
+        # dimensions.
         self._check_count(num_values, 13)
         metadata = {self._string(): self._value() for _ in range(num_values)}
         self._check_count(num_tensors, 24)

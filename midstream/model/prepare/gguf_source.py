@@ -1,4 +1,4 @@
-"""Create a model folder from a GGUF file: the file itself, and its configuration and tokenizer as JSON."""
+"""Creates a model folder from a GGUF file: the file itself, and its configuration and tokenizer as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ARCHITECTURES = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
 }
-# Names of llama.cpp and of generation_config.json.
+# Names of sampling parameters in llama.cpp, and in generation_config.json.
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -30,15 +30,16 @@ _ROPE_TYPES = {"linear": "linear", "yarn": "yarn"}
 
 
 def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> None:
-    """Fill the empty `folder` with config.json, the tokenizer's files, chat_template.jinja if any, and model.gguf.
+    """Fill the empty `folder` with config.json, the tokenizer's files, chat_template.jinja if there is one, and
+    model.gguf.
 
     Sampling parameters that the file recommends (`general.sampling.*`) override those of `sampling`.
 
-    model.gguf is a hard link to `gguf_file` where the file system allows it, else a copy.
+    model.gguf is a hard link to `gguf_file` if the file system allows it, otherwise a copy.
 
     Raises:
         ConfigError: The file is not GGUF, or is damaged.
-        UnsupportedError: Its architecture or tokenizer is not supported.
+        UnsupportedError: The file's architecture or tokenizer is not supported.
     """
     head = read_gguf_head(gguf_file)
     metadata = head.metadata
@@ -58,7 +59,7 @@ def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> No
 
 
 def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object]:
-    """Return the config.json, under transformers' names, that `metadata` describes."""
+    """Return the contents of config.json, with transformers' names, that `metadata` describes."""
     architecture = str(metadata.get("general.architecture", ""))
     if architecture not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
@@ -100,7 +101,7 @@ def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object
         "torch_dtype": "float32",
         **_special_ids(metadata),
     }
-    # Also written if there is none: a missing setting would get a default.
+    # The setting is also written if there is no window: a missing setting would get a default.
     config["sliding_window"] = metadata.get(f"{architecture}.attention.sliding_window") or None
     scaling = str(metadata.get(f"{architecture}.rope.scaling.type", "none"))
     if scaling in _ROPE_TYPES:

@@ -1,4 +1,4 @@
-"""Convert a GGUF file's vocabulary to the JSON files of the `tokenizers` library."""
+"""Converts a GGUF file's vocabulary to the JSON files of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _split(pattern: str) -> Json:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-# How text is split before byte-pair merging, by `tokenizer.ggml.pre`.
+# How text is split before byte-pair merging, by the value of `tokenizer.ggml.pre`.
 _PRE_TOKENIZERS: dict[str, list[Json]] = {
     "default": [_split(_GPT2_PATTERN)],
     "gpt-2": [_split(_GPT2_PATTERN)],
@@ -73,8 +73,8 @@ def _byte_level(metadata: Mapping[str, object], tokens: Sequence[str]) -> Json:
 
 
 def _sentence_piece(metadata: Mapping[str, object], tokens: Sequence[str]) -> Json:
-    """Return merges for a SentencePiece BPE vocabulary, which has scores instead: a merge is ranked by its result's
-    score.
+    """Return a tokenizer for a SentencePiece BPE vocabulary. It has scores instead of merges, so each merge is ranked
+    by the score of its result.
     """
     ids = {token: i for i, token in enumerate(tokens)}
     scores = metadata.get("tokenizer.ggml.scores")
@@ -133,7 +133,7 @@ def _added_tokens(metadata: Mapping[str, object], tokens: Sequence[str]) -> list
 
 
 def _post_processor(metadata: Mapping[str, object], tokens: Sequence[str], kind: str) -> Json | None:
-    """Return the post-processor that adds the BOS token if the file asks for it, else None."""
+    """Return the post-processor that adds the BOS token if the file asks for it, otherwise None."""
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     if bos is None or not metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"):
         return None
