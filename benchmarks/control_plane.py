@@ -162,7 +162,7 @@ def start_profile(name: str, parts: dict[str, psutil.Process]) -> subprocess.Pop
 
 
 def report(result: RunResult, spent: dict[str, float], console: Console) -> None:
-    """Print the throughput and each process's share of CPU time."""
+    """Print the throughput, and the CPU time that each process spent."""
     num_tokens = sum(request.num_tokens for request in result.requests)
     num_chunks = sum(len(request.arrivals) for request in result.requests)
     table = Table("part", "CPU s", "of a core", "µs per token")

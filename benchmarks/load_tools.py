@@ -144,7 +144,7 @@ def run(commands: Path, folder: Path, command: Sequence[object]) -> None:
 
 
 def _environment(commands: Path) -> dict[str, str]:
-    # Do not import this project's packages.
+    # Tools must not import the packages of this project.
     own = {"PATH": f"{commands}:{os.environ['PATH']}"}
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
 

@@ -38,7 +38,7 @@ class Contender:
         self._runner = ModelRunner(config, open_model_folder(str(folder)))
 
     def start(self, num_rows: int) -> None:
-        """Prefill prompts of random tokens."""
+        """Prefill prompts that consist of random tokens."""
         self._runner.clear()
         rows = np.arange(num_rows, dtype=np.int32)
         blocks = 2 * CONTEXT // _BLOCK
@@ -71,7 +71,7 @@ class Contender:
 
 
 def make(folder: Path, config: transformers.PretrainedConfig) -> Contender:
-    """Make a model with random int4 weights."""
+    """Create a model with random int4 weights."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "random")

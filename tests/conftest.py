@@ -34,7 +34,7 @@ _SHARING = (
     "service",
     "tracing",
 )
-# Files that take 20 s or more, longest first.
+# Files that take 20 s or longer, longest first.
 _LONG = (
     "tests/simulation/test_simulation.py",
     "tests/faults/test_kill_at_every_step.py",

@@ -79,7 +79,9 @@ def test_the_line_before_a_fence_is_its_mark(mark: str, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return a new user's environment: `midstream` and `python` of this environment first, and a separate home."""
+    """Return the environment of a new user: `midstream` and `python` of this environment come first, and the home is
+    separate.
+    """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     theirs = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
     return theirs | {"PATH": path, "MIDSTREAM_HOME": str(tmp_path_factory.mktemp("home"))}

@@ -41,7 +41,7 @@ def main() -> int:
         print(f"top-level names of {wheel.name}: {names}", end="", flush=True)
         assert names.split() == ["midstream"], names
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        # Hide compilers and earlier builds.
+        # Compilers and earlier builds are hidden.
         environment |= {"CXX": "/nonexistent", "MIDSTREAM_HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder)}
         answer_once(python, folder, environment)
         pip_install(python, f"{wheel}[dev]", "setuptools")
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """Create an environment with the wheel, its pinned requirements, and the embedded model; return its Python."""
+    """Create an environment with the wheel, its pinned requirements and the embedded model; return its Python."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     pip_install(python, f"{wheel}[{EXTRAS}]")

@@ -97,7 +97,7 @@ class Abuser:
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
     async def http(self, method: str, path: str, body: bytes = b"", *more: str) -> str:
-        """Send a request and read the whole response; return its status."""
+        """Send a request and read the whole response; return its status code."""
         reader, writer = await self.connect(self.http_port)
         try:
             writer.write(self.head(method, path, len(body), *more) + body)
@@ -221,12 +221,12 @@ async def slow_requests(abuser: Abuser) -> None:
 
 
 async def idle_http_connections(abuser: Abuser) -> None:
-    """As many HTTP connections as the port accepts, without a request."""
+    """Open as many HTTP connections as the port accepts, and send no request."""
     await _hold(abuser, abuser.http_port, b"")
 
 
 async def idle_grpc_connections(abuser: Abuser) -> None:
-    """As many gRPC connections as the port accepts, without a call."""
+    """Open as many gRPC connections as the port accepts, and make no call."""
     await _hold(abuser, abuser.grpc_port, _PREFACE + _frame(4, 0, 0, b"") + _frame(4, 1, 0, b""))
 
 
@@ -503,7 +503,7 @@ NEED_A_MODEL = frozenset({"guides", "embeddings"})
 
 
 async def run(name: str, grpc_port: int, http_port: int, token: str) -> None:
-    """Abuse the service until SIGTERM."""
+    """Run an abuse until SIGTERM, then print its outcomes."""
     abuser = Abuser(grpc_port, http_port, token)
     work = asyncio.ensure_future(ABUSES[name](abuser))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)

@@ -1,4 +1,4 @@
-"""One part of the GPU benchmark: `python -m benchmarks.gpu.part NAME --seconds S --rows FILE --figures JSON`."""
+"""Run one part of the GPU benchmark: `python -m benchmarks.gpu.part NAME --seconds S --rows FILE --figures JSON`."""
 
 from __future__ import annotations
 

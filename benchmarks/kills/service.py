@@ -31,7 +31,7 @@ class KilledService:
         self.num_kills: dict[str, int] = {}
 
     def state(self) -> RunState:
-        """Return the running processes."""
+        """Return the state of the running processes, as the supervisor reports it."""
         state = self._run_dir.read_state()
         assert state is not None
         return state

@@ -272,7 +272,7 @@ class Http2 : public Connection {
   std::unordered_map<uint32_t, Stream> streams_;
 };
 
-// One request at a time: server-sent events in chunks.
+// Sends one request at a time and reads server-sent events in chunks.
 class Sse : public Connection {
  public:
   Sse(const char* host, int port) : Connection(host, port), host_(host) {}

@@ -74,7 +74,7 @@ COMPARISONS = (
 
 
 def median_figure(measurements: Sequence[Measurement], peer: str, workload: str) -> float | None:
-    """Return a peer's median throughput; None if it has none."""
+    """Return the median throughput of a peer; None if it was not measured."""
     values = by_round(measurements, peer, workload, _tokens_per_s)
     return statistics.median(values.values()) if values else None
 

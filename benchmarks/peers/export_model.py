@@ -1,4 +1,4 @@
-"""Write the embedded model as a Hugging Face folder of bf16 safetensors for the peers. Runs by itself:
+"""Write the embedded model as a Hugging Face folder of bf16 safetensors for the peers. It is run as a separate program:
 
 python export_model.py MODEL_FOLDER OUTPUT
 
@@ -15,7 +15,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 
 def export(source: Path, target: Path) -> None:
-    """Write `target` from `source`, a model folder with model.gguf."""
+    """Write `target` from `source`, which is a model folder with model.gguf."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 

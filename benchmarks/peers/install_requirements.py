@@ -1,5 +1,5 @@
-"""Install the requirements of an installed distribution, except some of them. Runs by itself, in the environment it
-installs to:
+"""Install the requirements of an installed distribution, except those that are excluded. It is run as a separate
+program, in the environment that it installs into:
 
 python install_requirements.py DISTRIBUTION PACKAGE_LEFT_OUT ...
 """
@@ -14,7 +14,7 @@ from importlib import metadata
 
 
 def without(requirements: Iterable[str], left_out: Collection[str]) -> list[str]:
-    """Return the requirements without those of extras and without the excluded packages."""
+    """Return the requirements without excluded packages and without those of extras."""
     kept = []
     for line in requirements:
         name = re.match(r"[\w.-]+", line)

@@ -108,7 +108,7 @@ def test_every_control_does_what_it_says(page: Browser) -> None:
 
     background = "return getComputedStyle(document.body).backgroundColor"
     light = page.run(background)
-    page.click("#theme")  # from "system", which resolves to light here, to light
+    page.click("#theme")  # from "system", which resolves to light in this browser, to light
     assert page.run(background) == light
     page.click("#theme")
     assert page.run(background) != light

@@ -39,7 +39,7 @@ class Rendered:
         return dict(found["data"])
 
     def pods(self) -> dict[str, Manifest]:
-        """Return a map from component to pod template."""
+        """Return a map from components to pod templates."""
         pods = {item["metadata"]["name"]: item["spec"]["template"] for item in self.all("Deployment")}
         for item in self.all("LeaderWorkerSet"):
             pods[item["metadata"]["name"]] = item["spec"]["leaderWorkerTemplate"]["workerTemplate"]

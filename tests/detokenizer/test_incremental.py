@@ -168,7 +168,7 @@ def test_other_decoders_survive_any_cutting(other: Tokenizer, ids: list[int], cu
 def test_a_decoder_that_changes_earlier_text_gives_what_depends_on_tokens_alone(
     tmp_path_factory: pytest.TempPathFactory, ids: list[int], cuts: list[int]
 ) -> None:
-    """`do n't` becomes `don't` with its last token, after `do n` has been sent."""
+    """`do n't` becomes `don't` when its last token arrives, after `do n` has been sent."""
     decoder = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     factory = decoder_factory(other_tokenizer(tmp_path_factory.getbasetemp(), decoder))
     whole = "".join(in_chunks(factory, ids, cuts, skip=True))

@@ -14,7 +14,7 @@ from midstream.extras import Extras, LogProbs, Tensor
 
 
 class Feed:
-    """A feed that ignores all notifications."""
+    """A stand-in for a feed that ignores all notifications."""
 
     def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
         """Do nothing."""

@@ -40,7 +40,7 @@ def candidates(last: int, count: int, end_ids: frozenset[int], vocab_size: int) 
 
 
 def num_accepted(position: int, limit: int) -> int:
-    """Return how many of `limit` drafts the model accepts for a row with `position` tokens."""
+    """Return how many of at most `limit` drafts the model accepts for a row with `position` tokens."""
     return position * 7 % (limit + 1)
 
 

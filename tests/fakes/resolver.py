@@ -27,7 +27,7 @@ def resolve_by(hosts: Path) -> None:
 
 
 def publish(hosts: Path, **names: list[str]) -> None:
-    """Replace the addresses of names atomically."""
+    """Replace the addresses of several names atomically."""
     new = hosts.with_suffix(".new")
     new.write_text("".join(f"{name} {address}\n" for name in names for address in names[name]), encoding="utf-8")
     new.replace(hosts)

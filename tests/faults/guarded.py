@@ -107,7 +107,7 @@ def _flags(identity: Identity) -> list[str]:
 
 @contextlib.contextmanager
 def running_guarded(folder: Path) -> Iterator[Guarded]:
-    """Start all components; kill them on exit."""
+    """Start all components; kill them at the end."""
     guarded = Guarded(folder)
     try:
         guarded.start("scheduler", "worker", "detokenizer", "token", "certificate")

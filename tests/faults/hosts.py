@@ -162,7 +162,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate
 
 
 async def serve_unix_socket(address: str, port: int, path: str) -> None:
-    """Forward connections on a port to a Unix socket, forever."""
+    """Forward connections from a port to a Unix socket until the process is killed."""
     gate = asyncio.Event()
     gate.set()
 

@@ -173,7 +173,7 @@ async def scheduler_at(address: str) -> AsyncIterator[SchedulerAsyncStub]:
 
 
 async def conninfo(hosts: Hosts, source: str, port: int) -> str:
-    """Return the database address as seen from a host."""
+    """Return the connection string of the database, as seen from a host."""
     address, _, number = (await hosts.dial(source, "database", port)).rpartition(":")
     return f"host={address} port={number} user=postgres dbname=postgres"
 

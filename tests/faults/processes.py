@@ -94,7 +94,7 @@ class Processes(NamedProcesses):
             await until(functools.partial(_has_all_parts, address))
 
     async def stats(self) -> stats_pb2.IterationStats:
-        """Return the scheduler's statistics through a router."""
+        """Return the statistics of the scheduler, queried through a router."""
         for address in self.routers:
             async with open_channel(address) as channel:
                 with contextlib.suppress(Exception):

@@ -62,7 +62,7 @@ class Gate:
         self.serving = ""
 
     def open_to(self, num_tokens: int) -> None:
-        """Allow this many tokens in total."""
+        """Allow this many tokens in total to be sampled."""
         with self._changed:
             self._limit = num_tokens
             self._changed.notify_all()
@@ -78,7 +78,7 @@ class Gate:
     def launch(
         self, name: str, step: Step, is_dead: Callable[[], bool], launch: Callable[[Step], Launched]
     ) -> Launched:
-        """Launch a worker's step once it is allowed."""
+        """Launch a step of a worker once the gate allows it."""
         known = [len(new.token_ids) - new.num_prompt_tokens for new in step.new_sequences]
         with self._changed:
             self.serving = name

@@ -1,5 +1,5 @@
-// The wall clock of a process, shifted by what the file that $SHIFT_FILE names says: a native 64-bit count of
-// nanoseconds, which a test may change at any moment. Monotonic clocks are left as they are.
+// Shifts the wall clock of a process by the number of nanoseconds in the file $SHIFT_FILE, a native 64-bit integer that a
+// test may change at any time. Monotonic clocks are unchanged.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

@@ -67,7 +67,7 @@ class ShiftedParts(Parts):
 
 
 async def one_after_the_other(stub: Stub, first: int, stop: asyncio.Event) -> int:
-    """Send requests one after another and check their tokens; return the number of requests."""
+    """Send requests one after another and check their tokens; return the number of completed requests."""
     for count in itertools.count():
         if stop.is_set():
             return count

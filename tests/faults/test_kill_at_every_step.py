@@ -29,7 +29,7 @@ from tests.gpu_worker.tiny_models import make_runner
 from tests.gpu_worker.whole import Whole, outputs
 
 MODEL = os.environ.get("MIDSTREAM_KILL_MODEL", "llama")
-# Models with recurrent state, and with a latent cache.
+# Models with recurrent state, or with a latent cache.
 OTHER_MODELS = ("lfm2", "deepseek_v3")
 ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else None
 NUM_TOKENS = 48 if ROTATIONS else 32

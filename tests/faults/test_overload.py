@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 NUM_TOKENS = 200
-# The maximum slowdown of tokens on a busy machine.
+# The maximum factor by which tokens may slow down on a busy machine.
 PACE_FACTOR = 5
 
 

@@ -1,4 +1,4 @@
-"""A worker across two hosts: in network namespaces if this machine allows them, otherwise on one host."""
+"""A worker whose ranks are on two hosts: in network namespaces if this machine allows them, otherwise on one host."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Keys:
         self._binders: dict[int, Callable[..., Any]] = {}
 
     def launch(self, function: JITFunction) -> Callable[..., object]:
-        """Return a recorder of launches of `function`."""
+        """Return a function that records the launches of `function`."""
 
         def record(*args: object, **kwargs: object) -> None:
             binder = self._binders.setdefault(id(function), function.create_binder()[-1])

@@ -74,7 +74,7 @@ class RankPool:
             runner.close()
             group.stop(exit_code=0)
         except BaseException:
-            group.lifelines.expect_end()  # otherwise the exit of other ranks would end this process
+            group.lifelines.expect_end()  # without this, the exit of another rank would end this process
             raise
         for process in followers:
             assert process.stdout is not None

@@ -171,7 +171,7 @@ def test_what_is_said_of_the_prompt_comes_once_whichever_part_is_lost(
 
 
 def reported(number: int, prompt: list[int], **search: Any) -> pb.GenerateRequest:
-    """Return a search that requests every reportable output."""
+    """Return a beam-search request that asks for every reportable output."""
     request = request_of(number, prompt, {"beam_width": 3, "num_return_sequences": 3, "length_penalty": 1.0} | search)
     request.output.log_probs = 4
     request.output.prompt_log_probs = 2

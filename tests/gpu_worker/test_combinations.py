@@ -121,7 +121,7 @@ SETTINGS = st.builds(
 
 
 class Letters:
-    """Decodes each token to one of a few letters."""
+    """A decoder that maps each token to one of a few letters."""
 
     def open(self, *, skip_special_tokens: bool) -> Letters:
         return self

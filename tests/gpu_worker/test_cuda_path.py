@@ -32,7 +32,7 @@ TOKENS = torch.arange(3 * LENGTH, dtype=torch.int32).view(3, LENGTH) * 7 % TINY[
 
 
 def step_inputs(tokens: Tensor, start: int) -> ForwardInputs:
-    """Continue each row's sequence at position `start` and sample one token."""
+    """Return inputs that continue the sequence of each row at position `start` and sample one token."""
     batch_size, count = tokens.shape
     positions = torch.arange(start, start + count, dtype=torch.int32)
     tables = torch.arange(batch_size * NUM_BLOCKS, dtype=torch.int32).flip(0).view(batch_size, NUM_BLOCKS)
@@ -69,5 +69,5 @@ def test_triton_kernels_under_the_decoder_give_the_references_logits(monkeypatch
     graphs.use_cache(KvCache(describe(TINY), 6, BLOCK, torch.float32, CPU))
     graphs.capture()
     torch.testing.assert_close(graphs.forward(prompts), expected[0], rtol=1e-4, atol=1e-5)
-    # Three rows run in a graph of four.
+    # Three rows run in a graph for four rows.
     torch.testing.assert_close(graphs.forward(following), expected[1], rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Choice of the GPU, and the memory left for steps and graphs, with stand-ins for CUDA."""
+"""The choice of the GPU, and the memory left for steps and graphs, with stand-ins for CUDA."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_device_is_set_before_anything_is_loaded(
 
 
 class FakeMemory:
-    """A device of 1000 bytes with PyTorch's caching allocator."""
+    """A stand-in for a device of 1000 bytes with PyTorch's caching allocator."""
 
     def __init__(self) -> None:
         self.elsewhere = self.in_use = self.cached = self.peak = 0
@@ -121,12 +121,12 @@ def test_steps_and_graphs_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> 
     fake.free(150)
 
     def capture() -> None:
-        fake.empty_cache()  # as PyTorch does before recording
+        fake.empty_cache()  # as PyTorch does before it records a graph
         fake.allocate(60)
         fake.elsewhere += 10  # memory that the driver takes for a graph
 
     memory.record(capture)
-    # The graphs are dropped again, as the runner does before it allocates the pool.
+    # The graphs are dropped, as the runner does before it allocates the pool.
     fake.free(60)
     fake.elsewhere -= 10
     assert (memory.step_bytes, memory.graph_bytes) == (150, 70)
@@ -162,7 +162,7 @@ def test_the_pool_is_sized_after_full_batches_and_graphs(monkeypatch: pytest.Mon
     )
     before = events[: events.index("sized")]
     eager = before[: before.index("recorded")]
-    # Four ways of sampling, each with a prefill and two decodes of six rows.
+    # There are four ways of sampling, each with a prefill and two decodes of six rows.
     assert eager.count(6) == 12
     # Recording starts with the largest batch. It is repeated on the real pool, followed by the largest steps.
     assert before[len(eager) :] == ["recorded", 6]

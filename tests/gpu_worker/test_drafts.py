@@ -1,4 +1,4 @@
-"""Speculative decoding: drafts change only the number of steps."""
+"""Speculative decoding: drafts change only the number of steps, not the tokens."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_tokens_and_log_probs_are_the_same_with_drafts(runner: ModelRunner, prom
 
 
 def test_an_end_within_a_run_is_the_end(runner: ModelRunner, prompt: list[int]) -> None:
-    """`max_tokens` of every length, and a stop token in the middle."""
+    """Requests end at every length by `max_tokens`, and at each token of the output by a stop token."""
     whole = outputs(Whole(runner, ()).run(requests_of(prompt, None, max_tokens=16)[:1])[0])[0]
     for max_tokens in range(1, 10):
         found = Whole(runner, ()).run(requests_of(prompt, LOOK_UP, max_tokens=max_tokens)[:1])[0]
@@ -148,7 +148,7 @@ def test_drafts_survive_pauses_and_a_lost_worker(runner: ModelRunner, prompt: li
 
 @pytest.fixture(scope="module")
 def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Write a model, and a smaller one with the same vocabulary."""
+    """Write a model, and a smaller model with the same vocabulary."""
     target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
     make_tiny_model(target, "Llama")
     make_tiny_model(draft, "Qwen3", num_hidden_layers=1, head_dim=32)

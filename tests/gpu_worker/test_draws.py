@@ -1,4 +1,6 @@
-"""Draws replayed from graphs: a recorder that repeats what it recorded, and the kernels in Triton's interpreter."""
+"""Draws replayed from graphs, with a recorder that repeats what it recorded and with the kernels in Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def test_recorded_draws_are_the_samplers(params: list[SamplingParams], monkeypat
     draws = RecordedDraws(CPU, [1, 4])
     assert draws.draw(sampler.draw_params(places)) is None
     draws.capture(record, logits, lambda tokens: fed.append(tokens.tolist()))
-    # An earlier full step leaves its parameters in the buffers.
+    # An earlier step with all rows leaves its parameters in the buffers.
     assert draws.draw(sampler.draw_params(ints([0, 1, 2, 3]))) is not None
     drawn = draws.draw(sampler.draw_params(places))
     assert drawn is not None

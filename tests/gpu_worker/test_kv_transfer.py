@@ -36,7 +36,7 @@ def fill(pool: PoolMemory) -> None:
 
 
 def outcome(fetcher: BlockFetcher, hashes: Sequence[int], source: BlockSource | str, epoch: int = 1) -> Fetched:
-    """Return the result of a fetch."""
+    """Return the result of fetching blocks."""
     store = source.store if isinstance(source, BlockSource) else ""
     fetcher.fetch(epoch, hashes, store, str(source))
     return fetcher._reports.get(timeout=30)

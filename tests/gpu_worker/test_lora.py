@@ -181,7 +181,7 @@ def test_adapters_in_use_stay_and_the_least_recently_used_one_goes(
     assert add(3, "uneven") is OverloadedError
     driver.release(3)
     driver.release(1)
-    assert add(1, "uneven") is None  # replaces `all`, which is unused
+    assert add(1, "uneven") is None  # replaces the adapter `all`, which is unused
     assert add(3, "one_layer") is None
     assert cache.num_device_bytes == sizes["few"] + sizes["uneven"] + sizes["one_layer"]
     assert 0 < cache.num_host_bytes <= host_bytes

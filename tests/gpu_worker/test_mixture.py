@@ -123,7 +123,7 @@ def test_pauses_and_the_loss_of_the_worker_change_nothing(
 def test_the_loss_of_the_scheduler_changes_nothing(
     runner: ModelRunner, requests: list[pb.GenerateRequest], alone: list[list[Contents]], tmp_path: Path
 ) -> None:
-    """The scheduler restarts from its journal, also while prompts are computed in chunks."""
+    """The scheduler is replaced and recovers from its journal, even while prompts are computed in chunks."""
     whole = start(runner, journal=tmp_path / "journal.sqlite", max_num_tokens=300)
     for request in requests:
         whole.submit(request)

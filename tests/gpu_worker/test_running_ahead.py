@@ -398,7 +398,7 @@ class FakeLaunched:
 
 @dataclass
 class FakeRunner:
-    """A runner whose steps finish when `inbox` is empty."""
+    """A stand-in for the runner whose steps finish when `inbox` is empty."""
 
     events: list[str] = field(default_factory=list)
     launched: list[FakeLaunched] = field(default_factory=list)

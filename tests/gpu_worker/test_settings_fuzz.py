@@ -30,7 +30,7 @@ from tests.gpu_worker.tiny_models import SHAPE, make_runner, make_tiny_model
 from tests.gpu_worker.whole import Whole, outputs
 
 NUM_COMBINATIONS, NARROW = int(os.environ.get("MIDSTREAM_COMBINATIONS", "32")), 8
-# Family and settings of each model, and `max_attention_window`.
+# The family and the settings of each model, and `max_attention_window`.
 MODELS: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("Llama", {}, 0),
     ("Llama", {}, NARROW),

@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry traces over OTLP/gRPC, in this process."""
+"""A collector of OpenTelemetry traces over OTLP/gRPC that runs in this process."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def executor(service: Service) -> Iterator[GenerationExecutor]:
 
 @pytest.fixture(scope="module")
 def expected(service: Service) -> tuple[str, list[int]]:
-    """Return the client's output for PROMPT."""
+    """Return the output for PROMPT that the client receives."""
     with Client(service.routers()[0]) as client:
         params = ClientParams(max_tokens=12, temperature=0, ignore_eos=True)
         result = client.generate(token_ids=PROMPT, sampling=params).result()

@@ -1,4 +1,4 @@
-"""The whole service, as real processes on the embedded model."""
+"""The whole service, as real processes with the embedded model."""
 
 from __future__ import annotations
 

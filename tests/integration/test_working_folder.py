@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the command from an environment in which the project is installed with its dependencies, as by a user."""
-    if not (ROOT / "setup.py").exists():  # these tests run in an installation (tests/wheel.py)
+    if not (ROOT / "setup.py").exists():  # the tests already run in an installation (tests/wheel.py)
         return Path(sys.executable).with_name("midstream")
     folder = tmp_path_factory.mktemp("installed")
     for package in PACKAGES:

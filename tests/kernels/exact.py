@@ -1,4 +1,4 @@
-"""Straightforward float64 versions of the operations."""
+"""Reference versions of the operations in float64."""
 
 from __future__ import annotations
 

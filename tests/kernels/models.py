@@ -1,4 +1,4 @@
-"""A small random decoder and its reference."""
+"""A small random decoder and its reference implementation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

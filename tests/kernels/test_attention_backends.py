@@ -77,7 +77,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     [
         ("", HOPPER, []),
         ("2 3 4", HOPPER, ["flash-attn 3"]),
-        ("2 4", HOPPER, ["flash-attn 2"]),  # version 4 has no paged cache there
+        ("2 4", HOPPER, ["flash-attn 2"]),  # version 4 has no paged cache for this capability
         ("2 3 4", BLACKWELL, ["flash-attn 4"]),
         ("3", BLACKWELL, []),
         ("4", DESKTOP_BLACKWELL, []),

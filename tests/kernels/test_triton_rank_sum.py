@@ -1,4 +1,4 @@
-"""The one-shot sum of ranks: processes in Triton's interpreter that share memory and run at the same time."""
+"""The one-shot sum across ranks, with processes in Triton's interpreter that share memory and run at the same time."""
 
 from __future__ import annotations
 

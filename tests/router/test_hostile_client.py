@@ -174,7 +174,7 @@ async def call_http(port: int, draw: random.Random, names: list[str]) -> str:
 
 
 async def send_all(send: Callable[[], Any], count: int) -> Counter[str]:
-    """Call `send` repeatedly, several calls at a time; return how often each status occurred."""
+    """Call `send` repeatedly, with several calls at a time; return how often each status occurred."""
     statuses, left = Counter[str](), iter(range(count))
 
     async def run() -> None:

@@ -67,7 +67,7 @@ class FakeGroup:
         self.store.append((self.hashes, self.model.slots))
 
     def _adopt(self, batch: worker_pb2.StepBatch) -> list[int]:
-        """Fill blocks from tiers or from dead groups' pools; return the blocks that were not found."""
+        """Fill blocks from tiers or from the pools of dead groups; return the blocks that were not found."""
         missing = []
         for block, value in zip(batch.adopted_blocks, batch.adopted_hashes, strict=True):
             if value in self.staged:

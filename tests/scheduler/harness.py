@@ -139,7 +139,7 @@ class Harness:
         return group
 
     def handle(self, event: Event) -> list[Effect]:
-        """Pass an event to the core and record the effects."""
+        """Pass an event to the core and record its effects."""
         effects = self.core.handle(event)
         for effect in effects:
             self._note(effect)
@@ -237,7 +237,7 @@ class Harness:
         return self.plans[before:]
 
     def finish_step(self, name: str = "g") -> None:
-        """Run the oldest step of a group and deliver its result, without a turn."""
+        """Run the oldest step of a group and deliver its result, without taking a turn."""
         self.handle(self.groups[name].run(self.now_ns))
 
     def fetch(self, name: str, most: int | None = None) -> list[str]:
@@ -256,7 +256,7 @@ class Harness:
         return self.turn()
 
     def run(self, max_steps: int = 10_000) -> int:
-        """Run until nothing is in flight; return the number of steps."""
+        """Run until no step is in flight; return the number of steps."""
         self.turn()
         for count in range(max_steps):
             fetching = next((group for group in self.groups.values() if group.fetches), None)
@@ -309,7 +309,7 @@ class Harness:
         self.handle(WorkerLeft(self.now_ns, group.registration.connection, group.epoch))
 
     def group(self, name: str = "g") -> WorkerGroup:
-        """Return the core's view of a group."""
+        """Return the core's object for a group."""
         return next(group for group in self.core.groups if group.group_id == name)
 
     def check(self) -> None:

@@ -187,8 +187,8 @@ def test_too_few_blocks_pause_a_search_and_it_goes_on() -> None:
 
 
 def test_a_search_sets_blocks_aside_for_all_its_beams() -> None:
-    """Prompt and output take 3 blocks of 4 tokens. Beams share the prompt's only full block, so three beams need 3 + 2
-    * 2 blocks.
+    """Prompt and output take 3 blocks of 4 tokens. Beams share the only full block of the prompt, so the first of three
+    beams takes 3 blocks and the others take 2 each.
     """
     harness = Harness()
     harness.add_group(num_blocks=7)

@@ -1,4 +1,4 @@
-"""The worker port with real sockets."""
+"""The scheduler's port for workers, with real sockets."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Cell:
         self.handle(Submitted(self.harness.now_ns, spec_from_proto(request, LIMITS, self.harness.now_ns)))
 
     def step(self) -> bool:
-        """Run one step of the worker; return False if there is nothing to do."""
+        """Run one step of the worker; return False if there is no step to run."""
         before = len(self.harness.effects)
         self.harness.turn()
         group = self.harness.groups["g"]

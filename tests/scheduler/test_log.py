@@ -155,7 +155,7 @@ def test_nothing_committed_is_lost_and_nothing_else_appears_whenever_the_power_i
 
 
 def filled(folder: LogFolder, num_commits: int, segment_bytes: int = SEGMENT_BYTES) -> State:
-    """Write a log of four growing requests."""
+    """Write a log of four requests whose output grows; return its contents."""
     scheduler = Scheduler(folder, segment_bytes)
     state = scheduler.found
     for token in range(1, num_commits + 1):

@@ -137,7 +137,7 @@ def test_static_batches_run_in_lockstep_one_after_the_other() -> None:
 def test_guaranteed_no_evict_sets_blocks_aside_for_the_longest_output() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=4)
-    harness.submit("a", 4, 5)  # 4 + 4 computed tokens: 2 blocks
+    harness.submit("a", 4, 5)  # 4 + 4 computed tokens, which take 2 blocks
     harness.submit("b", 4, 5)  # 2 blocks
     harness.submit("c", 4, 1)  # 1 block, which is free now but reserved
     assert harness.turn() == ["+a[0:4] +b[0:4]"]

@@ -38,7 +38,7 @@ LIES: dict[str, Lie] = {
 
 
 def run_beside(harness: Harness, fail: Callable[[], None], max_steps: int = 3_000) -> None:
-    """Run until all requests have ended; `fail` makes each step of the group `bad` fail."""
+    """Run until all requests have ended; each step of the group `bad` is failed by calling `fail`."""
     harness.turn()
     for _ in range(max_steps):
         if not harness.core.lifecycle.num_unfinished:

@@ -39,7 +39,7 @@ def scheduler_killed(dice: random.Random) -> Scenario:
 
 @scenario(8)
 def old_scheduler_returns(dice: random.Random) -> Scenario:
-    """A replaced scheduler keeps running; it is fenced and exits."""
+    """A replaced scheduler keeps running, but is fenced and exits."""
     freezes = dice.random() < 0.6
 
     async def inject(stage: Stage) -> None:

@@ -48,7 +48,7 @@ def worker_terminated(dice: random.Random) -> Scenario:
 
 @scenario(3)
 def worker_killed_in_chunked_prefill(dice: random.Random) -> Scenario:
-    """SIGKILL a worker between two chunks of a prompt."""
+    """SIGKILL a worker between two prefill chunks of a prompt."""
     work = [Job(long_request(dice, i, dice.randint(40, 90), dice.randint(3, 12))) for i in range(2)]
     work += [Job(request(dice, number), start_s=dice.uniform(0, 0.1)) for number in (2, 3)]
 

@@ -51,7 +51,7 @@ class End:
         self._num_taken = 0
 
     def take(self, back: Wire, window: int) -> bytes:
-        """Return the next message. Acknowledges messages once half of the window is read."""
+        """Return the next message. Reading is acknowledged each time half of the window has been read."""
         self._num_taken += 1
         if 2 * self._num_taken >= window:
             back.send(Item("read", count=self._num_taken))

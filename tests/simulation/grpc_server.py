@@ -92,14 +92,14 @@ class Context:
             self._call.down.send(Item("status", code=code, details=details, trailing=trailing))
 
     def leave(self) -> None:
-        """Handle the caller's disconnect."""
+        """Handle the disconnection of the caller."""
         self._is_over = True
         self._call.server.can_write.set()
         self._call.server.changed.set()
 
 
 class Server:
-    """A stand-in for the result of `grpc.aio.server`."""
+    """A stand-in for the server that `grpc.aio.server` returns."""
 
     def __init__(self, network: Network, interceptors: Sequence[Any] = (), **_: Any) -> None:
         self.process = running()

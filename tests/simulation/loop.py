@@ -56,7 +56,7 @@ class Process:
         return f"{self.name}#{self.number}"
 
     def adopt(self, task: asyncio.Task[Any]) -> None:
-        """Record a task of the process."""
+        """Add a task to the process."""
         self._tasks[task] = None
         if len(self._tasks) > self._purge_at:
             self.forget_done()
@@ -159,7 +159,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         self.now = 0.0
         self.failures: list[str] = []
         self._resolve = resolve
-        # Ordered by time, then by order of scheduling.
+        # Timers, ordered by time and then by order of scheduling.
         self._timers: list[tuple[float, int, Callback]] = []
         self._count = itertools.count()
         self.set_exception_handler(self._note_failure)
@@ -176,7 +176,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         return int((START_S + now_s) * 1e9)
 
     def run_soon(self, callback: Callback) -> None:
-        """Run a callback that was held back."""
+        """In the next iteration, run a callback that was held back."""
         self._ready.append(callback)
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
@@ -206,7 +206,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         return handle
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
-        """Record the process of the task."""
+        """Create a task, and record the process that it belongs to."""
         task: asyncio.Task[Any] = super().create_task(coro, **options)
         context = options.get("context")
         process = context.get(PROCESS) if context is not None else PROCESS.get()
@@ -274,7 +274,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
 
 
 class Flag:
-    """An event that wakes one waiter and is reset by waking it."""
+    """An event that wakes one waiter, which also resets the event."""
 
     def __init__(self) -> None:
         self._is_set = False

@@ -76,7 +76,7 @@ class SimulatedModel:
         self.slots = [[0] * TOKENS_PER_BLOCK for _ in range(num_blocks)]
 
     def clear(self) -> None:
-        """Drop the rows; the blocks are kept."""
+        """Drop all rows, but keep the blocks."""
         self._rows.clear()
         self._generating.clear()
 

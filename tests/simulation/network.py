@@ -87,7 +87,7 @@ class Network:
             self.trace.append(" ".join((f"{self.loop.now:.6f}", *map(str, words))))
 
     def later(self, delay_s: float, callback: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
-        """Call back outside of any process."""
+        """Schedule a callback that belongs to no process."""
         return self.loop.call_later(delay_s, callback, *arguments, context=_OUTSIDE)
 
     def delay(self) -> float:

@@ -24,7 +24,7 @@ from tests.simulation.stage import Stage
 from tests.simulation.workload import Job
 from tests.simulation.world import simulated
 
-# A simulation that lasts longer is considered hung.
+# A simulation that lasts longer than this is considered hung.
 LIMIT_S = 300.0
 _COLLECT_EVERY = 16
 

@@ -46,7 +46,7 @@ SCENARIOS: dict[int, MakeScenario] = {}
 
 
 def scenario(number: int) -> Callable[[MakeScenario], MakeScenario]:
-    """Register the function that injects a fault; its name is the scenario's."""
+    """Register the function that injects a fault; the scenario has the name of the function."""
 
     def register(make: MakeScenario) -> MakeScenario:
         SCENARIOS[number] = make

@@ -25,7 +25,7 @@ Make = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An item sent over a wire: open, data, read (the other end read some), closed."""
+    """An item sent over a wire: open, data, read (the other end read some data), closed."""
 
     kind: str
     data: bytes = b""
@@ -123,7 +123,7 @@ class End(asyncio.Transport):
         return 0
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Ignore the limits; the network's window applies."""
+        """Ignore the limits, since the window of the network applies."""
 
 
 class Pair:

@@ -46,7 +46,7 @@ class Stage:
 
     @property
     def is_over(self) -> bool:
-        """Return whether all clients are done."""
+        """Return whether all clients have finished."""
         return all(job.is_done for job in self.jobs)
 
     async def at(self, condition: Callable[[], bool], action: Callable[[], None] = lambda: None) -> bool:
@@ -66,7 +66,7 @@ class Stage:
         return done.done()
 
     async def until(self, condition: Callable[[], bool], limit_s: float, what: str) -> bool:
-        """Wait for a condition; exceeding the time limit is a problem."""
+        """Wait for a condition; it counts as a problem if the time limit is exceeded."""
         for _ in range(int(limit_s / _POLL_S)):
             if condition():
                 return True

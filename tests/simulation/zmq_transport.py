@@ -46,7 +46,7 @@ class Link:
         network.add(self)
 
     def send(self, wire: Wire, data: bytes) -> None:
-        """Send a message as the network's weather allows."""
+        """Send a message, subject to the faults of the network."""
         weather, dice = self.network.weather, self.network.dice
         if weather.loss and dice.random() < weather.loss:
             self.network.note("zmq message lost")
@@ -95,7 +95,7 @@ _DISCONNECTED = [struct.pack("=hi", zmq.EVENT_DISCONNECTED, 0), b"address"]
 
 
 class Monitor:
-    """A stand-in for a monitor socket of a ROUTER or DEALER that reports closed connections."""
+    """A stand-in for the monitor socket of a ROUTER or DEALER, which reports closed connections."""
 
     def __init__(self) -> None:
         self._inbox: deque[list[bytes]] = deque()

@@ -1,4 +1,4 @@
-"""Run in a client container: send concurrent requests to the service and report progress.
+"""The program of a client container: it sends concurrent requests to the service and reports progress.
 
 Prints one JSON object per line: {"num_tokens": N} as output arrives, and finally {"outputs": [...]} with one entry per
 request.

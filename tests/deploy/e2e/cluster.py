@@ -1,4 +1,4 @@
-"""Run the `cpu` overlay's Deployments as real containers, without a Kubernetes cluster.
+"""Run the Deployments of the `cpu` overlay as real containers, without a Kubernetes cluster.
 
 1. kubectl renders the overlay. `podman play kube` starts its Deployments, ConfigMap and volume claim unchanged, except
    where podman 4 behaves differently: it would publish container ports on the host, and runs probes through systemd.
