@@ -115,11 +115,14 @@ class GraphRecorder:
         """Record the kernels that `run` launches and return a function that replays them."""
         side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-            with _waits_raise():
+        try:
+            with torch.cuda.stream(side):
                 run()
-        torch.cuda.current_stream().wait_stream(side)
+                with _waits_raise():
+                    run()
+        finally:
+            # Even if `run` raised: its kernels may still write to memory that is freed next.
+            torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()

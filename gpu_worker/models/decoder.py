@@ -273,7 +273,7 @@ class TorchDecoder:
         """Return float32 logits [N, vocab_size] for outputs of the last layer."""
         d = self._shard.whole
         logits = kernels.linear(self._norm(last, self._final_norm), self._head, self._head_bias).float()
-        logits = self._ranks.join(logits)[:, : d.vocab_size]
+        logits = self._ranks.join(logits)[:, : d.vocab_size].contiguous()
         if d.logits_scale != 1.0:
             logits = logits * d.logits_scale
         if d.logits_softcap:

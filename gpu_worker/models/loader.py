@@ -84,7 +84,7 @@ class LoadedModel:
 
 
 def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | None = None) -> LoadedModel:
-    """Load `folder` with the settings in `config`.
+    """Load `folder` with the settings in `config`, and choose the process's attention kernels for it.
 
     Args:
         config: The worker's settings.
@@ -95,6 +95,13 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
         ConfigError: The device is missing, or the folder is corrupt.
         UnsupportedError: The model or a setting is not supported.
     """
+    model = load_beside(config, folder, links)
+    _choose_attention(config, model.part, model.dtype, model.kv_dtype, model.device)
+    return model
+
+
+def load_beside(config: WorkerConfig, folder: ModelFolder, links: RankLinks | None = None) -> LoadedModel:
+    """Load `folder` as `load_model` does, but keep the attention kernels that were chosen for another model."""
     # Imported here because these need the readers of weight files, which a model created elsewhere does not need.
     from gpu_worker.models.native import CpuDecoder
     from gpu_worker.models.weights.decoder_weights import DecoderWeights
@@ -138,7 +145,6 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     else:
         decoder = CpuDecoder(description, part_weights, library, num_threads(config), config.activations, shard)
         kind = f"{library.isa} kernels"
-    _choose_attention(config, shard.part, dtype, kv_dtype, device)
     adapter_bytes = device_cache_bytes(config, description, dtype.itemsize, device)
     if isinstance(decoder, TorchDecoder):
         decoder.reserve_adapters(adapter_bytes, config.lora_max_adapter_size)
@@ -198,7 +204,6 @@ def _load_from_transformers(
     kv_dtype = _kv_dtype(config, device, dtype)
     limits = config.max_attention_window, config.sink_token_length
     decoder = TransformersDecoder(folder, dtype, device, config.weights, *limits)
-    _choose_attention(config, decoder.description, dtype, kv_dtype, device)
     kind, took = kernels.describe(device), time.perf_counter() - started
     logger.info("loaded %s (transformers implementation) on %s with %s in %.1f s", folder.name, device, kind, took)
     # Whether the transformers implementation reads anything back from the device depends on the model and on its

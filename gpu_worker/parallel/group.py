@@ -45,6 +45,7 @@ _SHARED_SETTINGS = (
     "attention",
     "batch_invariant",
     "rank_timeout_s",
+    "replicate_post_processors",
 )
 
 
@@ -123,6 +124,8 @@ class RankGroup:
 
 def _digest(config: WorkerConfig, folder: ModelFolder, ranks: Ranks) -> bytes:
     settings = {name: getattr(config, name) for name in _SHARED_SETTINGS}
+    if config.replicate_post_processors:
+        settings["logits_post_processors"] = config.logits_post_processors
     settings |= {"fingerprint": folder.fingerprint, "grid": [ranks.tensor_size, ranks.pipeline_size]}
     text = json.dumps(settings, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()

@@ -145,6 +145,8 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: IntArray, constraints: Constraints = UNCONSTRAINED) -> Sampled:
         """Sample from float32 `logits` [len(rows), vocab_size], which are the same afterwards."""
+        # Logits are changed in place, and read by kernels. A copy is made only of a slice of a larger tensor.
+        logits = logits.contiguous()
         is_changed = (self._rows.features[rows] & _CHANGES_LOGITS) != 0
         temperature = np.where(is_changed, 0, self._rows.temperature[rows])
         token_ids, highest = self._pick(logits, rows, _all(rows), temperature)

@@ -19,7 +19,7 @@ from gpu_worker.batch.step import EMPTY, IntArray
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.models.decoder import ForwardInputs
 from gpu_worker.models.description import DecoderDescription
-from gpu_worker.models.loader import LoadedModel, load_model
+from gpu_worker.models.loader import LoadedModel, load_beside
 from gpu_worker.sampling.sampler import Sampler
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError
@@ -40,7 +40,7 @@ def load_draft_model(config: WorkerConfig, target: DecoderDescription) -> Loaded
     Raises:
         ConfigError: It cannot be loaded, or its vocabulary differs.
     """
-    model = load_model(config, open_model_folder(config.draft_model))
+    model = load_beside(config, open_model_folder(config.draft_model))
     if model.description.vocab_size != target.vocab_size:
         raise ConfigError(
             f"has {model.description.vocab_size} tokens; the model has {target.vocab_size}", field="draft_model"
@@ -64,7 +64,7 @@ class DraftModel:
         self._rows = rows
         self._kv = kv
         self._max_num_tokens = max_num_tokens
-        self._sampler = Sampler(rows)
+        self._sampler = Sampler(rows, threads=model.threads)
         self._known: dict[int, _Row] = {}
         self._free = list(range(kv.num_blocks))
         model.decoder.use_cache(kv)

@@ -85,9 +85,9 @@ class FairThreads:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if not turn.cancelled():
                 self._release(client)
-            else:
+            elif turn in self._waiting.get(client, ()):
                 self._remove(client, turn)
             raise
 
@@ -106,13 +106,16 @@ class FairThreads:
         for client in list(self._waiting):
             if not self._num_free:
                 return
-            if self._running[client] < self._num_per_client:
+            while self._running[client] < self._num_per_client and client in self._waiting:
                 turn = self._waiting[client][0]
                 self._remove(client, turn)
+                if turn.done():  # cancelled, but its task has not run since
+                    continue
                 if client in self._waiting:  # the client goes to the end of the queue
                     self._waiting[client] = self._waiting.pop(client)
                 self._take(client)
                 turn.set_result(None)
+                break
 
     def _remove(self, client: str, turn: asyncio.Future[None]) -> None:
         self._waiting[client].remove(turn)

@@ -547,7 +547,8 @@ class FrontDoor:
         span = self._traces.begin("router.generate", request_id) if self._traces is not None else None
         request.trace_parent = str(span.span) if span is not None else ""
         try:
-            async with self._starts.hold(caller.name):
+            timeout_s = _shorter(timeout_s, request.timeout_ms / 1000 if request.HasField("timeout_ms") else None)
+            async with self._starts.hold(caller.name, timeout_s):
                 if timeout_s is not None:
                     timeout_s -= time.monotonic() - arrival
                 with naming_key(key):

@@ -11,6 +11,8 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
 
+from midstream.errors import DeadlineError
+
 _MAX_STARTS_PER_CLIENT = 16
 # Slots are held no longer than this: a start that takes longer waits for another component, and does not load the event
 # loop.
@@ -27,12 +29,20 @@ class StartSlots:
         self._users = Counter[str]()
 
     @contextlib.asynccontextmanager
-    async def hold(self, client: str) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it until the context ends, but not longer than `hold_s`."""
+    async def hold(self, client: str, timeout_s: float | None = None) -> AsyncIterator[None]:
+        """Wait for a slot, and hold it until the context ends, but not longer than `hold_s`.
+
+        Raises:
+            DeadlineError: There was no slot within `timeout_s`.
+        """
         slots = self._by_client.setdefault(client, asyncio.Semaphore(self._max_starts_per_client))
         self._users[client] += 1
         try:
-            await slots.acquire()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await slots.acquire()
+            except TimeoutError:
+                raise DeadlineError("the deadline passed while earlier requests of this client were starting") from None
             held = [slots]
 
             def release() -> None:

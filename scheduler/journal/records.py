@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,8 @@ from scheduler.core.failure import Failure
 from scheduler.core.request import ExtraOutput, Finish, FinishReason, Request, RequestTimes, SequenceEnd
 from scheduler.journal.store import StoredJournal, unseal
 from scheduler.wire.requests import ModelLimits, spec_from_proto
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -208,14 +211,16 @@ def _read_request(
     try:
         record = pb.JournalRequest.FromString(data)
         payload = generation_pb2.GenerateRequest.FromString(record.payload)
-    except DecodeError:
+        spec = replace(
+            spec_from_proto(payload, limits, clock.from_unix_ns(record.accepted_unix_ns)),
+            arrival_ns=clock.from_unix_ns(payload.arrival_time_unix_ns or record.accepted_unix_ns),
+            deadline_ns=_read_deadline(record, clock),
+            payload=record.payload,
+        )
+    except (DecodeError, ValueError, OverflowError) as error:
+        # Perhaps a newer version wrote it. Only this request is lost.
+        logger.error("the journal's request %d is unreadable: %s", number, error)
         return None
-    spec = replace(
-        spec_from_proto(payload, limits, clock.from_unix_ns(record.accepted_unix_ns)),
-        arrival_ns=clock.from_unix_ns(payload.arrival_time_unix_ns or record.accepted_unix_ns),
-        deadline_ns=_read_deadline(record, clock),
-        payload=record.payload,
-    )
     outputs = [array("I") for _ in range(spec.num_sequences)]
     stored = StoredRequest(number, Recovered(0, spec, tuple(outputs)), outputs, [[] for _ in outputs])
     return stored, record.model_fingerprint

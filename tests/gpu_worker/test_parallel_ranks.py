@@ -102,7 +102,7 @@ def test_three_ranks_give_the_same_bits_whatever_the_batch(
     """Two of the ranks hold the same KV head."""
     tokens = prompt(40, seed=1)
     wanted = logits_of(make_runner(tiny_folder, kernels="torch"))
-    with pool.runner(tiny_folder, 3, 1, kernels="torch") as runner:
+    with pool.runner(tiny_folder, 3, 1) as runner:
         for one, other in zip(logits_of(runner), wanted, strict=True):
             assert_close(one, other)
         driver, recorder = Driver(runner), Recorder(runner, monkeypatch)

@@ -133,7 +133,7 @@ async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(tmp_pa
             finally:
                 successor.kill()
                 successor.wait()
-    assert "is over" in parts.log("scheduler")
+    assert "superseded" in parts.log("scheduler")
 
 
 def test_a_journal_that_cannot_be_opened_is_named(kind: str) -> None:

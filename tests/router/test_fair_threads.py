@@ -93,3 +93,23 @@ async def test_the_work_of_a_client_that_waits_is_limited() -> None:
     gate.let_go(3)
     assert await asyncio.gather(*tasks) == ["a0", "a1", "b0"]
     threads.close()
+
+
+async def test_waiting_callers_that_are_cancelled_in_the_iteration_in_which_a_thread_ends_take_no_slot() -> None:
+    """Cancelling a task cancels its turn at once, but the task itself runs only afterwards."""
+    threads, gate = FairThreads(1, "test"), Gate()
+    first = run_for("a", threads, gate.function("first"))
+    await gate.until_begun(1)
+    left = [run_for(client, threads, gate.function("left")) for client in ("b", "b", "c")]
+    last = run_for("d", threads, gate.function("last"))
+    await asyncio.sleep(0)
+    for task in left:
+        task.cancel()
+    threads._release("a")  # as when the first function ends in this iteration
+    threads._take("a")
+    for error in await asyncio.gather(*left, return_exceptions=True):
+        assert isinstance(error, asyncio.CancelledError)
+    gate.let_go(2)
+    assert await asyncio.gather(first, last) == ["first", "last"]
+    assert threads.num_waiting == 0
+    threads.close()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from midstream.errors import DeadlineError
 from router.pipeline.start_slots import StartSlots
 
 
@@ -58,3 +61,13 @@ async def test_a_start_that_waits_for_another_part_holds_nobody_up() -> None:
     assert len(starts.begun) == 4  # each slot was released only once
     starts.let_go(2)
     await asyncio.gather(one_more, last)
+
+
+async def test_waiting_for_a_slot_counts_against_the_deadline() -> None:
+    slots = StartSlots(1, hold_s=60)
+    async with slots.hold("a"):
+        with pytest.raises(DeadlineError):
+            async with slots.hold("a", 0.01):
+                pass
+    async with slots.hold("a", 0.01):
+        pass

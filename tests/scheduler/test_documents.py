@@ -171,9 +171,9 @@ async def test_documents_outlive_their_scheduler_and_a_deposed_one_changes_nothi
             with psycopg.connect(server, autocommit=True) as connection:
                 connection.execute("UPDATE midstream_writer SET epoch = 2")
         async with opened(make(), hand, 2) as new:
-            with pytest.raises(UnavailableError, match="is over"):
+            with pytest.raises(UnavailableError, match="superseded"):
                 await old.put(KEY, b"late")
-            with pytest.raises(UnavailableError, match="is over"):
+            with pytest.raises(UnavailableError, match="superseded"):
                 await old.delete(KEY)
             found = await new.get(KEY)
             assert found is not None

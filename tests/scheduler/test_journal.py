@@ -261,6 +261,24 @@ def test_a_damaged_request_is_left_out_by_itself(path: Path) -> None:
     assert list(after.harness.core.lifecycle.requests) == ["b"]
 
 
+def test_a_request_of_a_newer_version_is_left_out_by_itself(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = begin(path)
+    cell.submit("a", [5], 20)
+    cell.submit("b", [50], 20)
+    cell.step()
+    cell.store.close()
+
+    def read(payload: generation_pb2.GenerateRequest, *arguments: Any) -> Any:
+        if payload.request_id == "a":
+            raise ValueError("a name that this version cannot parse")
+        return spec_from_proto(payload, *arguments)
+
+    monkeypatch.setattr("scheduler.journal.records.spec_from_proto", read)
+    after = begin(path)
+    assert after.num_damaged == 1
+    assert list(after.harness.core.lifecycle.requests) == ["b"]
+
+
 def test_a_torn_tail_costs_its_transaction_alone(path: Path, tmp_path: Path) -> None:
     cell = begin(path)
     cell.submit("a", [5], 20)
