@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Builds the images midstream-router, -scheduler, -detokenizer and -gpu-worker with buildah.
 #
-#   BASE_IMAGE   what they stand on; unset: a Debian with Python, made here by mmdebstrap, so that no registry is needed
-#   TAG          their tag [0.1.0]
-#   PARTS        which of them [all]
+#   BASE_IMAGE   base image [a Debian with Python, built here with mmdebstrap, so that no registry is needed]
+#   TAG          tag of the images [0.1.0]
+#   PARTS        images to build [all]
 #
-# Arguments go to buildah: `--build-arg ACCELERATOR=cuda` makes a worker for GPUs, where pip finds PyTorch with CUDA.
+# Arguments are passed to buildah: `--build-arg ACCELERATOR=cuda` builds a worker for GPUs if pip finds PyTorch with CUDA.
 #
-# What pip is told on this machine holds in the builds too: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS (a folder),
-# and the certificates that it trusts. Needs root, or buildah set up for the user.
+# The builds use pip's settings on this machine: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS (a folder),
+# and the certificates that it trusts. Requires root, or buildah configured for the user.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -33,7 +33,7 @@ for name in PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS; do
     flags+=(--build-arg "$name=${!name:-}")
 done
 [ ! -d "${PIP_FIND_LINKS:-}" ] || flags+=(--volume "$PIP_FIND_LINKS:$PIP_FIND_LINKS:ro")
-# A registry behind a certificate authority of one's own.
+# For a registry with its own certificate authority.
 [ -z "${PIP_CERT:-}" ] || flags+=(--volume "$PIP_CERT:/etc/ssl/certs/ca-certificates.crt:ro")
 
 build() {

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Renders every overlay and the Helm chart with each example of values, validates them against the Kubernetes schemas, unknown fields being errors, and checks manifests and
-# Containerfiles against checkov's policies. Exceptions: checkov.yaml.
+# Renders every overlay and the Helm chart with each example values file, validates the output against the Kubernetes
+# schemas (unknown fields are errors), and checks manifests and Containerfiles against checkov's policies. Exceptions are
+# in checkov.yaml.
 #
-#   check.sh VENV   VENV holds kubernetes-validate, checkov and helm
+#   check.sh VENV   VENV contains kubernetes-validate, checkov and helm
 set -euo pipefail
 bin=$(realpath "$1")/bin
 cd "$(dirname "$0")"
@@ -12,7 +13,7 @@ trap 'rm -r "$rendered"' EXIT
 for overlay in overlays/*/; do
     name=$(basename "$overlay")
     kubectl kustomize "$overlay" > "$rendered/$name.yaml"
-    # It warns of LeaderWorkerSet and ScaledObject, whose schemas their own projects have.
+    # It warns about LeaderWorkerSet and ScaledObject, whose schemas are not part of Kubernetes.
     "$bin/kubernetes-validate" --strict --quiet "$rendered/$name.yaml"
 done
 for values in ../helm/midstream/ci/*.yaml; do
