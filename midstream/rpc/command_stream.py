@@ -1,7 +1,7 @@
 """Client side of a stream that many requests share: it sends commands and receives batches.
 
-It is reopened whenever it breaks; subclasses then send their state again or fail it. It uses frames if both sides
-support them, else a gRPC stream.
+It is reopened whenever it breaks; subclasses then send their state again, or report a failure. It uses frames if both
+sides support them, otherwise a gRPC stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _RECONNECT_S = 0.1
 _ASK_S = 1.0
 _CONNECT_TIMEOUT_S = 2.0
-# After this many failed connections in a row, frames are assumed to be blocked by a firewall or a mesh.
+# After this number of consecutive failed connections, frames are assumed to be blocked by a firewall or a mesh.
 _MAX_FAILURES = 3
 
 CommandT = TypeVar("CommandT", bound=Message)
@@ -38,9 +38,9 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
     """The stream to one service.
 
     Attributes:
-        target: Its address.
-        is_open: Whether commands reach it.
-        over_frames: Whether it uses frames, while it is open.
+        target: Address of the service.
+        is_open: Whether commands reach the service.
+        over_frames: Whether the stream uses frames, while it is open.
     """
 
     batch_class: ClassVar[type[Message]]
@@ -60,12 +60,13 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
 
         Args:
             kind: Kind of the service, for the log.
-            target: Its address.
+            target: Address of the service.
             max_message_bytes: Maximum size of a message in either direction, in bytes.
-            tls: Certificates; None: plain text.
-            server_name: Name that its certificate must carry; empty: its address.
-            silence_s: Maximum time without a message before the stream is closed; 0: as keepalive allows.
-            transport: frames, if the other side supports them, or grpc.
+            tls: Certificates; None for plain text.
+            server_name: Name that the service's certificate must contain; empty means its address.
+            silence_s: Maximum time without a message before the stream is closed; 0 means that only keepalive closes
+                it.
+            transport: `frames`, which are used if the other side supports them, or `grpc`.
         """
         self.target = target
         self.is_open = False
@@ -96,10 +97,10 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
 
     @abstractmethod
     def _lose(self) -> None:
-        """Handle a stream that broke or could not be opened."""
+        """Handle the end of a stream that broke, or the failure to open one."""
 
     def _hello(self) -> CommandT | None:
-        """Return the first command to send, if any."""
+        """Return the first command to send, if there is one."""
         return None
 
     def _greet(self) -> None:
@@ -196,10 +197,10 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
         self._take(cast("BatchT", self.batch_class.FromString(body)))
 
     def resume(self) -> None:
-        """Do nothing: commands are few, so they are sent without waiting for the connection to be writable."""
+        """Do nothing: commands are few, so they are sent without waiting until the connection is writable."""
 
     def lose(self, error: Exception | None) -> None:
-        """Handle the loss of the frames connection."""
+        """Handle the loss of the frame connection."""
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(error)
 
@@ -228,7 +229,9 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
             call.cancel()
 
     async def _ask(self, channel: grpc.aio.Channel) -> None:
-        """Raise TimeoutError when the other side stops answering, since it may hang while the connection stays open."""
+        """Raise TimeoutError when the other side stops responding, since it may hang while the connection stays
+        open.
+        """
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
             await asyncio.sleep(_ASK_S)
@@ -247,8 +250,6 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
 
 
 def _is_cancelled() -> bool:
-    """Return whether this task was cancelled, even if an error came first, since a task group then raises only the
-    error.
-    """
+    """Return whether this task was cancelled, even if an error came first: a task group then raises only the error."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""A limit on a server's connections from one address; gRPC's own limit is one for all clients."""
+"""Limits a server's connections from one address; gRPC's own limit applies to all clients together."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ _DESCRIPTORS = Path("/dev/fd")
 
 
 class ConnectionGuard:
-    """Closes connections to a port of this process beyond half of the limit from one address, the newest first."""
+    """Limits the connections from one address to half of all connections to a port of this process; the newest ones are
+    closed.
+    """
 
     def __init__(self, port: int, max_connections: int, interval_s: float = _INTERVAL_S) -> None:
         """Guard `port`, whose server accepts `max_connections` in total."""
         self._port = port
         self._max_per_address = max(max_connections // 2, 1)
         self._interval_s = interval_s
-        # Peers of the last look, in order of their first.
+        # Peers at the last check, in the order in which they were first seen.
         self._known: dict[tuple[str, int], None] = {}
 
     async def run(self) -> None:
-        """Look at the connections until cancelled."""
+        """Check the connections regularly until cancelled."""
         while True:
             await asyncio.sleep(self._interval_s)
-            with contextlib.suppress(OSError):  # no file can be opened now
+            with contextlib.suppress(OSError):  # no file can be opened at the moment
                 await asyncio.to_thread(self.look)
 
     def look(self) -> int:
-        """Close the connections that are too many; return their number."""
+        """Close the connections that exceed the limit; return their number."""
         descriptors = [int(path.name) for path in _DESCRIPTORS.iterdir()]
         if len(descriptors) <= self._max_per_address:
             return 0
@@ -51,7 +53,7 @@ class ConnectionGuard:
             for address, own in by_address.items():
                 excess = own[self._max_per_address :]
                 for peer in excess:
-                    with contextlib.suppress(OSError):  # it was closed meanwhile
+                    with contextlib.suppress(OSError):  # the connection was closed in the meantime
                         connections[peer].shutdown(socket.SHUT_RDWR)
                 if excess:
                     logger.warning("closed %d connections from %s, which has too many", len(excess), address)
@@ -61,10 +63,15 @@ class ConnectionGuard:
     def _connections(
         self, descriptors: list[int], opened: contextlib.ExitStack
     ) -> dict[tuple[str, int], socket.socket]:
-        """Return a duplicate of each connection, by its peer: its descriptor may be closed and reused at any time."""
+        """Return a duplicate of each connection by peer, since the original descriptor may be closed and reused at any
+        time.
+        """
         connections = {}
         for descriptor in descriptors:
-            with contextlib.suppress(OSError), contextlib.ExitStack() as own:  # closed, not a socket, or not connected
+            with (
+                contextlib.suppress(OSError),
+                contextlib.ExitStack() as own,
+            ):  # it is closed, not a socket, or not connected
                 number = os.dup(descriptor)
                 own.callback(os.close, number)
                 duplicate = socket.socket(fileno=number)

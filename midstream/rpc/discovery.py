@@ -19,7 +19,7 @@ class Discovery:
     """Keeps a set of `host:port` addresses up to date.
 
     Attributes:
-        addresses: The current ones, in order of the setting.
+        addresses: The current addresses, in the order of the setting.
     """
 
     def __init__(self, targets: str, *, field: str, on_change: Callable[[list[str]], None]) -> None:
@@ -27,8 +27,8 @@ class Discovery:
 
         Args:
             targets: The setting.
-            field: Its name, for errors.
-            on_change: Called with the addresses after each change, the first one included.
+            field: Name of the setting, for error messages.
+            on_change: Called with the addresses after each change, including the first one.
 
         Raises:
             ConfigError: The setting is empty, or a target has no port.
@@ -38,17 +38,19 @@ class Discovery:
         self.addresses: list[str] = []
         self._names: dict[str, str] = {}
         if not self._targets:
-            raise ConfigError("needs at least one address", field=field)
+            raise ConfigError("must have at least one address", field=field)
         for target in self._targets:
             if not target.rpartition(":")[2].isdigit():
                 raise ConfigError(f"{target!r} is not host:port", field=field)
 
     def name_of(self, address: str) -> str:
-        """Return the host name that resolved to an address, for its certificate; empty: the address itself."""
+        """Return the host name that resolved to an address, which its certificate must contain; empty for the address
+        itself.
+        """
         return self._names.get(address, "")
 
     async def run(self) -> None:
-        """Re-resolve names until cancelled; return at once if there are no names."""
+        """Re-resolve names until cancelled; return immediately if there are no names."""
         while True:
             addresses = await self._resolve()
             if addresses != self.addresses:
@@ -59,7 +61,7 @@ class Discovery:
             await asyncio.sleep(_INTERVAL_S)
 
     async def _resolve(self) -> list[str]:
-        found: dict[str, None] = {}  # an ordered set
+        found: dict[str, None] = {}  # used as an ordered set
         for target in self._targets:
             if not target.startswith(_DNS):
                 found[target] = None
@@ -69,7 +71,8 @@ class Discovery:
             try:
                 infos = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
             except OSError as error:
-                # No addresses: a service scaled to zero, or a resolver failure. Keep the previous ones.
+                # The name has no addresses: the service is scaled to zero, or the resolver failed. Keep the previous
+                # addresses.
                 logger.warning("cannot resolve %s: %s", target, error)
                 found.update(dict.fromkeys(self.addresses))
                 continue

@@ -1,4 +1,4 @@
-"""Errors over gRPC: the only place where exceptions are mapped to statuses, and statuses to exceptions."""
+"""Errors over gRPC: the only module that maps exceptions to statuses, and statuses to exceptions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from midstream.rpc.target import plain_problem
 
 logger = logging.getLogger(__name__)
 
-# Raises an error if the caller is not allowed; a returned function is called at the end of the call.
+# Raises an error if the caller is not allowed to call the method. If it returns a function, that is called at the end
+# of the call.
 Admit = Callable[[str, grpc.aio.ServicerContext[Any, Any]], Callable[[], None] | None]
 
-# Returns the message of a unary request; called after admission, before any of the message is read.
+# Returns the message of a unary request; it is called after admission, before any of the message is read.
 Receive = Callable[[AsyncIterator[Any]], Awaitable[Any]]
 
 RETRY_AFTER_KEY = "retry-after-ms"
 FIELD_KEY = "midstream-field"
 _MAX_FIELD_CHARACTERS = 256
-# A status message is sent as percent-encoded metadata. Clients accept 8 KiB of metadata by default.
+# A status message is sent as percent-encoded metadata, of which clients accept 8 KiB by default.
 _MAX_DETAIL_CHARACTERS = 800
 _Context = grpc.aio.ServicerContext[Any, Any]
 _AdmitCall = Callable[[_Context], Callable[[], None] | None]
@@ -35,7 +36,9 @@ _AdmitCall = Callable[[_Context], Callable[[], None] | None]
 def error_from_rpc(error: grpc.RpcError) -> MidstreamError:
     """Return the error that a failed call's status represents, with its field and retry hint."""
     code: grpc.StatusCode = error.code()
-    metadata: Any = error.trailing_metadata() or ()  # pairs, in the synchronous and the asynchronous API alike
+    metadata: Any = (
+        error.trailing_metadata() or ()
+    )  # (key, value) pairs, in the synchronous and the asynchronous API alike
     trailing = {str(key): str(value) for key, value in metadata}
     field = trailing.get(FIELD_KEY, "")
     message = (error.details() or code.name.lower()).removeprefix(f"{field}: ")
@@ -61,7 +64,8 @@ def trailing_metadata(error: MidstreamError) -> tuple[tuple[str, str], ...]:
 class ErrorMapper(grpc.aio.ServerInterceptor):
     """Maps the exceptions of all methods to statuses.
 
-    With `receive`, unary requests are read by it. gRPC itself reads them before anything is known of the caller.
+    If `receive` is given, it reads unary requests. gRPC itself would read them before anything is known about the
+    caller.
     """
 
     def __init__(self, admit: Admit | None, receive: Receive | None = None) -> None:
@@ -82,7 +86,7 @@ class ErrorMapper(grpc.aio.ServerInterceptor):
         wrap = _map_generator if inspect.isasyncgenfunction(behaviour) else _map_coroutine
         receive = None if handler.request_streaming else self._receive
         wrapped = wrap(behaviour, admit, receive)
-        # To gRPC, a request that we read is a stream of one message.
+        # gRPC treats a unary request that `receive` reads as a stream of one message.
         is_stream = handler.request_streaming or receive is not None
         kind = ("stream" if is_stream else "unary", "stream" if handler.response_streaming else "unary")
         make = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
@@ -120,7 +124,8 @@ def _map_generator(
         try:
             release = admit(context) if admit is not None else None
             message = await receive(request) if receive is not None else request
-            # Closed explicitly when the caller leaves, so that its `finally` does not wait for garbage collection.
+            # The generator is closed explicitly when the caller leaves, so that its `finally` does not wait for garbage
+            # collection.
             async with contextlib.aclosing(behaviour(message, context)) as responses:  # type: ignore[type-var]
                 async for response in responses:
                     yield response

@@ -1,6 +1,6 @@
 """Frames between services: length-prefixed protobuf messages on a socket, as specified in protos/frames.proto.
 
-Messages are handled as they are read and written as they are created, without a task, future or wake-up per message;
+Messages are handled as they are read, and written as they are created, without a task, future or wake-up per message;
 messages posted in one iteration of the event loop are written together. While a connection's buffer is full
 (`is_writable`), writers wait and keep their cursors.
 """
@@ -26,7 +26,7 @@ from protos import frames_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-# Same as gRPC's keepalive.
+# Same values as for gRPC's keepalive.
 KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 10.0, 15.0
 _HELLO_S = 5.0
 _HANDSHAKE_S = 10.0
@@ -42,7 +42,7 @@ _UCRED = struct.Struct("3i")
 
 
 class Kind(IntEnum):
-    """Kind of a frame."""
+    """The kinds of frames."""
 
     HELLO = 1
     WELCOME = 2
@@ -52,7 +52,7 @@ class Kind(IntEnum):
 
 
 class FrameError(Exception):
-    """Invalid or unexpected frame."""
+    """A frame is invalid or unexpected."""
 
 
 class FrameHandler(Protocol):
@@ -65,7 +65,7 @@ class FrameHandler(Protocol):
         """Handle a connection that is writable again."""
 
     def lose(self, error: Exception | None) -> None:
-        """Handle the end of the connection, whether it failed or was closed. Called once."""
+        """Handle the end of the connection, whether it failed or was closed. It is called once."""
 
 
 class FrameConnection(asyncio.Protocol):
@@ -73,8 +73,8 @@ class FrameConnection(asyncio.Protocol):
 
     Attributes:
         handler: Receives the messages.
-        is_open: Whether frames can be sent: after the welcome, until close.
-        is_writable: Whether the send buffer has room; false before `is_open`.
+        is_open: Whether frames can be sent, from the welcome until the connection is closed.
+        is_writable: Whether frames can be sent and the send buffer has room.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class FrameConnection(asyncio.Protocol):
         Args:
             max_message_bytes: Maximum size of a received message, in bytes.
             handler: Receives the messages.
-            keepalive_s: Silence after which the peer is pinged.
-            timeout_s: Silence after which the connection is closed.
+            keepalive_s: Time without a message after which the peer is pinged.
+            timeout_s: Time without a message after which the connection is closed.
         """
         self.handler = handler
         self.is_open = False
@@ -114,16 +114,16 @@ class FrameConnection(asyncio.Protocol):
 
     @property
     def is_writable(self) -> bool:
-        """Return whether frames can be sent and the send buffer has room."""
+        """Whether frames can be sent and the send buffer has room."""
         return self.is_open and not self._is_full
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """As asyncio.Protocol."""
+        """See asyncio.Protocol."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_HIGH_WATER)
 
     def data_received(self, data: bytes) -> None:
-        """As asyncio.Protocol."""
+        """See asyncio.Protocol."""
         self._heard_at = self._loop.time()
         try:
             self._parse(data)
@@ -134,17 +134,17 @@ class FrameConnection(asyncio.Protocol):
         """Close the whole connection when the peer closes its side: half-open connections are not used."""
 
     def pause_writing(self) -> None:
-        """As asyncio.Protocol."""
+        """See asyncio.Protocol."""
         self._is_full = True
 
     def resume_writing(self) -> None:
-        """As asyncio.Protocol."""
+        """See asyncio.Protocol."""
         self._is_full = False
         if self.is_open:
             self.handler.resume()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """As asyncio.Protocol."""
+        """See asyncio.Protocol."""
         self.is_open = False
         if self._timer is not None:
             self._timer.cancel()
@@ -153,11 +153,11 @@ class FrameConnection(asyncio.Protocol):
             self.handler.lose(self._error or error)
 
     def say_hello(self, token: bytes) -> None:
-        """Send the first frame, on the side that connects."""
+        """Send the first frame; only the side that connects calls this."""
         self._write(Kind.HELLO, token)
 
     def open(self, *, welcome: bool) -> None:
-        """Accept messages from now on; `welcome` also notifies the other side."""
+        """Accept messages from now on; with `welcome`, also notify the other side."""
         self.is_open = True
         if welcome:
             self._write(Kind.WELCOME)
@@ -258,7 +258,9 @@ class FrameConnection(asyncio.Protocol):
 
 
 class Pump:
-    """Writes all new data as one batch at the end of each event-loop iteration, while the connection is writable."""
+    """Writes all new data as one batch at the end of each event-loop iteration, as long as the connection is
+    writable.
+    """
 
     def __init__(
         self,
@@ -271,7 +273,7 @@ class Pump:
         Args:
             connection: The connection to write to.
             collect: Returns the next batch; None if there is nothing new.
-            after: Called when everything was written.
+            after: Called when everything has been written.
         """
         self._connection = connection
         self._collect = collect
@@ -280,7 +282,7 @@ class Pump:
         self._loop = asyncio.get_running_loop()
 
     def wake(self) -> None:
-        """Note that there is new data."""
+        """Schedule a write, because there is new data."""
         if not self._is_due:
             self._is_due = True
             self._loop.call_soon(self.run)
@@ -321,7 +323,7 @@ class FrameServer:
     """Accepts frame connections that were offered over gRPC.
 
     Attributes:
-        port: TCP port, once started.
+        port: TCP port, set when the server has started.
         connections: Open connections.
     """
 
@@ -340,7 +342,7 @@ class FrameServer:
 
     @classmethod
     def from_config(cls, config: SchedulerConfig | DetokenizerConfig, tls: Tls | None) -> FrameServer | None:
-        """Create the listener set in the configuration; None if it uses gRPC only."""
+        """Create the listener that the configuration sets; None if it sets gRPC only."""
         if config.internal_transport == "grpc":
             return None
         return cls(config.host, config.frames_port, max_message_bytes=config.max_message_bytes, tls=tls)
@@ -349,7 +351,7 @@ class FrameServer:
         """Listen.
 
         Raises:
-            OSError: The port is taken.
+            OSError: The port is in use.
         """
         loop = asyncio.get_running_loop()
         context = self._tls.http_context() if self._tls is not None else None
@@ -359,7 +361,7 @@ class FrameServer:
         )
         self.port = server.sockets[0].getsockname()[1]
         self._servers.append(server)
-        # A name in the abstract namespace leaves no file when the process is killed; only Linux has it.
+        # A name in the abstract namespace leaves no file behind when the process is killed; only Linux supports it.
         name = f"midstream-{secrets.randbits(128):032x}"
         with contextlib.suppress(NotImplementedError, OSError):
             self._servers.append(await loop.create_unix_server(self._connect, f"\0{name}"))
@@ -435,7 +437,7 @@ class _Counted:
 
 
 def _is_own(connection: FrameConnection) -> bool:
-    """Return whether a Unix socket's peer is trusted: a process of this user or of root."""
+    """Return whether a Unix socket's peer is trusted: whether it is a process of this user or of root."""
     return connection.peer_uid() in (None, 0, os.geteuid())
 
 
@@ -453,21 +455,21 @@ async def connect(
     """Open an offered connection.
 
     Args:
-        offer: The other side's answer over gRPC.
-        target: Its gRPC address.
+        offer: The offer that the other side sent over gRPC.
+        target: The other side's gRPC address.
         handler: Receives the messages.
         max_message_bytes: Maximum size of a received message, in bytes.
-        tls: Certificates; None: plain text.
-        server_name: Name that its certificate must carry; empty: its address.
-        keepalive_s: Silence after which the peer is pinged.
-        timeout_s: Silence after which the connection is closed.
+        tls: Certificates; None for plain text.
+        server_name: Name that its certificate must contain; empty means its address.
+        keepalive_s: Time without a message after which the peer is pinged.
+        timeout_s: Time without a message after which the connection is closed.
 
     Raises:
-        OSError: It cannot be opened in time.
+        OSError: The connection cannot be opened in time.
     """
     loop = asyncio.get_running_loop()
     welcomed: asyncio.Future[None] = loop.create_future()
-    # A connection may be lost while nobody waits for it.
+    # A connection may be lost while no task waits for it.
     welcomed.add_done_callback(lambda done: done.cancelled() or done.exception())
     waiting = _Waiting(welcomed)
 

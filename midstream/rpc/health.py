@@ -1,4 +1,4 @@
-"""Health by progress, served as grpc.health.v1: a process whose loop hangs is unhealthy."""
+"""Health based on progress, served as grpc.health.v1: a process with a stalled loop is unhealthy."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class LoopProgress:
     def __init__(self, name: str, timeout_s: float) -> None:
         self.name = name
         self._timeout_s = timeout_s
-        self._since: float | None = None  # None: idle
+        self._since: float | None = None  # None while the loop is idle
 
     def touch(self) -> None:
-        """Report progress; call it again, or `idle`, within the time limit."""
+        """Report progress; the loop must call this again, or `idle`, within the time limit."""
         self._since = time.monotonic()
 
     def idle(self) -> None:
@@ -33,7 +33,7 @@ class LoopProgress:
 
     @property
     def is_stalled(self) -> bool:
-        """Return whether the loop has work but has made no progress within its time limit."""
+        """Whether the loop has work but has made no progress within its time limit."""
         since = self._since
         return since is not None and time.monotonic() - since > self._timeout_s
 
@@ -49,7 +49,7 @@ class Progress:
         self._reasons: set[str] = set()
 
     def loop(self, name: str, timeout_s: float = 5.0) -> LoopProgress:
-        """Watch another loop, which is idle at first."""
+        """Watch another loop, which is initially idle."""
         loop = LoopProgress(name, timeout_s)
         self._loops.append(loop)
         return loop
@@ -62,16 +62,16 @@ class Progress:
             self._reasons.discard(reason)
 
     def problems(self) -> list[str]:
-        """Return stalled loops and reasons not to serve; empty while the process is serving."""
+        """Return the stalled loops and the reasons not to serve; empty while the process is serving."""
         return sorted(self._reasons) + self.stalled()
 
     def stalled(self) -> list[str]:
-        """Return stalled loops; empty while the process is alive, whether it is serving or not."""
+        """Return the stalled loops; empty while the process is alive, whether it is serving or not."""
         return [loop.name for loop in self._loops if loop.is_stalled]
 
 
 def add_health(server: grpc.aio.Server, progress: Progress, service: str) -> None:
-    """Answer grpc.health.v1 on `server`, for the whole process (empty name) and for `service`."""
+    """Serve grpc.health.v1 on `server`, for the whole process (empty name) and for `service`."""
     health_pb2_grpc.add_HealthServicer_to_server(_Health(progress, ("", service)), server)
 
 
@@ -82,7 +82,7 @@ def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Server
         The port.
 
     Raises:
-        OSError: It is taken, or the host is not one of this machine's.
+        OSError: The port is in use, or the host is not an address of this machine.
     """
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
@@ -99,7 +99,7 @@ def _status(progress: Progress) -> int:
 
 
 class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """grpc.health.v1; the status is computed at each call."""
+    """Implements grpc.health.v1; the status is computed at each call."""
 
     def __init__(self, progress: Progress, names: Sequence[str]) -> None:
         self._progress = progress
@@ -137,7 +137,7 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 self._looking.cancel()
 
     async def _look(self) -> None:
-        """Poll once for all watchers, so that another watcher costs nothing while nothing changes."""
+        """Poll once for all watchers, so that additional watchers cost nothing while the status does not change."""
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             status = _status(self._progress)

@@ -33,12 +33,13 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
 MAX_METADATA_BYTES = 16 << 10
 
-# Both sides must agree, or the server answers GOAWAY too_many_pings; it allows pings twice as often as clients send.
+# Both sides must agree on this, otherwise the server sends GOAWAY too_many_pings; it allows pings twice as often as
+# clients send them.
 _KEEPALIVE_MS = 10_000
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # Timeout of a ping's answer; by default it is a minute, whatever the keepalive timeout.
+    # Time limit for the reply to a ping; by default it is a minute, regardless of the keepalive timeout.
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -51,12 +52,12 @@ _next_collection = 0.0
 
 
 class Server:
-    """A grpc.aio server with health by progress, reflection, keepalive and error mapping.
+    """A grpc.aio server with health based on progress, reflection, keepalive and error mapping.
 
     Attributes:
-        grpc: The server that servicers are added to, before `start`.
+        grpc: The gRPC server, to which servicers are added before `start`.
         port: The bound port.
-        draining: Set once the process should finish its work and accept nothing new.
+        draining: Set once the process should finish its work and accept no new work.
     """
 
     def __init__(
@@ -79,18 +80,18 @@ class Server:
         Args:
             name: Full protobuf name of the service (`midstream.v1.Scheduler`), for health and reflection.
             host: Address to listen on.
-            port: 0 chooses a free one.
+            port: The port; 0 chooses a free one.
             progress: Source of the health status.
             max_message_bytes: Maximum size of a message in either direction, in bytes.
-            max_request_bytes: Maximum size of a received message; 0: as max_message_bytes.
-            max_concurrent_streams: Concurrent calls on one connection.
-            tls: Certificates; None: plain text.
+            max_request_bytes: Maximum size of a received message, in bytes; 0 means max_message_bytes.
+            max_concurrent_streams: Maximum number of concurrent calls on one connection.
+            tls: Certificates; None for plain text.
             admit: Called before each method with its full name.
-            receive: Reads the messages of unary requests; None: gRPC does.
+            receive: Reads the messages of unary requests; if None, gRPC reads them.
             more_services: Full protobuf names of other services that reflection shows.
 
         Raises:
-            OSError: The port is taken.
+            OSError: The port is in use.
         """
         self.grpc = grpc.aio.server(
             interceptors=[ErrorMapper(admit, receive)],
@@ -103,14 +104,15 @@ class Server:
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
                 ("grpc.max_allowed_incoming_connections", max_connections()),
                 ("grpc.max_concurrent_streams", max_concurrent_streams),
-                # Limit on calls that have arrived but not started. By default gRPC cancels some at random beyond 1,000.
+                # Limit on calls that have arrived but not started. By default, beyond 1,000 of them, gRPC cancels some
+                # at random.
                 ("grpc.server.max_pending_requests", max_concurrent_streams),
                 ("grpc.server.max_pending_requests_hard_limit", 2 * max_concurrent_streams),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-                # With bandwidth probes, the flow-control window of a stream that nobody reads grows to a megabyte.
+                # With bandwidth probes, the flow-control window of a stream that is not read would grow to a megabyte.
                 ("grpc.http2.bdp_probe", 0 if receive is not None else 1),
-                # Otherwise a second process could silently share the port.
+                # If this were 1, a second process could silently share the port.
                 ("grpc.so_reuseport", 0),
             ],
         )
@@ -126,14 +128,14 @@ class Server:
         self.port = bind(self.grpc, host, port, tls.server_credentials() if tls is not None else None)
 
     async def start(self) -> None:
-        """Begin to answer calls."""
+        """Start to accept calls."""
         await self.grpc.start()
         self._beat = asyncio.create_task(self._keep_beating(), name="event-loop-beat")
 
     async def run_until_signal(
         self, *, drain: Callable[[], Awaitable[None]] | None = None, drain_timeout_s: float = 30.0
     ) -> None:
-        """Serve until SIGTERM or SIGINT, then drain; a second signal ends the draining.
+        """Serve until SIGTERM or SIGINT, then drain; a second signal ends the draining early.
 
         Raises:
             MidstreamError: The error passed to `fail`.
@@ -196,8 +198,8 @@ class Server:
             stopping.add(asyncio.create_task(self.grpc.stop(0)))
         _, stopping = await asyncio.wait(stopping, timeout=_COLLECT_INTERVAL_S)
         while stopping:
-            # The server waits until the last call object is freed. One that an exception's traceback holds in a
-            # reference cycle is freed only by the garbage collector.
+            # The server waits until the last call object is freed. If an exception's traceback holds a call in a
+            # reference cycle, only the garbage collector frees it.
             _collect_now_and_then()
             _, stopping = await asyncio.wait(stopping, timeout=_COLLECT_INTERVAL_S)
         if self._beat is not None:
@@ -210,7 +212,9 @@ class Server:
 
 
 def _collect_now_and_then() -> None:
-    """Collect garbage for all stopping servers, for at most half of the time, because a large heap takes long."""
+    """Collect garbage on behalf of all stopping servers, for at most half of the time, since a large heap takes
+    long.
+    """
     global _next_collection
     began = time.monotonic()
     if began >= _next_collection:
@@ -220,7 +224,7 @@ def _collect_now_and_then() -> None:
 
 
 def max_connections() -> int:
-    """Return how many connections a server accepts: a share of the files that its process may open."""
+    """Return the number of connections that a server accepts: a share of the process's open-file limit."""
     return raise_open_files_limit() // 4
 
 
@@ -237,9 +241,9 @@ def open_channel(
     Args:
         target: `host:port`, or `dns:///host:port` for all addresses of a name in turn.
         max_message_bytes: Maximum size of a message in either direction, in bytes.
-        tls: Certificates; None: plain text.
-        server_name: Name that the server's certificate must carry, if it differs from the target's.
-        token: Bearer token that goes with each call.
+        tls: Certificates; None for plain text.
+        server_name: Name that the server's certificate must contain, if it differs from the target's.
+        token: Bearer token to send with each call.
     """
     options = channel_options(max_message_bytes)
     if tls is None:
@@ -259,7 +263,7 @@ def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[
         *_KEEPALIVE,
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        # A killed process is back within a second or two; a longer wait would be visible to clients.
+        # A killed process is back within a second or two; clients would notice a longer wait.
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.max_reconnect_backoff_ms", 250),
         # Despite its name, this is the time limit for one attempt. It is long enough for TLS on a slow network or a

@@ -1,4 +1,4 @@
-"""Validation of gRPC targets, since gRPC would turn a typo into another address."""
+"""Validates gRPC targets, since gRPC would interpret a mistyped one as another address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_target(target: str) -> str:
     """Return `target` if it is HOST:PORT, or an address with a scheme that gRPC supports.
 
     Raises:
-        InvalidArgumentError: It is a URL, or its port is missing or out of range.
+        InvalidArgumentError: The target is a URL, or its port is missing or out of range.
     """
     if re.match("https?://", target):
         example = re.sub("^https?://([^/:]*).*", r"\1", target) or "HOST"
@@ -37,7 +37,7 @@ def check_target(target: str) -> str:
 
 
 def plain_problem(details: str) -> str:
-    """Return gRPC's message about a failed connection, reworded so that it says what to do."""
+    """Return gRPC's message about a failed connection, reworded to say what to do."""
     found = _CONNECTION.search(details)
     if found is not None:
         address, problem = found.groups()

@@ -1,1 +1,1 @@
-"""TLS, CURVE keys, credentials of channels, and private folders."""
+"""TLS, CURVE keys, peer names, channel credentials, and private folders."""

@@ -1,7 +1,7 @@
-"""CURVE keys of the connection between scheduler and workers, in the file format of ZeroMQ's own tools.
+"""CURVE keys for the connection between scheduler and workers, in the file format of ZeroMQ's own tools.
 
-NAME.key_secret contains a pair, NAME.key only the public key. The scheduler has its own pair and a folder with the
-public keys of the workers that may connect; a worker has its own pair and the scheduler's public key.
+NAME.key_secret contains a key pair, and NAME.key only the public key. The scheduler has its own pair and a folder with
+the public keys of the workers that may connect; a worker has its own pair and the scheduler's public key.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class WorkerCredentials:
 
     @classmethod
     def from_config(cls, config: WorkerConfig) -> WorkerCredentials | None:
-        """Return the credentials set in the configuration; None: plain text.
+        """Return the credentials set in the configuration; None for plain text.
 
         Raises:
-            ConfigError: It contradicts itself, or a key cannot be used.
+            ConfigError: The settings conflict, or a key cannot be used.
         """
         names = ("curve_secret_key", "curve_server_key")
         for name in names:
@@ -63,17 +63,17 @@ class WorkerCredentials:
 
 
 def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Create a key pair; return the paths of its public and its secret file.
+    """Create a key pair; return the paths of the files with the public key and the pair.
 
     Raises:
-        ConfigError: A pair of this name exists.
+        ConfigError: A key pair with this name exists.
     """
     folder.mkdir(parents=True, exist_ok=True)
     public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
     for path in (public, secret):
         if path.exists():
             raise ConfigError(f"{path} already exists", field="name")
-    # Created with private permissions, so that no other user can ever read the secret.
+    # The file is created with private permissions, so that no other user can ever read the secret key.
     mask = os.umask(0o077)
     try:
         zmq.auth.create_certificates(folder, name)

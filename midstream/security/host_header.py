@@ -1,7 +1,7 @@
 """Checks which Host headers an HTTP port accepts.
 
-A malicious page can make its host name resolve to a loopback address (DNS rebinding), so that a browser sends its
-requests to a local port. Such requests carry that name.
+A malicious page can make its host name resolve to a loopback address (DNS rebinding), so that a browser sends the
+page's requests to a local port. Such requests carry the page's host name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address is a loopback one."""
+    """Return whether a host name or address is a loopback address."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -18,13 +18,13 @@ def is_loopback(host: str) -> bool:
 
 
 class AllowedHosts:
-    """The set of accepted Host headers."""
+    """The Host headers that a port accepts."""
 
     def __init__(self, bound: str, names: str = "") -> None:
-        """Accept this machine's names if `bound` is a loopback address, else any name.
+        """Accept this machine's names if `bound` is a loopback address, otherwise any name.
 
         Args:
-            bound: The listening address.
+            bound: The address on which the port listens.
             names: Comma-separated names to accept instead; `*` accepts all.
         """
         listed = {name.strip().lower() for name in names.split(",") if name.strip()}

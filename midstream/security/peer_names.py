@@ -19,13 +19,13 @@ from midstream.rpc.errors import Admit
 
 
 class PeerNames:
-    """Names that a peer's certificate may contain."""
+    """Names of which a peer's certificate must contain one."""
 
     def __init__(self, names: str, field: str) -> None:
         """Parse a comma-separated list of kinds (`router`), DNS names and URIs.
 
         Raises:
-            ConfigError: It is empty.
+            ConfigError: The list is empty.
         """
         self.names = frozenset(name.strip() for name in names.split(",") if name.strip())
         if not self.names:
@@ -41,7 +41,7 @@ class PeerNames:
 
 @dataclass(frozen=True, slots=True)
 class PeerCertificate:
-    """The names in a verified certificate; all empty if there is no certificate."""
+    """The names in a verified certificate; all fields are empty if there is no certificate."""
 
     common_names: tuple[str, ...] = ()
     dns_names: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class PeerCertificate:
 
     @classmethod
     def of_connection(cls, peercert: Mapping[str, Any]) -> PeerCertificate:
-        """Return the names of a TLS connection's peer, from the `ssl` module's format."""
+        """Return the names in the certificate of a TLS connection's peer, given in the `ssl` module's format."""
         subject = tuple(value for part in peercert.get("subject", ()) for key, value in part if key == "commonName")
         others: tuple[tuple[str, str], ...] = peercert.get("subjectAltName", ())
         dns_names, uris = (tuple(value for key, value in others if key == kind) for kind in ("DNS", "URI"))
@@ -64,7 +64,7 @@ class PeerCertificate:
 
     @property
     def is_of_a_part(self) -> bool:
-        """Return whether the certificate names a kind of service, and so is not a client's."""
+        """Whether the certificate names a kind of service, and therefore does not belong to a client."""
         return _PARTS.include(self.dns_names, self.uris)
 
 
@@ -72,11 +72,11 @@ _PARTS = PeerNames("router, scheduler, detokenizer, worker", "")
 
 
 def admit_peers(config: GrpcServiceConfig, peers_of: Callable[[str], PeerNames]) -> Admit | None:
-    """Return a check of callers' certificates; None if callers present none.
+    """Return a function that checks callers' certificates; None if callers do not present certificates.
 
     Args:
         config: Configuration of this process.
-        peers_of: Returns who may call a method, by its full name.
+        peers_of: Returns the names of the peers that may call a method, given its full name.
     """
     if not (config.tls and config.tls_require_client_cert):
         return None

@@ -1,4 +1,4 @@
-"""Check folders in locations that other users can write to."""
+"""Checks folders in locations to which other users can write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def is_private(folder: Path) -> bool:
     """Return whether `folder` is a folder, not a link, that only this user can access.
 
     Raises:
-        OSError: It does not exist.
+        OSError: The folder does not exist.
     """
     status = folder.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077

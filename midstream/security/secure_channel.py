@@ -1,6 +1,6 @@
-"""A gRPC channel with a bearer token and certificates that may be replaced while it is open. gRPC's own channels keep
-the certificates that they were opened with. This one opens a new underlying channel when the files change: new calls
-use it, and calls in progress finish on the old one.
+"""A gRPC channel with a bearer token, and with certificates that may be replaced while it is open. gRPC's own channels
+keep the certificates with which they were opened. This one opens a new underlying channel when the files change: new
+calls use it, and calls in progress finish on the old one.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class SecureChannel(grpc.aio.Channel):
     """Opens channels as certificates change, and adds a token to each call.
 
     Attributes:
-        num_rotations: How often certificates were replaced.
+        num_rotations: Number of times that certificates were replaced.
     """
 
     def __init__(self, open_channel: Open, refresh: Callable[[], int], token: str = "") -> None:
         """Open the first channel.
 
         Args:
-            open_channel: Opens one with the newest certificates.
-            refresh: Returns a number that changes with the certificates.
-            token: Bearer token; empty: none.
+            open_channel: Opens an underlying channel with the newest certificates.
+            refresh: Returns a number that changes when the certificates change.
+            token: Bearer token; empty if there is none.
         """
         self._open = open_channel
         self._refresh = refresh
@@ -69,19 +69,19 @@ class SecureChannel(grpc.aio.Channel):
         await self._channel.channel_ready()
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As grpc.aio.Channel."""
+        """See grpc.aio.Channel."""
         return self._method("unary_unary", args, kwargs)
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As grpc.aio.Channel."""
+        """See grpc.aio.Channel."""
         return self._method("unary_stream", args, kwargs)
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As grpc.aio.Channel."""
+        """See grpc.aio.Channel."""
         return self._method("stream_unary", args, kwargs)
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As grpc.aio.Channel."""
+        """See grpc.aio.Channel."""
         return self._method("stream_stream", args, kwargs)
 
     def _method(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -106,7 +106,8 @@ class SecureChannel(grpc.aio.Channel):
             if version != self._version:
                 self._version = version
                 self.num_rotations += 1
-                # Calls may still run on the previous channel; those that outlive two rotations are cut off and retried.
+                # Calls may still run on the previous channel; those that outlive two rotations are cancelled and
+                # retried.
                 if self._retired is not None:
                     task = asyncio.ensure_future(self._retired.close())
                     self._closing.add(task)

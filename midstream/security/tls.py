@@ -1,7 +1,7 @@
-"""TLS for every gRPC link and the router's HTTP port: the only place that reads certificates and creates credentials
-from them. A process has one identity: it presents the same certificate as a server and as a client. The files are
-checked at each handshake, so new ones are used without a restart; a certificate and key that do not match, as while
-they are being replaced, are ignored and the old ones stay in use.
+"""TLS for all gRPC connections and the router's HTTP port: the only module that reads certificates and creates
+credentials from them. A process has one identity: it presents the same certificate as a server and as a client. The
+files are checked at each handshake, so new ones are used without a restart. If certificate and key do not match, as
+while they are being replaced, they are ignored and the old ones stay in use.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Tls:
         """Read the files.
 
         Args:
-            cert: PEM file with this process's certificate chain. Empty: none is presented.
-            key: PEM file with its private key, without a password.
-            ca: PEM file with the CAs for peers' certificates. Empty: the system's.
-            require_client_cert: See above.
+            cert: PEM file with this process's certificate chain; if empty, no certificate is presented.
+            key: PEM file with the certificate's private key, without a password.
+            ca: PEM file with the CAs for peers' certificates; empty means the system's CAs.
+            require_client_cert: See the class.
 
         Raises:
             ConfigError: A file is missing, empty or damaged, or key and certificate do not match.
@@ -43,7 +43,7 @@ class Tls:
         if bool(cert) != bool(key):
             raise ConfigError("set both certificate and key", field="tls_key" if cert else "tls_cert")
         if require_client_cert and not ca:
-            raise ConfigError("require_client_cert needs a CA file", field="tls_ca")
+            raise ConfigError("require_client_cert requires a CA file", field="tls_ca")
         self.require_client_cert = require_client_cert
         self._paths = {name: Path(path) for name, path in (("cert", cert), ("key", key), ("ca", ca)) if path}
         self._lock = threading.Lock()
@@ -54,10 +54,10 @@ class Tls:
 
     @classmethod
     def from_config(cls, config: GrpcServiceConfig) -> Tls | None:
-        """Return the TLS files set in a service's configuration; None: plain text.
+        """Return the TLS files set in a service's configuration; None for plain text.
 
         Raises:
-            ConfigError: It contradicts itself, or a file is not usable.
+            ConfigError: The settings conflict, or a file is not usable.
         """
         if not config.tls:
             for name in ("tls_cert", "tls_key", "tls_ca"):
@@ -83,7 +83,7 @@ class Tls:
                             self._load(context)
                         logger.info("loaded new certificates")
             except ConfigError as error:
-                logger.warning("the new certificates are invalid, keeping the old ones: %s", error)
+                logger.warning("the new certificates are invalid; keeping the old ones: %s", error)
             return self._version
 
     def server_credentials(self) -> grpc.ServerCredentials:
@@ -98,7 +98,7 @@ class Tls:
             known = version
             return self._server_configuration()
 
-        # None means unchanged, which the type stub lacks.
+        # None means that the credentials are unchanged; the type stub does not allow it.
         return grpc.dynamic_ssl_server_credentials(
             self._server_configuration(),
             fetch,  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ class Tls:
             raise ConfigError(f"{self._paths['ca']} contains no certificates: {error}", field="tls_ca") from None
         try:
             if "cert" in self._paths:
-                # A key with a password would ask for it on the terminal.
+                # Without this, a key with a password would make OpenSSL ask for the password on the terminal.
                 context.load_cert_chain(self._paths["cert"], self._paths["key"], password=lambda: b"")
         except (ssl.SSLError, OSError, ValueError) as error:
             reason = f"{self._paths['cert']} and {self._paths['key']} are not a certificate and its key: {error}"

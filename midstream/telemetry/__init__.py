@@ -1,6 +1,6 @@
 """Logs with the request id, Prometheus metrics, and the HTTP port for metrics and health.
 
-The HTTP server runs in a separate thread, so `/health` and `/metrics` answer even while the event loop hangs.
+The HTTP server runs in a separate thread, so `/health` and `/metrics` respond even while the event loop hangs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ALIASED = frozenset(
 )
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
-# The request that the running task works for; it is in every log line.
+# Id of the request for which the current task works; every log line includes it.
 current_request_id: ContextVar[str] = ContextVar("current_request_id", default="")
 
 _PLAIN_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -94,8 +94,8 @@ def configure_logging(service: str, *, level: str = "info", style: str = "json")
     """Send all log records of this process to standard error.
 
     Args:
-        service: Name of the process, in every line.
-        level: Minimum level.
+        service: Name of the process, which is in every line.
+        level: Minimum log level.
         style: `json` or `text`.
     """
     handler = logging.StreamHandler(sys.stderr)
@@ -104,7 +104,7 @@ def configure_logging(service: str, *, level: str = "info", style: str = "json")
 
 
 class Metrics:
-    """Prometheus metrics of the process, named `midstream:NAME`; those that gateways expect also have vLLM's name."""
+    """Prometheus metrics of the process, named `midstream:NAME`; those that gateways expect also have vLLM's names."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -142,13 +142,13 @@ def _alias(family: Metric) -> Metric:
     return copy
 
 
-# Path -> (status, content type, body).
+# A page returns (status, content type, body).
 _MAX_THREADS = 128
 Page = Callable[[], tuple[int, str, bytes]]
 
 
 class _BoundedHTTPServer(ThreadingHTTPServer):
-    """One thread per connection, up to a limit; further connections are closed immediately."""
+    """An HTTP server with one thread per connection, up to a limit; further connections are closed immediately."""
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if threading.active_count() > _MAX_THREADS:
@@ -157,17 +157,17 @@ class _BoundedHTTPServer(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an exception of a handler; the library would print it among the log lines."""
+        """Log an exception of a handler; by default it would be printed between the log lines."""
         error = sys.exception()
-        # A client need not wait for its response.
+        # The client may have disconnected without waiting for the response.
         level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR
         logging.getLogger(__name__).log(level, "a page could not be served", exc_info=error)
 
 
 class HttpServer:
-    """Serves `/metrics`, `/health` and `/live` on a separate port, from a thread. `/health` answers 200 while
-    `health()` is empty, else 503; `/live` does the same with `stalled()`: a process that is not ready is alive, but one
-    whose loop hangs is not.
+    """Serves `/metrics`, `/health` and `/live` on a separate port, from a thread. `/health` returns 200 while
+    `health()` is empty, otherwise 503. `/live` does the same with `stalled()`: a process that is not ready is alive,
+    but a process with a stalled loop is not.
     """
 
     def __init__(
@@ -196,9 +196,9 @@ class HttpServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Close the port; takes at most half a second."""
+        """Close the port; this takes at most half a second."""
         self._is_stopping = True
-        # Wakes the thread.
+        # A connection wakes the thread.
         with contextlib.suppress(OSError):
             socket.create_connection((self._host, self.port), timeout=1).close()
         self._thread.join()
@@ -230,6 +230,6 @@ def _handler_of(pages: Mapping[str, Page], allowed: AllowedHosts) -> type[BaseHT
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Do not log probes and scrapes."""
+            """Do nothing, so that probes and scrapes are not logged."""
 
     return Handler

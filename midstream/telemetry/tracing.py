@@ -1,16 +1,17 @@
 """Request tracing: each process exports spans of its work on a request to an OpenTelemetry collector.
 
-One request's trace:
+The trace of one request:
 
-1. A client sends W3C's `traceparent`, or none. The router's span is its child, or the root of a new trace, and goes
-   with the request as `GenerateRequest.trace_parent`: to the scheduler, its journal, the worker and the detokenizer.
+1. A client may send W3C's `traceparent`. The router's span is its child, or else the root of a new trace, and is passed
+   with the request as `GenerateRequest.trace_parent` to the scheduler, its journal, the worker and the detokenizer.
 2. The scheduler's span is the router's child. Its id is derived from the router's, so every process that has
-   `trace_parent` can compute it, including a scheduler that took over. Under it are the time in the queue, prefill and
-   decoding.
-3. The worker adds a span for each step to the scheduler's span, the detokenizer one for each stream to the router's.
+   `trace_parent` can compute it, including a scheduler that took over. Its children are the spans of the time in the
+   queue, of prefill and of decoding.
+3. Under the scheduler's span the worker adds a span for each step; under the router's span the detokenizer adds one for
+   each stream.
 
-A span is created when the operation it describes has ended; no span is kept open, so none is lost with its process.
-Without a collector's address no process creates a Tracer, and OpenTelemetry is not imported.
+A span is created when the operation it describes has ended; no span is kept open, so none is lost when its process
+dies. If no collector is set, no process creates a Tracer, and OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 TRACE_PARENT_KEY = "traceparent"
 _TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _SAMPLED = 1
-# Several seconds of a worker's steps. Further spans are dropped and logged.
+# The queue holds the spans of several seconds of a worker's steps. Further spans are dropped, which is logged.
 _MAX_QUEUED_SPANS, _MAX_BATCH, _SEND_INTERVAL_MS, _SEND_TIMEOUT_S = 65_536, 2_048, 500, 3.0
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -42,7 +43,7 @@ Attributes = Mapping[str, str | int | float | bool]
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """The identity of a span, from which child spans are derived.
+    """The identity of a span, of which child spans can be created.
 
     Attributes:
         trace_id: 128 bits, not 0.
@@ -56,7 +57,7 @@ class TraceParent:
 
     @classmethod
     def parse(cls, text: str) -> TraceParent | None:
-        """Parse a W3C `traceparent`; return None if empty or invalid."""
+        """Parse a W3C `traceparent`; return None if it is empty or invalid."""
         match = _TRACE_PARENT.fullmatch(text)
         if match is None or (text.startswith("00") and len(text) > 55):
             return None
@@ -65,7 +66,7 @@ class TraceParent:
 
     @classmethod
     def sampled(cls, text: str) -> TraceParent | None:
-        """Return the parsed context if it is sampled, else None."""
+        """Return the parsed context if it is sampled, otherwise None."""
         parent = cls.parse(text) if text else None
         return parent if parent is not None and parent.is_sampled else None
 
@@ -89,10 +90,12 @@ def new_trace(*, is_sampled: bool) -> TraceParent:
 
 
 class Tracer:
-    """Sends a process's spans to a collector from a background thread. Losing the collector affects nothing else."""
+    """Sends a process's spans to a collector from a background thread. The loss of the collector affects nothing
+    else.
+    """
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
-        """Prepare the connection; `endpoint` is an OTLP/gRPC collector's, such as http://collector:4317.
+        """Prepare the connection; `endpoint` is the address of an OTLP/gRPC collector, such as http://collector:4317.
 
         Raises:
             ConfigError: OpenTelemetry is not installed.
@@ -121,15 +124,15 @@ class Tracer:
 
     @classmethod
     def from_config(cls, config: ServiceConfig, service: str) -> Tracer | None:
-        """Return the configured tracer; None: no tracing.
+        """Return the configured tracer; None if tracing is off.
 
         Raises:
-            ConfigError: OpenTelemetry is not installed, or the address is not one.
+            ConfigError: OpenTelemetry is not installed, or the collector's address is invalid.
         """
         if not config.otlp_endpoint:
             return None
         if not config.otlp_endpoint.startswith(("http://", "https://")):
-            raise ConfigError("is not http://HOST:PORT or https://HOST:PORT", field="otlp_endpoint")
+            raise ConfigError("must be http://HOST:PORT or https://HOST:PORT", field="otlp_endpoint")
         return cls(config.otlp_endpoint, service, config.name)
 
     def record(
@@ -149,14 +152,14 @@ class Tracer:
 
         Args:
             name: Name of the span.
-            parent: Its parent; None makes it a root and requires `span`.
-            start_ns: Start, in Unix nanoseconds.
-            end_ns: End, in Unix nanoseconds.
+            parent: Its parent; with None the span is a root, and `span` is required.
+            start_ns: Start time in Unix nanoseconds.
+            end_ns: End time in Unix nanoseconds.
             attributes: Attributes of the span.
-            span: Its ids, if others know them; else generated.
-            error: Error message; empty: no error.
-            events: (name, Unix nanoseconds) of events within the span.
-            is_server: Whether it handles a call from outside.
+            span: The span's ids, if other processes know them; otherwise they are generated.
+            error: Error message; empty if there was no error.
+            events: Events within the span, as (name, Unix nanoseconds).
+            is_server: Whether the span handles a call from outside.
         """
         if span is None:
             assert parent is not None
@@ -181,8 +184,8 @@ class Tracer:
         return self._context(span.trace_id, span.span_id, is_remote, self._flags)
 
     def close(self) -> None:
-        """Send the remaining spans, for a few seconds at most."""
-        # The processor itself waits half a minute for an unreachable collector.
+        """Send the remaining spans; this takes at most a few seconds."""
+        # The processor itself would wait half a minute for an unreachable collector.
         closing = threading.Thread(target=self._processor.shutdown, name="tracer-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_TIMEOUT_S)
