@@ -1,5 +1,5 @@
-// Shifts the wall clock of a process by the number of nanoseconds in the file $SHIFT_FILE, a native 64-bit integer that a
-// test may change at any time. Monotonic clocks are unchanged.
+// Shifts the wall clock of a process by the number of nanoseconds in the file $SHIFT_FILE, a native 64-bit integer
+// that a test may change at any time. Monotonic clocks are unchanged.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
