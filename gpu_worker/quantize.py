@@ -1,8 +1,8 @@
 """Writes a quantized copy of a model folder: `python -m gpu_worker.quantize`, run by `midstream prepare --weights`.
 
-Matrices of linear layers are rounded to the nearest level. int4: groups of 32 columns scaled to their range, in
-compressed-tensors' `pack-quantized`; int8: per row, in `int-quantized`. Embeddings, heads, routers and vectors are not
-quantized.
+Matrices of linear layers are rounded to the nearest level: int4 in groups of 32 columns that are scaled to their range,
+in compressed-tensors' format `pack-quantized`; int8 per row, in `int-quantized`. Embeddings, heads, routers and vectors
+are not quantized.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from midstream.model.folder import ModelFolder, open_model_folder, staging_folde
 
 GROUP = 32
 _SHARD_BYTES = 4 << 30
-# Not quantized: small tensors, and those of which single rows are read.
+# These are not quantized: small tensors, and tensors of which single rows are read.
 _LEFT_ALONE = re.compile(r"(embed|wte|lm_head|embed_out|router|norm|shared_expert_gate)|\.gate$")
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP, "dynamic": False}
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -40,8 +40,8 @@ def quantize_folder(source: ModelFolder, target: Path, weights: str) -> int:
     """Write a quantized copy of `source` to the new folder `target`; return the number of quantized matrices.
 
     Args:
-        source: Unquantized safetensors, or GGUF.
-        target: Created once all of it is written.
+        source: A model folder with unquantized safetensors files, or GGUF.
+        target: The new folder, which appears once all of it is written.
         weights: int4 or int8.
 
     Raises:
@@ -132,7 +132,7 @@ def _quantized(name: str, weight: Tensor, weights: str) -> dict[str, Tensor]:
         return {name: (weight / scale).round().to(torch.int8), f"{module}.weight_scale": scale}
     groups = torch.unflatten(weight, 1, (-1, GROUP))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    # Round the scale as it is stored, and choose levels for the rounded scale.
+    # Round the scale to its stored format first, and choose levels for the rounded scale.
     scale = ((high - low) / 15).clamp(min=1e-6).half()
     zero = (-low / scale.float()).round().clamp(0, 15)
     levels = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15).flatten(1)
@@ -145,7 +145,7 @@ def _quantized(name: str, weight: Tensor, weights: str) -> dict[str, Tensor]:
 
 
 def _packed(levels: Tensor) -> Tensor:
-    """Pack values of at most 15, [M, W] -> int32 [M, W / 8 rounded up], the first value in the lowest bits."""
+    """Pack values of at most 15: [M, W] -> int32 [M, W / 8 rounded up], with the first value in the lowest bits."""
     padded = torch.nn.functional.pad(levels, (0, -levels.shape[1] % 8)).long()
     return (torch.unflatten(padded, 1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1).int()
 

@@ -9,7 +9,7 @@ from midstream.telemetry.tracing import TraceParent, Tracer
 
 
 class StepTraces:
-    """Tracks the rows of traced requests. If there are none, a step costs one check."""
+    """Tracks the rows of traced requests. If there are none, a step costs only one check."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

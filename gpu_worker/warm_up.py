@@ -10,9 +10,9 @@ import numpy as np
 from gpu_worker.batch.step import GREEDY, AdapterRef, IntArray, NewSequence, SamplingParams, Step
 
 CPU_NUM_TOKENS = 16
-# Decode steps of a full batch: the second one takes its tokens from the first.
+# Number of decode steps of a full batch; the second step takes its tokens from the first.
 _NUM_DECODES = 2
-# The ways of sampling that change which kernels run or which buffers they need; a full batch of each.
+# The ways of sampling that determine which kernels run or which buffers they need; each is run with a full batch.
 _SAMPLINGS = (
     GREEDY,
     SamplingParams(),
@@ -34,7 +34,7 @@ _SAMPLINGS = (
 
 
 def warm_up_steps(num_tokens: int, num_blocks: int) -> tuple[Step, Step]:
-    """Return a prefill of one sequence with `num_tokens` tokens that holds all blocks, and a decode step of it."""
+    """Return a prefill of a sequence with `num_tokens` tokens that holds all blocks, and a decode step of it."""
     sequence = NewSequence(
         row=0,
         token_ids=np.zeros(num_tokens, dtype=np.int32),
@@ -69,9 +69,9 @@ class FullBatches:
     """Steps with the maximum number of sequences, and with the longest prompts that fit together in one step.
 
     Attributes:
-        num_sequences: Rows of each step.
-        num_tokens: Tokens of each prompt.
-        blocks_each: Blocks of each sequence.
+        num_sequences: Number of sequences in each step.
+        num_tokens: Number of tokens in each prompt.
+        blocks_each: Number of blocks of each sequence.
     """
 
     num_sequences: int
@@ -93,12 +93,12 @@ class FullBatches:
         return self.num_sequences * self.blocks_each
 
     def runs(self) -> Iterator[tuple[Step, ...]]:
-        """Yield a prefill and decode steps for each way of sampling; each series starts with empty rows."""
+        """Yield a prefill and decode steps for each way of sampling; each of these series starts with empty rows."""
         for sampling in _SAMPLINGS:
             yield self.run(sampling)
 
     def run(self, sampling: SamplingParams, lora: AdapterRef | None = None) -> tuple[Step, ...]:
-        """Return a prefill and decode steps of sequences with these parameters and this adapter."""
+        """Return a prefill and decode steps for sequences with these parameters and this adapter."""
         rows = np.arange(self.num_sequences, dtype=np.int32)
         prefill = Step(
             new_sequences=tuple(self._sequence(row, sampling, lora) for row in rows.tolist()),

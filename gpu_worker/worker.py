@@ -2,11 +2,12 @@
 
 The path of a step: the link's thread receives a StepBatch, checks epoch and order, converts it to a `Step` and puts it
 into the inbox while the compute loop below still runs the previous step. The loop takes it from there; the runner
-applies it to the rows, runs the model and samples; the output goes to the link, which encodes and sends it while the
-loop already runs the next step. The next step reads this step's tokens from the rows, or on a GPU from device memory
-(see `steps_in_flight`), so the scheduler can send it before it has seen them.
+applies it to the rows, runs the model and samples. The output goes to the link, which encodes and sends it while the
+loop already runs the next step. The next step reads this step's tokens from the rows or, on a GPU, from device memory
+(see `steps_in_flight`), so the scheduler can send that step before it has received the tokens.
 
-Compute stays on the main thread, so that its native threads form one team; all network waits are on the link's thread.
+All computation is done in the main thread, so that there is one team of native threads; all waiting for the network is
+done in the link's thread.
 """
 
 from __future__ import annotations
@@ -53,8 +54,7 @@ class Worker:
     """Runs the scheduler's steps on one model until stopped."""
 
     def __init__(self, config: WorkerConfig, folder: ModelFolder, group: RankGroup | None = None) -> None:
-        """Load the model; `group` is the group of ranks that the model is sharded across, in which this process is rank
-        0.
+        """Load the model. `group` is the group of ranks across which the model is sharded; this process is its rank 0.
 
         Raises:
             ConfigError: The model folder or a setting is wrong.
@@ -91,7 +91,7 @@ class Worker:
         self._steps = metrics.counter("worker_steps", "Steps executed.")
         self._tokens = metrics.counter("worker_tokens", "Tokens sampled.")
         self._adopted = metrics.counter(
-            "worker_blocks_adopted", "KV blocks taken over from workers that died, or fetched from tiers."
+            "worker_blocks_adopted", "KV blocks adopted from workers that died, or fetched from tiers."
         )
         self._step_seconds = metrics.histogram("worker_step_seconds", "Time of forward pass and sampling of a step.")
 
@@ -144,7 +144,8 @@ class Worker:
         try:
             self._in_flight.launch(step, waiting_s)
         except Exception:
-            # After a CUDA error nothing works, so the process exits; on a CPU starting a new epoch is enough.
+            # After a CUDA error nothing works any more, so the process exits; on a CPU it is enough to start a new
+            # epoch.
             logger.exception("step %d failed", step.step_id, extra={"request_ids": self._requests.involved(step)})
             if self._group is not None and self._group.has_failed:
                 self._group.fail("a step failed while all ranks worked on it")
@@ -198,10 +199,10 @@ def _registration(
 
 
 def _features(runner: ModelRunner) -> list[str]:
-    """Return the names of features to register: post-processors by name, probes with their width and name."""
+    """Return the names of the features to register: post-processors by name, probes with their width and name."""
     features = [*FEATURES]
     if runner.model.description.state_size:
-        # A state cannot be taken back past drafts that were rejected.
+        # A recurrent state cannot be reset to before drafts that were rejected.
         features.remove("speculative")
         features.append("recurrent_state")
     if runner.model.takes_lora:

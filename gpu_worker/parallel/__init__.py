@@ -1,1 +1,1 @@
-"""Runs one model on several ranks: sharding of the weights, and communication between ranks."""
+"""Runs one model on several ranks: sharding of weights, and communication between ranks."""

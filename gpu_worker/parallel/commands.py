@@ -31,9 +31,9 @@ def encode_forward(
     """Encode one forward pass.
 
     Args:
-        inputs: CPU tensors.
-        probe: Outputs to keep.
-        adapters: Numbers of the adapters that `inputs` uses, in its order.
+        inputs: Inputs of the pass, as CPU tensors.
+        probe: Intermediate results to keep.
+        adapters: Numbers of the adapters that `inputs` uses, in the same order.
         dropped: Numbers of adapters that are no longer needed.
     """
     forward = ranks_pb2.ForwardPass(
@@ -57,7 +57,7 @@ def encode_forward(
 def decode_forward(
     forward: ranks_pb2.ForwardPass, adapters: Mapping[int, object]
 ) -> tuple[ForwardInputs, Probe | None]:
-    """Decode a forward pass; `adapters` are this rank's parts of adapters, by number."""
+    """Decode a forward pass; `adapters` contains this rank's parts of the adapters, by number."""
     m, b, k = forward.num_tokens, forward.num_sequences, forward.num_table_blocks
     numbers = _tensor(forward.numbers, torch.int32)
     sizes = [m, m, m, b + 1, b, b * k]
@@ -120,7 +120,7 @@ def decode_adapter_layer(layer: ranks_pb2.AdapterLayer) -> dict[str, LoraPair]:
 
 
 def encode_post_process(call: Call) -> ranks_pb2.RankCommand:
-    """Encode a call of a post-processor, without its logits."""
+    """Encode a call of a post-processor without its logits."""
     return ranks_pb2.RankCommand(
         post_process=ranks_pb2.PostProcess(
             name=call.name,

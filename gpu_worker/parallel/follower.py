@@ -1,7 +1,7 @@
 """A rank other than 0, which executes rank 0's commands.
 
-For each command the main thread receives a frame, decodes it, and runs it on its own part of the model; collective
-operations synchronize it with the other ranks. It keeps no rows and does not sample.
+For each command the main thread receives a frame, decodes it, and executes it on this rank's part of the model;
+collective operations synchronize it with the other ranks. A follower keeps no rows and does not sample.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STALL_S = 30.0
 
 
 class RankExecutor:
-    """One rank's part of the model; executes commands on it."""
+    """Holds one rank's part of the model, and executes commands on it."""
 
     def __init__(self, config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> None:
         """Load this rank's part of the model.
@@ -112,7 +112,7 @@ class RankExecutor:
         self._memory, self._has_chosen = None, True
 
     def _record_graphs(self) -> None:
-        """Record graphs: during the warm-up to measure their memory, later in order to use them."""
+        """Record graphs: during the warm-up to measure their memory, and later to use them."""
         assert self._graphs is not None
         if self._memory is None:
             self._graphs.capture()
@@ -142,7 +142,7 @@ class RankExecutor:
 
 
 def follow(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
-    """Run a rank other than 0 until the group ends; return the exit code.
+    """Run a rank other than 0 until its group ends; return the exit code.
 
     Raises:
         ConfigError: The model folder or a setting is wrong.
@@ -151,7 +151,7 @@ def follow(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
     executor = RankExecutor(config, folder, group)
     metrics, progress = Metrics(), Progress()
     loop = progress.loop("compute", _STALL_S)
-    commands = metrics.counter("worker_rank_commands", "Commands of rank 0 executed.")
+    commands = metrics.counter("worker_rank_commands", "Commands from rank 0 that were executed.")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: group.lifelines.ask_drain())
     http = HttpServer(config.host, config.http_port, metrics, progress.problems)
@@ -173,12 +173,12 @@ def follow(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
 
 
 def run_follower(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
-    """Run `follow`; on a failure after the start, end the process at once, which ends the group."""
+    """Run `follow`. On a failure after the start, end the process immediately, which also ends the group."""
     try:
         return follow(config, folder, group)
     except OSError as error:
         group.fail(str(error))
-    except RuntimeError as error:  # torch raises it when another rank has left a collective operation
+    except RuntimeError as error:  # torch raises this when another rank has left a collective operation
         logger.exception("a command failed")
         group.fail(str(error))
     return LOST_EXIT_CODE

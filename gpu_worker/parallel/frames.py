@@ -1,4 +1,4 @@
-"""Sends frames from rank 0 to the other ranks: through shared memory on the same host, inline to other hosts.
+"""Sends frames from rank 0 to the other ranks: through shared memory on the same host, and inline to other hosts.
 
 Each frame starts with a header on the follower's connection, which wakes the follower: the offset of the frame in
 shared memory and its length, or a marker that the frame follows on the connection itself. A follower acknowledges a
@@ -23,18 +23,13 @@ class FrameSender:
     """Sends frames to all followers. Not thread-safe."""
 
     def __init__(self, connections: list[socket.socket], num_bytes: int = _SHARED_BYTES) -> None:
-        """Use connections whose other ends are read by a `FrameReceiver`; Unix sockets also use shared memory.
-
-        Args:
-            connections: Connections to the followers.
-            num_bytes: Size of the shared memory; frames larger than half of it are sent inline.
-        """
+        """Use connections whose other ends a `FrameReceiver` reads; Unix sockets also use shared memory."""
         self._remote = [one for one in connections if one.family != socket.AF_UNIX]
         self._local = {one: deque[int]() for one in connections if one.family == socket.AF_UNIX}
         self._size, self._end = num_bytes, 0
         self._memory: mmap.mmap | None = None
         if self._local:
-            # Unnamed, so that a killed process leaves nothing behind.
+            # The memory has no name, so that a killed process leaves nothing behind.
             handle = os.memfd_create("midstream-steps")
             os.ftruncate(handle, num_bytes)
             self._memory = mmap.mmap(handle, num_bytes)
@@ -73,7 +68,7 @@ class FrameSender:
             self._memory.close()
 
     def _take(self, length: int) -> int:
-        """Return space for a frame, waiting until no follower needs the old contents. Offsets only grow; space is
+        """Return space for a frame, after waiting until no follower needs its old contents. Offsets only grow; space is
         reused.
         """
         start = self._end

@@ -1,7 +1,7 @@
-"""This process as one rank of its worker group: joining and leaving the group.
+"""This process as one rank of its worker group: joins and leaves the group.
 
-Joining order: the group's store (at MASTER_ADDR:MASTER_PORT, or torchrun's), connections to rank 0, lifelines, then
-torch.distributed. Once the lifelines are up, this rank ends when any other rank ends.
+The order of joining is: the group's store (at MASTER_ADDR:MASTER_PORT, or torchrun's), connections to rank 0,
+lifelines, then torch.distributed. Once the lifelines are up, this rank ends when any other rank ends.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from midstream.model.folder import ModelFolder
 
 logger = logging.getLogger(__name__)
 
-# Hosts of a group may start minutes apart.
+# The hosts of a group may start minutes apart.
 _START_TIMEOUT_S = 600.0
-# Settings that must be the same on all ranks.
+# Settings that must be equal on all ranks.
 _SHARED_SETTINGS = (
     "weights",
     "kv",
@@ -56,7 +56,7 @@ class RankGroup:
         ranks: This rank's place in the group.
         links: Tensor communication.
         lifelines: Liveness connections to the other ranks.
-        leader: On rank 0, sends commands to the other ranks.
+        leader: Sends commands to the other ranks; set on rank 0 only.
     """
 
     def __init__(self, config: WorkerConfig, folder: ModelFolder, ranks: Ranks, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class RankGroup:
             UnavailableError: Some ranks did not join in time.
         """
         if config.rank_timeout_s <= 0:
-            raise ConfigError(f"must be greater than 0, not {config.rank_timeout_s:g}", field="rank_timeout_s")
+            raise ConfigError(f"is {config.rank_timeout_s:g}; must be greater than 0", field="rank_timeout_s")
         logger.info("rank %d is waiting for its group of %d", ranks.rank, ranks.world_size)
         self.ranks = ranks
         digest = _digest(config, folder, ranks)
@@ -95,7 +95,7 @@ class RankGroup:
         return self.leader is not None and self.leader.has_failed
 
     def receive(self) -> bytes:
-        """Return the next command. Called on a follower.
+        """Return the next command. To be called on a follower.
 
         Raises:
             OSError: Rank 0 has disconnected.
@@ -103,7 +103,7 @@ class RankGroup:
         return self._receiver.receive()
 
     def stop(self, exit_code: int) -> None:
-        """Stop the other ranks with this exit code, and leave the group. Called on rank 0."""
+        """Stop the other ranks with this exit code, and leave the group. To be called on rank 0."""
         assert self.leader is not None
         self.lifelines.expect_end()
         self.leader.stop(exit_code)
@@ -112,13 +112,13 @@ class RankGroup:
         self.links.close()
 
     def close(self) -> None:
-        """Leave the group. Called on a follower."""
+        """Leave the group. To be called on a follower."""
         self.lifelines.leave()
         self._receiver.close()
         self.links.close()
 
     def fail(self, reason: str) -> None:
-        """End this process, which ends the group."""
+        """End this process, which also ends the group."""
         end_process(reason)
 
 

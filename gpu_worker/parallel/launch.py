@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 def run_rank(config: WorkerConfig, folder: ModelFolder, ranks: Ranks) -> int:
     """Join the group and run until it ends; return the exit code.
 
-    Once the group is complete, any failure ends this process at once: the other ranks end with it, so that none waits
-    in a collective operation forever.
+    Once the group is complete, any failure ends this process immediately, and the other ranks with it, so that none
+    waits forever in a collective operation.
 
     Raises:
-        MidstreamError: Settings, model and device do not fit, or the group fails to form.
+        MidstreamError: The settings, the model or the device are not supported, or the group could not be formed.
     """
     group = RankGroup(config, folder, ranks, use_device(config, ranks))
     if ranks.rank:

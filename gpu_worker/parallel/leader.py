@@ -1,6 +1,7 @@
 """Rank 0's decoder: tells the other ranks what to compute, then computes its own part.
 
-Everything above the decoder (rows, sampling, grammars, drafts, beams) runs on rank 0 only and is unaware of ranks.
+Everything above the decoder (rows, sampling, grammars, drafts, beams) runs only on rank 0 and is not affected by the
+other ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from protos import ranks_pb2
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class GroupAdapter:
-    """The number of an adapter; every rank holds a part of the adapter."""
+    """The number of an adapter of which every rank holds a part."""
 
     number: int
     part: object
@@ -53,7 +54,7 @@ class Leader:
 
     @contextmanager
     def together(self, command: ranks_pb2.RankCommand) -> Iterator[None]:
-        """Send a command to all other ranks; the body of the context executes it on this rank."""
+        """Send a command to all other ranks; the body of the context executes the same command on this rank."""
         try:
             self.tell(command)
             yield
@@ -62,16 +63,16 @@ class Leader:
             raise
 
     def lead(self, part: Decoder, shard: Shard) -> LeadingDecoder:
-        """Return a decoder for the whole model, given the decoder of this rank's part."""
+        """Return a decoder for the whole model, given the decoder for this rank's part."""
         return LeadingDecoder(part, shard, self)
 
     def least_num_blocks(self, num_blocks: int) -> int:
-        """Return the smallest KV block capacity over all ranks, given this rank's."""
+        """Return the smallest KV block capacity of all ranks, given this rank's."""
         with self.together(ranks_pb2.RankCommand(choose_num_blocks=ranks_pb2.ChooseNumBlocks())):
             return self.links.least(num_blocks)
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy blocks on the other ranks."""
+        """Copy blocks on all other ranks."""
         copy = ranks_pb2.CopyBlocks(sources=sources.tolist(), targets=targets.tolist())
         self.tell(ranks_pb2.RankCommand(copy_blocks=copy))
 
@@ -100,7 +101,7 @@ class LeadingDecoder:
         self._dropped: deque[int] = deque()
 
     def use_cache(self, kv: KvCache) -> None:
-        """Use this cache from now on; the other ranks allocate a cache with as many blocks."""
+        """Use this cache from now on; the other ranks allocate caches with as many blocks."""
         self._leader.tell(ranks_pb2.RankCommand(use_cache=ranks_pb2.UseCache(num_blocks=kv.num_blocks)))
         self._part.use_cache(kv)
 
@@ -126,7 +127,7 @@ class LeadingDecoder:
             return self._part.logits(rows)
 
     def place_adapter(self, adapter: Adapter) -> GroupAdapter:
-        """Give every rank its part of a LoRA adapter. The other ranks drop their parts once rank 0 no longer uses the
+        """Send every rank its part of a LoRA adapter. The other ranks drop their parts once rank 0 no longer uses the
         adapter.
 
         Raises:

@@ -1,8 +1,9 @@
 """Ends a rank when another rank of its group is killed, stopped or disconnected.
 
 Each follower has a connection to rank 0 on which both sides send heartbeats from a separate thread, because the main
-threads may wait for each other. A process that dies closes its connections; a host that is lost shows by its silence.
-This process then exits at once: it may be blocked on the other rank in an operation that cannot be cancelled.
+threads may wait for each other. A dead process closes its connections; a lost host is detected by missing heartbeats.
+In either case this process exits immediately: it may be blocked in an operation with the other rank that cannot be
+cancelled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SIGNS_PER_TIMEOUT = 5
 
 
 def end_process(reason: str) -> None:
-    """End this process at once, even if its threads are blocked."""
+    """End this process immediately, even if its threads are blocked."""
     logger.error("the group failed: %s", reason)
     logging.shutdown()
     os._exit(LOST_EXIT_CODE)
@@ -44,7 +45,7 @@ class Lifelines:
         Args:
             peers: Connections by rank.
             timeout_s: Seconds without a heartbeat after which a rank counts as lost.
-            on_lost: Called once with a sentence that names the lost rank.
+            on_lost: Called once with a message that names the lost rank.
         """
         self._peers, self._timeout_s, self._on_lost = dict(peers), timeout_s, on_lost
         self._on_drain: Callable[[], None] | None = None
@@ -56,13 +57,15 @@ class Lifelines:
         self._thread.start()
 
     def on_drain(self, call: Callable[[], None]) -> None:
-        """Set the callback for a drain request from another rank; call it at once if one has already been received."""
+        """Set the callback for drain requests from other ranks; call it immediately if a request has already been
+        received.
+        """
         self._on_drain = call
         if self._wants_drain:
             call()
 
     def watch(self, is_stuck: Callable[[], bool]) -> None:
-        """Treat this process as lost when `is_stuck` returns true, since another rank may be alive but not
+        """Count this process as lost when `is_stuck` returns true, since another rank may be alive without
         responding.
         """
         self._is_stuck = is_stuck
@@ -74,11 +77,11 @@ class Lifelines:
                 connection.send(_DRAIN)
 
     def expect_end(self) -> None:
-        """Stop treating disconnections as failures."""
+        """Stop counting disconnections as failures."""
         self._is_closing = True
 
     def close(self) -> None:
-        """Wait until the other ranks have closed their connections, up to the time limit, then close this side's."""
+        """Wait up to the time limit until the other ranks have closed their connections, then close this side's."""
         self._is_closing = True
         self._thread.join(self._timeout_s)
         for connection in self._peers.values():
@@ -121,7 +124,7 @@ class Lifelines:
                     return
 
     def _hear(self, rank: int) -> bool:
-        """Read received bytes; return False at the end of the connection."""
+        """Read the received bytes; return False at the end of the connection."""
         try:
             data = self._peers[rank].recv(4096)
         except BlockingIOError:
@@ -136,5 +139,5 @@ class Lifelines:
 
     def _send_signs(self) -> None:
         for connection in self._peers.values():
-            with contextlib.suppress(OSError):  # a full or closed connection is detected elsewhere
+            with contextlib.suppress(OSError):  # a full or closed connection is handled elsewhere
                 connection.send(_SIGN)

@@ -1,5 +1,5 @@
 """Tensor communication between ranks through torch.distributed: NCCL between GPUs, gloo on CPUs. Small sums between the
-GPUs of a host, and sums between CPU ranks of a host, go through memory that they share.
+GPUs of a host, and sums between CPU ranks of a host, use shared memory.
 
 All ranks of a stage must make the same calls in the same order; so must both ends of a link between stages.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Longer than any pause of a healthy rank within a step; the lifelines detect dead ranks earlier.
+# Longer than any pause of a healthy rank within a step; lifelines detect dead ranks earlier.
 _TIMEOUT = timedelta(minutes=10)
 
 
@@ -46,8 +46,8 @@ class RankLinks:
             ranks: This rank's place.
             device: Device of the tensors.
             store: The group's rendezvous store.
-            is_ordered: Whether sums over more than two ranks are taken in rank order, so that their bits do not
-                depend on the number of rows; always so on a CPU.
+            is_ordered: Whether sums over more than two ranks are computed in rank order, so that their bits do not
+                depend on the number of rows. On a CPU this is always the case.
         """
         self.ranks, self.device = ranks, device
         self._is_ordered = ranks.tensor_size > 2 and (is_ordered or device.type == "cpu")
@@ -63,7 +63,7 @@ class RankLinks:
         # Creating a process group is collective: every rank takes part in creating all of them.
         groups = [dist.new_group(self._of_stage(stage), timeout=_TIMEOUT) for stage in range(ranks.pipeline_size)]
         self._stage_group = groups[ranks.stage]
-        # Made in the first sum, which is one of the warm-up.
+        # Created in the first sum, which is part of the warm-up.
         self._has_tried_one_shot = False
         self._one_shot: tuple[RankSum, object] | None = None
         self._shared = None if is_gpu else self._share_memory(store)
@@ -84,7 +84,7 @@ class RankLinks:
         if rank == 0:
             os.close(handle)
         if memory is None or not has_memory:
-            logger.info("ranks of the stage are on several hosts: they add through gloo")
+            logger.info("the ranks of the stage are on several hosts, so they sum through gloo")
             return None
         return SharedSums(memory, rank, size, _TIMEOUT.total_seconds())
 
@@ -93,8 +93,8 @@ class RankLinks:
         dist.destroy_process_group()
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the stage; with two ranks, or if ordered, a row's bits do not depend on other
-        rows.
+        """Return the sum of x over the stage. With two ranks, or if sums are ordered, the bits of a row do not depend
+        on other rows.
         """
         if self.ranks.tensor_size == 1:
             return x
@@ -118,7 +118,9 @@ class RankLinks:
         return total
 
     def join(self, x: Tensor) -> Tensor:
-        """Concatenate all ranks' x [N, K] to [N, size * K] on the stage's first rank; return [N, 0] on the others."""
+        """Concatenate the x [N, K] of all ranks to [N, size * K] on the stage's first rank; return [N, 0] on the
+        others.
+        """
         if self.ranks.tensor_size == 1:
             return x
         is_target = self.ranks.tensor_rank == 0
@@ -130,13 +132,13 @@ class RankLinks:
 
     @property
     def share_tokens(self) -> Callable[[Tensor], None] | None:
-        """Return the operation by which the ranks that embed tokens get them from rank 0; None if it has no effect on
-        this rank.
+        """Return the operation by which rank 0 sends tokens to the ranks that embed them; None if this rank has no part
+        in it.
         """
         return self.share if self.ranks.stage == 0 and self.ranks.tensor_size > 1 else None
 
     def share(self, x: Tensor) -> None:
-        """Broadcast x from the stage's first rank to its other ranks."""
+        """Broadcast x from the stage's first rank to the other ranks of the stage."""
         dist.broadcast(x, src=self._of_stage(self.ranks.stage)[0], group=self._stage_group)
 
     def least(self, number: int) -> int:
@@ -150,7 +152,7 @@ class RankLinks:
         dist.send(x.contiguous(), self._peer(stage))
 
     def receive(self, like: Tensor, stage: int) -> Tensor:
-        """Return a tensor like `like`, received from the corresponding rank of another stage."""
+        """Return a tensor with the shape and type of `like`, received from the corresponding rank of another stage."""
         dist.recv(like, self._peer(stage))
         return like
 

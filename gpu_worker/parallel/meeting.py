@@ -1,8 +1,9 @@
-"""How ranks connect: each follower opens two connections to rank 0, one for frames and one as a lifeline.
+"""Connects the ranks: each follower opens two connections to rank 0, one for frames and one as a lifeline.
 
 Rank 0 listens, and publishes its port and a secret in the group's store. Followers connect and send the secret, their
-rank, and a digest of the settings that must match. Frames use a Unix socket if rank 0's is reachable: it is in the
-abstract namespace, which belongs to a network namespace, so peers that reach it are on the same host. The rest is TCP.
+rank, and a digest of the settings that must match. Frames use rank 0's Unix socket if it is reachable: it is in the
+abstract namespace, which belongs to a network namespace, so peers that reach it are on the same host. All other
+connections use TCP.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Connections:
 
 
 def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float) -> Connections:
-    """Accept the connections of all followers. Called on rank 0.
+    """Accept the connections of all followers. To be called on rank 0.
 
     Raises:
         ConfigError: A follower has another model or other settings.
@@ -78,7 +79,7 @@ def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float)
 
 
 def dial_leader(store: Store, ranks: Ranks, digest: bytes) -> Connections:
-    """Connect to rank 0. Called on a follower.
+    """Connect to rank 0. To be called on a follower.
 
     Raises:
         OSError: Rank 0 cannot be reached.
@@ -120,7 +121,7 @@ def _welcome(connection: socket.socket, secret: bytes, digest: bytes, connection
         connection.close()
         return
     if not secrets.compare_digest(token, secret):
-        logger.warning("rejected a connection to the group: bad secret")
+        logger.warning("rejected a connection to the group: wrong secret")
         connection.close()
         return
     if theirs != digest:
@@ -129,7 +130,7 @@ def _welcome(connection: socket.socket, secret: bytes, digest: bytes, connection
     connection.settimeout(None)
     if purpose == _FRAMES and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A follower that restarted in the meantime replaces its earlier connection.
+    # The connection of a follower that restarted in the meantime replaces its earlier one.
     known = connections.frames if purpose == _FRAMES else connections.lifelines
     if rank in known:
         known[rank].close()
@@ -137,7 +138,7 @@ def _welcome(connection: socket.socket, secret: bytes, digest: bytes, connection
 
 
 def _listen(address: str) -> socket.socket:
-    """Listen on the address of rank 0, or on all addresses if it is not an address of this host."""
+    """Listen on the address of rank 0, or on all addresses if this host does not have that address."""
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server((str(target[0]), 0), family=family)

@@ -1,8 +1,8 @@
 """A pipeline stage: some of the layers, between the previous and the next stage.
 
-In each step the first stage looks up embeddings, each stage runs its layers and sends the output to the next, and the
-last one sends the sampled rows back to the first, which computes the logits. So only the first stage holds the
-vocabulary, and requested logits and hidden states end up on the rank that reports them.
+In each step the first stage looks up embeddings, each stage runs its layers and sends the output to the next one, and
+the last stage sends the sampled rows back to the first, which computes the logits. Only the first stage therefore holds
+the vocabulary, and requested logits and hidden states end up on the rank that reports them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class StageLinks(Protocol):
 
 
 class GroupLinks(StageLinks, Protocol):
-    """Links between stages."""
+    """Links of a rank to all other stages."""
 
     ranks: Ranks
     device: torch.device
 
 
 def as_stage(part: PartDecoder, description: DecoderDescription, links: GroupLinks, dtype: torch.dtype) -> Decoder:
-    """Return a rank's part of the model as a decoder; `part` itself if there is one stage."""
+    """Return a rank's part of the model as a decoder, which is `part` itself if there is only one stage."""
     ranks = links.ranks
     if ranks.pipeline_size == 1:
         return part
@@ -61,7 +61,7 @@ class PipelineDecoder:
 
         Args:
             part: This stage's layers.
-            layers: Layers of all stages.
+            layers: Ranges of layers of all stages.
             stage: Index of this stage.
             links: Links to the other stages.
             hidden: An empty tensor [0, hidden_size] with the type and device of the activations sent between stages.
@@ -79,7 +79,7 @@ class PipelineDecoder:
         self._part.use_cache(kv)
 
     def logits(self, last: Tensor) -> Tensor:
-        """Return float32 logits [N, vocab_size] for outputs of the last layer. Works on the first stage only."""
+        """Return float32 logits [N, vocab_size] for outputs of the last layer. Only works on the first stage."""
         return self._part.logits(last)
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:

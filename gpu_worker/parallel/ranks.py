@@ -1,4 +1,4 @@
-"""A process's rank in its worker group, from the variables that torchrun and LeaderWorkerSet set."""
+"""A process's rank in its worker group, from the environment variables that torchrun and LeaderWorkerSet set."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Ranks:
     """A process's position in its worker group.
 
     The group is a grid: the tensor ranks of a stage compute parts of each of its layers, and pipeline stages hold
-    consecutive layers. Ranks of a stage are numbered consecutively, because they communicate most.
+    consecutive layers. The ranks of a stage have consecutive numbers, because they communicate most.
 
     Attributes:
-        rank, world_size: Rank and size of the group; rank 0 talks to the scheduler.
-        local_rank: Rank among those on this host: the index of its GPU.
+        rank, world_size: Rank in the group and size of the group; rank 0 communicates with the scheduler.
+        local_rank: Rank among those on this host, which is the index of its GPU.
         tensor_size, pipeline_size: Their product is world_size.
         master_addr: Host of rank 0.
     """
@@ -33,11 +33,11 @@ class Ranks:
     def __post_init__(self) -> None:
         for field, size in (("tensor_parallel", self.tensor_size), ("pipeline_parallel", self.pipeline_size)):
             if size < 1:
-                raise ConfigError(f"must be at least 1, not {size}", field=field)
+                raise ConfigError(f"is {size}; must be at least 1", field=field)
         if self.tensor_size * self.pipeline_size != self.world_size:
             raise ConfigError(
-                f"{self.tensor_size} tensor ranks times {self.pipeline_size} stages are not the {self.world_size} "
-                "processes of WORLD_SIZE",
+                f"{self.tensor_size} tensor ranks times {self.pipeline_size} stages must equal WORLD_SIZE, which is "
+                f"{self.world_size}",
                 field="tensor_parallel",
             )
         if not 0 <= self.rank < self.world_size or self.local_rank < 0:
@@ -92,5 +92,5 @@ ALONE = Ranks()
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name) or str(default)
     if not text.isdecimal():
-        raise ConfigError(f"{text!r} is not a number", field=name)
+        raise ConfigError(f"is {text!r}; must be a number", field=name)
     return int(text)

@@ -1,9 +1,9 @@
 """The part of a decoder that one rank holds.
 
 Layers are split across pipeline stages; within a stage each tensor rank has some KV heads with all their query heads,
-some features of each feed-forward network and each expert, and some of the vocabulary. Nothing needs to divide evenly.
-With more tensor ranks than KV heads, several ranks hold the same KV head and divide its query heads. Recurrent layers
-are not sharded: each tensor rank computes all of them.
+some features of each feed-forward network and each expert, and some of the vocabulary. None of these needs to divide
+evenly. With more tensor ranks than KV heads, several ranks hold the same KV head and share its query heads. Recurrent
+layers are not sharded: each tensor rank computes all of them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Shard:
     Attributes:
         whole: Description of the model.
         part: Description of this rank's part, as a separate model.
-        layers, heads, kv_heads: Ranges it holds, in the model's numbering.
-        tokens: Rows of the vocabulary; those past the last token are padding that makes all ranks' parts equally long.
-        is_first: Whether it is in the first stage, which has the embeddings, final norm and head.
-        is_last: Whether its last layer is the model's last.
+        layers, heads, kv_heads: Ranges that the rank holds, in the numbering of the model.
+        tokens: Rows of the vocabulary; those past the last token are padding, so that all ranks have equally many rows.
+        is_first: Whether the rank is in the first stage, which has the embeddings, final norm and head.
+        is_last: Whether its last layer is the last one of the model.
     """
 
     whole: DecoderDescription
@@ -48,7 +48,7 @@ class Shard:
         return self.features_of(self.whole.intermediate_size)
 
     def features_of(self, size: int) -> range:
-        """Return which of a feed-forward network's `size` features this rank holds, as a range."""
+        """Return the range of a feed-forward network's `size` features that this rank holds."""
         return _features(size, self.tensor_rank, self.tensor_size)
 
 
@@ -61,7 +61,7 @@ def shard_of(description: DecoderDescription, ranks: Ranks) -> Shard:
     """Return the part of `description` that a rank holds.
 
     Raises:
-        ConfigError: Some rank would hold nothing.
+        ConfigError: A rank would hold nothing.
     """
     d, rank, size = description, ranks.tensor_rank, ranks.tensor_size
     if ranks.pipeline_size > d.num_layers:
@@ -107,7 +107,7 @@ def _features(count: int, rank: int, size: int) -> range:
 
 
 def _mixture(mixture: Mixture | None, rank: int, size: int) -> Mixture | None:
-    """Return the mixture with only this rank's features of each expert."""
+    """Return the mixture of experts with only this rank's features of each expert."""
     if mixture is None:
         return None
     return replace(
@@ -123,7 +123,7 @@ def stage_layers(description: DecoderDescription, num_stages: int) -> list[range
 
 
 def _heads(d: DecoderDescription, rank: int, size: int) -> tuple[range, range]:
-    """Return a rank's query and KV heads: each held KV head comes with an equal number of its query heads."""
+    """Return a rank's query heads and KV heads: each of its KV heads comes with an equal number of query heads."""
     queries = d.num_heads // d.num_kv_heads
     if size <= d.num_kv_heads:
         kv_heads = _span(d.num_kv_heads, rank, size)
@@ -132,7 +132,7 @@ def _heads(d: DecoderDescription, rank: int, size: int) -> tuple[range, range]:
     sharing = [other for other in range(size) if other * d.num_kv_heads // size == kv_head]
     if len(sharing) > queries:
         raise ConfigError(
-            f"{d.num_heads} heads, {queries} to a KV head, cannot be sharded across {size} ranks",
+            f"{d.num_heads} heads, {queries} per KV head, cannot be sharded across {size} ranks",
             field="tensor_parallel",
         )
     own = _span(queries, sharing.index(rank), len(sharing))
@@ -141,5 +141,5 @@ def _heads(d: DecoderDescription, rank: int, size: int) -> tuple[range, range]:
 
 
 def _span(count: int, part: int, num_parts: int) -> range:
-    """Return the range of part `part` when `count` items are divided; the parts' sizes differ by at most one."""
+    """Return the range of part `part` when `count` items are divided into parts whose sizes differ by at most one."""
     return range(part * count // num_parts, (part + 1) * count // num_parts)

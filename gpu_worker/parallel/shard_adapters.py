@@ -1,4 +1,4 @@
-"""Cuts a rank's part out of a LoRA adapter."""
+"""Extracts a rank's part of a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gpu_worker.parallel.shard import Shard
 def adapter_part(adapter: Adapter, shard: Shard) -> Adapter:
     """Return the pairs for the layers, heads and features that a rank holds.
 
-    Rows of b are divided like the layer's output, columns of a like its input; in the latter case the ranks' LoRA
-    outputs are summed along with the layer's.
+    Rows of b are sharded like the layer's output, columns of a like its input; in the latter case the LoRA outputs of
+    the ranks are summed along with those of the layer.
     """
     layers = adapter.layers[shard.layers.start : shard.layers.stop]
     if shard.part.num_heads < shard.whole.num_heads:

@@ -1,4 +1,4 @@
-"""Cuts a rank's part out of a decoder's weights."""
+"""Extracts a rank's part of a decoder's weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from gpu_worker.parallel.shard import Shard
 class ShardWeights:
     """The interface of `DecoderWeights`, restricted to one rank's part.
 
-    Rows of a matrix are cut in its stored format. Columns are cut from its dequantized values, so that they equal those
-    of the whole matrix: formats with a scale per row would otherwise compute different scales.
+    Rows of a matrix are taken in its stored format. Columns are taken from its dequantized values, so that they equal
+    those of the whole matrix: for formats with a scale per row, different scales would otherwise be computed.
     """
 
     def __init__(self, weights: DecoderWeights, shard: Shard) -> None:
@@ -33,7 +33,9 @@ class ShardWeights:
         q_rows, kv_rows = _numbers(shard.heads, d.query_rows), _numbers(shard.kv_heads, d.head_dim)
         q_size, kv_size = d.num_heads * d.query_rows, d.num_kv_heads * d.head_dim
         self._is_divided = shard.tensor_size > 1
-        self._is_leading = shard.heads.start == 0  # outputs of all tensor ranks are summed, so only one adds the bias
+        self._is_leading = (
+            shard.heads.start == 0
+        )  # the outputs of all tensor ranks are summed, so only one of them adds the bias
         self._qkv_rows = torch.cat([q_rows, q_size + kv_rows, q_size + kv_size + kv_rows])
         self._row_norms = (q_rows, kv_rows) if d.qk_norm == "row" else None
         self._attended = _numbers(shard.heads, d.value_dim)
@@ -43,17 +45,19 @@ class ShardWeights:
         return self._tokens(self._weights.embedding())
 
     def head(self) -> Weight | None:
-        """Return the rank's part of the head [part of the vocabulary, hidden_size]; None: tied to the embedding."""
+        """Return the rank's part of the head [part of the vocabulary, hidden_size]; None if it is tied to the
+        embedding.
+        """
         head = self._weights.head()
         return None if head is None else self._tokens(head)
 
     def head_bias(self) -> Tensor | None:
-        """Return the rank's part of the head's biases; None: there are none."""
+        """Return the rank's part of the head's biases; None if there are none."""
         bias, tokens = self._weights.head_bias(), self._shard.tokens
         return None if bias is None else bias[_numbers(tokens, 1).clamp(max=len(bias) - 1)]
 
     def positions(self) -> Tensor | None:
-        """Return the model's position vectors; None: there are none."""
+        """Return the model's position vectors; None if there are none."""
         return self._weights.positions()
 
     def final_norm(self) -> Tensor:

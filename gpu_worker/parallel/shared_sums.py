@@ -1,13 +1,14 @@
 """Sums over the ranks of one host through memory that they share.
 
-Each rank writes its numbers to its own place and says so by a counter; then each adds all places in the order of the
-ranks, so that all get the same bits. gloo takes about a millisecond for the same, mostly to wake its threads, and a
-step has two sums for each layer.
+Each rank writes its numbers to its own buffer and then increments a counter. Once all counters have been incremented,
+every rank adds all buffers in the order of the ranks, so that all ranks get the same bits. gloo takes about a
+millisecond for such a sum, mostly to wake its threads, and a step has two sums per layer.
 
-Places alternate between two sets: a rank begins a sum only when it has finished the last one, so when it has seen all
-counters of a sum, nobody reads the other set any more.
+Each rank alternates between two buffers. It begins a sum only when it has finished the previous one; once it has seen
+all counters of a sum, no rank reads the other set of buffers any more.
 
-Stores are seen in the order in which they were made on x86-64 only; elsewhere the ranks use gloo.
+This requires that stores become visible in program order, which only x86-64 guarantees; on other processors the ranks
+use gloo.
 """
 
 from __future__ import annotations
@@ -26,29 +27,30 @@ from torch.distributed.distributed_c10d import Store
 from midstream.errors import UnavailableError
 
 _KEY_BYTES = 16
-# The key and the ranks' counters each have a cache line of their own; the numbers follow.
+# The key and the counter of each rank each have their own cache line; the numbers follow.
 _LINE = 64
 _DATA_START = 4096
 MAX_RANKS = _DATA_START // _LINE - 1
-# Numbers that are added at a time.
+# Numbers that are added in one operation.
 PIECE = 1 << 16
-# Looks at another rank's counter before its processor may do something else, and after how many of these it may sleep.
+# How often a rank polls another rank's counter before it yields its processor, and how often it yields before it
+# sleeps.
 _SPINS = 200
 _YIELDS = 50
 _SLEEP_S = 5e-5
 
 
 class SharedSums:
-    """One rank's end of the memory."""
+    """One rank's access to the shared memory."""
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout_s: float) -> None:
         """Use memory made by `make_memory`.
 
         Args:
-            memory: The memory.
+            memory: The shared memory.
             rank: This rank's number among those that share it.
             size: Number of these ranks.
-            timeout_s: Longest wait for another rank.
+            timeout_s: Maximum time to wait for another rank.
         """
         self._rank, self._timeout_s = rank, timeout_s
         self._others = [other for other in range(size) if other != rank]
@@ -60,7 +62,7 @@ class SharedSums:
         self._turn = 0
 
     def sum(self, x: Tensor) -> Tensor:
-        """Replace x, contiguous float32, by the sum over all ranks, added in their order, and return it.
+        """Replace x, contiguous float32, by the sum over all ranks, added in rank order, and return x.
 
         Raises:
             UnavailableError: Another rank did not take part in time.
@@ -89,7 +91,7 @@ class SharedSums:
             for _ in range(_SPINS):
                 if counters[other] >= turn:
                     return
-            # Other threads of this process, such as the one that notices the death of a rank, need the interpreter.
+            # Other threads of this process need the interpreter, for example the one that detects the death of a rank.
             time.sleep(0.0 if num_yields < _YIELDS else _SLEEP_S)
             num_yields += 1
             if time.monotonic() > deadline:
@@ -97,9 +99,9 @@ class SharedSums:
 
 
 def make_memory(size: int) -> tuple[mmap.mmap, int, bytes]:
-    """Return memory for `size` ranks, its file descriptor, and a key that is written in it.
+    """Return memory for `size` ranks, its file descriptor, and a key that is stored in it.
 
-    It has no name, so that a killed process leaves nothing behind.
+    The memory has no name, so that a killed process leaves nothing behind.
     """
     handle = os.memfd_create("midstream-sums")
     os.ftruncate(handle, _DATA_START + 2 * size * PIECE * 4)
@@ -110,7 +112,7 @@ def make_memory(size: int) -> tuple[mmap.mmap, int, bytes]:
 
 
 def open_memory(pid: int, handle: int, key: bytes) -> mmap.mmap | None:
-    """Return the memory of another process of this user; None if that process is not on this host."""
+    """Open the memory of another process of this user; return None if that process is not on this host."""
     try:
         with Path(f"/proc/{pid}/fd/{handle}").open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
@@ -120,12 +122,14 @@ def open_memory(pid: int, handle: int, key: bytes) -> mmap.mmap | None:
 
 
 def can_share(size: int) -> bool:
-    """Return whether this machine's ranks can add through shared memory."""
+    """Return whether the ranks of this machine can sum through shared memory."""
     return 1 < size <= MAX_RANKS and platform.machine() == "x86_64"
 
 
 def offer_memory(store: Store, name: str, size: int) -> tuple[mmap.mmap, int]:
-    """Make memory and publish it under `name`; return it and its descriptor, to be closed once the others have it."""
+    """Create memory and publish it under `name`; return it and its descriptor, which is closed once the others
+    have it.
+    """
     memory, handle, key = make_memory(size)
     store.set(name, f"{os.getpid()} {handle} {key.hex()}")
     return memory, handle

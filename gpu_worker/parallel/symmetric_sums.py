@@ -1,4 +1,4 @@
-"""One-shot sums of small tensors between the GPUs of a host, over PyTorch's symmetric memory."""
+"""One-shot sums of small tensors between the GPUs of a host, through PyTorch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Largest sum: 32 rows of 4,096 numbers in 16 bits. Every rank reads all parts, so larger ones are better left to NCCL.
+# Size of the largest sum: 32 rows of 4,096 numbers in 16 bits. Every rank reads all parts, so NCCL is better for larger
+# sums.
 NUM_BYTES = 1 << 18
 
 
 def symmetric_sum(
     ranks: Ranks, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
 ) -> tuple[RankSum, object] | None:
-    """Return the one-shot sum of the ranks of a stage, and the memory to keep for it; None on all of them if one lacks
-    what it needs: Triton, and GPUs that can address each other's memory. All ranks of the stage call it together.
+    """Return the one-shot sum over the ranks of a stage, and the memory to keep for it. All ranks of the stage must
+    call this together. If any of them lacks Triton, or GPUs that can address each other's memory, return None on all of
+    them.
     """
     memory, addresses = None, None
     try:
-        # Imported here because they need Triton, and a build of PyTorch for GPUs.
+        # Imported here because they need Triton and a PyTorch build for GPUs.
         from torch.distributed import _symmetric_memory as symmetric
 
         from kernels.triton.rank_sum import RankSum, signal_bytes
@@ -38,8 +40,8 @@ def symmetric_sum(
         handle = symmetric.rendezvous(memory, group)
         addresses = list(handle.buffer_ptrs)
     except (ImportError, AttributeError, NotImplementedError, RuntimeError) as error:
-        logger.info("ranks add through NCCL: %s", error)
-    # No rank signals another before that one's memory is zero.
+        logger.info("the ranks sum through NCCL: %s", error)
+    # No rank signals another one before that rank's memory is zero.
     has_memory = torch.tensor([addresses is not None], dtype=torch.int32, device=device)
     dist.all_reduce(has_memory, op=dist.ReduceOp.MIN, group=group)
     if addresses is None or not has_memory.item():

@@ -11,14 +11,16 @@ class TensorRanks(Protocol):
     """The tensor ranks of one stage. All of them must make the same calls in the same order."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of x over all ranks, possibly computed in place. A row's bits do not depend on other rows."""
+        """Return the sum of x over all ranks, possibly computed in place. The bits of a row do not depend on other
+        rows.
+        """
 
     def join(self, x: Tensor) -> Tensor:
-        """Concatenate all ranks' x [N, K] to [N, size * K] on the first rank; return [N, 0] on the others."""
+        """Concatenate the x [N, K] of all ranks to [N, size * K] on the first rank; return [N, 0] on the others."""
 
 
 class OneRank:
-    """A single rank."""
+    """The interface for a single rank."""
 
     def sum(self, x: Tensor) -> Tensor:
         """Return `x` itself."""

@@ -1,1 +1,1 @@
-"""From logits to tokens: logits processors, grammars, sampling, and additional outputs of rows."""
+"""From logits to tokens: logits processors, grammars, sampling, and the additional outputs of rows."""

@@ -1,4 +1,4 @@
-"""Candidates for a beam's next token: the most likely tokens, from which the scheduler chooses."""
+"""Candidates for the next token of a beam: its most likely tokens, from which the scheduler chooses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import IntArray
 from gpu_worker.sampling.distribution import MIN_TEMPERATURE
 
-# Reported for a token that is not allowed, since JSON cannot represent its log probability.
+# Reported for a token that is not allowed, since JSON cannot represent its log probability, minus infinity.
 _LEAST_REPORTED = -9999.0
 
 
@@ -31,9 +31,9 @@ class Candidates:
 
 
 def find_candidates(logits: Tensor, state: Rows, rows: IntArray) -> list[Candidates]:
-    """Return the candidates of beams: as many as the beam width, plus one per end token.
+    """Return the candidates of beams; their number is the beam width plus the number of end tokens.
 
-    Log probabilities are of the logits divided by the temperature; temperature 0 counts as 1.
+    Log probabilities are those of the logits divided by the temperature; temperature 0 counts as 1.
 
     Args:
         logits: Float32 [len(rows), vocab_size].
@@ -59,7 +59,7 @@ def _likeliest(log_probs: Tensor, count: int) -> tuple[tuple[int, ...], tuple[fl
     if log_probs.device.type == "cpu":
         values = log_probs.numpy()
         least = np.partition(values, len(values) - count)[len(values) - count]
-        # Include all ties, so that ids decide between them.
+        # Include all ties, so that token ids decide between them.
         tokens = np.flatnonzero((values >= least) & (values > -np.inf))
         values = values[tokens]
     else:

@@ -1,4 +1,4 @@
-"""Truncate a distribution to its most likely tokens, and sample from it. A row's result does not depend on other
+"""Truncates a distribution to its most likely tokens, and samples from it. A row's result does not depend on other
 rows.
 """
 
@@ -9,14 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Below this temperature the most likely token is practically certain, and dividing logits by it might overflow.
+# Below this temperature the most likely token is practically certain, and dividing the logits by it might overflow.
 MIN_TEMPERATURE = 1e-6
-# Limit on modified logits: divided by the lowest temperature, they are still finite.
+# Limit of modified logits, which stay finite when they are divided by the minimum temperature.
 _LARGEST_LOGIT = 1e30
 
 
 def bounded(logits: Tensor, *, is_banned: Tensor) -> Tensor:
-    """Limit logits to a range that sampling can compute with, and set those of banned tokens to -inf."""
+    """Limit logits to a range in which sampling can compute, and set those of banned tokens to -inf."""
     return logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).masked_fill_(is_banned, -torch.inf)
 
 
@@ -37,7 +37,7 @@ def weights(logits: Tensor, temperature: Tensor) -> Tensor:
     """Return each token's weight e^((logit - highest) / temperature): float32 [num_rows, V].
 
     Weights are rounded to a multiple of a quantum with which float64 sums of a row are exact in any order. They are
-    computed of single operations, as the CPU kernels do, so that the bits are the same.
+    computed with the same sequence of single operations as in the CPU kernels, so that the bits are equal.
 
     Args:
         logits: Float32 [num_rows, V]; the highest of each row is finite.
@@ -53,13 +53,13 @@ def weights(logits: Tensor, temperature: Tensor) -> Tensor:
         p = p * r + coefficient
     p = r * r * p + r + 1.0
     found = p * ((n.int() + 127) << 23).view(torch.float32)
-    # Adding this number rounds anything below it to the quantum, its last place.
+    # Adding this number rounds smaller numbers to the quantum, which is the value of its last bit.
     small = 2.0 ** ((logits.shape[1] - 1).bit_length() - 30)
     return torch.where(found < small, found + small - small, found)
 
 
 def threshold(weights: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32]) -> Tensor:
-    """Return the least weight that passes top_k (0: all) and then top_p (1: all): [num_rows, V] -> [num_rows, 1]."""
+    """Return the minimum weight that passes top_k (0: all) and then top_p (1: all): [num_rows, V] -> [num_rows, 1]."""
     device, num_tokens = weights.device, weights.shape[1]
     limit = torch.from_numpy(np.where((top_k > 0) & (top_k < num_tokens), top_k, num_tokens)).to(device)
     limit = limit.long()[:, None]
@@ -75,11 +75,11 @@ def invert(weights: Tensor, numbers: Tensor) -> Tensor:
     """Return the index at which each row's cumulative weight exceeds number * total: int64 [num_rows].
 
     Args:
-        weights: Float32 [num_rows, V], non-negative, not all zero. An index of weight zero is never returned.
+        weights: Float32 [num_rows, V], non-negative, not all zero. An index with weight zero is never returned.
         numbers: Float64 [num_rows], in [0, 1).
     """
     sums = torch.cumsum(weights, dim=1, dtype=torch.float64)
     place = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True)
-    # The product may be rounded up to the total: then the last token with weight is taken.
+    # The product may be rounded up to the total; in that case the last token with a weight is taken.
     last = weights.shape[1] - 1 - (weights > 0).flip(1).int().argmax(dim=1, keepdim=True)
     return torch.minimum(place, last).squeeze(1)

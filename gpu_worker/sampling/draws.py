@@ -1,4 +1,6 @@
-"""Draws tokens on a GPU by the rows' temperature, top-k, top-p and min-p: launched, or replayed from CUDA graphs."""
+"""Draws tokens on a GPU according to the rows' temperature, top-k, top-p and min-p; launched directly or replayed from
+CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from gpu_worker.sampling.distribution import argmax
 
 # Number of 4-byte words of a row's parameters.
 WORDS = 8
-# Marks the token of a row whose logits are not finite.
+# Returned instead of a token for a row whose logits are not finite.
 IS_BROKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """Sampling parameters of each row, in the form that `kernels.sample` takes; a temperature of 0 means greedy."""
+    """Sampling parameters of each row, in the form that `kernels.sample` uses; a temperature of 0 means greedy."""
 
     seeds: NDArray[np.int64]
     temperature: NDArray[np.float32]
@@ -36,12 +38,12 @@ class DrawParams:
 
     @property
     def has_top_k(self) -> bool:
-        """Return whether any row is limited to its most likely tokens."""
+        """Return whether any row is restricted to its most likely tokens."""
         return bool((self.top_k > 0).any())
 
     @property
     def has_top_p(self) -> bool:
-        """Return whether any row is limited to a fraction of the probability."""
+        """Return whether any row is restricted to a fraction of the probability."""
         return bool((self.top_p < 1).any())
 
     def arrays(self) -> list[NDArray[Any]]:
@@ -50,7 +52,7 @@ class DrawParams:
 
 
 def draw(logits: Tensor, params: Sequence[Tensor], *, has_top_k: bool, has_top_p: bool) -> Tensor:
-    """Draw from logits [S, V], given the parameters on the device in the order of `DrawParams` -> int32 [S]."""
+    """Draw tokens from logits [S, V], given the parameters on the device in the order of `DrawParams` -> int32 [S]."""
     seeds, temperature, top_k, top_p, min_p, indices, positions = params
     return kernels.sample(
         logits,
@@ -67,15 +69,15 @@ def draw(logits: Tensor, params: Sequence[Tensor], *, has_top_k: bool, has_top_p
 
 
 class RecordedDraws:
-    """Graphs that draw from logits which stay in place, one for each number of rows: with a temperature alone, and with
-    top-k and top-p.
+    """Graphs that draw tokens from logits at a fixed address; for each number of rows, one with a temperature only, and
+    one with top-k and top-p.
     """
 
     def __init__(self, device: torch.device, sizes: Sequence[int]) -> None:
-        """Create the object without graphs; `sizes` are the numbers of rows to record, ascending."""
+        """Create the object without graphs; `sizes` are the numbers of rows to record, in ascending order."""
         self._sizes = sizes
         self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
-        # Parameters of a graph's rows one after another, filled by one copy.
+        # The parameters of a graph's rows, one array after another, filled by one copy.
         self._params = torch.zeros(WORDS * sizes[-1], dtype=torch.int32, device=device)
         self._drawn = torch.zeros(sizes[-1], dtype=torch.int32, device=device)
         self._pinned = PinnedBuffers(device, WORDS * sizes[-1])
@@ -97,7 +99,9 @@ class RecordedDraws:
                 self._graphs[size, is_cut] = record(functools.partial(self._run, logits[:size], feed, is_cut=is_cut))
 
     def draw(self, params: DrawParams) -> Tensor | None:
-        """Return each row's token, already fed; IS_BROKEN for rows without one. None if nothing is recorded."""
+        """Return each row's token, which has already been stored for the next step; IS_BROKEN for rows without one.
+        None if nothing is recorded.
+        """
         num_rows = len(params.seeds)
         size = next((size for size in self._sizes if size >= num_rows), None)
         if size is None or not self._graphs:
@@ -107,7 +111,7 @@ class RecordedDraws:
         for array in params.arrays():
             words = array.view(np.int32)
             end = start + len(words) // num_rows * size
-            # Other rows are greedy: their temperature is 0.
+            # The remaining rows are greedy, because their temperature is 0.
             buffer[start:end].zero_()
             buffer.numpy()[start : start + len(words)] = words
             start = end

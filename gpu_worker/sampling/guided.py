@@ -2,13 +2,13 @@
 
 The matchers run in a separate process (midstream/grammar), which computes masks while the model computes logits:
 
-1. `ask`, before the forward pass: each sampling row sends its tokens since the last request, the first time with its
-   guide. Rows still in prefill send only the guide, so that it is compiled in the meantime.
-2. `answer`, after it: a mask for each row, or an error. A row whose guide is not compiled yet fails as unavailable: the
-   scheduler retries it, and the batch does not wait.
+1. `ask`, before the forward pass: each sampling row sends its tokens since the last request; the first request also
+   contains its guide. Rows that are still in prefill send only the guide, so that it is compiled in the meantime.
+2. `answer`, after it: a mask for each row, or an error. A row whose guide is not compiled yet fails as unavailable, so
+   that the scheduler retries it and the batch does not wait.
 
-A process that dies or times out is replaced, and rows resume from their tokens. The guides of rows it was working on
-become suspects, which are tried one at a time; one that fails alone is rejected from then on.
+A process that dies or times out is replaced, and rows continue from their tokens. The guides of the rows that it was
+processing become suspects, which are tried one at a time; a guide that fails alone is rejected from then on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Constraints:
     """Grammar masks for a step's rows, and the rows that failed.
 
     Attributes:
-        masks: uint8 [bytes] by row; one bit for each token, lowest first: whether it is allowed.
+        masks: uint8 [bytes] by row, with one bit per token, lowest first, which is set if the token is allowed.
         errors: Errors of rows that cannot continue, by row.
     """
 
@@ -52,7 +52,7 @@ UNCONSTRAINED = Constraints()
 
 
 class Guides:
-    """The sequences in `rows` that follow a grammar; the grammar process starts with the first one."""
+    """The sequences in `rows` that follow a grammar. The grammar process starts with the first of them."""
 
     def __init__(self, rows: Rows, start: Callable[[], GrammarProcess]) -> None:
         self._rows = rows
@@ -60,9 +60,11 @@ class Guides:
         self._process: GrammarProcess | None = None
         self._life = 0
         self._asked: list[int] = []  # rows whose masks are awaited
-        self._is_awaited = False  # any answer, with or without masks
+        self._is_awaited = False  # whether there is any answer, with or without masks
         self._errors: dict[int, MidstreamError] = {}
-        self._suspects: OrderedDict[bytes, int] = OrderedDict()  # by digest: number of process failures with it
+        self._suspects: OrderedDict[bytes, int] = (
+            OrderedDict()
+        )  # by digest: number of failures of the process while it had this guide
 
     def close(self) -> None:
         """Stop the grammar process."""
@@ -71,7 +73,7 @@ class Guides:
             self._process = None
 
     def ask(self, sampled: IntArray, others: list[int]) -> bool:
-        """Request masks for the sampled rows and compilation of other rows' guides; return False if no row has a
+        """Request masks for the sampled rows and compilation of the guides of other rows; return False if no row has a
         guide.
         """
         features = self._rows.features
@@ -102,8 +104,8 @@ class Guides:
         return Constraints(masks, self._errors)
 
     def _choose(self, rows: list[int], suspects: list[int]) -> list[int]:
-        """Return rows without a suspect guide or, if there are none, the rows of one suspect. The other rows wait or
-        fail.
+        """Return rows whose guides are not suspects or, if there are none, the rows of one suspect. The other rows wait
+        or fail.
         """
         for row in suspects:
             self._errors[row] = _TOO_MUCH if self._strikes(row) > 1 else _NOT_READY

@@ -1,7 +1,8 @@
 """Modifies logits before sampling, as requested.
 
-In this order: bias, penalties, end tokens banned until min_tokens, bad words, repeated n-grams. All depend only on the
-row's tokens, so a rebuilt row continues unchanged. Rows without such parameters are skipped.
+The processors are, in this order: bias, penalties, a ban of end tokens until min_tokens, bad words, and repeated
+n-grams. All depend only on the row's tokens, so a rebuilt row continues unchanged. Rows without such parameters are
+skipped.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def steer(
     Args:
         logits: The logits.
         state: The rows.
-        rows: Those of the logits.
-        places: Which of them to modify; None: all.
-        before: Gets what was modified: indices into the flat logits, and the values there before. A later change may
-            repeat an index of an earlier one.
+        rows: The rows to which the logits belong.
+        places: Indices of the logits to modify; None means all.
+        before: Receives the modifications, as indices into the flat logits and the previous values. A later
+            modification may repeat an index of an earlier one.
     """
     features = state.features[rows]
     if places is not None:
@@ -47,11 +48,12 @@ def steer(
 
 
 def allow(logits: Tensor, raw: Tensor, places: list[int], masks: list[NDArray[np.uint8]]) -> None:
-    """Ban all tokens outside the masks. If other processors banned every token in a mask, their changes are undone.
+    """Ban all tokens outside the masks. If other processors have banned every token in a mask, their changes are
+    undone.
 
     Args:
         logits: [num_rows, vocab_size], changed in place at `places`.
-        raw: The logits before the processors.
+        raw: The logits before other processors changed them.
         places: Rows that have a mask.
         masks: One bit for each token, lowest first.
     """
@@ -59,7 +61,7 @@ def allow(logits: Tensor, raw: Tensor, places: list[int], masks: list[NDArray[np
     at = send(np.array(places, dtype=np.int64), logits.device)
     chosen = logits[at].masked_fill_(is_banned, -torch.inf)
     is_empty = torch.isneginf(chosen.amax(dim=1, keepdim=True))
-    # On a GPU always, because asking whether any is empty would wait for it.
+    # On a GPU this is always done, because testing whether any row is empty would wait for the device.
     if logits.device.type != "cpu" or bool(is_empty.any()):
         chosen = torch.where(is_empty, raw[at].masked_fill_(is_banned, -torch.inf), chosen)
     logits[at] = chosen
@@ -89,7 +91,7 @@ def unpacked(masks: Tensor, num_bits: int) -> Tensor:
 def decayed_top_p(state: Rows, rows: IntArray) -> NDArray[np.float32]:
     """Return the top_p that applies to each row's next token: [len(rows)].
 
-    It is multiplied by the decay once for each output token since the last reset id, but not below the minimum.
+    It is multiplied by the decay once for each output token since the last reset id, and is at least the minimum.
     """
     top_p = state.top_p[rows]
     for i in np.flatnonzero(state.features[rows] & Feature.TOP_P_DECAY).tolist():
@@ -116,7 +118,7 @@ def repeated_ngram_ends(tokens: IntArray, size: int) -> IntArray:
 
 
 def bad_word_ends(tokens: IntArray, words: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Return the last token of each word of which `tokens` ends with all the others."""
+    """Return the last token of each word all of whose other tokens are at the end of `tokens`."""
     ends = []
     for word in words:
         num_before = len(word) - 1
@@ -139,12 +141,12 @@ def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int], be
     lengths, sampling = state.lengths[at], [state.sampling[row] for row in at]
     positions = np.arange(lengths.max())
     tokens = state.tokens[at, : len(positions)]
-    # Ids beyond the vocabulary are virtual tokens and have no logits.
+    # Ids beyond the vocabulary are those of virtual tokens, which have no logits.
     is_known = (positions < lengths[:, None]) & (tokens < width)
     keys = tokens + np.array(places)[:, None] * width
 
     def spread(values: list[float], keys: NDArray[np.int64]) -> Tensor:
-        """Return a tensor with the value of each key's row."""
+        """Return a tensor with the value for each key's row."""
         by_row = np.zeros(len(rows), dtype=np.float32)
         by_row[places] = values
         return send(by_row[keys // width], device)

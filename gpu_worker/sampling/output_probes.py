@@ -1,9 +1,10 @@
 """Output probes: user code that computes a tensor for each token of a forward pass, reported under the probe's name.
 
-A package registers one under the entry point group `midstream.output_probes`, as a class derived from OutputProbe with
-a constructor without arguments. A request asks for it by name in `output.additional_outputs`.
+A package registers a probe in the entry point group `midstream.output_probes`, as a class that is derived from
+OutputProbe and has a constructor without arguments. A request names it in `output.additional_outputs`.
 
-A probe that raises, or returns a tensor of the wrong type or shape, fails the request it was called for.
+If a probe raises an exception or returns a tensor of the wrong type or shape, the request for which it was called
+fails.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class OutputProbe(ABC):
     """Computes a tensor for each position of a forward pass.
 
     Attributes:
-        width: Values per position.
-        layers: Hidden states that it reads: 0 is the embeddings, i the output of layer i, the last one is normed.
+        width: Number of values per position.
+        layers: Hidden states that it reads: 0 is the embeddings, i the output of layer i; the last layer's output is
+            normed.
     """
 
     width: ClassVar[int]
@@ -66,7 +68,7 @@ def _load(entry_point: EntryPoint, num_layers: int) -> OutputProbe:
     if not isinstance(probe, OutputProbe):
         raise ConfigError(f"{place} is a {type(probe).__name__}, not an output probe")
     if not isinstance(probe.width, int) or not 1 <= probe.width <= _MAX_WIDTH:
-        raise ConfigError(f"{place} has no width in 1..{_MAX_WIDTH}")
+        raise ConfigError(f"{place}: its width must be in 1..{_MAX_WIDTH}")
     if not all(0 <= layer <= num_layers for layer in probe.layers):
         raise ConfigError(f"{place} reads layers {list(probe.layers)}; the model has 0..{num_layers}")
     return probe
@@ -88,14 +90,14 @@ def run_probe(name: str, probe: OutputProbe, states: Mapping[int, Tensor], logit
     """Return the output of a probe.
 
     Raises:
-        ExecutionError: It failed, or returned the wrong type or shape.
+        ExecutionError: The probe failed, or returned the wrong type or shape.
     """
     shape = (len(logits), probe.width)
     try:
         values = probe.compute(states, logits)
         if not isinstance(values, Tensor) or values.shape != shape or not values.is_floating_point():
             described = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(f"it returned {described}, not float32 {list(shape)}")
+            raise ValueError(f"it returned {described}; must be float32 {list(shape)}")
     except Exception as error:  # noqa: BLE001 (user code)
         logger.warning("the output probe %s failed: %r", name, error)
         message = f"the output probe {name!r} failed: {type(error).__name__}: {error}"

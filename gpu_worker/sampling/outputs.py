@@ -1,8 +1,8 @@
 """Additional outputs of rows: logits, hidden states, and log probabilities of the prompt.
 
 Values of the prompt come from its context chunks, piece by piece; values of the output come with each token, from the
-position it was sampled at. A rebuilt sequence reports only later values, and its prompt only if it has no output yet:
-the scheduler already has the earlier ones. Steps without such rows skip this module.
+position it was sampled at. A rebuilt sequence reports only later values, and those of its prompt only if it has no
+output yet: the scheduler already has the earlier values. Steps without such rows skip this module.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gpu_worker.models.decoder import Decoder, Probe
 from gpu_worker.sampling.output_probes import OutputProbe, run_probe
 from midstream.errors import MidstreamError
 
-# Number of positions whose logits are computed at once; it bounds the memory for a long prompt.
+# Number of positions whose logits are computed together, which limits the memory for a long prompt.
 _NUM_POSITIONS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """The additional outputs of a step; `errors` are those of rows whose output probe failed."""
+    """The additional outputs of a step; `errors` contains the errors of rows whose output probe failed."""
 
     prompt_log_probs: tuple[PromptLogProbs, ...] = ()
     tensors: tuple[RowTensor, ...] = ()
@@ -44,7 +44,7 @@ class Reporter:
         self._probes = probes or {}
 
     def probe(self, step: PreparedStep) -> Probe | None:
-        """Return which intermediate results the forward pass must keep; None if no row needs any."""
+        """Return the intermediate results that the forward pass must keep; None if no row needs any."""
         features = self._rows.features
         used = bool((features[step.sampled_rows] & Feature.REPORTS).any())
         if not used and not any(features[chunk.row] & Feature.REPORTS for chunk in step.contexts):
@@ -60,7 +60,7 @@ class Reporter:
 
         Args:
             step: The step.
-            probe: The probe after the step.
+            probe: The probe, with the intermediate results of the step.
             logits: Logits of the sampled rows that ran.
         """
         assert step.inputs is not None
@@ -72,7 +72,7 @@ class Reporter:
                 try:
                     self._report_prompt(chunk, first, probe, prompts, tensors)
                 except MidstreamError as error:
-                    self._rows.failed[chunk.row] = error  # it fails with its next sample
+                    self._rows.failed[chunk.row] = error  # the row fails with its next sample
         errors: list[tuple[int, MidstreamError]] = []
         positions = step.inputs.sampled.tolist()
         for place, row in enumerate(step.sampled_rows[step.is_run].tolist()):
@@ -178,7 +178,7 @@ def _top(
 
 
 def token_logits_name(ids: Sequence[int]) -> str:
-    """Return the name of the output with these tokens' logits."""
+    """Return the name of the output that contains the logits of these tokens."""
     return ".".join(("token_logits", *map(str, ids)))
 
 

@@ -1,13 +1,15 @@
-"""Logits post-processors: user code that changes logits, which a request chooses by name.
+"""Logits post-processors: user code that changes logits and that a request selects by name.
 
-A package registers one under the entry point group `midstream.logits_post_processors`, or the setting
-`logits_post_processors` names it: a class with a constructor without arguments, derived from LogitsPostProcessor, or
-from BatchedLogitsPostProcessor, which is called once for all its sequences of a step. It receives the model's
-unmodified logits. It must depend only on its arguments, since a sequence is recomputed after a worker is lost. In a
-group of ranks it runs on rank 0, which samples for all. With `replicate_post_processors` all tensor ranks of the first
-stage call it with the same arguments, each in its own process, in the same order; what rank 0's call returns counts.
+A package registers a post-processor in the entry point group `midstream.logits_post_processors`, or the setting
+`logits_post_processors` names it. It is a class with a constructor without arguments, derived from LogitsPostProcessor,
+or from BatchedLogitsPostProcessor, which is called once for all its sequences in a step. It receives the model's
+unmodified logits. Its results must depend only on its arguments, since a sequence is recomputed after its worker is
+lost. In a group of ranks it runs on rank 0, which samples for all. With `replicate_post_processors` all tensor ranks of
+the first stage call it with the same arguments, each in its own process, in the same order; the result of rank 0's call
+is used.
 
-One that raises, or returns anything but float32 logits of the same shape, fails the request it was called for.
+If a post-processor raises an exception, or returns anything other than float32 logits of the same shape, the request
+for which it was called fails.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ class LogitsPostProcessor(ABC):
 
         Args:
             logits: Float32 [vocab_size]; may be changed and returned.
-            tokens: Prompt and output so far, int32 [num_tokens]; not to be changed.
+            tokens: Prompt and output so far, int32 [num_tokens]; must not be changed.
             client_id: The request's client id; requests may share it.
             request_id: The request's id, shared by its sequences.
         """
 
 
 class BatchedLogitsPostProcessor(ABC):
-    """Changes the logits of all sequences that use it in a step, in one call."""
+    """Changes the logits of all sequences that use it in a step with one call."""
 
     @abstractmethod
     def process(
@@ -59,7 +61,8 @@ class BatchedLogitsPostProcessor(ABC):
         client_ids: Sequence[str],
         request_ids: Sequence[str],
     ) -> Tensor:
-        """As LogitsPostProcessor.process, but with logits [num_sequences, vocab_size]. No row may depend on other rows.
+        """Return the new logits, as LogitsPostProcessor.process does, but for logits [num_sequences, vocab_size]. No
+        row may depend on other rows.
 
         If it fails, it is called again for each sequence alone, to find the one that fails.
         """
@@ -84,10 +87,10 @@ def load_post_processors(named: str = "") -> dict[str, PostProcessor]:
     """Return the post-processors of all installed packages and of the setting, by name.
 
     Args:
-        named: Comma-separated `NAME=module:Class`; these override others of the same name.
+        named: Comma-separated entries `NAME=module:Class`, which override others of the same name.
 
     Raises:
-        ConfigError: One cannot be loaded, or is not a post-processor.
+        ConfigError: A post-processor cannot be loaded, or is not one.
     """
     offered = {entry_point.name: entry_point for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
     for item in filter(None, named.split(",")):
@@ -188,7 +191,7 @@ def _call(name: str, state: Rows, rows: IntArray, places: list[int]) -> Call:
     tokens = []
     for place in places:
         known = state.tokens[rows[place], : state.lengths[rows[place]]]
-        known.flags.writeable = False  # this view only
+        known.flags.writeable = False  # only this view is read-only
         tokens.append(known)
     _, client_ids, request_ids = zip(*(state.post_processors[rows[place]] for place in places), strict=True)
     return Call(name, tokens, list(client_ids), list(request_ids))
@@ -196,11 +199,11 @@ def _call(name: str, state: Rows, rows: IntArray, places: list[int]) -> Call:
 
 def _checked(changed: object, given: Tensor) -> Tensor:
     if not isinstance(changed, Tensor):
-        raise TypeError(f"it returned a {type(changed).__name__}, not a tensor")
+        raise TypeError(f"it returned a {type(changed).__name__}; must be a tensor")
     if changed.shape != given.shape or changed.dtype != torch.float32 or changed.device != given.device:
         raise ValueError(
-            f"it returned {changed.dtype} {list(changed.shape)} on {changed.device}, "
-            f"not {given.dtype} {list(given.shape)} on {given.device}"
+            f"it returned {changed.dtype} {list(changed.shape)} on {changed.device}; must be {given.dtype} "
+            f"{list(given.shape)} on {given.device}"
         )
     if changed.isnan().any():
         raise ValueError("it returned NaN")

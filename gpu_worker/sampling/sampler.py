@@ -1,10 +1,10 @@
 """Samples each row's next token from its logits.
 
-A batch may mix rows of every kind. On a CPU, `sample` picks all rows' tokens in one call of the kernels, or with
-PyTorch's operations, which give the same tokens: the highest logit, or with a temperature the token at which the
-cumulative distribution passes one uniform number. Rows whose logits are modified first (post-processors, logits
-processors, grammars) take part with their own logits, to find broken ones, and are picked again afterwards. No result
-depends on other rows of the batch.
+A batch may contain rows of every kind. On a CPU, `sample` samples the tokens of all rows in one call of the kernels, or
+with PyTorch operations that yield the same tokens: the token with the highest logit or, with a temperature, the one at
+which the cumulative distribution exceeds a uniform random number. Rows whose logits are modified first (by
+post-processors, logits processors or grammars) take part in this with their unmodified logits, so that logits that are
+not finite are found, and are sampled again afterwards. No result depends on other rows of the batch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kernels.cpu import Draws, ThreadPool, empty_draws
 from kernels.cpu import draw as draw_natively
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 
-# Returned by `choose` instead of a token, like IS_BROKEN.
+# Sentinel that `choose` returns for a row whose constraints allow no token (see also IS_BROKEN).
 _IS_EMPTY = -2
-# Features that `choose` supports. The rest read the logits on the host, or need an answer before the next step.
+# Features that `choose` supports. The others read the logits on the host, or need their result before the next step.
 _ON_DEVICE = STEERING | Feature.LOG_PROBS | Feature.TOP_P_DECAY | Feature.GUIDED
-# Features that change logits before sampling: any of a row, or with STEERING alone only a few.
+# Features that change logits before sampling: any logits of a row or, for those in STEERING, only a few.
 _CHANGES_ROWS = Feature.GUIDED | Feature.POST_PROCESSED | Feature.BEAMS
 _CHANGES_LOGITS = STEERING | _CHANGES_ROWS
 NOT_FINITE = ExecutionError("the model returned logits that are not finite")
@@ -51,8 +51,8 @@ class Sampled:
 
     Attributes:
         token_ids: int32 [num_rows].
-        errors: (place, error) of rows whose token is invalid; it is 0.
-        log_probs: Log probabilities of the rows that ask for them.
+        errors: (place, error) of rows without a valid token; their token is 0.
+        log_probs: Log probabilities of the rows that request them.
         candidates: Candidates of beam rows, by place; these rows' tokens are invalid.
     """
 
@@ -67,12 +67,12 @@ class Chosen:
     """Results of sampling on a device.
 
     Attributes:
-        token_ids: int32 [num_rows]; negative: there is none.
+        token_ids: int32 [num_rows]; negative if the row has no token.
         rows: The rows.
-        values: int32; all that `read` needs, to be copied to the host.
-        failed: Errors of rows known beforehand, by place.
-        places: Rows that ask for log probabilities.
-        counts: Top tokens that each of these asks for.
+        values: int32 values that `read` needs, to be copied to the host.
+        failed: Errors that were known before sampling, by place.
+        places: Rows that request log probabilities.
+        counts: Number of top tokens that each of these requests.
     """
 
     token_ids: Tensor
@@ -83,7 +83,7 @@ class Chosen:
     counts: tuple[int, ...] = ()
 
     def read(self, values: IntArray) -> Sampled:
-        """Return the results, given their `values` on the host."""
+        """Return the results, given `values` on the host."""
         token_ids = values[: len(self.rows)]
         is_broken = token_ids == IS_BROKEN
         errors: dict[int, MidstreamError] = dict.fromkeys(np.flatnonzero(is_broken).tolist(), NOT_FINITE)
@@ -116,7 +116,8 @@ class Chosen:
 def _log_probs_on_device(raw: Tensor, chosen: Tensor, places: list[int], count: int) -> Tensor:
     """Return log probabilities of the model's own distribution for some rows, as int32 bits [len(places), 2 + 2 K].
 
-    A row holds those of its chosen token, the token's rank, its K most likely tokens, and theirs.
+    A row contains the log probability of its chosen token, the token's rank, the row's K most likely tokens, and their
+    log probabilities.
     """
     at = send(np.array(places, dtype=np.int64), raw.device)
     log_probs = torch.log_softmax(raw[at], dim=1)
@@ -136,7 +137,9 @@ class Sampler:
         replicate: Replicate | None = None,
         threads: ThreadPool | None = None,
     ) -> None:
-        """Sample for `rows`, with these threads of the CPU kernels if the logits are there; None: with PyTorch."""
+        """Sample for `rows`, using these threads of the CPU kernels if the logits are on the CPU; None means to use
+        PyTorch.
+        """
         self._rows = rows
         self._threads = threads
         self._post_processors = post_processors or {}
@@ -144,7 +147,7 @@ class Sampler:
         self._pinned: PinnedBuffers | None = None
 
     def sample(self, logits: Tensor, rows: IntArray, constraints: Constraints = UNCONSTRAINED) -> Sampled:
-        """Sample from float32 `logits` [len(rows), vocab_size], which are the same afterwards."""
+        """Sample from float32 `logits` [len(rows), vocab_size], which are unchanged afterwards."""
         # Logits are changed in place, and read by kernels. A copy is made only of a slice of a larger tensor.
         logits = logits.contiguous()
         is_changed = (self._rows.features[rows] & _CHANGES_LOGITS) != 0
@@ -177,11 +180,11 @@ class Sampler:
         return not self._rows.temperature[rows].any()
 
     def draws(self, rows: IntArray) -> Draws | None:
-        """Return how the CPU kernels draw the rows' tokens; None: all are greedy."""
+        """Return how the CPU kernels draw the rows' tokens; None if all rows are greedy."""
         return None if self.is_greedy(rows) else self._draws(rows, self._rows.temperature[rows])
 
     def sample_chosen(self, token_ids: IntArray, highest: NDArray[np.float32]) -> Sampled:
-        """Return the given tokens as the result for plain rows; `highest` are their highest logits."""
+        """Return these tokens as the result for plain rows; `highest` are the rows' highest logits."""
         is_finite = np.isfinite(highest)
         if is_finite.all():
             return Sampled(token_ids, (), ())
@@ -190,7 +193,7 @@ class Sampler:
         return Sampled(np.where(is_broken, 0, token_ids).astype(np.int32), tuple(errors.items()), ())
 
     def is_plain(self, rows: IntArray) -> bool:
-        """Return whether sampling needs only the logits of these rows, and not their tokens."""
+        """Return whether sampling these rows needs only their logits, and not their tokens."""
         return not self._rows.features[rows].any()
 
     def can_choose(self, rows: IntArray) -> bool:
@@ -211,7 +214,7 @@ class Sampler:
                 allow(logits, raw, masked, [constraints.masks[int(rows[place])] for place in masked])
             best = argmax(logits)
             is_empty = logits.gather(1, best[:, None]).squeeze(1) == -torch.inf
-            # The sampled distribution must have a token.
+            # Rows without an allowed token get one, since a distribution must have at least one token.
             logits[:, 0].masked_fill_(is_empty, 0.0)
         chosen, drawn = best.int(), np.flatnonzero(self._rows.temperature[rows] > 0)
         if len(drawn) and kernels.can_sample(logits):
@@ -239,7 +242,9 @@ class Sampler:
         errors: dict[int, MidstreamError],
         candidates: dict[int, Candidates],
     ) -> IntArray:
-        """Return the tokens at `places` of rows of which only some logits change; these are restored."""
+        """Return the tokens at `places` of rows of which only some logits are modified; these are restored
+        afterwards.
+        """
         before: list[tuple[Tensor, Tensor]] = []
         steer(logits, self._rows, rows, places, before)
         token_ids, highest = self._pick(logits, rows, places, self._rows.temperature[rows[places]])
@@ -280,7 +285,7 @@ class Sampler:
     def _pick(
         self, logits: Tensor, rows: IntArray, places: IntArray, temperature: NDArray[np.float32]
     ) -> tuple[IntArray, NDArray[np.floating[Any]]]:
-        """Return tokens for the rows at `places`, greedy where the temperature is 0, and the highest logits."""
+        """Return the tokens for the rows at `places`, greedy if the temperature is 0, and the highest logits."""
         if self._threads is not None:
             chosen, most = draw_natively(self._threads, logits, places, self._draws(rows[places], temperature))
             return chosen.numpy(), most.numpy()
@@ -337,7 +342,7 @@ class Sampler:
         )
 
     def _draw_on_gpu(self, logits: Tensor, rows: IntArray) -> Tensor:
-        """Return the argmax of greedy rows and a sample of the other rows: int32, on the device."""
+        """Return the argmax of greedy rows and sampled tokens of the other rows: int32, on the device."""
         params = self.draw_params(rows)
         if self._pinned is None or self._pinned.size < WORDS * len(rows):
             self._pinned = PinnedBuffers(logits.device, WORDS * max(len(rows), self._rows.num_rows))
@@ -347,7 +352,7 @@ class Sampler:
     def _log_probs(
         self, logits: Tensor, rows: IntArray, token_ids: IntArray, errors: Container[int]
     ) -> tuple[RowLogProbs, ...]:
-        """Return log probabilities under the model's own distribution: before bias, penalties and temperature."""
+        """Return log probabilities under the model's own distribution, before bias, penalties and temperature."""
         places = [place for place in self._with(rows, Feature.LOG_PROBS) if place not in errors]
         if not places:
             return ()
@@ -380,6 +385,6 @@ def _likeliest(logits: Tensor) -> tuple[IntArray, NDArray[np.floating[Any]]]:
     if logits.device.type == "cpu":
         places = best.numpy()
         return places.astype(np.int32), logits.numpy()[np.arange(len(places)), places]
-    # One copy, because each waits for the step to end; float64 represents both exactly.
+    # Use one copy, because each copy waits for the step to end; float64 represents both exactly.
     found = torch.stack((best.double(), logits.gather(1, best[:, None]).squeeze(1).double())).cpu().numpy()
     return found[0].astype(np.int32), found[1]

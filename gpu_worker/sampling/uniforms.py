@@ -12,9 +12,9 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 def uniforms(
     seeds: NDArray[np.uint64], sequence_indices: NDArray[np.int32], positions: NDArray[np.int32]
 ) -> NDArray[np.float64]:
-    """Return one number in [0, 1) for each (seed, sequence, position); all arrays [num_rows].
+    """Return one number in [0, 1) for each (seed, sequence, position); all arrays are [num_rows].
 
-    Each part is mixed in by a round of SplitMix64's finalizer.
+    Each of the three is mixed in by a round of SplitMix64's finalizer.
     """
     mixed = _mix(seeds + _STEP)
     mixed = _mix((mixed ^ sequence_indices.astype(np.uint64)) + _STEP)

@@ -1,4 +1,4 @@
-"""Connects to the scheduler's ZeroMQ socket, and detects lost and rejected connections."""
+"""Connects to the scheduler's ZeroMQ socket, and detects lost or rejected connections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Dialler:
     """Manages the connection to one scheduler."""
 
     def __init__(self, address: str, credentials: WorkerCredentials | None) -> None:
-        """`credentials` are the keys of the connection; None: plain text."""
+        """Prepare the connection; `credentials` are its keys, None for plain text."""
         self._address = address
         self._credentials = credentials
         self._was_refused = False
@@ -34,7 +34,7 @@ class Dialler:
     def dial(self, dealer: zmq.Socket[bytes]) -> None:
         """Configure and connect a DEALER socket; from then on ZeroMQ reconnects it."""
         dealer.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        dealer.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages without a connection
+        dealer.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while disconnected
         dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
         dealer.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -43,7 +43,7 @@ class Dialler:
         dealer.connect(self._address)
 
     def was_cut(self, monitor: zmq.Socket[bytes]) -> bool:
-        """Return whether the connection was lost since the last call; `monitor` must report LINK_EVENTS."""
+        """Return whether the connection has been lost since the last call; `monitor` must report LINK_EVENTS."""
         was_cut = False
         while True:
             try:
@@ -56,11 +56,13 @@ class Dialler:
                 self._redial_at = time.monotonic() + _REDIAL_S
             if event != zmq.EVENT_DISCONNECTED and not self._was_refused:
                 self._was_refused = True
-                logger.warning("handshake failed: the scheduler rejects this worker's key, or has another key itself")
+                logger.warning(
+                    "handshake failed: the scheduler rejects this worker's key, or has a different key itself"
+                )
         return was_cut
 
     def redial_when_due(self, dealer: zmq.Socket[bytes]) -> None:
-        """Reconnect after a rejection, which ZeroMQ treats as final although the key may be allowed by then."""
+        """Reconnect after a rejection, which ZeroMQ treats as final although the key may be allowed in the meantime."""
         if self._redial_at and time.monotonic() >= self._redial_at:
             self._redial_at = 0.0
             with contextlib.suppress(zmq.ZMQError):
@@ -68,5 +70,5 @@ class Dialler:
             dealer.connect(self._address)
 
     def note_registered(self) -> None:
-        """Note a successful registration, so that the next rejection is logged again."""
+        """Record a successful registration, so that the next rejection is logged again."""
         self._was_refused = False

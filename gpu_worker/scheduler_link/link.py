@@ -1,13 +1,13 @@
 """The worker's connection to the scheduler: a ZeroMQ DEALER socket in its own thread.
 
-Register is sent until Registered assigns an epoch; then steps arrive in order of step_id and are put into the inbox,
-from which the compute loop takes them; its results go through the outbox to the scheduler; heartbeats report progress
-in between. If the scheduler ends the epoch, falls silent, or a step is missing, the epoch ends: all its steps and
-results are dropped, and Register is sent again. A restarted scheduler, a lost connection and a lost message are thus
-handled alike.
+Register is sent until Registered assigns an epoch. From then on, steps arrive in order of step_id and are put into the
+inbox, from which the compute loop takes them; its results go through the outbox to the scheduler, and heartbeats report
+progress in between. If the scheduler ends the epoch or falls silent, or if a step is missing, the epoch ends: all its
+steps and results are dropped, and Register is sent again. A restarted scheduler, a lost connection and a lost message
+are thus handled in the same way.
 
 The compute loop's thread itself sends results that contain only tokens: waking the connection's thread for each of them
-would cost more than sending it. A lock guards the socket and the state of the epoch; nothing waits while it is held.
+would cost more than sending it. A lock guards the socket and the state of the epoch; no thread waits while holding it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class EpochStarted:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The process should end."""
+    """The process is to end."""
 
     exit_code: int
     reason: str
@@ -61,7 +61,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class WaitingStep:
-    """A step, and the time when it arrived (time.perf_counter)."""
+    """A step, and the time of its arrival (time.perf_counter)."""
 
     step: Step
     received_at: float
@@ -75,7 +75,7 @@ class SchedulerLink:
 
     Attributes:
         inbox: Work for the compute loop, in order.
-        epoch: The current epoch; 0: none. Steps of other epochs need not run.
+        epoch: The current epoch; 0 if there is none. Steps of other epochs need not run.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class SchedulerLink:
             address: ZeroMQ address of the scheduler.
             register: The registration to send.
             metrics: Registry for the link's counters.
-            memory: Return the memory in use.
+            memory: Returns the memory in use.
             adapters: The worker's adapter cache.
             kept: Content hashes of the worker's blocks.
-            credentials: Keys of the connection; None: plain text.
+            credentials: Keys of the connection; None for plain text.
             tiers: Tiers of the KV pool, if any.
-            fetcher: Fetches blocks of other workers; None: requests to do so are ignored.
+            fetcher: Fetches blocks from other workers; None if requests to do so are to be ignored.
         """
         self.inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self.epoch = 0
@@ -117,7 +117,7 @@ class SchedulerLink:
             fetcher.on_report = self._wake
         self._lock = threading.Lock()
         self._dealer: zmq.Socket[bytes] | None = None
-        self._is_drained = True  # the socket had no message left at the end of the last turn
+        self._is_drained = True  # whether the last iteration emptied the socket
         self._thread = threading.Thread(target=self._run, name="scheduler-link", daemon=True)
         self._leaving = self._has_failed = False
         self._last_epoch = 0
@@ -133,7 +133,7 @@ class SchedulerLink:
         self._thread.start()
 
     def send_result(self, step: Step, output: StepOutput, waiting_s: float) -> None:
-        """Send the result of `step`, or queue it for the link's thread; a result of a past epoch is dropped."""
+        """Send the result of `step`, or queue it for the link's thread; the result of a past epoch is dropped."""
         self._outbox.append((step, output, waiting_s))
         has_extras = output.tensors or output.log_probs or output.prompt_log_probs
         if has_extras or not self._lock.acquire(blocking=False):
@@ -143,7 +143,8 @@ class SchedulerLink:
             dealer = self._dealer
             if dealer is not None:
                 self._send_results(dealer)
-            # Handle remaining messages, and those that a send has noticed, as the descriptor does not report them.
+            # Wake the thread for remaining messages, including those that arrived during a send, which the descriptor
+            # does not report.
             is_done = dealer is not None and self.epoch and not self._leaving and not _is_readable(dealer)
         finally:
             self._lock.release()
@@ -153,15 +154,15 @@ class SchedulerLink:
     def abandon_epoch(self) -> None:
         """End the epoch on this side, after a step that could not be executed.
 
-        The worker then registers as if its process had restarted, so that the scheduler counts a crash and can find the
-        request that caused it.
+        The worker then registers as if its process had been restarted, so that the scheduler counts a crash and can
+        find the request that caused it.
         """
         self._has_failed = True
         self.epoch = 0
         self._wake()
 
     def leave(self) -> None:
-        """Stop accepting steps, finish the current ones, send Goodbye, then put Stopped into the inbox."""
+        """Stop accepting steps, finish the current ones, send Goodbye, and then put Stopped into the inbox."""
         self._leaving = True
         self._wake()
 
@@ -172,7 +173,7 @@ class SchedulerLink:
         self._wake_writer.close()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: the thread will wake anyway; closed: it has ended
+        with contextlib.suppress(OSError):  # full: the thread will wake anyway; closed: the thread has ended
             self._wake_writer.send(b"\0")
 
     def _num_waiting(self) -> int:
@@ -182,14 +183,14 @@ class SchedulerLink:
         try:
             self._serve()
         except Exception as error:
-            # Without its link the worker would hang, so it exits and is restarted.
+            # Without its link the worker would hang, so the process exits and is restarted.
             logger.exception("the link to the scheduler failed")
             self.inbox.put(Stopped(_FAILED_EXIT_CODE, f"the link to the scheduler failed: {error!r}"))
 
     def _serve(self) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             self._dialler.dial(dealer)
-            # Descriptors: polling the socket itself would need the lock.
+            # Poll the file descriptors: polling the socket itself would need the lock.
             poller = zmq.Poller()
             poller.register(dealer.fileno(), zmq.POLLIN)
             poller.register(self._wake_reader.fileno(), zmq.POLLIN)
@@ -299,7 +300,7 @@ class SchedulerLink:
     def _receive(self, frames: list[bytes]) -> Stopped | None:
         try:
             if len(frames) != 1:
-                raise ValueError("more than one frame")
+                raise ValueError("{len(frames)} frames; must have 1")
             message = worker_pb2.SchedulerMessage.FromString(frames[0])
             kind = message.WhichOneof("message")
             if kind == "step_batch":
@@ -316,7 +317,7 @@ class SchedulerLink:
             field = f"{rejected.field}: " if rejected.field else ""
             return Stopped(_REJECTED_EXIT_CODE, f"rejected by the scheduler: {field}{rejected.reason}")
         elif kind == "epoch_ended" and message.epoch_ended.epoch == self.epoch:
-            self._end_epoch("the scheduler ended it")
+            self._end_epoch("the scheduler ended the epoch")
         elif kind is None:
             self._drop("malformed")
         elif kind == "fetch_blocks":

@@ -37,7 +37,7 @@ def decode_step(message: worker_pb2.StepBatch) -> Step:
     """Convert `message` to a step.
 
     Raises:
-        ValueError: Parallel arrays differ in length, or a number does not fit.
+        ValueError: Parallel arrays differ in length, or a number is out of range.
     """
     step = Step(
         epoch=message.epoch,

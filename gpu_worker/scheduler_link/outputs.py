@@ -9,7 +9,7 @@ import numpy as np
 from gpu_worker.batch.step import NOTHING, OutputParams, PromptLogProbs, RowLogProbs, RowTensor
 from protos import generation_pb2, worker_pb2
 
-# Maximum size of a piece of a tensor (at least one row), and number of pieces per message.
+# Maximum size of a piece of a tensor (at least one row), and maximum number of pieces per message.
 _PIECE_BYTES, _MESSAGE_BYTES = 1 << 20, 8 << 20
 
 
@@ -66,7 +66,7 @@ def prompt_outputs(item: PromptLogProbs) -> worker_pb2.RowOutputs:
 
 
 def encode_tensors(tensors: Iterable[RowTensor]) -> Iterator[list[worker_pb2.RowOutputs]]:
-    """Yield tensors in pieces, grouped by the message that carries them."""
+    """Yield tensors in pieces, grouped by message."""
     batch: list[worker_pb2.RowOutputs] = []
     num_bytes = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Log lines about single requests with their ids: failures always, arrivals at debug level."""
+"""Log lines about single requests, with their ids: failures always, arrivals at debug level."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """Maps rows to request ids for logging."""
+    """Maps rows to the ids of requests, for logging."""
 
     def __init__(self) -> None:
         self._request_ids: dict[int, str] = {}
@@ -20,7 +20,7 @@ class RequestLog:
         self._request_ids.clear()
 
     def note(self, step: Step) -> None:
-        """Record the requests of the rows that a step fills, before the step runs."""
+        """Record the requests whose sequences a step adds to rows; called before the step runs."""
         ids = self._request_ids
         for new in step.new_sequences:
             ids[new.row] = new.request_id
@@ -34,6 +34,6 @@ class RequestLog:
             logger.warning("a sequence failed: %s", error, extra={"request_id": self._request_ids.get(row, "")})
 
     def involved(self, step: Step) -> list[str]:
-        """Return the requests that a step names; rows that generate as in the previous step are not among them."""
+        """Return the requests that a step names; rows that generate as in the previous step are not included."""
         rows = {*step.context_rows.tolist(), *step.generation_rows.tolist(), *(new.row for new in step.new_sequences)}
         return sorted({self._request_ids.get(row, "") for row in rows} - {""})

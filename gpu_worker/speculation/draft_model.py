@@ -1,9 +1,10 @@
 """A smaller model that proposes draft tokens for the served model.
 
-It has its own KV pool, and tracks for each row its blocks and the tokens computed in them. Before it drafts, it
-computes the row's tokens that it has not seen: the whole prompt at first, later the accepted tokens. Tokens that differ
-from the row's current ones are recomputed, so it does not matter what sequence a row held before, or which drafts were
-rejected. Drafts are sampled like the row's tokens, with the same random numbers, which raises the acceptance rate.
+It has its own KV pool, and tracks the blocks of each row and the tokens computed in them. Before it drafts, it computes
+those tokens of the row that it has not seen: the whole prompt at first, and later the accepted tokens. Tokens that
+differ from the row's current ones are recomputed, so it does not matter which sequence a row held before, or which
+drafts were rejected. Drafts are sampled like the row's tokens, with the same random numbers, which raises the
+acceptance rate.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ def load_draft_model(config: WorkerConfig, target: DecoderDescription) -> Loaded
     """Load the draft model named in the settings.
 
     Raises:
-        ConfigError: It cannot be loaded, or its vocabulary differs.
+        ConfigError: The draft model cannot be loaded, or its vocabulary differs.
     """
     model = load_beside(config, open_model_folder(config.draft_model))
     if model.description.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"has {model.description.vocab_size} tokens; the model has {target.vocab_size}", field="draft_model"
+            f"has {model.description.vocab_size} tokens; must have {target.vocab_size}, as the model has",
+            field="draft_model",
         )
     return model
 
@@ -58,7 +60,8 @@ class DraftModel:
             model: The loaded model.
             rows: Rows of the served model.
             kv: The draft model's pool.
-            max_num_tokens: Maximum tokens in one pass; longer prompts take several steps before drafts are proposed.
+            max_num_tokens: Maximum number of tokens in one pass; longer prompts take several steps before drafts are
+                proposed.
         """
         self._model = model
         self._rows = rows
@@ -70,8 +73,8 @@ class DraftModel:
         model.decoder.use_cache(kv)
 
     def propose(self, rows: Mapping[int, int]) -> dict[int, IntArray]:
-        """Return up to rows[row] draft tokens per row; none for rows that must catch up first or for which no blocks
-        are free.
+        """Return up to rows[row] draft tokens per row; none for rows that have to catch up first, or for which no
+        blocks are free.
         """
         lengths = {row: int(self._rows.lengths[row]) for row in rows}
         ready = self._catch_up({row: limit for row, limit in rows.items() if self._make_room(row, limit)})
@@ -118,7 +121,7 @@ class DraftModel:
         """Compute the tokens that the draft model lacks, as many as one pass allows.
 
         Returns:
-            Rows that are complete except for the final pass, with the first position of that pass.
+            The rows that need only the final pass, with the first position of that pass.
         """
         ready: dict[int, int] = {}
         num_left = self._max_num_tokens
@@ -140,7 +143,9 @@ class DraftModel:
         return ready
 
     def _forward(self, starts: Mapping[int, int]) -> torch.Tensor:
-        """Compute rows from these positions to their current ends; return the logits at the ends, by ascending row."""
+        """Compute rows from these positions to their current ends; return the logits at the ends, in ascending order of
+        rows.
+        """
         rows = np.array(sorted(starts), dtype=np.int32)
         ends = self._rows.lengths[rows]
         firsts = np.array([starts[row] for row in rows.tolist()], dtype=np.int32)

@@ -11,7 +11,7 @@ from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import EMPTY, IntArray, Step
 from gpu_worker.features import Feature
 
-# Features that depend only on a row's tokens, so that they also work on a shadow of the row.
+# Features that depend only on a row's tokens, and therefore also work on shadow rows.
 _ALLOWED = (
     Feature.PENALTIES
     | Feature.BIAS
@@ -38,7 +38,7 @@ class Drafter:
         self._model = model
 
     def propose(self, step: Step) -> dict[int, IntArray]:
-        """Return drafts for the rows of a step. Rows that use features without support for drafts get none."""
+        """Return drafts for the rows of a step; rows with features that do not support drafts get none."""
         drafts: dict[int, IntArray] = {}
         of_model: dict[int, int] = {}
         for row, limit in zip(step.draft_rows.tolist(), step.draft_limits.tolist(), strict=True):
@@ -59,7 +59,8 @@ class Drafter:
 
 
 def look_up(tokens: IntArray, max_ngram_size: int, limit: int, prediction: Sequence[int] = ()) -> IntArray:
-    """Return the tokens that followed the latest earlier occurrence of the last n tokens, for the largest n with one.
+    """Return the tokens that followed the latest earlier occurrence of the last n tokens, for the largest n that has
+    one.
 
     Args:
         tokens: Prompt and output so far.

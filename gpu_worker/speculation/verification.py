@@ -1,8 +1,8 @@
-"""Verifies drafts: the target model's own token at each position decides.
+"""Verifies drafts by comparing them with the tokens that the target model itself samples.
 
-A row with drafts is computed as one chunk: its last token and the drafts after it. At each of these positions the next
-token is sampled as if the drafts before it were known, using *shadow rows*: copies of the row, each with one draft
-more. Tokens depend only on (seed, sequence, position) and the tokens before, so as long as a draft equals the sampled
+A row with drafts is computed as one chunk: its last token, followed by the drafts. At each of these positions the next
+token is sampled as if the drafts before it were known, using *shadow rows*: copies of the row, each with one more
+draft. Tokens depend only on (seed, sequence, position) and the tokens before, so as long as a draft equals the sampled
 token, the next one is the same as without drafts. Acceptance ends with the first sampled token that differs from its
 draft.
 """
@@ -26,7 +26,7 @@ class Drafts:
     """The draft tokens of a step.
 
     Attributes:
-        tokens: Drafts by row; the row's token array holds them after its known tokens.
+        tokens: Drafts by row; the row's token array contains them after its known tokens.
         shadows: (row, number of drafts before its position) of each shadow row.
     """
 
@@ -39,7 +39,7 @@ NO_DRAFTS = Drafts()
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Results for a step's sampled rows; fields as in StepOutput."""
+    """Results for the sampled rows of a step; fields as in StepOutput."""
 
     token_ids: IntArray
     log_probs: tuple[RowLogProbs, ...]
@@ -50,7 +50,7 @@ class Answer:
 
 
 def with_shadows(state: Rows, generation: IntArray, drafts: Drafts) -> IntArray:
-    """Return the rows that sample for `generation`: each one followed by its shadow rows, which are created here."""
+    """Return the rows that sample for `generation`, each followed by its shadow rows, which are created here."""
     sampled: list[int] = []
     shadow = int(np.flatnonzero(state.is_active)[-1]) + 1
     for row in generation.tolist():
@@ -76,14 +76,15 @@ def settle(
     errors: Sequence[tuple[int, MidstreamError]],
     log_probs: tuple[RowLogProbs, ...],
 ) -> Answer:
-    """Append results to rows: one token, or the accepted tokens of rows with drafts; nothing to beams.
+    """Append the results to the rows: one token, or the accepted tokens if the row has drafts. Nothing is appended to
+    beams.
 
     Args:
         state: The rows.
-        sampled_rows: Rows of contexts, then those that `with_shadows` returned.
-        is_run: Whether each of them ran; False: it has failed.
+        sampled_rows: Rows of context chunks that sample, then the rows that `with_shadows` returned.
+        is_run: Whether each of them ran; False if it has failed.
         drafts: The drafts that were verified.
-        choices: One token per sampled row.
+        choices: The sampled tokens, one per row.
         candidates: Candidates of beams, by place among the rows that ran.
         errors: (row, error) of rows that failed.
         log_probs: Log probabilities of rows and shadows.
