@@ -105,7 +105,7 @@ class OutputStream:
 
     @property
     def is_open(self) -> bool:
-        """Return whether a scheduler has accepted the attachment."""
+        """Whether a scheduler has accepted the attachment."""
         return self._opened is not None
 
     def open(self, opened: Opened) -> None:

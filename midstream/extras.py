@@ -137,7 +137,7 @@ class Extras:
 
     @property
     def num_bytes(self) -> int:
-        """Return the approximate size in memory without tensors, whose bytes are limited per request."""
+        """Approximate size in memory without tensors, whose bytes are limited per request."""
         rows = [item for item in (self.log_probs, self.prompt_log_probs) if item is not None]
         return sum(64 + 16 * (len(item.token_log_probs) + len(item.top_log_probs)) for item in rows)
 

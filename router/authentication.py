@@ -90,7 +90,7 @@ class Caller:
 
     @property
     def owner(self) -> str:
-        """Return the name under which the caller's documents are stored; empty if authentication is off."""
+        """Name under which the caller's documents are stored; empty if authentication is off."""
         return self.name if self.is_authenticated else ""
 
     def scope(self, request_id: str) -> str:

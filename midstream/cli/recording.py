@@ -34,7 +34,7 @@ class SvgRecording:
 
     @property
     def is_due(self) -> bool:
-        """Return whether another frame is due."""
+        """Whether another frame is due."""
         return not self._frames or time.monotonic() - self._frames[-1][0] >= self._interval_s
 
     def add(self, view: RenderableType) -> None:

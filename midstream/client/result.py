@@ -25,7 +25,7 @@ class SequenceResult:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return the complete tensors by name."""
+        """The complete tensors by name."""
         return join_tensors(self.extras.tensors) if self.extras is not None else {}
 
 

@@ -84,7 +84,7 @@ class Response:
     error: MidstreamError | None = None
 
     def has_error(self) -> bool:
-        """Whether the request failed. An error response is the last one of its request."""
+        """Return whether the request failed. An error response is the last one of its request."""
         return self.error is not None
 
     @property

@@ -47,7 +47,7 @@ def download(model: str) -> Path:
             return Path(hf_hub_download(repository, file.removeprefix("/"), revision=revision))
         found = snapshot_download(repository, revision=revision, allow_patterns=_FILES, ignore_patterns=_IGNORED)
     except errors.GatedRepoError:
-        problem = "requires its licence to be accepted: do so on its page, then set HF_TOKEN to your token"
+        problem = "requires its license to be accepted; do so on its page, then set HF_TOKEN to your token"
     except errors.RepositoryNotFoundError:
         problem = (
             "is neither on this machine nor on the Hub; if it is private, set HF_TOKEN to a token that may read it"

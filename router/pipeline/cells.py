@@ -213,7 +213,7 @@ class Cells:
 
     @property
     def features(self) -> frozenset[str]:
-        """Return the features of the workers of a cell that is up; empty if unknown."""
+        """Features of the workers of a cell that is up; empty if unknown."""
         return next((cell.features for cell in self.cells.values() if cell.is_up and cell.features), frozenset())
 
     async def abort(self, request_id: str, *, only_if_unread: bool = False) -> bool:

@@ -1,4 +1,4 @@
-// The dashboard. It keeps the samples of the last minutes and the latest state, and draws both whenever one comes.
+// The dashboard. It keeps the latest state and the samples of the last few minutes, and draws both at each update.
 
 import { LineChart } from "./chart.js";
 import { byId, element } from "./dom.js";
@@ -84,7 +84,7 @@ function showTiles(sample, { requests, groups, counts, latencyWindowS }) {
   };
   const sum = (name) => groups.reduce((total, group) => total + group[name], 0);
   say("tokens", rate(sample.generatedTokensPerS), `and ${rate(sample.promptTokensPerS)} of prompts`);
-  const p95 = (value) => (value === undefined ? `nothing in ${latencyWindowS} s` : `95th percentile ${milliseconds(value)}`);
+  const p95 = (value) => (value === undefined ? `none in the last ${latencyWindowS} s` : `95th percentile ${milliseconds(value)}`);
   say("first", milliseconds(sample.timeToFirstTokenP50Ms), p95(sample.timeToFirstTokenP95Ms));
   say("inter", milliseconds(sample.interTokenP50Ms), p95(sample.interTokenP95Ms));
   const queue = sample.queueTimeP95Ms === undefined ? "" : `, in the queue up to ${milliseconds(sample.queueTimeP95Ms)}`;
@@ -110,7 +110,7 @@ function showRequests({ requests, counts }) {
   byId("ended").replaceChildren(...reasons.map((reason) =>
     element("li", {}, element("b", {}, count(ended[reason] ?? 0)), reason)));
   byId("events").textContent =
-    `Paused ${count(counts.numPreemptions)} times, taken up from a lost worker ${count(counts.numRecoveries)} times; ` +
+    `Paused ${count(counts.numPreemptions)} times, recovered from a lost worker ${count(counts.numRecoveries)} times; ` +
     `workers lost: ${count(counts.numWorkerDeaths)}.`;
 }
 
@@ -133,7 +133,7 @@ for (const button of document.querySelectorAll("[data-window]")) {
 byId("pause").addEventListener("click", () => {
   isPaused = !isPaused;
   byId("pause").setAttribute("aria-pressed", String(isPaused));
-  byId("pause").textContent = isPaused ? "Go on" : "Pause";
+  byId("pause").textContent = isPaused ? "Resume" : "Pause";
   if (latest) show();
 });
 

@@ -1,4 +1,4 @@
-// Lines over time, as SVG: legible at any size, and readable by keyboard and by a table.
+// Line charts over time, as SVG. They are legible at any size, and accessible by keyboard and as a table.
 
 import { element, svg } from "./dom.js";
 
@@ -82,7 +82,7 @@ export class LineChart {
     if (!this.table.hidden) this.fillTable(end);
   }
 
-  /** The sample under the cursor, else the newest. */
+  /** Returns the sample under the cursor; without a cursor, the newest. */
   shown() {
     const last = this.samples.length - 1;
     return this.samples[this.cursor === null ? last : Math.min(this.cursor, last)];
@@ -131,7 +131,7 @@ export class LineChart {
   }
 }
 
-/** Stretches of samples that have a value. */
+/** Returns the runs of consecutive samples that have a value. */
 function runs(samples, value) {
   const found = [[]];
   for (const sample of samples) {
@@ -141,7 +141,7 @@ function runs(samples, value) {
   return found.filter((run) => run.length);
 }
 
-/** The least of 1, 2, 2.5, 5, 10 times a power of ten that is not below `value`. */
+/** Returns the smallest number not below `value` that is 1, 2, 2.5, 5 or 10 times a power of ten. */
 function niceCeiling(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

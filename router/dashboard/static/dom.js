@@ -1,4 +1,4 @@
-// Makes elements. Text only ever becomes text: what parts call themselves is never read as markup.
+// Creates elements. Strings are only inserted as text, so the names of processes are never parsed as markup.
 
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {

@@ -1,4 +1,4 @@
-// The feed of states: connects, and connects anew for as long as the page is open.
+// The feed of states, which reconnects as long as the page is open.
 
 const SILENCE_MS = 5000;
 const FIRST_WAIT_MS = 500;
@@ -6,7 +6,7 @@ const LAST_WAIT_MS = 5000;
 
 /**
  * Follows the feed until it asks for a token. Callbacks: `onLink(state, text)` with live, lost or denied;
- * `onState(state, isFirst)`, where the first of a connection brings the samples of the last minutes.
+ * `onState(state, isFirst)`, where the first state on a connection contains the samples of the last few minutes.
  */
 export async function follow(token, { onLink, onState }) {
   let waitMs = FIRST_WAIT_MS;
@@ -20,10 +20,10 @@ export async function follow(token, { onLink, onState }) {
       onLink("lost", "The router closed the connection; trying again");
     } catch (error) {
       if (error instanceof Denied) {
-        onLink("denied", "Token needed");
+        onLink("denied", "Token required");
         return error.message;
       }
-      onLink("lost", error instanceof Refused ? error.message : "The router does not answer; trying again");
+      onLink("lost", error instanceof Refused ? error.message : "The router does not respond; trying again");
     }
     await new Promise((resolve) => setTimeout(resolve, waitMs));
     waitMs = Math.min(2 * waitMs, LAST_WAIT_MS);
@@ -39,8 +39,8 @@ async function readOnce(token, onState) {
   try {
     const headers = token ? { authorization: `Bearer ${token}` } : {};
     const response = await fetch("/dashboard/feed", { headers, signal: quitter.signal, cache: "no-store" });
-    if (response.status === 401) throw new Denied(token ? "The router does not know this token." : "");
-    if (!response.ok) throw new Refused(`The router refuses with status ${response.status}; trying again`);
+    if (response.status === 401) throw new Denied(token ? "The router rejected this token." : "");
+    if (!response.ok) throw new Refused(`The router responded with status ${response.status}; trying again`);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let text = "";
     let isFirst = true;

@@ -1,4 +1,4 @@
-// One card for each worker group: its rows, its pace, and a map of its KV blocks.
+// One card for each worker group, with its rows, its speed, and a map of its KV blocks.
 
 import { byId, element } from "./dom.js";
 import { count, percent, rate } from "./text.js";
@@ -80,7 +80,7 @@ class Card {
       const blocks = Math.min(map.blocksPerCell, this.group.numBlocks - cell * map.blocksPerCell);
       context.fillStyle = free;
       context.fillRect(x, y, side, side);
-      // From the bottom up: shared, held, cached. What is there at all is seen, however little it is.
+      // From the bottom up: shared, held, cached. Every non-zero number is visible, however small it is.
       let level = y + side;
       for (const [number, colour] of [[map.shared[cell], shared], [map.held[cell], held], [map.cached[cell], cached]]) {
         if (!number) continue;
@@ -93,7 +93,7 @@ class Card {
   }
 }
 
-/** The largest cells of which all fit. */
+/** Returns the largest size at which all cells fit. */
 function cellSize(number, width, height) {
   let size = Math.floor(Math.sqrt(width * height / number));
   while (size > 2 && Math.ceil(number / Math.floor(width / size)) * size > height) size -= 1;

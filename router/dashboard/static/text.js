@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Formats numbers for display.
 
 export const count = (value) => Number(value).toLocaleString("en");
 
@@ -6,7 +6,7 @@ export const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toF
 
 export const rate = (value) => (value >= 100 ? count(Math.round(value)) : short(value));
 
-/** One place behind the point, where that says anything. */
+/** One decimal place for numbers below 10, unless it is 0. */
 const short = (value) => value.toFixed(value >= 10 ? 0 : 1).replace(/\.0$/, "");
 
 export function milliseconds(value) {

@@ -19,7 +19,7 @@ function addTurn(role, text) {
   return box;
 }
 
-/** Yield the JSON of each event of a stream; bytes may be cut anywhere. */
+/** Yield the JSON of each event of a stream, whose bytes may be split at any point. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

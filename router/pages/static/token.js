@@ -1,4 +1,4 @@
-// The bearer token of this tab, which the dashboard uses too.
+// The bearer token of this tab; the dashboard uses the same one.
 const KEY = "midstream-token";
 
 export function authorized(headers = {}) {
@@ -6,7 +6,7 @@ export function authorized(headers = {}) {
   return token ? { ...headers, authorization: `Bearer ${token}` } : headers;
 }
 
-/** Show the form that asks for a token; `then` is called once there is one. */
+/** Show the form that asks for a token; `then` is called once one is entered. */
 export function askForToken(then) {
   const door = document.getElementById("door");
   const input = document.getElementById("token");

@@ -64,12 +64,12 @@ class Batch:
 
     @property
     def output_id(self) -> str:
-        """Return the id of the output file, which may not exist yet."""
+        """Id of the output file, which may not exist yet."""
         return f"{FILE_PREFIX}{self.id.removeprefix(BATCH_PREFIX)}o"
 
     @property
     def error_id(self) -> str:
-        """Return the id of the error file, which may not exist yet."""
+        """Id of the error file, which may not exist yet."""
         return f"{FILE_PREFIX}{self.id.removeprefix(BATCH_PREFIX)}e"
 
     def enter(self, status: str) -> None:

@@ -64,7 +64,7 @@ class RerankJob(ScoreJob):
 
     @property
     def documents(self) -> list[str]:
-        """Return the documents' texts."""
+        """The documents' texts."""
         return [str(item.prompt) for item in self.inputs[1:]]
 
 
