@@ -114,7 +114,7 @@ def rows() -> list[tuple[str, ...]]:
         (
             family.title,
             ", ".join(family.types),
-            "transformers' code" if family.on_cpu == "transformers" else family.on_cpu,
+            "transformers implementation" if family.on_cpu == "transformers" else family.on_cpu,
             family.formats,
             yes_or_no[family.is_own],
             yes_or_no[family.is_own],

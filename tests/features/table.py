@@ -12,17 +12,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 WORKS, NOT_APPLICABLE = "works", "-"
 _HEAD = """# Features
 
-What a request may use, with each family of models and through each door. The page is generated from
-`tests/features/features.toml` by `python -m tests.features`. Tests run each of its cells: every family as a tiny random
-model (`tests/features/test_families.py`), every door on a real service, whose answer must be the native call's
-(`tests/integration/test_feature_doors.py`).
+This page shows which features a request may use with each family of models and through each front door. It is generated
+from `tests/features/features.toml` by `python -m tests.features`. Tests verify every cell: every family with a tiny
+random model (`tests/features/test_families.py`), and every front door on a real service, whose response must equal that
+of the native call (`tests/integration/test_feature_doors.py`).
 
-- ✓ works.
-- ✗ is refused with `UNIMPLEMENTED`, or another status where it is given, naming the field.
-- – does not apply: the door's protocol has no field for it, or the feature does not touch the model.
+- ✓ means that the feature works.
+- ✗ means that it is rejected with `UNIMPLEMENTED`, or with the given status, and that the error names the field.
+- – means that it does not apply: the protocol has no field for it, or the feature does not involve the model.
 
-Families marked (t) run with transformers' code, the others with our own. [requests.md](requests.md) describes the
-features, [adapters.md](adapters.md) the doors.
+Families marked (t) use the transformers implementation, and the others use our own. [requests.md](requests.md) describes
+the features, and [adapters.md](adapters.md) the front doors.
 
 """
 _SIGNS = {WORKS: "✓", NOT_APPLICABLE: "–", "refused": "✗", "refused UNIMPLEMENTED": "✗"}
