@@ -21,8 +21,8 @@ of the native call (`tests/integration/test_feature_doors.py`).
 - ✗ means that it is rejected with `UNIMPLEMENTED`, or with the given status, and that the error names the field.
 - – means that it does not apply: the protocol has no field for it, or the feature does not involve the model.
 
-Families marked (t) use the transformers implementation, and the others use our own. [requests.md](requests.md) describes
-the features, and [adapters.md](adapters.md) the front doors.
+Families marked (t) use the transformers implementation, and the others use our own. [requests.md](requests.md)
+describes the features, and [adapters.md](adapters.md) the front doors.
 
 """
 _SIGNS = {WORKS: "✓", NOT_APPLICABLE: "–", "refused": "✗", "refused UNIMPLEMENTED": "✗"}
