@@ -300,7 +300,7 @@ class SchedulerLink:
     def _receive(self, frames: list[bytes]) -> Stopped | None:
         try:
             if len(frames) != 1:
-                raise ValueError("{len(frames)} frames; must have 1")
+                raise ValueError(f"{len(frames)} frames; must have 1")
             message = worker_pb2.SchedulerMessage.FromString(frames[0])
             kind = message.WhichOneof("message")
             if kind == "step_batch":
