@@ -31,8 +31,8 @@ async def serve(config: DetokenizerConfig) -> None:
     """Run the service until SIGTERM.
 
     Raises:
-        ConfigError: The model folder or a setting is wrong.
-        OSError: A port is taken.
+        ConfigError: The model folder or a setting is invalid.
+        OSError: A port is in use.
     """
     folder = open_model_folder(config.model)
     decoders = decoder_factory(Tokenizer(folder.path))

@@ -51,7 +51,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
         self._streams: dict[int, OutputStream] = {}
 
     def attach(self, stream: OutputStream) -> None:
-        """Subscribe to a request's tokens, now or once the feed is open."""
+        """Subscribe to a request's tokens, immediately or once the feed is open."""
         self._streams[stream.feed_number] = stream
         if self.is_open:
             self._send(_attach(stream))
@@ -59,7 +59,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
             self._give_up_later([stream.feed_number])
 
     def detach(self, stream: OutputStream) -> None:
-        """Unsubscribe; no effect if it was not attached."""
+        """Unsubscribe from a request's tokens; no effect if the stream was not attached."""
         if self._streams.pop(stream.feed_number, None) is not None and self.is_open:
             self._send(pb.FeedCommand(detach=pb.FeedDetach(stream=stream.feed_number)))
 
@@ -210,7 +210,7 @@ class FeedPool:
         return self._discovery.name_of(target)
 
     def attach(self, stream: OutputStream) -> None:
-        """Subscribe to a request's tokens at all schedulers."""
+        """Subscribe to a request's tokens on the feeds of all schedulers."""
         self._waiting[stream.feed_number] = stream
         for feed in self.feeds.values():
             feed.attach(stream)

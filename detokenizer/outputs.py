@@ -68,7 +68,7 @@ class OutputCursor:
 
 
 def _before(tensors: Iterable[Tensor], end: int) -> Iterator[Tensor]:
-    """Yield the tensors, without the rows for output tokens from `end` on."""
+    """Yield the tensors without their rows for output tokens from `end` on."""
     for tensor in tensors:
         kept = tensor if tensor.name.startswith(CONTEXT) else tensor.before(end)
         if kept is not None:

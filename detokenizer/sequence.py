@@ -45,7 +45,7 @@ class SequenceText:
     """Text state of one sequence.
 
     Attributes:
-        num_tokens: Tokens processed so far.
+        num_tokens: Number of tokens processed so far.
         stop_at: Number of tokens up to the one that completed a stop word; None before that.
         prompt_text: Final text of the prompt; the caller delivers it first.
     """

@@ -98,7 +98,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
         """Serve one router until it disconnects."""
         ready = asyncio.Event()
         connection = self.connect(ready.set)
-        # Signals the open stream to the router before there is output.
+        # The headers tell the router that the stream is open before there is output.
         await context.send_initial_metadata(())
         try:
             async with asyncio.TaskGroup() as group:

@@ -159,7 +159,7 @@ class OutputStream:
             self._show(sequence.pending)
 
     def add_outputs(self, sequence_index: int, token_offset: int, extras: Extras) -> None:
-        """Add log probabilities and tensors of tokens from `token_offset` on."""
+        """Add log probabilities and tensors of the tokens from `token_offset` on."""
         if self._opened is None or sequence_index >= len(self._sequences):
             return
         sequence = self._sequences[sequence_index]
@@ -268,7 +268,7 @@ class OutputStream:
         return chunks
 
     def _end_offset(self, sequence: _Sequence) -> int:
-        """Return the length of the sequence's output so far, or the router's offset if that is higher."""
+        """Return the length of the sequence's output so far, or the router's offset if that is greater."""
         count = sequence.text.num_tokens if sequence.text.stop_at is None else sequence.text.stop_at
         return max(self._num_prompt + count, sequence.from_token)
 

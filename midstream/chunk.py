@@ -39,7 +39,7 @@ def finish_reason_from_proto(number: int) -> FinishReason | None:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; completion tokens are summed over all sequences."""
+    """Token counts of one request; the number of completion tokens is the sum over all sequences."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -102,7 +102,7 @@ class Chunk:
 
     @property
     def next_offset(self) -> int:
-        """The token offset from which to resume this sequence."""
+        """Token offset from which to resume this sequence."""
         return self.token_offset + len(self.token_ids)
 
     def adds_to(self, num_tokens: int) -> bool:

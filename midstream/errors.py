@@ -51,7 +51,7 @@ class MidstreamError(Exception):
 
 
 class InvalidArgumentError(MidstreamError):
-    """A field of a request is out of range or contradicts another field."""
+    """A field of a request is out of range or conflicts with another field."""
 
     code = StatusCode.INVALID_ARGUMENT
 

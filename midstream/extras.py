@@ -217,7 +217,7 @@ _VALUE_BYTES = 4
 
 
 def tensor_bytes(request: pb.GenerateRequest, num_prompt_tokens: int, vocab_size: int, hidden_size: int) -> int:
-    """Return the maximum total size of all tensors that a request asks for, assuming max_tokens in each sequence."""
+    """Return the maximum total size of all tensors that a request asks for, if each sequence has max_tokens tokens."""
     output = request.output
     num_output_tokens = request.max_tokens * max(request.sampling.num_return_sequences, request.sampling.beam_width, 1)
     num_values = output.return_context_logits * num_prompt_tokens * vocab_size

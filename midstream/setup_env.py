@@ -173,7 +173,9 @@ def _install(steps: Steps, venv: Path, root: Path, pip: list[str], *, is_compile
     if is_compiled:
         steps.run("Compile the CPU kernels", [[python, "-m", "kernels.build", "--here"]])
     else:
-        print("No C++ compiler; install g++ for about 15 times the speed (apt-get install g++, then make clean demo)")
+        print(
+            "No C++ compiler; with g++, the worker is about 15 times as fast (apt-get install g++, then make clean demo)"
+        )
 
 
 def main() -> int:

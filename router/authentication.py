@@ -110,7 +110,7 @@ class Caller:
         """Raise PermissionDeniedError unless the caller has one of `roles`."""
         if self.roles.isdisjoint(roles):
             who = self.name if self.is_authenticated else "a caller without credentials"
-            raise PermissionDeniedError(f"{who} needs the role {name_roles(roles)}")
+            raise PermissionDeniedError(f"{who} must have the role {name_roles(roles)}")
 
     def _digest(self) -> str:
         return hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
@@ -381,7 +381,7 @@ class Authenticator:
         name = next(iter(certificate.common_names), "") if self._by_certificate else ""
         if self._by_certificate and (name or not is_anonymous_enough):
             if certificate.is_of_a_part:
-                raise UnauthenticatedError("the certificate is a service's; a client needs one of its own")
+                raise UnauthenticatedError("the certificate belongs to a service; a client must use one of its own")
             if not 0 < len(name) <= _MAX_CLIENT_ID:
                 raise UnauthenticatedError("a client certificate with a common name is required")
             roles, quota = self._roles.grant_of(name) if self._roles is not None else (DEFAULT_ROLES, Quota())

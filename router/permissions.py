@@ -110,7 +110,7 @@ def parse_roles(text: str, field: str) -> frozenset[Role]:
     try:
         roles = frozenset(Role(name) for name in names)
     except ValueError:
-        raise ConfigError(f"{text!r} is not a list of generate, observe and admin", field=field) from None
+        raise ConfigError(f"{text!r} must be a list of generate, observe and admin", field=field) from None
     return ALL_ROLES if Role.ADMIN in roles else roles
 
 

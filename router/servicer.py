@@ -112,7 +112,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         return response
 
     async def GetModelInfo(self, request: loads_pb2.GetModelInfoRequest, context: object) -> loads_pb2.ModelInfo:  # noqa: N802
-        """Return model information from the model folder, and `features` from the workers."""
+        """Return model information from the model folder, and the workers' `features`."""
         model = self._model
         check_model(request.model, model)
         info = loads_pb2.ModelInfo(

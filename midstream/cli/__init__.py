@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         hint = ""
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
-            hint = "; --run-dir and MIDSTREAM_HOME name other folders"
+            hint = "; --run-dir and MIDSTREAM_HOME select other folders"
         print(f"midstream {parsed.command}: {error}{hint}", file=sys.stderr)
         return 1
     return status

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
                  "-subj", "/CN=midstream authority")  # fmt: skip
     for name in arguments.names:
         _issue(folder, name, arguments.host or ["localhost", "127.0.0.1"], days)
-    print(f"authority: {folder / 'ca.pem'} (keep its key, ca.key, secret: it signs other certificates)")
+    print(f"authority: {folder / 'ca.pem'} (keep its key, ca.key, secret, since it signs other certificates)")
     for name in arguments.names:
         print(f"{name}: {folder / name}.pem and {folder / name}.key")
     return 0

@@ -54,7 +54,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None, 
         "--frequency-penalty", type=float, metavar="P", help="Penalty per occurrence of each generated token. [0]"
     )
     parser.add_argument(
-        "--no-repeat-ngram-size", type=int, metavar="N", help="Never repeat N tokens in a row; 0: no limit. [0]"
+        "--no-repeat-ngram-size", type=int, metavar="N", help="Never repeat a sequence of N tokens; 0: no limit. [0]"
     )
     parser.add_argument("--min-tokens", type=int, metavar="N", help="Generate at least N tokens. [0]")
     parser.add_argument("--seed", type=int, metavar="N", help="Seed for reproducible sampling. [random]")

@@ -62,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Kill processes while answers stream, and compare every token with an undisturbed run.",
     )
     parser.add_argument("--kills", type=int, default=8, metavar="N", help="With --kill: number of kills. [8]")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="With --kill: write the view as an animated SVG.")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="With --kill: write the view to this file as an animated SVG."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -40,7 +40,9 @@ _PACKAGES = {
 
 
 class Verdict(StrEnum):
-    """Result of a check. `slow`: a service would run below its normal speed; `fault`: a service would not run."""
+    """Result of a check: `slow` means that a service would run below its normal speed, `fault` that it would not
+    run.
+    """
 
     GOOD = "good"
     SLOW = "slow"
@@ -145,7 +147,7 @@ def _compute() -> Iterator[Finding]:
 def _kernel_cure() -> str:
     if shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++"):
         return "the kernels need a CPU with AVX2, FMA and F16C"
-    return "install g++ for about 15 times the speed (apt-get install g++)"
+    return "install g++, which makes the worker about 15 times as fast (apt-get install g++)"
 
 
 def _memory(model: str) -> Finding:
@@ -180,7 +182,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 def _shared_memory(folder: Path) -> Finding:
     if not os.access(folder, os.W_OK):
-        cure = "mount a tmpfs at /dev/shm; without it a worker crash loses its KV cache"
+        cure = "mount a tmpfs at /dev/shm; without it, a worker that crashes loses its KV cache"
         return Finding("shared memory", Verdict.SLOW, f"{folder} is not writable", cure)
     free = shutil.disk_usage(folder).free
     text = f"{free / _GIB:.1f} GiB free in {folder}"
@@ -221,7 +223,7 @@ def _model(model: str) -> Finding:
     try:
         folder = open_model_folder(model)
     except (MidstreamError, OSError) as error:
-        return Finding("model", Verdict.FAULT, str(error), "name a folder, a .gguf file, or ORG/NAME on the Hub")
+        return Finding("model", Verdict.FAULT, str(error), "give a folder, a .gguf file, or ORG/NAME on the Hub")
     num_bytes = sum(file.stat().st_size for file in folder.weight_files)
     text = f"{folder.name}: {folder.architecture}, {num_bytes / 1e6:,.0f} MB of {folder.weights_format}"
     return Finding("model", Verdict.GOOD, text)

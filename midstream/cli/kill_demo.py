@@ -190,7 +190,8 @@ class KillDemo:
             return
         position = _first_difference(answer.token_ids, reference.token_ids)
         what = (
-            error or f"{len(answer.token_ids)} tokens, {len(reference.token_ids)} expected, the first {position} equal"
+            error
+            or f"{len(answer.token_ids)} tokens instead of {len(reference.token_ids)}; the first {position} are equal"
         )
         self.differences.append(f"{answer.prompt!r}: {what}")
         self._changed(f"DIFFERENT {self.differences[-1]}")
@@ -217,7 +218,7 @@ class KillDemo:
             self._state_changed.clear()
             await self._state_changed.wait()
         kill.back_s = time.monotonic()
-        self._changed(f"{part.name} is back after {kill.back_s - kill.killed_s:.1f} s")
+        self._changed(f"{part.name} is ready again after {kill.back_s - kill.killed_s:.1f} s")
 
     def _is_back(self, killed: ProcessState) -> bool:
         processes = self._state().processes

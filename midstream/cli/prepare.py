@@ -24,12 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"A Hugging Face folder, a .gguf file, or `{EMBEDDED_MODEL}`. [{EMBEDDED_MODEL}]",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="New folder to copy it to. [the cache that services use]"
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="New folder to which the model is copied. [the cache that services use]",
     )
     parser.add_argument(
         "--weights",
         choices=("int4", "int8"),
-        help="Quantize its linear layers: int4 in groups of 32, int8 per row. Writes a compressed-tensors "
+        help="Quantize the model's linear layers: int4 in groups of 32, int8 per row. Writes a compressed-tensors "
         "checkpoint to --output, and reports the change in perplexity on a text.",
     )
     parser.add_argument(

@@ -147,7 +147,7 @@ class RunDir:
         try:
             return _parse_state(json.loads(text))
         except (ValueError, TypeError, KeyError):
-            raise ConfigError(f"{self._state_file} is damaged or of another version; delete it") from None
+            raise ConfigError(f"{self._state_file} is damaged or from another version; delete it") from None
 
 
 def orphans(state: RunState | None) -> list[ProcessState]:

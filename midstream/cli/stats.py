@@ -1,4 +1,4 @@
-"""`midstream stats`: statistics of the scheduler's iterations, under TensorRT-LLM's names."""
+"""`midstream stats`: show statistics of the scheduler's iterations, with TensorRT-LLM's names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="SECONDS",
-        help="With --follow, minimum seconds between iterations shown. [1]",
+        help="With --follow, minimum number of seconds between iterations shown. [1]",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON, one object per line.")
     add_connection(parser)

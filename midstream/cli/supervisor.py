@@ -87,7 +87,7 @@ class Supervisor:
             OSError: The run directory cannot be written.
         """
         stop_orphans(self._run_dir.read_state())
-        self._run_dir.write_state(self.state)  # if the state cannot be written, start nothing
+        self._run_dir.write_state(self.state)  # if the state cannot be written, no process is started
         self._changed()
         lives = [asyncio.create_task(process.live(), name=process.name) for process in self._processes]
         try:

@@ -22,7 +22,7 @@ from midstream.security.private_folder import is_private
 HOST = "127.0.0.1"
 # These ports are below the kernel's ephemeral port range, so that a restarted process finds its port free.
 _SPARE_PORTS = range(20_000, 32_000)
-# The maximum number of processes of each kind that one machine can reasonably run.
+# Maximum number of processes of each kind that one machine can reasonably run.
 _MAX_REPLICAS = 64
 # Only routers have ports for clients, regardless of MIDSTREAM_HOST.
 _INNER = ("--host", HOST)

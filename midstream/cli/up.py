@@ -89,8 +89,8 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
     add_run_dir(parser)
     parser.epilog = (
         "Any service setting can be set by a variable: MIDSTREAM_MAX_BATCH_SIZE=64 midstream up. `midstream "
-        "scheduler --help` lists those of the scheduler, and so on. Only routers listen on --host; all other "
-        "processes use the loopback address."
+        "scheduler --help` lists those of the scheduler, and likewise for the other services. Only routers listen "
+        "on --host; all other processes use the loopback address."
     )
 
 

@@ -1,4 +1,4 @@
-"""The Python client: `AsyncClient` and `Client` stream from any router and fail over to another."""
+"""The Python client: `AsyncClient` and `Client` stream from any router, and fail over to another if it is lost."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ class AsyncClient:
             raise error_from_rpc(error) from None
 
     async def request_stats(self, request_ids: Sequence[str]) -> list[stats_pb2.RequestStats]:
-        """Return the states of running and recently finished requests; unknown ones are omitted."""
+        """Return the states of running and recently finished requests; unknown requests are omitted."""
         request = stats_pb2.GetRequestStatsRequest(request_ids=request_ids)
         answer = await self._ask(lambda stub: stub.GetRequestStats(request, timeout=_CALL_TIMEOUT_S))
         return list(answer.requests)

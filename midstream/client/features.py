@@ -1,4 +1,4 @@
-"""Request options besides sampling: guided decoding, speculative decoding, KV block retention."""
+"""Request options besides sampling: guided decoding, speculative decoding, and retention of KV blocks."""
 
 from __future__ import annotations
 

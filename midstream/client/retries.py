@@ -18,7 +18,7 @@ class Retries:
     """Decides whether to retry, until the deadline and, without progress, for at most `unavailable_timeout_s`."""
 
     def __init__(self, timeout_s: float | None, unavailable_timeout_s: float) -> None:
-        """`timeout_s` counts from the first call."""
+        """`timeout_s` is measured from the first call."""
         self._timeout_s = timeout_s
         self._unavailable_timeout_s = unavailable_timeout_s
         self._deadline: float | None = None

@@ -70,7 +70,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close all connections and end the thread."""
+        """Close all connections, and end the background thread."""
         self._run(self._client.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -42,7 +42,7 @@ class RouterConfig(GrpcServiceConfig):
     )
     max_concurrent_streams: int = setting(4096, "Maximum concurrent streams on this router.")
     max_streams_per_client: int = setting(
-        1024, "Maximum concurrent streams per client, or per address without a client id."
+        1024, "Maximum concurrent streams per client, or per address for clients without an id."
     )
     auth: str = setting(
         "none", "How clients authenticate; mtls: by client certificate.", choices=("none", "token", "mtls")
@@ -90,6 +90,6 @@ class RouterConfig(GrpcServiceConfig):
         False, "Log a line for each finished request with its finish reason, token counts and duration."
     )
     throughput_log_s: float = setting(
-        10.0, "Seconds between log lines with throughput and open streams, while there are any; 0: none."
+        10.0, "Seconds between log lines with throughput and open streams, while there are any; 0: no such lines."
     )
     num_tokenizer_threads: int = setting(2, "Number of threads that tokenize and render templates.")

@@ -37,8 +37,8 @@ class GrpcServiceConfig(ServiceConfig):
 
     internal_transport: str = setting(
         "frames",
-        "Transport of tokens between scheduler, detokenizer and router: frames is faster, grpc works through service "
-        "meshes. Falls back to grpc if the other side lacks frames.",
+        "Transport of tokens between scheduler, detokenizer and router: frames is faster, grpc works through "
+        "service meshes. grpc is also used if the other side does not support frames.",
         choices=("frames", "grpc"),
     )
     tls: bool = setting(False, "Use TLS on the gRPC port and for connections to other services.")

@@ -42,7 +42,7 @@ class WorkerConfig(ServiceConfig):
         "Model implementation: native, transformers (with paged attention), or auto (native where it exists).",
         choices=("auto", "native", "transformers"),
     )
-    tokens_per_block: int = setting(16, "Tokens in one KV block; must equal the scheduler's.")
+    tokens_per_block: int = setting(16, "Number of tokens in one KV block; must equal the scheduler's.")
     max_attention_window: int = setting(
         0, "Maximum attention window in tokens; 0: the model's. Must equal the scheduler's."
     )
@@ -82,12 +82,13 @@ class WorkerConfig(ServiceConfig):
     )
     kv_transfer_port: int = setting(0, "Port for kv_transfer_host; 0: any free one.")
     kv_transfer_bytes: int = setting(
-        1 << 28, "Bytes of fetched KV blocks that a decode worker holds for requests that have not started there."
+        1 << 28,
+        "Maximum bytes of fetched KV blocks that a decode worker holds for requests that have not started there.",
     )
     max_batch_size: int = setting(256, "Maximum number of sequences per step.")
     max_num_tokens: int = setting(0, "Maximum number of tokens per step; 0: 2048 on a GPU, 256 on a CPU.")
     max_sequence_length: int = setting(0, "Maximum number of tokens of prompt and output; 0: the model's limit.")
-    lora_host_cache_bytes: int = setting(1 << 30, "Bytes of adapters cached in host memory.")
+    lora_host_cache_bytes: int = setting(1 << 30, "Maximum bytes of adapters cached in host memory.")
     lora_device_cache_percent: float = setting(
         0.05, "Fraction, 0 to 1, of the memory left after weights and KV pool to use for the adapters on the device."
     )

@@ -12,7 +12,7 @@ from midstream.executor.request import DraftTargetDecodingConfig, NGramDecodingC
 
 
 class CapacitySchedulerPolicy(StrEnum):
-    """Which requests may hold KV blocks; see docs/scheduler.md."""
+    """Policy for which requests may hold KV blocks; see docs/scheduler.md."""
 
     MAX_UTILIZATION = "max_utilization"
     GUARANTEED_NO_EVICT = "guaranteed_no_evict"

@@ -1,4 +1,4 @@
-"""Combines weights and tokenizer from two folders into one model folder."""
+"""Combines weights and a tokenizer from two folders into one model folder."""
 
 from __future__ import annotations
 

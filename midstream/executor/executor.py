@@ -274,12 +274,12 @@ class GenerationExecutor:
         return results[0] if is_one else results
 
     def abort_request(self, request_id: int) -> None:
-        """End a request with finish reason `abort`. No effect if it has ended."""
+        """End a request with finish reason `abort`; no effect if it has already ended."""
         if request_id in self._results:
             self._run(self._client.abort(self._wire_id(request_id)))
 
     def cancel_request(self, request_id: int) -> None:
-        """End a request with finish reason `abort` in its last response. No effect if it has ended."""
+        """End a request with finish reason `abort` in its last response; no effect if it has already ended."""
         self.abort_request(request_id)
 
     def await_responses(

@@ -99,7 +99,7 @@ class Response:
 
 
 def response_of_chunk(chunk: Chunk) -> ResponseResult:
-    """Return the result of one chunk of a sampled sequence."""
+    """Return the result for one chunk of a sampled sequence."""
     log_probs = chunk.extras.log_probs if chunk.extras else None
     return ResponseResult(
         sequence_index=chunk.sequence_index,
@@ -116,7 +116,7 @@ def response_of_chunk(chunk: Chunk) -> ResponseResult:
 
 
 def response_of_beams(beams: Sequence[CompletionOutput], perf_metrics: PerfMetrics | None) -> ResponseResult:
-    """Return the result of a beam search: all beams, best first."""
+    """Return the result for a beam search: all beams, best first."""
     return ResponseResult(
         sequence_index=0,
         output_token_ids=[list(beam.token_ids) for beam in beams],

@@ -1,4 +1,4 @@
-"""The supported model families and how each is served. Tests run every entry; `docs/models.md` is generated from
+"""The supported model families, and how each is served. Tests run every entry; `docs/models.md` is generated from
 them.
 """
 

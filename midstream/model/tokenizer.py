@@ -66,8 +66,9 @@ class Tokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def open_stream(self, before: Sequence[int] = (), *, skip_special_tokens: bool) -> Callable[[int], str | None]:
-        """Return the library's incremental decoder: a function from the next token to any text that is now final. It
-        raises if the decoder changes text that it returned before. `before` are tokens whose text was already returned.
+        """Return the library's incremental decoder, which is a function from the next token to any text that is now
+        final. It raises an error if the decoder changes text that it returned before. `before` has the tokens whose
+        text was already returned.
         """
         stream = DecodeStream(ids=list(before), skip_special_tokens=skip_special_tokens)
         return functools.partial(stream.step, self._tokenizer)

@@ -83,7 +83,7 @@ def _expansion(step: dict[str, Any]) -> int:
 
 
 def main() -> int:
-    """Load and use the tokenizer given on the command line, within limits."""
+    """Load and use the tokenizer given on the command line, within memory and time limits."""
     import tokenizers
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))

@@ -171,7 +171,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
             if self._num_failures < _MAX_FAILURES:
                 raise
             self._num_failures = 0
-            logger.warning("no frame connection to %s %s, using gRPC: %s", self._kind, self.target, error)
+            logger.warning("no frame connection to %s %s; using gRPC: %s", self._kind, self.target, error)
             return None
         self._num_failures = 0
         return connection

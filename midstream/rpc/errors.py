@@ -157,6 +157,6 @@ async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any]) 
         # The caller has disconnected; the failure is usually a write to it.
         logger.debug("error after the end of a call", exc_info=error)
         return
-    # Internal details go only to the log, under the request's id.
+    # Internal details are only logged, with the request's id.
     logger.error("unexpected error in a call", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the log for details")

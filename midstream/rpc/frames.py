@@ -97,7 +97,7 @@ class FrameConnection(asyncio.Protocol):
         self.is_open = False
         self.on_welcome: Callable[[], None] = lambda: None
         self.on_hello: Callable[[bytes], None] = lambda _: self.fail(
-            FrameError("hello received from the accepting side")
+            FrameError("a hello was received from the accepting side")
         )
         self._max_bytes = max_message_bytes + 1
         self._keepalive_s = keepalive_s
@@ -396,7 +396,7 @@ class FrameServer:
         connection = FrameConnection(self._max_message_bytes, _Unknown(lambda: self._unknown.pop(connection, None)))
         connection.on_hello = lambda token: self._greet(connection, token)
         if len(self._unknown) >= _MAX_UNKNOWN:
-            next(iter(self._unknown)).fail(FrameError("too many connections without a hello"))
+            next(iter(self._unknown)).fail(FrameError("too many connections have not sent a hello"))
         self._unknown[connection] = None
         asyncio.get_running_loop().call_later(_HELLO_S, self._expire, connection)
         return connection
@@ -513,7 +513,7 @@ class _Waiting:
         self._welcomed = welcomed
 
     def take(self, body: bytes) -> None:
-        raise FrameError("message received before the welcome")
+        raise FrameError("a message was received before the welcome")
 
     def resume(self) -> None:
         pass

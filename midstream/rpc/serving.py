@@ -171,7 +171,7 @@ class Server:
             self._failed.set()
 
     def depend_on(self, task: asyncio.Task[None]) -> None:
-        """Fail if `task` ends before the process drains."""
+        """Stop the process with an error if `task` ends before the process drains."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and not self.draining.is_set():

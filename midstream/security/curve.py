@@ -24,7 +24,7 @@ _MAX_FILE_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A public and a secret key, as Z85 text."""
+    """A public key and a secret key, as Z85 text."""
 
     public: bytes
     secret: bytes

@@ -115,7 +115,7 @@ REASONING_FORMATS: dict[str, ThinkTags | None] = {
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Rule that selects a format: by architecture, or by text that the template contains and does not contain."""
+    """Rule that selects a format: by architecture, or by text that the template must or must not contain."""
 
     name: str
     contains: tuple[str, ...] = ()

@@ -110,7 +110,7 @@ class _Speller:
         return self._tokens.get(found[0]) if found else None
 
     def __call__(self, text: str) -> str:
-        """Return the terms for `text`; empty for empty text."""
+        """Return the terms for `text`; empty if `text` is empty."""
         terms, position = [], 0
         for found in self._split.finditer(text):
             terms.append(_literal(text[position : found.start()]))

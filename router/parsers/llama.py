@@ -48,7 +48,7 @@ def bare_calls(machine: Machine, tag: str, *, is_tagged: bool = False) -> Steps[
 
 
 def _start(machine: Machine) -> Steps[str]:
-    """Consume and return any leading text that means no call can follow; empty if calls may follow."""
+    """Consume and return any leading text after which no call can follow; return empty text if calls may follow."""
     raw = ""
     if (yield from machine.accept("[")):
         raw += "[" + (yield from machine.take_space())

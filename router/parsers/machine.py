@@ -117,11 +117,11 @@ class Machine:
             self._events.append(ReasoningDelta(text))
 
     def open_call(self, name: str) -> None:
-        """Begin a call whose arguments are streamed."""
+        """Begin a call whose arguments arrive in pieces."""
         self._events.append(CallBegin(self._num_calls, name))
 
     def arguments(self, text: str) -> None:
-        """Emit more of the open call's arguments."""
+        """Emit a further piece of the open call's arguments."""
         self._events.append(CallArguments(self._num_calls, text))
 
     def close_call(self) -> None:
@@ -247,7 +247,7 @@ class Machine:
             yield
 
     def take_space(self) -> Steps[str]:
-        """Consume and return all white space that comes next."""
+        """Consume and return all white space at the current position."""
         return (yield from self.take_run(_SPACE))
 
     def peek(self) -> Steps[str]:
@@ -287,7 +287,7 @@ def _overlap(text: str, markers: Sequence[str]) -> int:
 
 
 def refuse_constant(name: str) -> object:
-    """Reject NaN and infinities, which Python's json module accepts; a `parse_constant` callback."""
+    """Reject NaN and infinities, which Python's json module would accept; for use as a `parse_constant` callback."""
     raise ValueError(f"{name} is not valid in JSON")
 
 

@@ -60,5 +60,5 @@ def choose_home(cells: Sequence[CellT], request_id: str) -> CellT:
 
 
 def _affinity(name: str, prefix: Sequence[int], cache_salt: str) -> bytes:
-    """Return a rendezvous hash: when a cell is added or removed, only the prefixes of that cell move."""
+    """Return a rendezvous hash, with which only the prefixes of a cell move when that cell is added or removed."""
     return hashlib.blake2b(f"{name}\0{cache_salt}\0{list(prefix)}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""The schedulers that this router submits to. A cell is one scheduler with its workers; usually there is one.
+"""The schedulers to which this router submits requests. A cell is one scheduler with its workers; usually there is one.
 
 With several cells, the router follows each one's KV events to choose between them (cell_choice).
 """
@@ -111,7 +111,7 @@ class Cell:
                 if loop.time() + delay > give_up_at:
                     raise UnavailableError(f"the scheduler is not accepting requests: {error.details()}") from None
                 if self.is_gone:
-                    raise UnavailableError(f"the scheduler at {self.name} is gone") from None
+                    raise UnavailableError(f"the scheduler at {self.name} was removed") from None
                 logger.info("submit to %s failed: %s; retrying", self.name, error.details(), extra={"attempt": attempt})
             else:
                 if answer.attached:

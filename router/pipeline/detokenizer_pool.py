@@ -24,7 +24,7 @@ from router.pipeline.streams import ClientStream
 
 _CONNECT_TIMEOUT_S = 2.0
 _REFUSAL_S = 0.5
-# A detokenizer responds within milliseconds; a stalled one is replaced quickly.
+# A detokenizer responds within milliseconds, so a stalled one is replaced quickly.
 _SILENCE_S = 3.0
 _Call = grpc.aio.StreamStreamCall[pb.StreamCommand, pb.StreamBatch]
 
@@ -109,7 +109,7 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
 
 
 class Attachment:
-    """The detokenizer that a ClientStream is attached to."""
+    """The detokenizer to which a ClientStream is attached."""
 
     __slots__ = ("_number", "link")
 
@@ -128,7 +128,7 @@ class DetokenizerPool:
     def __init__(
         self, targets: str, max_message_bytes: int, tls: Tls | None = None, *, transport: str = "grpc"
     ) -> None:
-        """`transport` is the value of the setting of that name."""
+        """`transport` is the value of the setting with that name."""
         self._transport = transport
         self.links: dict[str, DetokenizerLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -29,7 +29,7 @@ from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import keep
 
 MAX_INPUTS = 2048
-# Maximum concurrent inputs of one call.
+# Maximum number of concurrent inputs of one call.
 _NUM_CONCURRENT = 64
 _INPUT_FIELDS = ("input", "prompt", "token_ids", "chat")
 
@@ -45,7 +45,7 @@ class Pooling(StrEnum):
 
 
 def pooling_of(folder: Path) -> Pooling | None:
-    """Return the pooling that the model was trained for, according to sentence-transformers' `1_Pooling/config.json`.
+    """Return the pooling for which the model was trained, according to sentence-transformers' `1_Pooling/config.json`.
 
     Returns:
         None if it is neither LAST nor MEAN; LAST if the model has no such file.

@@ -71,7 +71,7 @@ from router.pipeline.virtual_tokens import put_table_first, take_embeddings
 logger = logging.getLogger(__name__)
 
 _REATTACH_S = 0.05
-# How long a disconnected client may take to reconnect.
+# Time for which a disconnected client may reconnect.
 _RETURN_S = 0.5
 
 

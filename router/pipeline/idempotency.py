@@ -61,7 +61,7 @@ def check_no_id(request_id: str) -> None:
 
 
 def keep(request: pb.GenerateRequest) -> None:
-    """Detach a request from its client, and keep its output after its end."""
+    """Detach a request from its client, and keep its output after it has ended."""
     request.detached = True
     request.keep_s = max(request.keep_s, _KEEP_S)
 

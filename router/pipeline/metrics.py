@@ -18,8 +18,8 @@ class RouterMetrics:
     """Metrics of this router's clients.
 
     Attributes:
-        num_tokens: Tokens sent so far, for the throughput log.
-        num_ended: Requests ended so far, for the throughput log.
+        num_tokens: Number of tokens sent so far, for the throughput log.
+        num_ended: Number of requests that have ended so far, for the throughput log.
     """
 
     def __init__(self, metrics: Metrics, *, logs_requests: bool = False) -> None:

@@ -45,7 +45,7 @@ class _Rate:
         self._level = self.level(now) - amount
 
     def seconds_until(self, level: float, now: float) -> float:
-        """Return the seconds until the bucket reaches this level."""
+        """Return the number of seconds until the bucket reaches this level."""
         return max(level - self.level(now), 0.0) * _PERIOD_S / self.limit
 
 

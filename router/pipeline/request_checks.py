@@ -135,7 +135,9 @@ def check_request(
     _at_most(request.keep_s, MAX_KEEP_S, "keep_s")
     _Range(0, 1 << 62).check(request.arrival_time_unix_ns, "arrival_time_unix_ns")
     if request.HasField("max_tokens") and not (request.max_tokens or _reports_prompt(request)):
-        raise InvalidArgumentError("must be at least 1 without an output of the prompt", field="max_tokens")
+        raise InvalidArgumentError(
+            "must be at least 1 unless the output includes anything of the prompt", field="max_tokens"
+        )
     check_virtual_tokens(request, model)
     _check_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")
     if request.sampling.HasField("beam_width"):
@@ -347,7 +349,7 @@ def _check_words(words: Iterable[str], limit: int, field: str) -> None:
             raise InvalidArgumentError("must not contain an empty word", field=field)
         if len(word) > MAX_STOP_WORD_CHARACTERS:
             raise InvalidArgumentError(
-                f"contains a word of {len(word)} characters; must be at most {MAX_STOP_WORD_CHARACTERS}", field=field
+                f"contains a word of {len(word)} characters; must have at most {MAX_STOP_WORD_CHARACTERS}", field=field
             )
 
 

@@ -38,8 +38,8 @@ class ClientStream:
         from_token_by_sequence: Sequence[int] = (),
         on_overflow: Callable[[], None] = lambda: None,
     ) -> None:
-        """The client already has the first `from_token` tokens of each sequence, or those given by
-        `from_token_by_sequence`.
+        """The client already has the first `from_token` tokens of each sequence, or the number that
+        `from_token_by_sequence` gives for it.
         """
         self.request_id = request_id
         self.is_final = False

@@ -47,13 +47,13 @@ def check_virtual_tokens(request: pb.GenerateRequest, model: ModelFolder) -> Non
 
 
 def num_token_ids(request: pb.GenerateRequest, model: ModelFolder) -> int:
-    """Return the exclusive upper bound of the prompt's token ids."""
+    """Return the exclusive upper bound on the prompt's token ids."""
     table = request.prompt_tuning.table.shape
     return model.vocab_size + (table[0] if table else 0)
 
 
 def take_embeddings(request: pb.GenerateRequest, model: ModelFolder) -> None:
-    """Convert checked prompt embeddings into a table of virtual tokens and their ids."""
+    """Convert prompt embeddings, already checked, to a table of virtual tokens and their ids."""
     if request.WhichOneof("input") == "prompt_embeddings":
         request.prompt_tuning.table.CopyFrom(request.prompt_embeddings)
         first, count = model.vocab_size, request.prompt_embeddings.shape[0]

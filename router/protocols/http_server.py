@@ -67,7 +67,7 @@ class _Protocol(HttpToolsProtocol):
 
     limits: ConnectionLimits
     timeouts_s: tuple[float, float]
-    _num_held_bytes = 0  # bytes received of an incomplete head or body
+    _num_held_bytes = 0  # number of bytes received of an incomplete head or body
     _is_too_large = False
     _is_counted = False
     _timer: asyncio.TimerHandle | None = None

@@ -38,7 +38,7 @@ class Samples:
         self._readings: deque[_Reading] = deque()
 
     def since(self, number: int) -> list[status_pb2.StatusSample]:
-        """Return the kept samples with higher numbers than `number`."""
+        """Return the kept samples whose numbers are greater than `number`."""
         num_new = min(self.last_number - number, len(self.kept))
         return list(self.kept)[len(self.kept) - num_new :]
 
@@ -144,7 +144,7 @@ def _between(before: _Reading, after: _Reading, name: str) -> tuple[list[float],
 
 
 def _same_life(reading: _Reading, name: str, cell: status_pb2.CellStatus) -> status_pb2.CellStatus | None:
-    """Return the cell's status in an earlier reading; None if its scheduler has restarted since."""
+    """Return the cell's status in an earlier reading; None if the cell's scheduler has restarted since then."""
     earlier = reading.cells.get(name)
     if earlier is None or earlier.scheduler_epoch != cell.scheduler_epoch:
         return None

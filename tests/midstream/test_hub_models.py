@@ -146,7 +146,7 @@ def test_what_cannot_be_downloaded_is_said_with_its_cure(hub: str, tmp_path: Pat
     cures = {
         "acme/private": "set HF_TOKEN",
         "acme/none": "neither on this machine nor on the Hub",
-        "acme/gated": "licence",
+        "acme/gated": "license",
         "acme/tiny@v9": "no revision 'v9'",
         "acme/tiny/none.gguf": "no file",
     }

@@ -26,9 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workload", action="append", choices=sorted(workloads.WORKLOADS), help="Workload to send; repeatable. [all]"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="Compare the service with this machine's limits in about a minute."
+        "--quick",
+        action="store_true",
+        help="Compare the service with the limits of this machine; takes about a minute.",
     )
-    parser.add_argument("--concurrency", type=int, nargs="+", help="Sweep: uniform requests at these concurrencies.")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", help="Sweep: uniform requests at each of these concurrencies."
+    )
     parser.add_argument("--num-prompt-tokens", type=int, default=128, help="Prompt length of a sweep. [128]")
     parser.add_argument("--max-tokens", type=int, default=128, help="Output length of a sweep. [128]")
     parser.add_argument(
@@ -79,7 +83,7 @@ async def _run_all(arguments: argparse.Namespace) -> list[RunResult]:
     results = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for repetition in range(arguments.repeat):
-            # Use another seed each time: repeated prompts would hit the prefix cache.
+            # Use another seed for each run, since repeated prompts would hit the prefix cache.
             for workload in _chosen(arguments, arguments.seed + repetition):
                 total = sum(request.max_tokens for request in workload.requests)
                 task = progress.add_task(workload.name, total=total)

@@ -1,1 +1,1 @@
-"""`midstream top`: live view of a running service on a terminal."""
+"""`midstream top`: a live view of a running service on a terminal."""

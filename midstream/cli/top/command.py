@@ -1,4 +1,4 @@
-"""`midstream top`: the command, its keys, and reconnection."""
+"""`midstream top`: the command, its keys, and how it reconnects."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class MessagesApi:
         self._models = Models(self._folder, front.runner.cells)
 
     def routes(self) -> list[Route]:
-        """Return the routes, for the HTTP port."""
+        """Return the routes for the HTTP port."""
         posts: dict[str, Endpoint] = {_PATH: self._create, f"{_PATH}/count_tokens": self._count}
         return [Route(path, _mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
 

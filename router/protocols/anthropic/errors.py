@@ -27,7 +27,7 @@ def http_status(error: MidstreamError) -> int:
 
 
 def headers(error: MidstreamError, request_id: str = "") -> dict[str, str]:
-    """Return headers with the request id and the retry delay."""
+    """Return the headers with the request id and the retry delay."""
     found = {"request-id": request_id} if request_id else {}
     if isinstance(error, OverloadedError):
         found["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))

@@ -1,4 +1,4 @@
-"""Converts the body of a /v1/messages call into a conversation."""
+"""Converts the body of a /v1/messages call to a conversation."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ NS_PER_S = 1_000_000_000
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id; ids sort in the order of their creation."""
+    """Return a new id; ids sort in the order in which they were created."""
     return f"{prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
 
 

@@ -44,7 +44,7 @@ class Leases:
         self._documents = documents
         self._lease_s = lease_s
         self._holder = uuid.uuid4().hex
-        # Version of each entry, and the loop time when it was first seen.
+        # Version of each entry, and the loop time at which that version was first seen.
         self._seen: dict[tuple[Cell, str], tuple[int, float]] = {}
 
     async def add(self, cell: Cell, owner: str, batch_id: str) -> None:

@@ -48,7 +48,7 @@ _CHUNK_CHARACTERS = 1 << 20
 PRIORITY = -75
 _RETRIED = frozenset({408, 429, 499, 503})
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
-# How long running lines may take to finish when a batch is cancelled.
+# Maximum time for running lines to finish when a batch is cancelled.
 _CANCEL_GRACE_S = 10.0
 # A line may time out this long before its batch expires, because the clock is read separately for each.
 _CLOCK_S = 0.5
@@ -128,7 +128,7 @@ class BatchRunner:
         try:
             await asyncio.wait((working, keeping), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                logger.warning("another router has taken batch %s over", lease.batch_id)
+                logger.warning("another router has taken over batch %s", lease.batch_id)
                 return
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)

@@ -103,7 +103,7 @@ def _parse(item: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> In
         values = _unpack(datatype, raw) if raw is not None else getattr(item.contents, _CONTENTS[datatype])[:]
         num_values = len(values)
     if num_values != prod(shape):
-        raise ValueError(f"has {num_values} elements; its shape {list(shape)} requires {prod(shape)}")
+        raise ValueError(f"has {num_values} elements; its shape {list(shape)} requires {prod(shape)} elements")
     return InputTensor(item.name, datatype, shape, values, data)
 
 

@@ -130,7 +130,7 @@ def document(model: ModelFolder) -> Part:
         "/detokenize": {"post": _post("The text of token ids.", detokenize, ["tokens"])},
         "/v1/models": {"get": _get("The model and its loaded adapters.")},
         "/v1/models/{name}": {"get": _get("A model or adapter by name.") | _with(named)},
-        "/health": {"get": _get("Health of this router; 503 when it cannot serve.")},
+        "/health": {"get": _get("Health of this router; 503 if it cannot serve requests.")},
         "/metrics": {"get": _get("Prometheus' metrics.", "text/plain")},
         "/openapi.json": {"get": _get("This document.")},
     }
@@ -420,5 +420,5 @@ def _responses(media_type: str) -> Part:
     failed = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     return {
         "200": {"description": "Success.", "content": content},
-        "default": {"description": "Error, with the parameter that caused it.", "content": failed},
+        "default": {"description": "Error that names the parameter that caused it.", "content": failed},
     }

@@ -98,7 +98,7 @@ class ResponsesApi:
         self._models = Models(self._folder, front.runner.cells)
 
     def routes(self) -> list[Route]:
-        """Return the routes, for the HTTP port."""
+        """Return the routes for the HTTP port."""
         one = f"{_PATH}/{{response_id}}"
         endpoints: list[tuple[str, str, Endpoint]] = [
             ("POST", _PATH, self._create),
@@ -249,7 +249,7 @@ class ResponsesApi:
         return self._front.resume(stored.response_id, 0, (), None)
 
     async def whole(self, stored: StoredResponse, writer: ResponseWriter, output: Output) -> Fields:
-        """Return the complete response once it has ended."""
+        """Return the complete response after it has ended."""
         reader = SequenceReader(stored.job.conversation, stored.response_id, 0)
         writer.begin()
         async with output:

@@ -146,7 +146,7 @@ def _call_id(item: Body) -> str:
 
 
 def _arguments(item: Body) -> object:
-    """Parse a call's arguments into an object, as templates expect."""
+    """Parse a call's arguments to an object, which templates expect."""
     try:
         return json.loads(item.text("arguments") or "{}")
     except (ValueError, RecursionError):
