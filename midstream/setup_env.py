@@ -174,7 +174,7 @@ def _install(steps: Steps, venv: Path, root: Path, pip: list[str], *, is_compile
         steps.run("Compile the CPU kernels", [[python, "-m", "kernels.build", "--here"]])
     else:
         print(
-            "No C++ compiler; with g++, the worker is about 15 times as fast (apt-get install g++, then make clean demo)"
+            "No C++ compiler; with g++ the worker is about 15 times as fast (apt-get install g++, then make clean demo)"
         )
 
 
