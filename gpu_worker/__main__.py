@@ -19,7 +19,8 @@ def main() -> int:
     """Run a worker, or one rank of a worker that has several.
 
     Returns:
-        The exit code: 0 drained, 2 wrong configuration, 3 rejected by the scheduler, 4 another rank is gone.
+        The exit code: 0 if drained, 2 if the configuration is wrong, 3 if the scheduler rejected the worker, 4 if
+        another rank is gone.
     """
     try:
         config = load_config(WorkerConfig, "gpu_worker")

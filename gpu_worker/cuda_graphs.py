@@ -87,7 +87,7 @@ class Shape:
         return [self.num_tokens] * 4 + [self.num_rows] * 4 + [self.num_rows + 1]
 
     def takes(self, num_tokens: int, num_rows: int, num_sampled: int) -> bool:
-        """Return whether a step with this many tokens, sequences and sampled tokens fits this shape."""
+        """Return whether a step with these numbers of tokens, sequences and sampled tokens fits this shape."""
         if self.is_decode and not num_tokens == num_rows == num_sampled:
             return False
         return num_tokens <= self.num_tokens and max(num_rows, num_sampled) <= self.num_rows
@@ -222,7 +222,7 @@ class GraphDecoder:
         return self._decoder.place_adapter(adapter)
 
     def use_cache(self, kv: KvCache) -> None:
-        """Use this cache from now on; drop graphs recorded over another."""
+        """Use this cache from now on; drop graphs that were recorded over another cache."""
         self.clear()
         self._decoder.use_cache(kv)
 
@@ -236,7 +236,7 @@ class GraphDecoder:
     def close(self) -> None:
         """Destroy all graphs, and wait until the device has finished using them.
 
-        NCCL waits for the graphs that hold its operations before it ends a communicator, so call this first.
+        NCCL ends a communicator only when no graph holds its operations any more, so call this first.
         """
         self.clear()
         gc.collect()

@@ -34,10 +34,10 @@ class Limits:
 
     @classmethod
     def of(cls, config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> Limits:
-        """Return the limits set by settings, model folder and device.
+        """Return the limits that follow from the settings, the model folder and the device.
 
         Raises:
-            ConfigError: max_sequence_length exceeds the model's.
+            ConfigError: max_sequence_length exceeds the model's limit.
         """
         length, longest = (
             config.max_sequence_length or folder.max_sequence_length,

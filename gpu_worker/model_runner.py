@@ -68,7 +68,7 @@ class Launched:
 
     Attributes:
         missing_blocks: Blocks to adopt whose contents were not found.
-        chosen: What was sampled, on the device.
+        chosen: The sampled tokens, on the device.
         output: The step's output, once it is available.
     """
 
@@ -221,7 +221,7 @@ class ModelRunner:
         return launched.output
 
     def _can_run_ahead(self, prepared: PreparedStep) -> bool:
-        """Return whether the next step may be launched before the tokens of this one are known on the host."""
+        """Return whether the next step may be launched before the host knows the tokens of this one."""
         rows = prepared.sampled_rows
         return (
             self.runs_ahead
@@ -267,7 +267,7 @@ class ModelRunner:
             sampled = launched.chosen.read(launched.copy.wait())
             self._rows.fill(launched.pending, sampled.token_ids)
             errors = tuple((int(launched.chosen.rows[place]), error) for place, error in sampled.errors)
-            # Time spent waiting for the previous step does not count.
+            # Exclude the time spent waiting for the previous step.
             now = time.perf_counter()
             took = now - max(launched.started, self._last_end)
             launched.output = StepOutput(sampled.token_ids, sampled.log_probs, errors, took)
@@ -407,7 +407,7 @@ class ModelRunner:
                 self._run_with_adapter()
 
     def _run_with_adapter(self) -> None:
-        """Run full batches of sequences that use an adapter, if it fits."""
+        """Run full batches of sequences that use an adapter, if an adapter fits into the cache."""
         adapter = zero_adapter(self.model.description)
         if self.adapters.size_of(adapter) <= self.adapters.device_bytes:
             ref = self.adapters.add(adapter)
@@ -466,7 +466,7 @@ def _rows_of(contexts: list[ContextChunk]) -> IntArray:
 
 
 def _shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> KvStore | None:
-    """Return the store that holds the KV pool of a CPU worker with shared_kv_folder set; else None."""
+    """Return the store that holds the KV pool of a CPU worker with shared_kv_folder set; None for other workers."""
     if not config.shared_kv_folder or model.device.type != "cpu":
         return None
     if model.description.latent is not None or model.description.state_size:

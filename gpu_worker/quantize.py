@@ -154,7 +154,7 @@ def main() -> int:
     """Quantize a model, and report the loss of quality.
 
     Returns:
-        The exit code: 0, or 2 with the reason on standard error.
+        The exit code: 0, or 2 after printing the reason to standard error.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source")

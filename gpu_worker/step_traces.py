@@ -1,4 +1,4 @@
-"""Trace spans of the worker: one per step and traced request in the step."""
+"""Trace spans of the worker: one for each step and each traced request in it."""
 
 from __future__ import annotations
 

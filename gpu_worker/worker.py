@@ -220,7 +220,7 @@ def _features(runner: ModelRunner) -> list[str]:
 def memory_usage(device: torch.device) -> worker_pb2.MemoryUsage:
     """Return how much memory this process uses on the host and on `device`.
 
-    The link's thread calls this; its current CUDA device is not the one that the compute thread chose.
+    The link's thread calls this, and its current CUDA device is not the one that the compute thread chose.
     """
     usage = worker_pb2.MemoryUsage(cpu_bytes=psutil.Process().memory_info().rss)
     if device.type == "cuda":

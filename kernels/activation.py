@@ -13,7 +13,7 @@ SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Return activation(gate) * up for x [M, 2F], gate first -> [M, F].
 
-    clamped_swiglu is gate * sigmoid(1.702 gate) * (up + 1), with gate up to 7 and up between -7 and 7.
+    clamped_swiglu is gate * sigmoid(1.702 gate) * (up + 1), with gate clamped to at most 7 and `up` clamped to -7..7.
 
     Computed in float64 on a CPU: PyTorch's vector and scalar float32 functions differ in the last bit, and which of
     them processes an element depends on its position in the tensor. Computed in float32 on other devices.

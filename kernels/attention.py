@@ -102,7 +102,9 @@ def _attend(
 def _attend_tiles(
     tiles: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: _Mask, sinks: Tensor | None
 ) -> Tensor:
-    """tiles [T, Hk, R, D], positions [T * QUERY_TILE], keys [N, Hk, KEY_TILE, D], values [N, Hk, KEY_TILE, Dv + 1]."""
+    """Attend with tiles [T, Hk, R, D] at positions [T * QUERY_TILE] over keys [N, Hk, KEY_TILE, D] and values [N, Hk,
+    KEY_TILE, Dv + 1].
+    """
     num_tiles, num_kv_heads, rows, _ = tiles.shape
     num_key_tiles = min(keys.shape[0], int(positions[-1]) // KEY_TILE + 1)
     group = rows // QUERY_TILE

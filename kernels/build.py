@@ -45,7 +45,7 @@ BUILD_OF = {"amx": "avx512"}
 
 
 class BuildError(Exception):
-    """There is no compiler, or compilation failed; the message says which."""
+    """No compiler is installed, or compilation failed; the message says which."""
 
 
 def processor_flags() -> frozenset[str]:
@@ -76,7 +76,7 @@ def library_path(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
 
 
 def build(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
-    """Compile the library unless it exists, and return its path; raises BuildError."""
+    """Compile the library unless it exists, and return its path; raise BuildError if that fails."""
     target = library_path(isa, extra_flags)
     if target.exists():
         return target

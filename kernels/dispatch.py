@@ -197,7 +197,9 @@ def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor,
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row of x [..., H] to unit root mean square, then by weight [H]; the mean is taken in float32."""
+    """Scale each row of x [..., H] to unit root mean square, then multiply it by weight [H]; the mean is computed in
+    float32.
+    """
     if _takes_triton(x):
         return triton.rms_norm(x, weight, eps)
     return torch_rms_norm(x, weight, eps)
@@ -225,7 +227,7 @@ def apply_rotary(
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Return activation(gate) * up for x [M, 2F], gate first -> [M, F].
 
-    clamped_swiglu is gate * sigmoid(1.702 gate) * (up + 1), with gate up to 7 and up between -7 and 7.
+    clamped_swiglu is gate * sigmoid(1.702 gate) * (up + 1), with gate clamped to at most 7 and `up` clamped to -7..7.
     """
     if _takes_triton(x):
         return triton.activate(x, activation)

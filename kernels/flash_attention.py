@@ -28,7 +28,7 @@ class FlashAttention:
 
     Attributes:
         version: 2, 3 or 4.
-        function: That version's paged attention function.
+        function: The paged attention function of this version.
     """
 
     version: int

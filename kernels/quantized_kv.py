@@ -53,7 +53,7 @@ def quantized_paged_attention(
     chunk: int | None = None,
     num_sink_tokens: int = 0,
 ) -> Tensor:
-    """Run paged_attention over a quantized cache by dequantizing the whole cache: correct but slow."""
+    """Run paged_attention over a quantized cache by dequantizing the whole cache, which is correct but slow."""
     keys = k_cache.float() * scales.keys[..., None]
     values = v_cache.float() * scales.values[..., None]
     tables = (block_tables, query_starts, context_lens)

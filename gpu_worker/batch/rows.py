@@ -181,7 +181,7 @@ class Rows:
         return PendingTokens(rows, places, self.occupancies[rows])
 
     def fill(self, pending: PendingTokens, token_ids: IntArray) -> None:
-        """Replace placeholders with their tokens."""
+        """Replace placeholders by their tokens."""
         is_same = self.occupancies[pending.rows] == pending.occupancies
         self.tokens[pending.rows[is_same], pending.places[is_same]] = token_ids[is_same]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpu_worker.batch.step import IntArray
 
-# Maximum steps in flight; each has its own pinned buffer.
+# Maximum number of steps in flight; each has its own pinned buffer.
 _NUM_BUFFERS = 2
 
 

@@ -111,7 +111,9 @@ class AdapterRef:
 
 @dataclass(slots=True)
 class GuideState:
-    """The grammar that a sequence follows, and how much of its output has been sent to which grammar process."""
+    """The grammar that a sequence follows, how much of its output has been sent to a grammar process, and to
+    which one.
+    """
 
     guide: Guide
     life: int = 0

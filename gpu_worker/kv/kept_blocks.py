@@ -36,7 +36,7 @@ class KeptBlocks:
         self._to_come: dict[int, dict[int, int]] = {}
 
     def receive(self, step: worker_pb2.StepBatch) -> None:
-        """Drop the hashes of blocks that a received step may change, and remember the blocks it will fill."""
+        """Drop the hashes of blocks that a received step may change, and remember the blocks that it will fill."""
         new: dict[int, int] = {}
         for block, value in zip(step.hashed_blocks, step.block_hashes, strict=True):
             self._memory[block] = 0

@@ -131,7 +131,7 @@ class AdapterCache(Generic[P]):
         self._device[fingerprint].num_users -= 1
 
     def get(self, ref: AdapterRef) -> Adapter:
-        """Return an adapter on the host; read it first if needed.
+        """Return an adapter on the host, after reading it if needed.
 
         Raises:
             InvalidArgumentError: The folder can no longer be read.

@@ -37,7 +37,7 @@ class AdapterMessages:
         self._tables: dict[str, list[pb.Tensor]] = {}
 
     def clear(self) -> None:
-        """Drop all tables, since the epoch is over."""
+        """Drop all tables, since the epoch has ended."""
         self._tables.clear()
 
     def take(self, message: worker_pb2.SchedulerMessage, epoch: int) -> None:
@@ -50,7 +50,7 @@ class AdapterMessages:
             self.keep(message.prompt_table)
 
     def load(self, message: worker_pb2.LoadLoraAdapter) -> None:
-        """Start reading an adapter, and reply when this has finished."""
+        """Start reading an adapter, and reply when reading has finished."""
         result = worker_pb2.LoraResult(name=message.name, epoch=message.epoch)
         self._cache.load(message.path).add_done_callback(partial(self._answer, result))
 

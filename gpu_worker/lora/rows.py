@@ -68,7 +68,7 @@ class RowAdapters(Generic[P]):
             self._release(row)
 
     def adapters(self, token_rows: IntArray) -> AdapterTokens[P] | None:
-        """Return the adapters of flattened tokens, given each token's row; None, at no cost, if no row has an
+        """Return the adapters of flattened tokens, given each token's row; return None immediately if no row has an
         adapter.
         """
         if not self._placed:
@@ -84,7 +84,7 @@ class RowAdapters(Generic[P]):
         return AdapterTokens(tuple(found), tuple(found.values()), torch.from_numpy(of_row[token_rows]))
 
     def embeddings(self, token_ids: IntArray, token_rows: IntArray) -> tuple[IntArray, VirtualTokens | None]:
-        """Return flattened token ids with virtual tokens set to 0, and the embeddings to use for these."""
+        """Return flattened token ids with virtual tokens set to 0, and the embeddings to use for the virtual tokens."""
         if not self._tables:
             return token_ids, None
         places = np.flatnonzero(token_ids >= self._vocab_size)

@@ -101,7 +101,7 @@ class Decoder(Protocol):
         """Return float32 logits [N, vocab_size] for some rows of the hidden states that a probe kept as `last`."""
 
     def place_adapter(self, adapter: Adapter) -> object:
-        """Convert a LoRA adapter to the form that `ForwardInputs.adapters` takes."""
+        """Convert a LoRA adapter to the form that `ForwardInputs.adapters` requires."""
 
 
 @runtime_checkable

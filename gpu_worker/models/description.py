@@ -179,7 +179,7 @@ LayerParts = Literal["both", "mixer", "feed_forward"]
 
 @dataclass(frozen=True, slots=True)
 class PositionScale:
-    """Scales queries with their position, in layers without rotary embedding (Llama 4).
+    """Scales queries according to their position, in layers without rotary embedding (Llama 4).
 
     The factor is log(floor((p + 1) / floor_scale) + 1) * scale + 1.
     """
@@ -209,7 +209,7 @@ class DecoderDescription:
         rotary: Rotary embedding by layer; None if the layer has none.
         windows: By layer, the number of tokens attended to; None means all.
         num_sink_tokens: Number of first tokens of a sequence that layers with a window also attend to.
-        chunks: By layer, the size of the chunks that attention is limited to; None: no chunks.
+        chunks: By layer, the size of the chunks to which attention is limited; None if there are no chunks.
         scale: Factor of the attention scores.
         softcap: Attention scores s become softcap * tanh(s / softcap); 0 means no soft cap.
         has_sinks: Whether each query head has an attention sink: one extra logit without a value vector.

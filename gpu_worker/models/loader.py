@@ -243,7 +243,7 @@ def _choose_attention(
 
 
 def _check_activations(config: WorkerConfig, device: torch.device) -> None:
-    """Raise UnsupportedError or ConfigError if float8 activations are requested but impossible."""
+    """Raise UnsupportedError or ConfigError if float8 activations are requested but cannot be used."""
     if config.activations != "f8":
         return
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLOAT8_ROWS_CAPABILITY:

@@ -65,7 +65,7 @@ class CpuDecoder:
     """A decoder with `num_threads` threads that computes in float32, except for the inputs of quantized layers.
 
     Attributes:
-        threads: Its threads.
+        threads: The threads that it computes with.
     """
 
     def __init__(

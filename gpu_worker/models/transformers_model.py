@@ -106,7 +106,7 @@ class _FirstLook:
         """Record the window that a mask implements; return the mask unchanged.
 
         Raises:
-            UnsupportedError: The mask is not causal attention within a window.
+            UnsupportedError: The mask does not implement causal attention within a window.
         """
         last = int(self._config.max_position_embeddings) - 1
         num_seen: dict[int, int] = {}
@@ -314,9 +314,7 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def _check_tokens_and_positions(self) -> None:
-        """Raise UnsupportedError if tokens interact outside of attention, or if the model's positions differ from
-        ours.
-        """
+        """Raise UnsupportedError if tokens interact outside attention, or if the model's positions differ from ours."""
         config = self._model.config.get_text_config()
         from_zero = torch.arange(2, device=self._device)[None]
 
@@ -372,7 +370,7 @@ def _load(folder: ModelFolder, dtype: torch.dtype) -> Any:
 
 
 def _config_of(folder: ModelFolder) -> Any:
-    """Return transformers' configuration object for the config.json; None if the architecture is unknown."""
+    """Return transformers' configuration object for config.json; None if the architecture is unknown."""
     try:
         return transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, RuntimeError):

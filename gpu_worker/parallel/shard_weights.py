@@ -69,7 +69,7 @@ class ShardWeights:
         return self._weights.rope_factors()
 
     def layers(self) -> Iterator[LayerWeights]:
-        """Yield the rank's parts of the layers it holds."""
+        """Yield the rank's parts of the layers that it holds."""
         for weights in self._weights.layers(self._shard.layers):
             yield self._layer(weights) if self._is_divided else weights
 

@@ -21,7 +21,7 @@ class Candidates:
     """Tokens and their log probabilities, most likely first; ties are ordered by token id.
 
     Attributes:
-        top_token_ids, top_log_probs: Top tokens, as many as the request asks for.
+        top_token_ids, top_log_probs: The top tokens that the request asks for.
     """
 
     token_ids: tuple[int, ...]

@@ -75,7 +75,7 @@ def _load(entry_point: EntryPoint, num_layers: int) -> OutputProbe:
 
 
 def refuse_unknown_probes(step: Step, known: Collection[str]) -> Step:
-    """Fail sequences that request a probe which is not installed here."""
+    """Fail sequences that request a probe which is not installed on this worker."""
     if all(name in known for new in step.new_sequences for name, _ in new.outputs.probes):
         return step
     error = InvalidArgumentError("is not installed on this worker", field=_FIELD)

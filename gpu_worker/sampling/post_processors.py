@@ -72,7 +72,7 @@ PostProcessor = LogitsPostProcessor | BatchedLogitsPostProcessor
 
 
 def refuse_unknown(step: Step, known: Collection[str]) -> Step:
-    """Fail sequences that name a post-processor which is not installed here."""
+    """Fail sequences that name a post-processor which is not installed on this worker."""
     if all(not new.post_processor or new.post_processor in known for new in step.new_sequences):
         return step
     error = InvalidArgumentError("is not installed on this worker", field="logits_post_processor_name")

@@ -262,7 +262,9 @@ class Sampler:
         errors: dict[int, MidstreamError],
         candidates: dict[int, Candidates],
     ) -> IntArray:
-        """Return the tokens at `places`, chosen from a copy of these rows; add errors and candidates by place."""
+        """Return the tokens at `places`, chosen from a modified copy of these rows; add errors and candidates by
+        place.
+        """
         rows = rows[places]
         raw = logits[torch.from_numpy(places).to(logits.device)]
         logits, failed = raw.clone(), dict[int, MidstreamError]()

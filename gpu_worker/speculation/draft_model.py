@@ -29,7 +29,7 @@ from midstream.model.folder import open_model_folder
 
 @dataclass(slots=True)
 class _Row:
-    """The draft model's state for a row: which tokens it has computed, and the row's blocks."""
+    """The draft model's state for a row: the tokens that it has computed, and the row's blocks."""
 
     blocks: list[int] = field(default_factory=list)
     tokens: IntArray = field(default_factory=lambda: EMPTY)

@@ -95,7 +95,7 @@ class Library:
     """A loaded build of the kernels; `isa` is one of the instruction sets in kernels.build."""
 
     def __init__(self, path: Path, isa: str) -> None:
-        """Load the library; raises OSError if that fails."""
+        """Load the library; raise OSError if that fails."""
         self.isa = isa
         self._dll = ctypes.CDLL(str(path))
         bind = self._bind

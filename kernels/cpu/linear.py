@@ -37,12 +37,12 @@ class WeightFormat(IntEnum):
 
     @property
     def has_blocks(self) -> bool:
-        """Return whether the format has only a block layout (no plain matrix)."""
+        """Return whether the format has only a block layout, and no plain matrix."""
         return self >= WeightFormat.Q4_1 and self != WeightFormat.INT16
 
 
 class InputFormat(IntEnum):
-    """Number format of a layer's quantized input, with one scale per 32 elements; values as in
+    """Number format of a layer's quantized input, with one scale per 32 elements; the values are those of
     csrc/quantized_rows.h.
     """
 

@@ -76,7 +76,7 @@ class LlmRequest:
 
     @property
     def arrival_ns(self) -> int:
-        """Arrival time, nanoseconds since the Unix epoch."""
+        """Arrival time in nanoseconds since the Unix epoch."""
         return self._request.times.arrival_ns
 
     @staticmethod
@@ -110,7 +110,7 @@ class KvCacheManager:
 
 
 class RequestListScheduler(ABC):
-    """A policy that decides about all active requests at once."""
+    """A policy that decides about all active requests in one call."""
 
     # Only requests with no_schedule_until_state <= state < no_schedule_after_state are to be scheduled.
     no_schedule_until_state = LlmRequestState.CONTEXT_INIT
@@ -131,7 +131,8 @@ class RequestListScheduler(ABC):
         """Return the requests that fit, in the order in which to start them, and those to pause.
 
         Args:
-            active_requests: Running requests, oldest start first; then waiting ones, in the queue's usual order.
+            active_requests: Running requests in the order in which they started; then waiting ones in the queue's usual
+                order.
         """
 
 
@@ -148,7 +149,7 @@ class RequestListCapacity(CapacityScheduler):
         return [request for request in fitting if request.group is None]
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether enough rows and blocks are free for the request's known tokens and one more."""
+        """Return whether enough rows and blocks are free for the request's known tokens and one more token."""
         return has_room_now(request, group)
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:

@@ -10,7 +10,7 @@ from scheduler.core.worker_group import WorkerGroup
 
 
 def impossible(spec: RequestSpec, config: CoreConfig) -> Failure | None:
-    """Return why no worker of this model could ever run the request, or None if one might."""
+    """Return why no worker of this model could ever run the request, or None if a worker might."""
     if not spec.prompt:
         return Failure(INVALID_ARGUMENT, "the prompt is empty", "token_ids")
     num_ids = config.vocab_size + spec.num_virtual_tokens

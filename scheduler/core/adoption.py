@@ -65,7 +65,7 @@ class Adoptions:
         return bool(self._waiting)
 
     def add(self, entry: AdoptedBlock) -> Adoption:
-        """Queue a block, and return the adoption (of one step) that it was added to."""
+        """Queue a block, and return the adoption (of one step) to which it was added."""
         if not self._waiting or len(self._waiting[-1].entries) >= self._max_blocks:
             self._waiting.append(Adoption())
         self._waiting[-1].entries.append(entry)

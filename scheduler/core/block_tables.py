@@ -28,7 +28,9 @@ class BlockTables:
     """
 
     def __init__(self, config: CoreConfig, blocks: BlockManager, clock: Clock, attention_window: int) -> None:
-        """Create tables over `blocks`. No layer attends further back than `attention_window` tokens; 0: no limit."""
+        """Create tables over `blocks`. No layer attends further back than `attention_window` tokens; 0 means no
+        limit.
+        """
         self.blocks = blocks
         self.tokens_per_block = config.tokens_per_block
         self.has_window = attention_window > 0

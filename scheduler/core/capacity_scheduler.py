@@ -13,7 +13,7 @@ _RESERVED_PART = 16
 
 
 class CapacityScheduler(ABC):
-    """Decides which requests hold blocks. A policy is stateless: everything it needs is in the group."""
+    """Decides which requests hold blocks. A policy is stateless: all that it needs is in the group."""
 
     @abstractmethod
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
@@ -52,7 +52,7 @@ class CapacityScheduler(ABC):
 
 
 class GuaranteedNoEvict(CapacityScheduler):
-    """Admits only requests that can run to their end: blocks for their longest possible output are reserved at the
+    """Admits only requests that can run to completion: blocks for their longest possible output are reserved at the
     start.
     """
 

@@ -1,4 +1,4 @@
-"""Settings of the core, fixed at its start."""
+"""Settings of the core, which are fixed at its start."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class CoreConfig:
     Attributes:
         scheduler_epoch: Epoch of this incarnation; greater than any before.
         model_fingerprint: Workers must have the same fingerprint; empty means any.
-        max_context_chunk: Maximum context tokens of one request in one step; 0: max_num_tokens.
-        max_attention_window: Maximum tokens that any layer attends to; 0: the model's own window. Workers must have the
-            same setting, because their results depend on it.
+        max_context_chunk: Maximum context tokens of one request in one step; 0 means max_num_tokens.
+        max_attention_window: Maximum tokens that any layer attends to; 0 means the model's own window. Workers must
+            have the same setting, because their results depend on it.
         sink_token_length: Number of first tokens that every query attends to in addition to its window; workers must
             have the same setting.
         max_tensor_bytes: Maximum total size of the tensors of all known requests.

@@ -62,7 +62,7 @@ class SchedulerCore:
         queue: Requests waiting for a group.
         lifecycle: All requests by id.
         membership: The worker groups.
-        totals: Counts since the start.
+        totals: Totals since the start.
     """
 
     def __init__(self, config: CoreConfig, scheduler: RequestScheduler) -> None:
@@ -152,7 +152,7 @@ class SchedulerCore:
 
     @property
     def next_turn_ns(self) -> int | None:
-        """Return when a Turn is due even if nothing else happens."""
+        """Return the time at which a Turn is due even if nothing else happens."""
         return self._timers.next_ns
 
     @property

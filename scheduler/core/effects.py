@@ -59,7 +59,7 @@ class SequenceEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """All sequences of a request have ended. Emitted once for each accepted request."""
+    """All sequences of a request have ended; emitted once for each accepted request."""
 
     request: Request
 

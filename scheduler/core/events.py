@@ -1,6 +1,6 @@
 """Input events of the core. Each carries the time at which the edge received it.
 
-Times are nanoseconds by the process's steady clock (midstream/clock.py), which never jumps."""
+Times are in nanoseconds, measured by the process's steady clock (midstream/clock.py), which never jumps."""
 
 from __future__ import annotations
 

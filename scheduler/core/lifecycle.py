@@ -73,7 +73,7 @@ class Lifecycle:
         """Accept a request, attach to the known request with the same id, or reject it.
 
         Returns:
-            The request if it is new.
+            The request, if it is new.
         """
         spec = event.spec
         known = self.requests.get(spec.request_id)

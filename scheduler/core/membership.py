@@ -43,7 +43,7 @@ class Membership:
     """All worker groups of this scheduler.
 
     Attributes:
-        groups: By epoch.
+        groups: Worker groups by epoch.
     """
 
     def __init__(
@@ -261,8 +261,8 @@ class Membership:
         return any(not group.is_held_off for group in self.groups.values())
 
     def should_avoid(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether this group died running the request while another group could try it, to find out which is at
-        fault.
+        """Return whether this group died while running the request and another group could try it, to find out which is
+        at fault.
         """
         return group.group_id in request.died_on and self._has_other(request)
 

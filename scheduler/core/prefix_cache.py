@@ -66,7 +66,7 @@ Writer = Sequence | Adoption
 
 
 class PrefixCache:
-    """Index of one worker group's blocks by hash, and of the blocks that still have to be computed."""
+    """Index of a worker group's blocks by hash, and of the blocks that have yet to be computed."""
 
     def __init__(self) -> None:
         self._block_of: dict[int, int] = {}

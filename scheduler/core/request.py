@@ -166,7 +166,7 @@ class Sequence:
         self.first_ordinal = ordinal
 
     def mark_sent(self) -> None:
-        """Note that the sequence's row was sent to the worker."""
+        """Record that the sequence's row was sent to the worker."""
         self.is_on_worker = True
 
     def hold(self, table: list[int], num_hit_blocks: int, num_reserved: int) -> None:
@@ -186,7 +186,7 @@ class Sequence:
         self.table, self.num_freed = [], 0
 
     def free_before(self, index: int, num_sink_blocks: int) -> None:
-        """Note that the sequence's blocks before `index` were released, except for the first `num_sink_blocks`."""
+        """Record that the sequence's blocks before `index` were released, except for the first `num_sink_blocks`."""
         self.num_freed, self.num_sink_blocks = index, num_sink_blocks
 
     def reserve(self, num_blocks: int) -> None:
@@ -202,7 +202,7 @@ class Sequence:
         self.next_publish = num_output
 
     def compute_to(self, num_tokens: int) -> None:
-        """Note that the sequence's first `num_tokens` tokens will be computed once the planned steps have run."""
+        """Record that the sequence's first `num_tokens` tokens will be computed once the planned steps have run."""
         self.num_computed = num_tokens
 
     def pause_at(self, checkpoint: int) -> None:
@@ -323,7 +323,7 @@ class BeamLanes:
         self._forget_prompt()
 
     def mark_forked(self) -> None:
-        """Note that the forks and last tokens are part of a step for the worker."""
+        """Record that the forks and last tokens are part of a step for the worker."""
         self.forks.clear()
         self.has_news = False
 

@@ -262,7 +262,7 @@ class WorkerGroup:
 
     @property
     def first_open_step(self) -> int:
-        """Return the number of the oldest step whose result is awaited, or else of the next step."""
+        """Return the number of the oldest step whose result is awaited or, if there is none, of the next step."""
         return self.in_flight[0].step_id if self.in_flight else self.next_step_id
 
     @property

@@ -76,7 +76,7 @@ class DocumentCalls:
         request: pb.ListDocumentsRequest,
         context: ServicerContext[pb.ListDocumentsRequest, pb.ListDocumentsResponse],
     ) -> pb.ListDocumentsResponse:
-        """Return documents of one kind; fewer than requested if they are large."""
+        """Return documents of one kind; if they are large, fewer than requested."""
         documents = await self._documents.list(
             _PREFIX + request.kind,
             owner=request.owner if request.HasField("owner") else None,

@@ -96,7 +96,7 @@ class KeptRequests:
     async def _write(self, request: Request, *, is_recovered: bool) -> None:
         """Store an ended request, unless it was deleted or had been stored before this scheduler started.
 
-        Retries until it succeeds: meanwhile the request is in the journal, but only for a limited time.
+        This is retried until it succeeds; until then the request is in the journal, but only for a limited time.
         """
         key, data = _key(request.request_id), self._encode(request)
         expires_ns = request.times.finished_ns + request.spec.keep_ns

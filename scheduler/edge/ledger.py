@@ -140,7 +140,7 @@ class Ledger:
     async def _flush(self) -> None:
         """Write the queued entries; keep them queued if that fails.
 
-        A page keeps its id until it is known to be written, so that a retry writes nothing twice.
+        A page keeps its id until it is known to have been written, so that a retry does not write it twice.
         """
         self._changed.clear()
         while self._page is not None or self._waiting:

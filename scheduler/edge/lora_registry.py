@@ -116,10 +116,10 @@ class Adapters:
             raise type(error)(error.message, field=f"{field}{error.field}" if error.field else "") from None
 
     async def unload(self, name: str) -> None:
-        """Stop new requests from naming an adapter.
+        """Prevent new requests from naming an adapter.
 
         Raises:
-            NotFoundError: It is not loaded.
+            NotFoundError: The adapter is not loaded.
         """
         adapter = self._known.pop(name, None)
         if adapter is None:

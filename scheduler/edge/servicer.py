@@ -349,7 +349,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         request: loads_pb2.UnloadLoraRequest,
         context: ServicerContext[loads_pb2.UnloadLoraRequest, loads_pb2.UnloadLoraResponse],
     ) -> loads_pb2.UnloadLoraResponse:
-        """Stop new requests from naming an adapter."""
+        """Prevent new requests from naming an adapter."""
         await self._adapters.unload(request.name)
         return loads_pb2.UnloadLoraResponse()
 

@@ -1,4 +1,4 @@
-"""Encode and decode the journal's adapter records."""
+"""Encodes and decodes the journal's adapter records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encode and decode the journal's request records."""
+"""Encodes and decodes the journal's request records."""
 
 from __future__ import annotations
 

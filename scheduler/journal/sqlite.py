@@ -99,7 +99,7 @@ class SqliteStore(Store):
         self._files = self._stat_files()
 
     def _make_private(self) -> None:
-        self.path.touch(mode=0o600)  # SQLite gives -wal and -shm the mode of this file
+        self.path.touch(mode=0o600)  # SQLite creates -wal and -shm with the mode of this file
         for suffix in _SUFFIXES:
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 self._file(suffix).chmod(0o600)

@@ -91,7 +91,7 @@ class Store(ABC):
 
         Raises:
             DeposedError: There is another writer now.
-            LostError: Earlier data is lost.
+            LostError: Earlier data was lost.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Converts between the core's events and effects and the records of a recording."""
+"""Converts the core's events and effects to records of a recording, and back."""
 
 from __future__ import annotations
 

@@ -126,8 +126,8 @@ def _retention_range(item: pb.KvRetentionConfig.TokenRange) -> RetentionRange:
 
 
 def _digest(request: pb.GenerateRequest) -> bytes:
-    """Return a hash of the request without fields that differ in a repeated submit: arrival, remaining time, span, and
-    the resolved adapters."""
+    """Return a hash of the request without the fields that differ in a repeated Submit: arrival, remaining time, span,
+    and resolved adapters."""
     contents = pb.GenerateRequest()
     contents.CopyFrom(request)
     contents.ClearField("arrival_time_unix_ns")

@@ -120,7 +120,7 @@ class Settings:
         """Return a positive integer: the setting under the first of these names that is set.
 
         Raises:
-            ConfigError: It is missing or not a positive integer.
+            ConfigError: The setting is missing or not a positive integer.
         """
         found = next((key for key in (name, *others) if self._values.get(key) is not None), name)
         value = self.get(found, default)
@@ -132,7 +132,7 @@ class Settings:
         """Return a number.
 
         Raises:
-            ConfigError: It is not a number.
+            ConfigError: The setting is not a number.
         """
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -143,7 +143,7 @@ class Settings:
         """Return a list with one entry per layer; None if the setting is missing.
 
         Raises:
-            ConfigError: It has another length.
+            ConfigError: The list has another length.
         """
         values = self.get(name)
         if values is None:

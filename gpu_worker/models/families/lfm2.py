@@ -1,4 +1,4 @@
-"""LFM2: short convolutions instead of attention in most layers; dense, or as a mixture of experts."""
+"""LFM2: short convolutions instead of attention in most layers; dense, or with mixtures of experts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 def _adjusted_size(s: Settings, config: Mapping[str, Any]) -> int:
-    """Return the size of feed-forward networks: by default two thirds of the value in config.json, rounded up."""
+    """Return the intermediate size of feed-forward networks: by default two thirds of the value in config.json, rounded
+    up.
+    """
     size = s.size("block_ff_dim", "intermediate_size")
     if not s.get("block_auto_adjust_ff_dim", True):
         return size

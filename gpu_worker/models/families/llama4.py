@@ -29,7 +29,7 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     )
     num_layers, size = s.size("num_hidden_layers"), s.size("intermediate_size")
     interval = s.size("no_rope_layer_interval", default=4)
-    # The setting is 1 for layers that have rotary embedding.
+    # The setting is 1 for layers that have a rotary embedding.
     rotates = s.layers("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
     kinds = s.layers("layer_types") or ["chunked_attention" if turns else "full_attention" for turns in rotates]
     chunk = s.size("attention_chunk_size", default=8192)

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: matrices that are fused in the file, partial rotary embedding, LongRoPE."""
+"""Phi-3, Phi-3.5 and Phi-4: matrices that the file stores fused, partial rotary embedding, LongRoPE."""
 
 from __future__ import annotations
 

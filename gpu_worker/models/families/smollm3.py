@@ -12,7 +12,7 @@ from gpu_worker.models.families.family import Family, Settings, plain, rotary_of
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config, tie_word_embeddings=True, rope_theta=2000000.0)
     num_layers, interval = s.size("num_hidden_layers"), s.size("no_rope_layer_interval", default=4)
-    # The setting is 1 for layers that have rotary embedding.
+    # The setting is 1 for layers that have a rotary embedding.
     rotates = s.layers("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
     kinds = s.layers("layer_types")
     windows: tuple[int | None, ...] = (None,) * num_layers

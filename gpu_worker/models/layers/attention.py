@@ -94,7 +94,7 @@ class Attention:
     """Multi-head or grouped-query attention.
 
     Attributes:
-        unit: Ones [head_dim], if rotated queries and keys are normalized to unit root mean square.
+        unit: Ones [head_dim] if rotated queries and keys are scaled to unit root mean square.
     """
 
     description: DecoderDescription

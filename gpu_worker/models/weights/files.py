@@ -214,7 +214,7 @@ class GgufFile:
         return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
 
     def _get(self, name: str) -> tuple[gguf.GGMLQuantizationType, int, NDArray[np.uint8]]:
-        """Return a tensor's type, number of columns, and bytes [num_rows, bytes per row]."""
+        """Return a tensor's type, its number of columns, and its bytes [num_rows, bytes per row]."""
         entry = self._tensors.get(_gguf_name(name))
         if entry is None:
             raise ConfigError(f"the weights lack the tensor {_gguf_name(name)}", field="model")

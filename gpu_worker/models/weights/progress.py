@@ -1,4 +1,4 @@
-"""Report the progress of loading: a bar on a terminal, log lines elsewhere."""
+"""Reports the progress of loading: with a bar on a terminal, and with log lines elsewhere."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from midstream.model.folder import ModelFolder
 _SETTINGS = ("quantization_config", "compression_config")
 # Separate settings files written by AutoGPTQ, AutoAWQ and ModelOpt, and the method that each of them implies.
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-# Supported weight types, by their names in the safetensors format.
+# Supported weight types, under their names in the safetensors format.
 _WEIGHT_TYPES = {"F64", "F32", "F16", "BF16"}
 # Types that only quantized weights have. Integer types are not among them: masks and positions are stored too.
 _SCALED_TYPES = ("F8", "F6", "F4")

@@ -44,7 +44,7 @@ class Module:
         return self._has(f"{self.name}.{name}")
 
     def get(self, name: str) -> Tensor:
-        """Return one of its tensors; raise ConfigError if it is missing."""
+        """Return one of the module's tensors; raise ConfigError if it is missing."""
         return self._get(f"{self.name}.{name}")
 
     def first(self, *names: str) -> Tensor | None:
