@@ -79,7 +79,7 @@ class WorkerKeys:
                 self._allowed = read_public_keys(self._folder, "curve_worker_keys")
                 logger.info("loaded %d worker keys", len(self._allowed))
         except ConfigError as error:
-            logger.warning("the worker keys on disk are invalid; keeping the previous ones: %s", error)
+            logger.warning("the worker keys on disk are invalid; keeping the old ones: %s", error)
         if key not in self._allowed:
             logger.warning("rejected a worker with an unknown key", extra={"public_key": key.decode("ascii")})
         return key in self._allowed
