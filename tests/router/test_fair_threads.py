@@ -110,6 +110,6 @@ async def test_waiting_callers_that_are_cancelled_in_the_iteration_in_which_a_th
     for error in await asyncio.gather(*left, return_exceptions=True):
         assert isinstance(error, asyncio.CancelledError)
     gate.let_go(2)
-    assert await asyncio.gather(*(first, last)) == ["first", "last"]
+    assert [await first, await last] == ["first", "last"]
     assert threads.num_waiting == 0
     threads.close()
