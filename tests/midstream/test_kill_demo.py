@@ -92,7 +92,7 @@ async def test_one_wrong_answer_fails_the_demo(service: Service, fault: str) -> 
     demo = demo_of(service, [])
     assert not await demo.run()
     assert len(demo.differences) == 1
-    expected = "the first 2 equal" if fault == "spoil_answer" else "no router"
+    expected = "the first 2 are equal" if fault == "spoil_answer" else "no router"
     assert expected in demo.differences[0]
     output = io.StringIO()
     summarize(demo, Console(file=output, width=200))
