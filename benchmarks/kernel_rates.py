@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--num-outputs", type=int, default=1536)
     parser.add_argument("--num-inputs", type=int, default=576)
     parser.add_argument("--num-rows", type=int, nargs="+", default=NUM_ROWS)
-    parser.add_argument("--seconds", type=float, default=0.5, help="Seconds per figure. [0.5]")
+    parser.add_argument("--seconds", type=float, default=0.5, help="Seconds spent on each measurement. [0.5]")
     parser.add_argument(
         "--compare",
         choices=("f32", "int8", "int16"),

@@ -413,7 +413,7 @@ class AuthenticatedApp:
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request."""
+        """Authenticate the request and pass it to the application."""
         if scope["type"] == "http" and not _is_open(scope["path"]):
             values = [value for key, value in scope["headers"] if key == b"authorization"]
             authorization = values[-1].decode("latin-1") if values else ""

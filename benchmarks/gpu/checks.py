@@ -328,7 +328,9 @@ def _check_sampling(report: Report, sizes: Sizes) -> None:
 
 
 def _check_runner(report: Report, device: torch.device) -> None:
-    """Compare a runner that launches captured steps ahead in a batch with each sequence run alone, step by step."""
+    """Check that a batched runner that launches CUDA graphs ahead produces the same tokens as running each sequence
+    alone, one step at a time.
+    """
     requests = [Request(request.prompt, 12) for request in mixed_workload(6, TINY["vocab_size"], longest_prompt=60)]
     decoder = random_decoder(TINY, device, torch.float32)
     settings: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 32, "max_kv_tokens": 1024, "num_threads": 1}

@@ -54,7 +54,7 @@ def make_questions(count: int, num_tokens: int, *, prompt_tokens: tuple[int, int
 
 
 async def ask(client: AsyncClient, question: Question, stream_number: int, ledger: Ledger) -> Result | None:
-    """Run a request to its end; return None if it failed."""
+    """Run a request to completion; return None if it failed."""
     ledger.num_started += 1
     stream = client.generate(token_ids=question.token_ids, sampling=question.sampling, timeout_s=DEADLINE_S)
     result = Result(stream.request_id)

@@ -19,7 +19,7 @@ Bytes = NDArray[np.uint8]
 
 
 def kind_digest(kind: str) -> bytes:
-    """Return a digest of everything except the tokens that determines a block's contents."""
+    """Return a digest of everything, other than the tokens, that determines the contents of a block."""
     return hashlib.blake2b(kind.encode(), digest_size=16).digest()
 
 

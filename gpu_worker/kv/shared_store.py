@@ -243,7 +243,9 @@ class KvStore:
                 self._seen = self._remove_left(self._seen.__contains__)
 
     def _remove_left(self, is_due: Callable[[Path], bool]) -> set[Path]:
-        """Remove the pools of any kind left by dead workers for which `is_due` is true; return those that remain."""
+        """Remove the pools, of any kind, that dead workers left behind and `is_due` selects; return the remaining
+        ones.
+        """
         left = {path for path in _pools(self._folder) if path != self._own and _is_left(path)}
         for path in filter(is_due, left):
             path.unlink(missing_ok=True)

@@ -423,7 +423,7 @@ def _describe(config: Any, folder: ModelFolder, layers: list[_Layer]) -> Decoder
 
 
 def _max_sequence_length(config: Any) -> int:
-    """Return the maximum sequence length up to which rotary embedding does not depend on other tokens in the batch."""
+    """Return the maximum length at which the rotary embedding of a sequence is independent of the rest of the batch."""
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and original:

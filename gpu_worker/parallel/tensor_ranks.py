@@ -16,7 +16,7 @@ class TensorRanks(Protocol):
         """
 
     def join(self, x: Tensor) -> Tensor:
-        """Concatenate the x [N, K] of all ranks to [N, size * K] on the first rank; return [N, 0] on the others."""
+        """Gather x [N, K] from all ranks into [N, size * K] on rank 0; return [N, 0] on the other ranks."""
 
 
 class OneRank:

@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.update(use_api_keys(run_dir, arguments.api_key, os.environ))
     if not is_loopback(topology.host) and os.environ.get("MIDSTREAM_AUTH", "none") == "none":
         console.print(
-            f"Routers listen on {topology.host} without authentication; --api-key requires a key.", style="yellow"
+            f"Routers listen on {topology.host} without authentication; use --api-key to require a key.", style="yellow"
         )
     if arguments.detach:
         return _run_detached(arguments.model, topology, run_dir, console)

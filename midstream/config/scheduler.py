@@ -60,7 +60,7 @@ class SchedulerConfig(GrpcServiceConfig):
     )
     max_tensor_bytes: int = setting(1 << 30, "Maximum bytes of logits and hidden states over all requests.")
     max_worker_deaths: int = setting(
-        2, "Fail a request after it has crashed this number of workers in a row without a new token."
+        2, "Fail a request after it has crashed this many workers in a row without producing a new token."
     )
     no_worker_timeout_s: float = setting(30.0, "Seconds that a request without a deadline waits for any worker.")
     orphan_grace_s: float = setting(30.0, "Seconds until a request without an attached client is aborted.")

@@ -19,7 +19,9 @@ class WorkerConfig(ServiceConfig):
     curve: bool = setting(False, "Encrypt the connection to the scheduler and authenticate with a key.")
     curve_secret_key: str = setting("", "File with this process's key pair, from `midstream keys`.")
     curve_server_key: str = setting("", "File with the scheduler's public key.")
-    group_id: str = setting("", "Name of the worker group; default: host and name, or process.")
+    group_id: str = setting(
+        "", "Name of the worker group; by default HOSTNAME-NAME, or HOSTNAME-PID if the worker has no name."
+    )
     device: str = setting("auto", "cpu, cuda, cuda:N; auto: CUDA if available.")
     weights: str = setting(
         "auto", "Weight storage type; auto: as in the file.", choices=("auto", "f32", "bf16", "int8", "q4")

@@ -35,7 +35,7 @@ class _Rate:
         self._at = now
 
     def level(self, now: float) -> float:
-        """Return the remaining amount; a negative one is a debt."""
+        """Return the remaining amount; negative if the quota is overdrawn."""
         self._level = min(self._level + (now - self._at) * self.limit / _PERIOD_S, self.limit)
         self._at = now
         return self._level

@@ -55,7 +55,7 @@ class Parts:
 
     def _forget(self, now_s: float, here: Mapping[tuple[str, str], PartStatus]) -> None:
         for key, (seen_s, part) in list(self._seen.items()):
-            # A part that announced its exit is not missing.
+            # Forget a component that announced its exit instead of reporting it as missing.
             if now_s - seen_s > REMEMBERED_S or (part.state == PartStatus.DRAINING and key not in here):
                 del self._seen[key]
 

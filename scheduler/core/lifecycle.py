@@ -35,7 +35,7 @@ _MIN_RETRY_MS, _MAX_RETRY_MS = 100, 30_000
 
 
 class Lifecycle:
-    """All known requests, by id.
+    """Tracks all known requests by id, from submission to expiry.
 
     Attributes:
         requests: Unfinished requests, and ended ones that are still kept.

@@ -331,7 +331,7 @@ class Membership:
         self.watch_lack_of_workers()
 
     def watch_lack_of_workers(self) -> None:
-        """Schedule a check of the requests that are waiting now, at the time when they reach the timeout."""
+        """Schedule a check for when the currently waiting requests reach the timeout."""
         self._timers.at(self._clock.now_ns + self._config.no_worker_timeout_ns, self._give_up_waiting)
 
     def _give_up_waiting(self, now_ns: int) -> None:

@@ -399,7 +399,9 @@ class WorkerGroup:
         return -(-self._blocks_of_rows(request, num_rows) // num_rows)
 
     def begin_generation(self, sequence: Sequence) -> None:
-        """Move a sequence whose context is fully planned to the generation phase, unless all its tokens are planned."""
+        """Move a sequence to the generation phase once its context is fully planned, unless all its tokens are
+        planned.
+        """
         self.context.remove(sequence)
         if not sequence.waits_for_result:
             self.resume_generation(sequence)

@@ -106,7 +106,7 @@ class Dispatcher:
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._epochs: dict[bytes, int] = {}  # by connection
-        self._is_read_due = True  # also while it reads, and until `run`
+        self._is_read_due = True  # also true during a read, and before `run` is called
         self._on_event: Callable[[WorkerEvent], None]
         self._progress: LoopProgress
         self._failed: asyncio.Future[None]

@@ -1,4 +1,4 @@
-"""The Helm chart deploys the same objects as kustomize, and each value changes what its name says."""
+"""The Helm chart deploys the same objects as kustomize, and each value changes the setting that it is named after."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _draw_sequences(request: pb.GenerateRequest, rng: random.Random) -> None:
 
 
 def resolve(runner: ModelRunner, folder: Path) -> pb.ResolvedAdapter:
-    """Return the adapter in `folder` in the form that the scheduler uses once it is loaded."""
+    """Load the adapter in `folder` and return it as the scheduler sees a loaded adapter."""
     adapter = runner.adapters.load(str(folder)).result()
     count = 0 if adapter.prompt_table is None else len(adapter.prompt_table)
     return pb.ResolvedAdapter(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kernels.build import build
 
-# Only those checks of "undefined" are used that are cheap to compile.
+# Only those "undefined" checks that are cheap to compile.
 FLAGS = (
     "-fsanitize=address,alignment,bounds,shift,signed-integer-overflow",
     "-fno-sanitize-recover=alignment,bounds,shift,signed-integer-overflow",

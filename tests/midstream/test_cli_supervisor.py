@@ -124,7 +124,7 @@ async def test_a_process_that_hangs_is_started_anew(tmp_path: Path, monkeypatch:
     await run.ready.wait()
     (process,) = run.supervisor._processes
     os.kill(process.state.pid, signal.SIGSTOP)
-    # This happens more than once if the machine itself stalls for longer than the limits.
+    # The worker may be restarted more than once if the machine itself stalls for longer than the timeouts.
     await run.until(lambda state: _named(state, "worker-0")[1] >= 1 and _all_ready(state))
     await run.end()
 

@@ -494,7 +494,7 @@ def test_retention_timeout_and_statistics(first: dict[str, Any], capsys: pytest.
 
 
 class SeedWorker:
-    """The parts of the documentation's BaseWorker that its listings omit. Its engine is our executor."""
+    """The parts of the documentation's BaseWorker that its listings omit. It uses our executor as its engine."""
 
     def __init__(self, executor: GenerationExecutor) -> None:
         self.executor = executor

@@ -226,7 +226,7 @@ class ChatShape:
         fields = {"logprobs": self._log_probs(chunk), **_ending(chunk)}
         if self._returns_ids:
             fields["token_ids"] = list(chunk.token_ids)
-        # OpenAI ends with "stop" if the called tool was required by name.
+        # OpenAI reports the finish reason "stop" if tool_choice names the function.
         is_named = self._conversation.tools.choice == "named"
         if self._has_calls(index) and not is_named and fields["finish_reason"] == FinishReason.STOP:
             fields["finish_reason"] = "tool_calls"

@@ -53,7 +53,7 @@ class Turns:
     _is_open: bool = False  # the last turn is the assistant's, and items may be added to it
 
     def add(self, items: Iterable[Body]) -> None:
-        """Read items.
+        """Convert input items to chat messages and append them to the turns.
 
         Raises:
             InvalidArgumentError: An item is invalid.
