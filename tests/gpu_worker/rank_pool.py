@@ -37,6 +37,7 @@ class RankPool:
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(size)
         ]
+        self._is_in_use = False
 
     @contextmanager
     def runner(
@@ -56,6 +57,8 @@ class RankPool:
         values = {**defaults, **settings, "tensor_parallel": tensor, "pipeline_parallel": stages}
         world_size = tensor * stages
         variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": HOST, "MASTER_PORT": str(free_port())}
+        assert not self._is_in_use, "another group's runner is still open"
+        self._is_in_use = True
         followers = self._processes[: world_size - 1]
         for rank, process in enumerate(followers, 1):
             assert process.stdin is not None
@@ -79,6 +82,7 @@ class RankPool:
         for process in followers:
             assert process.stdout is not None
             assert process.stdout.readline() == "ended with 0\n"
+        self._is_in_use = False
 
     def close(self) -> None:
         for process in self._processes:

@@ -160,6 +160,47 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("is_replicated", [True, False])
+def test_post_processors_run_on_both_ranks_of_a_stage_or_on_rank_0(
+    pool: RankPool, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replicated: bool
+) -> None:
+    """All ranks get the same arguments in the same order, for single sequences and for batches; only the result of rank
+    0 is used.
+    """
+    monkeypatch.setenv("CALLS", str(tmp_path))
+    requests = [
+        pb.GenerateRequest(
+            request_id=name,
+            token_ids=pb.TokenIds(values=prompt(6, seed=seed)),
+            max_tokens=4,
+            sampling=pb.SamplingConfig(temperature=0.0),
+            logits_post_processor_name=processor,
+            client_id=f"client {name}",
+        )
+        for seed, (name, processor) in enumerate([("a", "one"), ("b", "all"), ("c", "all"), ("d", "one")])
+    ]
+    module = "tests.gpu_worker.recorded_calls"
+    with pool.runner(
+        tiny_folder,
+        2,
+        1,
+        environment={"CALLS": str(tmp_path)},
+        kernels="torch",
+        logits_post_processors=f"one={module}:RankPlusOne,all={module}:RankPlusOneForAll",
+        replicate_post_processors=is_replicated,
+    ) as runner:
+        made = Whole(runner, ()).run(requests)
+    # Rank 0 chooses the token after the last one; rank 1 would choose the one after that.
+    assert [outputs(request)[0] for request in made] == [
+        [(request.token_ids.values[-1] + 1 + place) % VOCAB for place in range(4)] for request in requests
+    ]
+    calls = [(tmp_path / f"{rank}").read_text() for rank in range(2) if (tmp_path / f"{rank}").exists()]
+    assert len(calls) == (2 if is_replicated else 1)
+    assert len(set(calls)) == 1
+    assert "['b', 'c']" in calls[0]
+    assert "'client a'" in calls[0]
+
+
 @pytest.fixture(scope="module")
 def runners(pool: RankPool, adapted: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
     """Return runners with one rank and with four, both with a draft model and a small adapter cache."""
@@ -246,44 +287,3 @@ def test_beams_and_drafts_and_draws_give_the_same_tokens(runners: tuple[ModelRun
     wanted, found = (Whole(runner, end_ids=(2,)).run(requests()) for runner in runners)
     assert [outputs(request) for request in found] == [outputs(request) for request in wanted]
     assert found[2].num_accepted_tokens > 0
-
-
-@pytest.mark.parametrize("is_replicated", [True, False])
-def test_post_processors_run_on_both_ranks_of_a_stage_or_on_rank_0(
-    pool: RankPool, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replicated: bool
-) -> None:
-    """All ranks get the same arguments in the same order, for single sequences and for batches; only the result of rank
-    0 is used.
-    """
-    monkeypatch.setenv("CALLS", str(tmp_path))
-    requests = [
-        pb.GenerateRequest(
-            request_id=name,
-            token_ids=pb.TokenIds(values=prompt(6, seed=seed)),
-            max_tokens=4,
-            sampling=pb.SamplingConfig(temperature=0.0),
-            logits_post_processor_name=processor,
-            client_id=f"client {name}",
-        )
-        for seed, (name, processor) in enumerate([("a", "one"), ("b", "all"), ("c", "all"), ("d", "one")])
-    ]
-    module = "tests.gpu_worker.recorded_calls"
-    with pool.runner(
-        tiny_folder,
-        2,
-        1,
-        environment={"CALLS": str(tmp_path)},
-        kernels="torch",
-        logits_post_processors=f"one={module}:RankPlusOne,all={module}:RankPlusOneForAll",
-        replicate_post_processors=is_replicated,
-    ) as runner:
-        made = Whole(runner, ()).run(requests)
-    # Rank 0 chooses the token after the last one; rank 1 would choose the one after that.
-    assert [outputs(request)[0] for request in made] == [
-        [(request.token_ids.values[-1] + 1 + place) % VOCAB for place in range(4)] for request in requests
-    ]
-    calls = [(tmp_path / f"{rank}").read_text() for rank in range(2) if (tmp_path / f"{rank}").exists()]
-    assert len(calls) == (2 if is_replicated else 1)
-    assert len(set(calls)) == 1
-    assert "['b', 'c']" in calls[0]
-    assert "'client a'" in calls[0]
