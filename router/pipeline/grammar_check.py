@@ -5,6 +5,7 @@ A guide that does not compile within the limits is the client's error. Results o
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 
 from midstream.errors import InvalidArgumentError, OverloadedError, UnsupportedError
@@ -16,7 +17,7 @@ from router.pipeline.fair_threads import FairThreads
 
 MAX_CHECKED = 1024
 # Maximum number of waiting guides, in total and per client.
-MAX_WAITING, MAX_WAITING_PER_CLIENT = 256, 32
+MAX_WAITING, MAX_WAITING_PER_CLIENT = 256, 64
 _FIELD = "guided_decoding.guide"
 KINDS = {
     pb.GUIDE_TYPE_JSON: "json",
@@ -39,6 +40,7 @@ class GrammarChecker:
         self._process: GrammarProcess | None = None
         self._thread = FairThreads(1, "grammar", max_waiting_per_client=MAX_WAITING_PER_CLIENT)
         self._checked: OrderedDict[Guide, str] = OrderedDict()
+        self._pending: dict[Guide, asyncio.Task[str]] = {}
 
     @property
     def num_checked(self) -> int:
@@ -63,16 +65,28 @@ class GrammarChecker:
         if problem is None:
             if not is_available():
                 raise UnsupportedError("the grammar library is not installed on this router", field="guided_decoding")
-            if self._thread.num_waiting >= MAX_WAITING:
-                raise OverloadedError("too many grammars are waiting to be checked", field=_FIELD)
-            problem = await self._thread.run(lambda: self._check(guide))
-            self._checked[guide] = problem
-            if len(self._checked) > MAX_CHECKED:
-                self._checked.popitem(last=False)
+            # Requests with the same guide share one check, which continues if their callers leave.
+            problem = await asyncio.shield(self._pending.get(guide) or self._begin(guide))
         if guide in self._checked:
             self._checked.move_to_end(guide)
         if problem:
             raise InvalidArgumentError(problem, field=_FIELD)
+
+    def _begin(self, guide: Guide) -> asyncio.Task[str]:
+        if self._thread.num_waiting >= MAX_WAITING:
+            raise OverloadedError("too many grammars are waiting to be checked", field=_FIELD)
+        check = asyncio.create_task(self._thread.run(lambda: self._check(guide)))
+        self._pending[guide] = check
+        check.add_done_callback(lambda _: self._end(guide, check))
+        return check
+
+    def _end(self, guide: Guide, check: asyncio.Task[str]) -> None:
+        del self._pending[guide]
+        if check.cancelled() or check.exception() is not None:
+            return
+        self._checked[guide] = check.result()
+        if len(self._checked) > MAX_CHECKED:
+            self._checked.popitem(last=False)
 
     def _check(self, guide: Guide) -> str:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from midstream.errors import InvalidArgumentError, OverloadedError
+from midstream.grammar.messages import Guide
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from router.pipeline import grammar_check
@@ -112,3 +114,23 @@ async def test_too_many_that_wait_are_refused(checker: GrammarChecker, monkeypat
     monkeypatch.setattr(grammar_check, "MAX_WAITING", 0)
     with pytest.raises(OverloadedError):
         await checker.check(guide("REGEX", "never seen"))
+
+
+async def test_requests_with_the_same_guide_share_a_check(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[Guide] = []
+    check = checker._check
+
+    def counted(one: Guide) -> str:
+        checks.append(one)
+        return check(one)
+
+    monkeypatch.setattr(checker, "_check", counted)
+    same = guide("REGEX", "shared[0-9]")
+    first = asyncio.create_task(checker.check(same))
+    others = [asyncio.create_task(checker.check(same)) for _ in range(2 * grammar_check.MAX_WAITING)]
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(*others)
+    assert len(checks) == 1
