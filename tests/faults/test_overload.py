@@ -104,10 +104,10 @@ async def until_idle(pressed: Pressed) -> None:
 def test_a_client_has_its_share_of_streams_and_the_router_its_most() -> None:
     limits = StreamLimits(max_streams=3, max_streams_per_client=2)
     releases = [limits.take("a"), limits.take("a")]
-    with pytest.raises(OverloadedError, match="this client has 2"):
+    with pytest.raises(OverloadedError, match="this client has reached its limit of 2"):
         limits.take("a")
     limits.take("b")
-    with pytest.raises(OverloadedError, match="this router has 3") as raised:
+    with pytest.raises(OverloadedError, match="this router has reached its limit of 3") as raised:
         limits.take("c")
     assert raised.value.retry_after_ms > 0
     releases[0]()

@@ -178,7 +178,7 @@ def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "Llama")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 100}))
-    with pytest.raises(ConfigError, match=r"mlp\.gate_proj\.weight is \(96, 64\), not \(100, 64\)"):
+    with pytest.raises(ConfigError, match=r"mlp\.gate_proj\.weight is \(96, 64\); must be \(100, 64\)"):
         make_runner(tmp_path)
 
 
