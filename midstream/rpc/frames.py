@@ -106,6 +106,7 @@ class FrameConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._is_full = False
         self._is_lost = False
+        self._is_closed = False
         self._error: Exception | None = None
         self._buffer = bytearray()
         self._posted: list[bytes] = []
@@ -121,6 +122,8 @@ class FrameConnection(asyncio.Protocol):
         """See asyncio.Protocol."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_HIGH_WATER)
+        if self._is_closed:
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -178,14 +181,14 @@ class FrameConnection(asyncio.Protocol):
     def fail(self, error: Exception) -> None:
         """Close the connection immediately because of an error; unsent data is dropped."""
         self._error = self._error or error
-        self.is_open = False
+        self.is_open, self._is_closed = False, True
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
         """Close the connection once all data has been written."""
         self._flush()
-        self.is_open = False
+        self.is_open, self._is_closed = False, True
         if self._transport is not None:
             self._transport.close()
 
@@ -339,6 +342,7 @@ class FrameServer:
         self._unknown: dict[FrameConnection, None] = {}
         self._servers: list[asyncio.AbstractServer] = []
         self._none_left: asyncio.Event | None = None
+        self._is_closed = False
 
     @classmethod
     def from_config(cls, config: SchedulerConfig | DetokenizerConfig, tls: Tls | None) -> FrameServer | None:
@@ -381,6 +385,7 @@ class FrameServer:
 
     async def close(self) -> None:
         """Stop listening, and close all connections once their data has been written."""
+        self._is_closed = True
         for server in self._servers:
             server.close()
         for connection in (*self.connections, *self._unknown):
@@ -398,6 +403,8 @@ class FrameServer:
         if len(self._unknown) >= _MAX_UNKNOWN:
             next(iter(self._unknown)).fail(FrameError("too many connections have not sent a hello"))
         self._unknown[connection] = None
+        if self._is_closed:  # accepted before the server was closed, and called back afterwards
+            connection.close()
         asyncio.get_running_loop().call_later(_HELLO_S, self._expire, connection)
         return connection
 

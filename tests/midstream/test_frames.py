@@ -7,6 +7,7 @@ import contextlib
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -263,3 +264,16 @@ async def test_tls_asks_for_certificates_of_the_authority(tmp_path: Path) -> Non
             with pytest.raises(OSError):  # noqa: PT011 (many kinds of it)
                 await connect(offer(), Peer(), tls=wrong)
         assert len(server.connections) == 1
+
+
+async def test_a_connection_that_is_accepted_while_its_server_closes_is_closed() -> None:
+    """asyncio calls back with the transport of an accepted connection only in a later iteration."""
+    server = FrameServer("127.0.0.1", 0, max_message_bytes=1 << 20)
+    await server.start()
+    before = server._connect()
+    await server.close()
+    for connection in (before, server._connect()):
+        transport = Mock(asyncio.Transport)
+        connection.connection_made(transport)
+        transport.abort.assert_called_once()
+        connection.connection_lost(None)
