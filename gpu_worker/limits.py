@@ -49,7 +49,7 @@ class Limits:
         return cls(length, config.max_num_tokens or default)
 
 
-def runs_ahead(config: WorkerConfig, model: LoadedModel) -> bool:
+def may_run_ahead(config: WorkerConfig, model: LoadedModel) -> bool:
     """Return whether a step may be launched before the previous step has finished.
 
     Raises:

@@ -34,8 +34,7 @@ from gpu_worker.kv.block_format import kind_digest
 from gpu_worker.kv.cache import KvCache, block_bytes
 from gpu_worker.kv.shared_store import KvStore
 from gpu_worker.kv.tiers import KvTiers, TierFolder
-from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
-from gpu_worker.limits import runs_ahead as may_run_ahead
+from gpu_worker.limits import Limits, graph_decoder, local_num_blocks, may_run_ahead
 from gpu_worker.lora.adapter import zero_adapter
 from gpu_worker.lora.cache import adapter_cache
 from gpu_worker.lora.rows import RowAdapters
@@ -454,8 +453,9 @@ class ModelRunner:
         adapters = RowAdapters(self.adapters, model.description.vocab_size, model.description.hidden_size)
         drafter = Drafter(self._rows, self._draft_maker(num_blocks))
         self._batch = InputBatch(self._rows, tokens_per_block, adapters, drafter)
-        is_replicated = self._config.replicate_post_processors and self._leader is not None
-        replicate = self._leader.post_process if is_replicated and self._leader is not None else None
+        replicate = None
+        if self._leader is not None and self._config.replicate_post_processors:
+            replicate = self._leader.post_process
         self._sampler = Sampler(self._rows, self.post_processors, replicate, model.threads)
         self._reporter = Reporter(self._rows, model.decoder, self.output_probes)
         self._guides = Guides(self._rows, lambda: GrammarProcess(self._folder))

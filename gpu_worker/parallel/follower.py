@@ -15,7 +15,7 @@ import torch
 from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.device_memory import WarmUpMemory
 from gpu_worker.kv.cache import KvCache
-from gpu_worker.limits import Limits, graph_decoder, local_num_blocks, runs_ahead
+from gpu_worker.limits import Limits, graph_decoder, local_num_blocks, may_run_ahead
 from gpu_worker.lora.adapter import Adapter, LoraPair
 from gpu_worker.models.loader import LoadedModel, load_model, num_threads
 from gpu_worker.parallel.commands import decode_adapter_layer, decode_forward, decode_post_process
@@ -50,7 +50,7 @@ class RankExecutor:
         self._limits = Limits.of(config, folder, self.model)
         self._graphs: GraphDecoder | None = None
         self._decoder = self.model.decoder
-        if self.model.device.type == "cuda" or runs_ahead(config, self.model):
+        if self.model.device.type == "cuda" or may_run_ahead(config, self.model):
             share = group.links.share_tokens
             self._graphs = self._decoder = graph_decoder(config, self.model, self._limits, share=share)
         self._kv: KvCache | None = None

@@ -192,9 +192,7 @@ def _ban_ngrams(logits: Tensor, state: Rows, rows: IntArray, places: list[int], 
 def _ban(logits: Tensor, place: int, token_ids: list[int], before: Before | None) -> None:
     if token_ids:
         at = send(np.array(token_ids, dtype=np.int64) + place * logits.shape[1], logits.device)
-        if before is not None:
-            before.append((at, logits.view(-1)[at]))
-        logits.view(-1).index_fill_(0, at, -torch.inf)
+        _write(logits, at, torch.full_like(at, -torch.inf, dtype=logits.dtype), before)
 
 
 def _write(logits: Tensor, at: Tensor, values: Tensor, before: Before | None) -> None:

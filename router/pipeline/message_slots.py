@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
@@ -12,6 +11,7 @@ from google.protobuf.message import DecodeError
 
 from midstream.errors import DeadlineError, InvalidArgumentError, OverloadedError
 from router.authentication import current_caller
+from router.pipeline.client_semaphores import ClientSemaphores
 
 # Maximum number of messages being read concurrently, in total and per client. Further messages stay unread, held back
 # by HTTP/2's flow control.
@@ -55,11 +55,9 @@ class MessageSlots:
 
 class _Pool:
     def __init__(self, max_messages: int, max_messages_per_client: int, timeout_s: float, wait_s: float) -> None:
-        self._max_messages_per_client = max_messages_per_client
         self._timeout_s, self._wait_s = timeout_s, wait_s
         self._all = asyncio.Semaphore(max_messages)
-        self._by_client: dict[str, asyncio.Semaphore] = {}
-        self._users = Counter[str]()
+        self._by_client = ClientSemaphores(max_messages_per_client)
 
     async def read(self, client: str, messages: AsyncIterator[_MessageT]) -> _MessageT:
         """Return a client's message."""
@@ -76,20 +74,14 @@ class _Pool:
 
     @contextlib.asynccontextmanager
     async def _slot_of(self, client: str) -> AsyncIterator[None]:
-        if self._users[client] >= self._max_messages_per_client + _MAX_WAITING:
+        if self._by_client.num_users(client) >= self._by_client.limit + _MAX_WAITING:
             raise OverloadedError("too many requests of this client are still being received; retry later")
-        own = self._by_client.setdefault(client, asyncio.Semaphore(self._max_messages_per_client))
-        self._users[client] += 1
-        try:
-            async with contextlib.AsyncExitStack() as held:
-                try:
-                    async with asyncio.timeout(self._wait_s):
-                        await held.enter_async_context(own)
-                        await held.enter_async_context(self._all)
-                except TimeoutError:
-                    raise OverloadedError("too many requests are still being received; retry later") from None
-                yield
-        finally:
-            self._users[client] -= 1
-            if not self._users[client]:
-                del self._users[client], self._by_client[client]
+        async with contextlib.AsyncExitStack() as held:
+            own = held.enter_context(self._by_client.use(client))
+            try:
+                async with asyncio.timeout(self._wait_s):
+                    await held.enter_async_context(own)
+                    await held.enter_async_context(self._all)
+            except TimeoutError:
+                raise OverloadedError("too many requests are still being received; retry later") from None
+            yield

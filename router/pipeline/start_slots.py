@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator
 
 from midstream.errors import DeadlineError
+from router.pipeline.client_semaphores import ClientSemaphores
 
 _MAX_STARTS_PER_CLIENT = 16
 # Slots are held no longer than this: a start that takes longer waits for another component, and does not load the event
@@ -23,10 +23,8 @@ class StartSlots:
     """Lets a few requests of each client start concurrently; the others wait in order of arrival."""
 
     def __init__(self, max_starts_per_client: int = _MAX_STARTS_PER_CLIENT, hold_s: float = _HOLD_S) -> None:
-        self._max_starts_per_client = max_starts_per_client
         self._hold_s = hold_s
-        self._by_client: dict[str, asyncio.Semaphore] = {}
-        self._users = Counter[str]()
+        self._by_client = ClientSemaphores(max_starts_per_client)
 
     @contextlib.asynccontextmanager
     async def hold(self, client: str, timeout_s: float | None = None) -> AsyncIterator[None]:
@@ -35,9 +33,7 @@ class StartSlots:
         Raises:
             DeadlineError: There was no slot within `timeout_s`.
         """
-        slots = self._by_client.setdefault(client, asyncio.Semaphore(self._max_starts_per_client))
-        self._users[client] += 1
-        try:
+        with self._by_client.use(client) as slots:
             try:
                 async with asyncio.timeout(timeout_s):
                     await slots.acquire()
@@ -55,7 +51,3 @@ class StartSlots:
             finally:
                 timer.cancel()
                 release()
-        finally:
-            self._users[client] -= 1
-            if not self._users[client]:
-                del self._users[client], self._by_client[client]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import abstractmethod
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -48,16 +48,38 @@ class ComputedResponse(Response):
         await _while_connected(receive, self._answer(scope, receive, send))
 
     @abstractmethod
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+class CompleteResponse(ComputedResponse):
+    """A response without a stream."""
+
+    def __init__(self, compute: Callable[[], Awaitable[Response]]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await self._compute()
+        except Exception as error:  # noqa: BLE001 (it is logged)
+            response = error_response(shown(error))
+        await response(scope, receive, send)
+
+
+class StreamedResponse(ComputedResponse):
+    """A response that can be a stream of events."""
+
+    @abstractmethod
     async def compute(self, events: EventStream) -> Response | None:
         """Return the response, or stream events and return None."""
+
+    @abstractmethod
+    def failure(self, error: MidstreamError) -> str:
+        """Return the last events of a stream that failed."""
 
     def refusal(self, error: MidstreamError) -> Response:
         """Return the response to a request that failed before its first event."""
         return error_response(error)
-
-    def failure(self, error: MidstreamError) -> str:
-        """Return the last events of a stream that failed."""
-        raise NotImplementedError
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = EventStream(send)

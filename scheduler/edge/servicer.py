@@ -132,7 +132,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         request: scheduler_pb2.GetRequestRequest,
         context: ServicerContext[scheduler_pb2.GetRequestRequest, scheduler_pb2.GetRequestResponse],
     ) -> scheduler_pb2.GetRequestResponse:
-        """Return a request as it was accepted."""
+        """Return an accepted request and its state."""
         found = await self._kept.find(request.request_id)
         if found is None or found.request_id not in self._engine.hub.logs:
             raise NotFoundError(f"no request {request.request_id[:128]!r} is known here")

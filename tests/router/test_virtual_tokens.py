@@ -1,4 +1,4 @@
-"""Embeddings in place of token ids: which requests are rejected, and what the scheduler receives."""
+"""Check the validation of prompt embeddings and the request that the scheduler receives."""
 
 from __future__ import annotations
 

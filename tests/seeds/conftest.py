@@ -17,9 +17,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create the folders named in the documents, relative to this folder, with a small random model in place of Llama
-    3.
-    """
+    """Return a folder with the files that the documents name; a small random model replaces Llama 3."""
     home = tmp_path_factory.mktemp("seeds")
     model = home / "model"
     model.mkdir()

@@ -27,7 +27,7 @@ from router.protocols.conversation import ChatModel, SequenceReader, keep_prefix
 from router.protocols.openai import app as openai_app
 from router.protocols.openai.endpoints import shown
 from router.protocols.openai.models import Models
-from router.protocols.streaming import ComputedResponse, EventStream, dump
+from router.protocols.streaming import EventStream, StreamedResponse, dump
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class MessagesApi:
         return max(kept)
 
 
-class _Reply(ComputedResponse):
+class _Reply(StreamedResponse):
     """The response to one job; a dropped connection aborts its request."""
 
     def __init__(self, front: FrontDoor, job: MessagesJob, num_kept: int, key: str) -> None:

@@ -37,7 +37,7 @@ from router.protocols.openai.body import Body
 from router.protocols.openai.endpoints import Endpoint, mapped
 from router.protocols.openai.models import Models
 from router.protocols.openai.shapes import usage_fields
-from router.protocols.streaming import ComputedResponse, EventStream
+from router.protocols.streaming import CompleteResponse
 
 _Answer = Mapping[str, object]
 _JobT = TypeVar("_JobT", bound=EmbeddingJob)
@@ -125,22 +125,10 @@ class EmbeddingsApi:
             headers = {"x-request-id": quote(job.base.request_id, safe=""), **ignored_header(job.ignored)}
             return JSONResponse(answer(job, found, usage), headers=headers)
 
-        return _Computed(respond)
+        return CompleteResponse(respond)
 
     def _name(self, job: EmbeddingJob) -> str:
         return job.model or self._front.runner.model.name
-
-
-class _Computed(ComputedResponse):
-    """The response to one call; a dropped connection aborts its requests."""
-
-    def __init__(self, compute: Callable[[], Awaitable[Response]]) -> None:
-        super().__init__()
-        self._compute = compute
-
-    async def compute(self, events: EventStream) -> Response:
-        """Return the response."""
-        return await self._compute()
 
 
 def _base64(vector: Vector) -> str:

@@ -22,10 +22,10 @@ from router.protocols.openai.errors import error_body
 from router.protocols.openai.jobs import Job, request_ids
 from router.protocols.openai.positions import Position, event_id, read_event_id
 from router.protocols.openai.shapes import usage_fields
-from router.protocols.streaming import ComputedResponse, EventStream, dump
+from router.protocols.streaming import EventStream, StreamedResponse, dump
 
 
-class Reply(ComputedResponse):
+class Reply(StreamedResponse):
     """The response to one job; a dropped connection aborts its requests."""
 
     def __init__(self, front: FrontDoor, job: Job, last_event_id: str | None) -> None:

@@ -33,7 +33,7 @@ from router.protocols.openai.models import Models
 from router.protocols.responses.items import Item
 from router.protocols.responses.request import ResponseJob, previous_id, read_response
 from router.protocols.responses.writer import Fields, ResponseWriter, Status
-from router.protocols.streaming import ComputedResponse, EventStream, dump
+from router.protocols.streaming import EventStream, StreamedResponse, dump
 
 _PATH = "/v1/responses"
 _PREFIX = "resp_"
@@ -285,7 +285,7 @@ class ResponsesApi:
         return output
 
 
-class _Reply(ComputedResponse):
+class _Reply(StreamedResponse):
     """The HTTP response for a new or stored response. A dropped connection aborts the request, unless it runs in the
     background.
     """
