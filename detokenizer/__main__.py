@@ -11,8 +11,7 @@ from detokenizer.feed import FeedPool
 from detokenizer.incremental import decoder_factory
 from detokenizer.servicer import DetokenizerServicer
 from detokenizer.stream_traces import StreamTraces
-from midstream.config import DetokenizerConfig, load_config
-from midstream.errors import ExecutionError, MidstreamError
+from midstream.config import DetokenizerConfig
 from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
 from midstream.rpc.frames import FrameServer
@@ -20,7 +19,8 @@ from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from midstream.security.peer_names import PeerNames, admit_peers
 from midstream.security.tls import Tls
-from midstream.telemetry import HttpServer, Metrics, configure_logging
+from midstream.service import run_service
+from midstream.telemetry import HttpServer, Metrics
 from midstream.telemetry.tracing import Tracer
 from protos import detokenizer_pb2_grpc
 
@@ -87,20 +87,5 @@ async def serve(config: DetokenizerConfig) -> None:
             tracer.close()
 
 
-def main() -> int:
-    """Return the process's exit status."""
-    try:
-        config = load_config(DetokenizerConfig, "detokenizer")
-        configure_logging(config.name or f"detokenizer:{config.port}", level=config.log_level, style=config.log_format)
-        asyncio.run(serve(config))
-    except ExecutionError as error:
-        print(f"detokenizer: {error}", file=sys.stderr)
-        return 1
-    except (MidstreamError, OSError) as error:
-        print(f"detokenizer: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_service(DetokenizerConfig, "detokenizer", serve))

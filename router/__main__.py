@@ -8,8 +8,7 @@ import os
 import socket
 import sys
 
-from midstream.config import RouterConfig, load_config
-from midstream.errors import ExecutionError, MidstreamError
+from midstream.config import RouterConfig
 from midstream.model.folder import open_model_folder
 from midstream.rpc.connection_guard import ConnectionGuard
 from midstream.rpc.health import Progress
@@ -17,7 +16,8 @@ from midstream.rpc.open_files import raise_open_files_limit
 from midstream.rpc.serving import Server, max_connections
 from midstream.security.host_header import AllowedHosts
 from midstream.security.tls import Tls
-from midstream.telemetry import Metrics, configure_logging
+from midstream.service import run_service
+from midstream.telemetry import Metrics
 from midstream.telemetry.tracing import Tracer
 from protos import status_pb2
 from router.authentication import AuthenticatedApp, Authenticator
@@ -178,22 +178,7 @@ async def serve(config: RouterConfig) -> None:
             tracer.close()
 
 
-def main() -> int:
-    """Return the process's exit status."""
-    try:
-        config = load_config(RouterConfig, "router")
-        configure_logging(config.name or f"router:{config.port}", level=config.log_level, style=config.log_format)
-        # Threads that parse and check requests hold the GIL; the event loop waits up to this long to get it back.
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        asyncio.run(serve(config))
-    except ExecutionError as error:
-        print(f"router: {error}", file=sys.stderr)
-        return 1
-    except (MidstreamError, OSError) as error:
-        print(f"router: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    # Threads that parse and check requests hold the GIL; the event loop waits up to this long to get it back.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.exit(run_service(RouterConfig, "router", serve))
