@@ -10,8 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import grpc
-import grpc.aio
+from grpc.aio import ServicerContext
 
 from detokenizer.feed import FeedPool
 from detokenizer.incremental import DecoderFactory
@@ -86,14 +85,14 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
                 self._pool.detach(stream)
             self.check_drained()
 
-    async def OpenStream(self, request: OpenFramesRequest, context: object) -> FramesOffer:  # noqa: N802
+    async def OpenStream(self, request: OpenFramesRequest, context: object) -> FramesOffer:
         """Offer a frame connection as a replacement for Stream; the offer is empty if frames are disabled."""
         if self._frames is None:
             return FramesOffer()
         return self._frames.offer(lambda connection: _FramesHandler(self, connection))
 
-    async def Stream(  # type: ignore[override]  # noqa: N802 (it writes to the context)
-        self, request_iterator: object, context: grpc.aio.ServicerContext[pb.StreamCommand, pb.StreamBatch]
+    async def Stream(  # type: ignore[override]  # it writes to the context
+        self, request_iterator: object, context: ServicerContext[Any, Any]
     ) -> None:
         """Serve one router until it disconnects."""
         ready = asyncio.Event()
@@ -110,7 +109,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
             self.disconnect(connection)
 
     async def _write(
-        self, connection: RouterConnection, ready: asyncio.Event, context: grpc.aio.ServicerContext[Any, Any]
+        self, connection: RouterConnection, ready: asyncio.Event, context: ServicerContext[Any, Any]
     ) -> None:
         while True:
             await ready.wait()

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from grpc.aio import ServicerContext
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -109,12 +110,12 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._num_watchers = 0
         self._looking: asyncio.Task[None] | None = None
 
-    async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:  # noqa: N802
+    async def Check(self, request: Any, context: ServicerContext[Any, Any]) -> Any:
         if request.service not in self._names:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
         return health_pb2.HealthCheckResponse(status=_status(self._progress))
 
-    async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:  # noqa: N802
+    async def Watch(self, request: Any, context: object) -> AsyncIterator[Any]:
         if request.service not in self._names:
             yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
             await asyncio.Event().wait()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grpc.aio import ServicerContext
-
 from midstream.errors import InvalidArgumentError, NotFoundError, OverloadedError
 from protos import documents_pb2 as pb
 from scheduler.journal.documents import Document, DocumentKey, Documents
@@ -32,9 +30,7 @@ class DocumentCalls:
         self._now_ns = now_ns
         self._max_owner_bytes = max_owner_bytes
 
-    async def PutDocument(  # noqa: N802
-        self, request: pb.PutDocumentRequest, context: ServicerContext[pb.PutDocumentRequest, pb.PutDocumentResponse]
-    ) -> pb.PutDocumentResponse:
+    async def PutDocument(self, request: pb.PutDocumentRequest, context: object) -> pb.PutDocumentResponse:
         """Store a document."""
         key = _key(request.key)
         if request.expires_unix_ns and request.expires_unix_ns <= self._now_ns():
@@ -52,30 +48,20 @@ class DocumentCalls:
         )
         return pb.PutDocumentResponse(version=stored.version if stored is not None else 0)
 
-    async def GetDocument(  # noqa: N802
-        self, request: pb.GetDocumentRequest, context: ServicerContext[pb.GetDocumentRequest, pb.GetDocumentResponse]
-    ) -> pb.GetDocumentResponse:
+    async def GetDocument(self, request: pb.GetDocumentRequest, context: object) -> pb.GetDocumentResponse:
         """Return a document."""
         found = await self._documents.get(_key(request.key))
         if found is None:
             raise NotFoundError("no such document")
         return pb.GetDocumentResponse(document=_to_proto(found))
 
-    async def DeleteDocument(  # noqa: N802
-        self,
-        request: pb.DeleteDocumentRequest,
-        context: ServicerContext[pb.DeleteDocumentRequest, pb.DeleteDocumentResponse],
-    ) -> pb.DeleteDocumentResponse:
+    async def DeleteDocument(self, request: pb.DeleteDocumentRequest, context: object) -> pb.DeleteDocumentResponse:
         """Delete a document."""
         if not await self._documents.delete(_key(request.key)):
             raise NotFoundError("no such document")
         return pb.DeleteDocumentResponse()
 
-    async def ListDocuments(  # noqa: N802
-        self,
-        request: pb.ListDocumentsRequest,
-        context: ServicerContext[pb.ListDocumentsRequest, pb.ListDocumentsResponse],
-    ) -> pb.ListDocumentsResponse:
+    async def ListDocuments(self, request: pb.ListDocumentsRequest, context: object) -> pb.ListDocumentsResponse:
         """Return documents of one kind; if they are large, fewer than requested."""
         documents = await self._documents.list(
             _PREFIX + request.kind,

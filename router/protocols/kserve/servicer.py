@@ -16,8 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-import grpc
-import grpc.aio
+from grpc.aio import ServicerContext
 
 from midstream import __version__
 from midstream.chunk import FinishReason
@@ -61,26 +60,26 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self._slots = StreamSlots()
         self._num_success = self._num_failures = self._success_ns = self._failure_ns = self._last_ms = 0
 
-    async def ServerLive(self, request: pb.ServerLiveRequest, context: object) -> pb.ServerLiveResponse:  # noqa: N802
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: object) -> pb.ServerLiveResponse:
         """Report that the process is live."""
         return pb.ServerLiveResponse(live=True)
 
-    async def ServerReady(self, request: pb.ServerReadyRequest, context: object) -> pb.ServerReadyResponse:  # noqa: N802
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: object) -> pb.ServerReadyResponse:
         """Return whether requests are accepted."""
         return pb.ServerReadyResponse(ready=not self._front.draining.is_set())
 
-    async def ModelReady(self, request: pb.ModelReadyRequest, context: object) -> pb.ModelReadyResponse:  # noqa: N802
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: object) -> pb.ModelReadyResponse:
         """Return whether the model is served."""
         known = request.name in (_ALIAS, self._model.name) and request.version in ("", _VERSION)
         return pb.ModelReadyResponse(ready=known and not self._front.draining.is_set())
 
-    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: object) -> pb.ServerMetadataResponse:  # noqa: N802
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: object) -> pb.ServerMetadataResponse:
         """Return the server's name, version and extensions."""
         return pb.ServerMetadataResponse(
             name="midstream", version=__version__, extensions=["model_configuration", "statistics"]
         )
 
-    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: object) -> pb.ModelMetadataResponse:  # noqa: N802
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: object) -> pb.ModelMetadataResponse:
         """Return the model's input and output tensors."""
         self._check_model(request.name, request.version)
         response = pb.ModelMetadataResponse(name=request.name, versions=[_VERSION], platform="midstream")
@@ -90,7 +89,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             response.outputs.add(name=name, datatype=datatype, shape=dims)
         return response
 
-    async def ModelConfig(self, request: pb.ModelConfigRequest, context: object) -> pb.ModelConfigResponse:  # noqa: N802
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: object) -> pb.ModelConfigResponse:
         """Return the model's tensors as a Triton configuration."""
         self._check_model(request.name, request.version)
         config = pb.ModelConfig(name=request.name, platform="midstream", backend="midstream")
@@ -103,7 +102,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             config.output.add(name=name, data_type=_data_type(datatype), dims=dims)
         return pb.ModelConfigResponse(config=config)
 
-    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: object) -> pb.ModelStatisticsResponse:  # noqa: N802
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: object) -> pb.ModelStatisticsResponse:
         """Return counts of this router's KServe requests."""
         if request.name:
             self._check_model(request.name, request.version)
@@ -122,10 +121,8 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         )
         return pb.ModelStatisticsResponse(model_stats=[statistics])
 
-    async def ModelInfer(  # noqa: N802
-        self,
-        request: pb.ModelInferRequest,
-        context: grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelInferResponse],
+    async def ModelInfer(
+        self, request: pb.ModelInferRequest, context: ServicerContext[Any, Any]
     ) -> pb.ModelInferResponse:
         """Run all rows of the batch, and return all their sequences."""
         started = time.monotonic_ns()
@@ -150,10 +147,8 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         fill_outputs(response, [t for t in whole_outputs([task.result() for task in tasks]) if t.name in wanted])
         return response
 
-    async def ModelStreamInfer(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[pb.ModelInferRequest],
-        context: grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelStreamInferResponse],
+    async def ModelStreamInfer(
+        self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         """Run requests as they arrive; a failed request gets its own error response and does not affect the others."""
         responses: asyncio.Queue[pb.ModelStreamInferResponse | None] = asyncio.Queue(_MAX_WAITING)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
-import grpc.aio
+from grpc.aio import ServicerContext
 
 from midstream import __version__
 from midstream.chunk import FinishReason
@@ -40,8 +41,8 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
         self._front = front
         self._prompts = prompts
 
-    async def Generate(  # noqa: N802
-        self, request: oe.GenerateRequest, context: grpc.aio.ServicerContext[oe.GenerateRequest, oe.GenerateResponse]
+    async def Generate(
+        self, request: oe.GenerateRequest, context: ServicerContext[Any, Any]
     ) -> AsyncIterator[oe.GenerateResponse]:
         """Run a request and stream its events."""
         native = native_request(request, context.invocation_metadata() or ())
@@ -78,7 +79,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         self._native = native
         self._cells = cells
 
-    async def GetServerInfo(self, request: oe.GetServerInfoRequest, context: object) -> oe.ServerInfo:  # noqa: N802
+    async def GetServerInfo(self, request: oe.GetServerInfoRequest, context: object) -> oe.ServerInfo:
         """Return all cells as one engine."""
         info = await self._native.GetServerInfo(loads_pb2.GetServerInfoRequest(), context)
         answer = oe.ServerInfo(
@@ -97,7 +98,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         answer.capacity.total_kv_blocks = sum(group.num_blocks for group in info.worker_groups)
         return answer
 
-    async def GetModelInfo(self, request: oe.GetModelInfoRequest, context: object) -> oe.ModelInfo:  # noqa: N802
+    async def GetModelInfo(self, request: oe.GetModelInfoRequest, context: object) -> oe.ModelInfo:
         """Return information about the served model."""
         model, features = self._model, self._cells.any().features or frozenset()
         check_model(request.model, model)
@@ -137,7 +138,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         generation.supports_prefix_cache_bypass = False
         return info
 
-    async def GetLoad(self, request: oe.GetLoadRequest, context: object) -> oe.LoadInfo:  # noqa: N802
+    async def GetLoad(self, request: oe.GetLoadRequest, context: object) -> oe.LoadInfo:
         """Return the total load of all cells."""
         loads = (await self._native.GetLoads(loads_pb2.GetLoadsRequest(), context)).cells
         return oe.LoadInfo(
@@ -149,7 +150,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
             waiting_tokens=sum(load.num_queued_tokens for load in loads),
         )
 
-    async def Health(self, request: oe.HealthRequest, context: object) -> oe.HealthResponse:  # noqa: N802
+    async def Health(self, request: oe.HealthRequest, context: object) -> oe.HealthResponse:
         """Return the health of the router and of its schedulers; on request, also test whether a token can be
         generated.
         """
@@ -160,14 +161,14 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
             checks.append(await self._probe(request.model))
         return oe.HealthResponse(state=max(check.state for check in checks), checks=checks)
 
-    async def Abort(self, request: oe.AbortRequest, context: object) -> oe.AbortResponse:  # noqa: N802
+    async def Abort(self, request: oe.AbortRequest, context: object) -> oe.AbortResponse:
         """Abort one request."""
         if request.WhichOneof("target") != "request_id":
             raise UnsupportedError("abort requests one at a time, by request id", field="target")
         was_running = await self._front.abort(request.request_id)
         return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED if was_running else oe.ABORT_STATUS_ALREADY_FINISHED)
 
-    async def LoadLora(self, request: oe.LoadLoraRequest, context: object) -> oe.LoadLoraResponse:  # noqa: N802
+    async def LoadLora(self, request: oe.LoadLoraRequest, context: object) -> oe.LoadLoraResponse:
         """Load an adapter in every cell."""
         adapter = request.adapter
         known = (await self._native.ListLoras(loads_pb2.ListLorasRequest(), context)).loras
@@ -176,25 +177,25 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         is_known = any(item.name == adapter.lora_name for item in known)
         return oe.LoadLoraResponse(adapter=adapter, already_loaded=is_known)
 
-    async def UnloadLora(self, request: oe.UnloadLoraRequest, context: object) -> oe.UnloadLoraResponse:  # noqa: N802
+    async def UnloadLora(self, request: oe.UnloadLoraRequest, context: object) -> oe.UnloadLoraResponse:
         """Unload an adapter in every cell."""
         await self._native.UnloadLora(loads_pb2.UnloadLoraRequest(name=request.lora_name), context)
         return oe.UnloadLoraResponse(adapter=oe.LoraAdapter(lora_name=request.lora_name))
 
-    async def ListLoras(self, request: oe.ListLorasRequest, context: object) -> oe.ListLorasResponse:  # noqa: N802
+    async def ListLoras(self, request: oe.ListLorasRequest, context: object) -> oe.ListLorasResponse:
         """Return the loaded adapters."""
         loras = (await self._native.ListLoras(loads_pb2.ListLorasRequest(), context)).loras
         adapters = [oe.LoraAdapter(lora_name=item.name, source_path=item.path) for item in loras]
         return oe.ListLorasResponse(adapters=adapters)
 
-    async def GetKvEventSources(  # noqa: N802
+    async def GetKvEventSources(
         self, request: oe.GetKvEventSourcesRequest, context: object
     ) -> oe.GetKvEventSourcesResponse:
         """Return the only event source: SubscribeKvEvents of this service, at the address of this call."""
         source = oe.KvEventSource(transport="grpc", encoding="protobuf", schema_version=1)
         return oe.GetKvEventSourcesResponse(sources=[source])
 
-    async def SubscribeKvEvents(  # noqa: N802
+    async def SubscribeKvEvents(
         self, request: oe.SubscribeKvEventsRequest, context: object
     ) -> AsyncIterator[oe.SubscribeKvEventsResponse]:
         """Stream the KV-cache events of the only cell; worker groups are data-parallel ranks, in the order of their
