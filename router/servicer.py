@@ -10,8 +10,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
-import grpc.aio
+from grpc.aio import ServicerContext
 
 from midstream import __version__
 from midstream.errors import InvalidArgumentError, UnsupportedError
@@ -47,8 +46,8 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         self._status = status
         self._router_id = router_id
 
-    async def Generate(  # type: ignore[override]  # noqa: N802 (it writes to the context)
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+    async def Generate(  # type: ignore[override]  # it writes to the context
+        self, request: pb.GenerateRequest, context: ServicerContext[Any, Any]
     ) -> None:
         """Run a request and stream its output."""
         if request.attachment:
@@ -59,24 +58,20 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         output = await self._front.start(request, context.time_remaining(), key)
         await _relay(output, context)
 
-    async def Resume(  # type: ignore[override]  # noqa: N802 (it writes to the context)
-        self,
-        request: service_pb2.ResumeRequest,
-        context: grpc.aio.ServicerContext[service_pb2.ResumeRequest, pb.GenerateResponse],
+    async def Resume(  # type: ignore[override]  # it writes to the context
+        self, request: service_pb2.ResumeRequest, context: ServicerContext[Any, Any]
     ) -> None:
         """Stream the rest of a request."""
         offsets = request.from_token_by_sequence[:]
         output = self._front.resume(request.request_id, request.from_token, offsets, context.time_remaining())
         await _relay(output, context)
 
-    async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:  # noqa: N802
+    async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:
         """Abort a request."""
         return loads_pb2.AbortResponse(was_running=await self._front.abort(request.request_id))
 
-    async def Embed(  # noqa: N802
-        self,
-        request: service_pb2.EmbedRequest,
-        context: grpc.aio.ServicerContext[service_pb2.EmbedRequest, service_pb2.EmbedResponse],
+    async def Embed(
+        self, request: service_pb2.EmbedRequest, context: ServicerContext[Any, Any]
     ) -> service_pb2.EmbedResponse:
         """Return the embeddings of all inputs."""
         key = key_of(context.invocation_metadata() or ())
@@ -111,27 +106,12 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
             response.embeddings.add(values=vector)
         return response
 
-    async def GetModelInfo(self, request: loads_pb2.GetModelInfoRequest, context: object) -> loads_pb2.ModelInfo:  # noqa: N802
+    async def GetModelInfo(self, request: loads_pb2.GetModelInfoRequest, context: object) -> loads_pb2.ModelInfo:
         """Return model information from the model folder, and the workers' `features`."""
-        model = self._model
-        check_model(request.model, model)
-        info = loads_pb2.ModelInfo(
-            model=model.name,
-            architecture=model.architecture,
-            vocab_size=model.vocab_size,
-            max_sequence_length=model.max_sequence_length,
-            end_ids=model.end_ids,
-            fingerprint=model.fingerprint,
-            has_chat_template=model.chat_template is not None,
-            features=sorted(self._cells.any().features or ()),
-            hidden_size=model.hidden_size,
-            num_layers=model.num_layers,
-        )
-        if model.pad_id is not None:
-            info.pad_id = model.pad_id
-        return info
+        check_model(request.model, self._model)
+        return self._model.to_proto(self._cells.any().features or ())
 
-    async def GetServerInfo(self, request: loads_pb2.GetServerInfoRequest, context: object) -> loads_pb2.ServerInfo:  # noqa: N802
+    async def GetServerInfo(self, request: loads_pb2.GetServerInfoRequest, context: object) -> loads_pb2.ServerInfo:
         """Return the first cell's information, with the worker groups and detokenizers of all cells."""
         calls = [cell.watch_stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S) for cell in self._cells.cells.values()]
         first, *others = await asyncio.gather(*calls)
@@ -142,7 +122,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         first.version = first.version or __version__
         return first
 
-    async def GetLoads(self, request: loads_pb2.GetLoadsRequest, context: object) -> loads_pb2.GetLoadsResponse:  # noqa: N802
+    async def GetLoads(self, request: loads_pb2.GetLoadsRequest, context: object) -> loads_pb2.GetLoadsResponse:
         """Return the load of every cell."""
         response = loads_pb2.GetLoadsResponse()
         cells = list(self._cells.cells.values())
@@ -153,10 +133,8 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
                 response.cells.append(load)
         return response
 
-    async def GetIterationStats(  # noqa: N802
-        self,
-        request: stats_pb2.GetIterationStatsRequest,
-        context: grpc.aio.ServicerContext[stats_pb2.GetIterationStatsRequest, stats_pb2.IterationStats],
+    async def GetIterationStats(
+        self, request: stats_pb2.GetIterationStatsRequest, context: ServicerContext[Any, Any]
     ) -> AsyncIterator[stats_pb2.IterationStats]:
         """Stream the statistics of all cells."""
         calls = [cell.watch_stub.GetIterationStats(request) for cell in self._cells.cells.values()]
@@ -177,7 +155,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
             for call in calls:
                 call.cancel()
 
-    async def GetRequestStats(  # noqa: N802
+    async def GetRequestStats(
         self, request: stats_pb2.GetRequestStatsRequest, context: object
     ) -> stats_pb2.GetRequestStatsResponse:
         """Return the requests of all cells."""
@@ -193,7 +171,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
                 response.requests.append(stats)
         return response
 
-    async def SubscribeKvEvents(  # noqa: N802
+    async def SubscribeKvEvents(
         self, request: stats_pb2.SubscribeKvEventsRequest, context: object
     ) -> AsyncIterator[stats_pb2.KvEventBatch]:
         """Stream the KV-cache events of the only cell."""
@@ -202,7 +180,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         async for batch in self._cells.any().watch_stub.SubscribeKvEvents(request):
             yield batch
 
-    async def GetStatus(  # noqa: N802
+    async def GetStatus(
         self, request: status_pb2.GetStatusRequest, context: object
     ) -> AsyncIterator[status_pb2.SystemStatus]:
         """Stream the status of every process, once or continuously."""
@@ -212,20 +190,20 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
                 if not request.stream:
                     return
 
-    async def LoadLora(self, request: loads_pb2.LoadLoraRequest, context: object) -> loads_pb2.LoadLoraResponse:  # noqa: N802
+    async def LoadLora(self, request: loads_pb2.LoadLoraRequest, context: object) -> loads_pb2.LoadLoraResponse:
         """Load an adapter in every cell."""
         check_adapter_path(request.path, self._front.runner.adapter_root, "path")
         self._cells.any()
         first, *_ = await asyncio.gather(*(cell.watch_stub.LoadLora(request) for cell in self._cells.cells.values()))
         return first
 
-    async def UnloadLora(self, request: loads_pb2.UnloadLoraRequest, context: object) -> loads_pb2.UnloadLoraResponse:  # noqa: N802
+    async def UnloadLora(self, request: loads_pb2.UnloadLoraRequest, context: object) -> loads_pb2.UnloadLoraResponse:
         """Unload an adapter in every cell."""
         self._cells.any()
         await asyncio.gather(*(cell.watch_stub.UnloadLora(request) for cell in self._cells.cells.values()))
         return loads_pb2.UnloadLoraResponse()
 
-    async def ListLoras(self, request: loads_pb2.ListLorasRequest, context: object) -> loads_pb2.ListLorasResponse:  # noqa: N802
+    async def ListLoras(self, request: loads_pb2.ListLorasRequest, context: object) -> loads_pb2.ListLorasResponse:
         """Return the loaded adapters, which are the same in all cells."""
         response = await self._cells.any().watch_stub.ListLoras(request, timeout=_CALL_TIMEOUT_S)
         if Role.ADMIN not in current_caller.get().roles:
@@ -242,7 +220,7 @@ def _embed_input(index: int, item: service_pb2.EmbedInput) -> EmbedInput:
     return EmbedInput(f"{field}.{kind}", item.prompt if kind == "prompt" else item.token_ids.values)
 
 
-async def _relay(output: Output, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+async def _relay(output: Output, context: ServicerContext[Any, Any]) -> None:
     """Write output to the client as it arrives."""
     request_id = output.request_id
     async with output:

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from midstream.errors import ConfigError
 from midstream.model.hub import download, is_hub_name, repository_of
+from protos import loads_pb2
 
 # Possible names of each setting in config.json, as in transformers' attribute_map, which services cannot import. The
 # first name found is used.
@@ -94,6 +95,22 @@ class ModelFolder:
     weight_files: tuple[Path, ...]
     config: dict[str, Any]
     sampling_defaults: dict[str, float] = field(default_factory=dict)
+
+    def to_proto(self, features: Iterable[str]) -> loads_pb2.ModelInfo:
+        """Return the public information about the model; `features` are those of the workers."""
+        return loads_pb2.ModelInfo(
+            model=self.name,
+            architecture=self.architecture,
+            vocab_size=self.vocab_size,
+            max_sequence_length=self.max_sequence_length,
+            end_ids=self.end_ids,
+            pad_id=self.pad_id,
+            fingerprint=self.fingerprint,
+            has_chat_template=self.chat_template is not None,
+            features=sorted(features),
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+        )
 
 
 def open_model_folder(model: str) -> ModelFolder:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 from grpc.aio import ServicerContext
 
@@ -89,11 +90,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self._started_ns = engine.now_ns()
         self._status = CellStatusReport(engine.core, engine.hub, cell)
 
-    async def Submit(  # noqa: N802
-        self,
-        request: scheduler_pb2.SubmitRequest,
-        context: ServicerContext[scheduler_pb2.SubmitRequest, scheduler_pb2.SubmitResponse],
-    ) -> scheduler_pb2.SubmitResponse:
+    async def Submit(self, request: scheduler_pb2.SubmitRequest, context: object) -> scheduler_pb2.SubmitResponse:
         """Accept a request, or attach to the known request with the same id."""
         if not request.request.request_id:
             raise InvalidArgumentError("must not be empty", field="request_id")
@@ -116,21 +113,15 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             spec = spec_from_proto(request, self._limits, now_ns)
         return replace(spec, arrival_ns=self._engine.clock.from_unix_ns(spec.arrival_ns))
 
-    async def Abort(  # noqa: N802
-        self,
-        request: loads_pb2.AbortRequest,
-        context: ServicerContext[loads_pb2.AbortRequest, loads_pb2.AbortResponse],
-    ) -> loads_pb2.AbortResponse:
+    async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:
         """Abort a request."""
         if request.only_if_unread and self._engine.hub.is_read(request.request_id):
             return loads_pb2.AbortResponse()
         effects = self._engine.handle(AbortRequested(self._engine.now_ns(), request.request_id))
         return loads_pb2.AbortResponse(was_running=bool(effects))
 
-    async def GetRequest(  # noqa: N802
-        self,
-        request: scheduler_pb2.GetRequestRequest,
-        context: ServicerContext[scheduler_pb2.GetRequestRequest, scheduler_pb2.GetRequestResponse],
+    async def GetRequest(
+        self, request: scheduler_pb2.GetRequestRequest, context: object
     ) -> scheduler_pb2.GetRequestResponse:
         """Return an accepted request and its state."""
         found = await self._kept.find(request.request_id)
@@ -142,40 +133,26 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             has_finished=self._engine.hub.is_over(found.request_id),
         )
 
-    async def DeleteRequest(  # noqa: N802
-        self,
-        request: scheduler_pb2.DeleteRequestRequest,
-        context: ServicerContext[scheduler_pb2.DeleteRequestRequest, scheduler_pb2.DeleteRequestResponse],
+    async def DeleteRequest(
+        self, request: scheduler_pb2.DeleteRequestRequest, context: object
     ) -> scheduler_pb2.DeleteRequestResponse:
         """Delete a kept request."""
         await self._kept.delete(request.request_id)
         return scheduler_pb2.DeleteRequestResponse()
 
-    async def OpenTokenFeed(  # noqa: N802
-        self,
-        request: frames_pb2.OpenFramesRequest,
-        context: ServicerContext[frames_pb2.OpenFramesRequest, frames_pb2.FramesOffer],
-    ) -> frames_pb2.FramesOffer:
+    async def OpenTokenFeed(self, request: frames_pb2.OpenFramesRequest, context: object) -> frames_pb2.FramesOffer:
         """Offer a frame connection that replaces TokenFeed."""
         if self._frames is None:
             return frames_pb2.FramesOffer()
         return self._frames.offer(lambda connection: FeedFrames(self._engine, self._kept, connection))
 
-    async def GetLedger(  # noqa: N802
-        self,
-        request: ledger_pb2.GetLedgerRequest,
-        context: ServicerContext[ledger_pb2.GetLedgerRequest, ledger_pb2.GetLedgerResponse],
-    ) -> ledger_pb2.GetLedgerResponse:
+    async def GetLedger(self, request: ledger_pb2.GetLedgerRequest, context: object) -> ledger_pb2.GetLedgerResponse:
         """Return a part of the ledger."""
         if self._ledger is None:
             raise UnsupportedError("this scheduler keeps no ledger (--ledger-ttl-s 0)")
         return await self._ledger.read(request.after)
 
-    async def TokenFeed(  # noqa: N802
-        self,
-        request_iterator: Commands,
-        context: ServicerContext[scheduler_pb2.FeedCommand, scheduler_pb2.FeedBatch],
-    ) -> AsyncIterator[scheduler_pb2.FeedBatch]:
+    async def TokenFeed(self, request_iterator: Commands, context: object) -> AsyncIterator[scheduler_pb2.FeedBatch]:
         """Send tokens to one detokenizer until it disconnects."""
         ready = asyncio.Event()
         session = FeedSession(self._engine, self._kept, ready.set)
@@ -202,35 +179,15 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             with contextlib.suppress(asyncio.CancelledError, InvalidArgumentError):
                 await reader
 
-    async def GetModelInfo(  # noqa: N802
-        self,
-        request: loads_pb2.GetModelInfoRequest,
-        context: ServicerContext[loads_pb2.GetModelInfoRequest, loads_pb2.ModelInfo],
-    ) -> loads_pb2.ModelInfo:
+    async def GetModelInfo(self, request: loads_pb2.GetModelInfoRequest, context: object) -> loads_pb2.ModelInfo:
         """Return the served model."""
         model = self._model
         if request.model not in ("", model.name):
             raise NotFoundError(f"{request.model!r} is not served here; the model is {model.name!r}", field="model")
         features = [set(group.registration.features) for group in self._engine.core.groups]
-        return loads_pb2.ModelInfo(
-            model=model.name,
-            architecture=model.architecture,
-            vocab_size=model.vocab_size,
-            max_sequence_length=model.max_sequence_length,
-            end_ids=model.end_ids,
-            pad_id=model.pad_id,
-            fingerprint=model.fingerprint,
-            has_chat_template=model.chat_template is not None,
-            features=sorted(set.intersection(*features)) if features else [],
-            hidden_size=model.hidden_size,
-            num_layers=model.num_layers,
-        )
+        return model.to_proto(set.intersection(*features) if features else ())
 
-    async def GetServerInfo(  # noqa: N802
-        self,
-        request: loads_pb2.GetServerInfoRequest,
-        context: ServicerContext[loads_pb2.GetServerInfoRequest, loads_pb2.ServerInfo],
-    ) -> loads_pb2.ServerInfo:
+    async def GetServerInfo(self, request: loads_pb2.GetServerInfoRequest, context: object) -> loads_pb2.ServerInfo:
         """Return the connected workers and detokenizers."""
         core = self._engine.core
         capacity_policy, batching_type, journal = self._policies
@@ -259,11 +216,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             journal=journal,
         )
 
-    async def GetLoads(  # noqa: N802
-        self,
-        request: loads_pb2.GetLoadsRequest,
-        context: ServicerContext[loads_pb2.GetLoadsRequest, loads_pb2.GetLoadsResponse],
-    ) -> loads_pb2.GetLoadsResponse:
+    async def GetLoads(self, request: loads_pb2.GetLoadsRequest, context: object) -> loads_pb2.GetLoadsResponse:
         """Return the current load."""
         core = self._engine.core
         load = loads_pb2.CellLoad(
@@ -278,10 +231,8 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         )
         return loads_pb2.GetLoadsResponse(cells=[load])
 
-    async def GetIterationStats(  # noqa: N802
-        self,
-        request: stats_pb2.GetIterationStatsRequest,
-        context: ServicerContext[stats_pb2.GetIterationStatsRequest, stats_pb2.IterationStats],
+    async def GetIterationStats(
+        self, request: stats_pb2.GetIterationStatsRequest, context: ServicerContext[Any, Any]
     ) -> AsyncIterator[stats_pb2.IterationStats]:
         """Yield the current state and then, with `stream`, the statistics of every iteration."""
         if not request.stream:
@@ -295,10 +246,8 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
                     yield iteration_stats_proto(stats, self._engine.clock)
                 await asyncio.sleep(request.min_interval_ms / 1e3)
 
-    async def GetRequestStats(  # noqa: N802
-        self,
-        request: stats_pb2.GetRequestStatsRequest,
-        context: ServicerContext[stats_pb2.GetRequestStatsRequest, stats_pb2.GetRequestStatsResponse],
+    async def GetRequestStats(
+        self, request: stats_pb2.GetRequestStatsRequest, context: object
     ) -> stats_pb2.GetRequestStatsResponse:
         """Return the state of some requests."""
         if not 1 <= len(request.request_ids) <= _MAX_REQUEST_STATS:
@@ -307,10 +256,8 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         stats = [request_stats_proto(known[item]) for item in request.request_ids if item in known]
         return stats_pb2.GetRequestStatsResponse(requests=stats)
 
-    async def SubscribeKvEvents(  # noqa: N802
-        self,
-        request: stats_pb2.SubscribeKvEventsRequest,
-        context: ServicerContext[stats_pb2.SubscribeKvEventsRequest, stats_pb2.KvEventBatch],
+    async def SubscribeKvEvents(
+        self, request: stats_pb2.SubscribeKvEventsRequest, context: ServicerContext[Any, Any]
     ) -> AsyncIterator[stats_pb2.KvEventBatch]:
         """Yield KV events from a sequence number on, or after a snapshot; `cleared` stands for lost events."""
         events, tokens_per_block = self._engine.kv_events, self._engine.core.config.tokens_per_block
@@ -328,36 +275,20 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             expected = run[-1][0] + 1
             yield batch
 
-    async def GetStatus(  # noqa: N802
-        self,
-        request: status_pb2.GetCellStatusRequest,
-        context: ServicerContext[status_pb2.GetCellStatusRequest, status_pb2.CellStatus],
-    ) -> status_pb2.CellStatus:
+    async def GetStatus(self, request: status_pb2.GetCellStatusRequest, context: object) -> status_pb2.CellStatus:
         """Return the cell's status, for monitoring."""
         return self._status.answer(request, self._engine.now_ns())
 
-    async def LoadLora(  # noqa: N802
-        self,
-        request: loads_pb2.LoadLoraRequest,
-        context: ServicerContext[loads_pb2.LoadLoraRequest, loads_pb2.LoadLoraResponse],
-    ) -> loads_pb2.LoadLoraResponse:
+    async def LoadLora(self, request: loads_pb2.LoadLoraRequest, context: object) -> loads_pb2.LoadLoraResponse:
         """Load an adapter."""
         return loads_pb2.LoadLoraResponse(lora=_lora_info(await self._adapters.load(request.name, request.path)))
 
-    async def UnloadLora(  # noqa: N802
-        self,
-        request: loads_pb2.UnloadLoraRequest,
-        context: ServicerContext[loads_pb2.UnloadLoraRequest, loads_pb2.UnloadLoraResponse],
-    ) -> loads_pb2.UnloadLoraResponse:
+    async def UnloadLora(self, request: loads_pb2.UnloadLoraRequest, context: object) -> loads_pb2.UnloadLoraResponse:
         """Prevent new requests from naming an adapter."""
         await self._adapters.unload(request.name)
         return loads_pb2.UnloadLoraResponse()
 
-    async def ListLoras(  # noqa: N802
-        self,
-        request: loads_pb2.ListLorasRequest,
-        context: ServicerContext[loads_pb2.ListLorasRequest, loads_pb2.ListLorasResponse],
-    ) -> loads_pb2.ListLorasResponse:
+    async def ListLoras(self, request: loads_pb2.ListLorasRequest, context: object) -> loads_pb2.ListLorasResponse:
         """Return the loaded adapters."""
         return loads_pb2.ListLorasResponse(loras=map(_lora_info, self._adapters.loaded()))
 
