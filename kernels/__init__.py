@@ -19,7 +19,6 @@ from kernels.dispatch import (
     gated_linear,
     grouped_linear,
     head_linear,
-    layer_norm,
     linear,
     paged_attention,
     quantized_linear,
@@ -30,6 +29,7 @@ from kernels.dispatch import (
     set_float8_inputs,
     store_kv,
 )
+from kernels.layer_norm import layer_norm
 from kernels.quantized_kv import KvScales
 
 __all__ = [

@@ -21,7 +21,6 @@ from kernels.block_weight import BlockWeight
 from kernels.grouped_linear import grouped_linear as torch_grouped_linear
 from kernels.grouped_linear import head_linear as torch_head_linear
 from kernels.kv_store import store_kv as torch_store_kv
-from kernels.layer_norm import layer_norm
 from kernels.linear import gated_linear as torch_gated_linear
 from kernels.linear import linear as torch_linear
 from kernels.linear import quantized_linear as torch_quantized_linear
@@ -32,30 +31,6 @@ from kernels.rms_norm import rms_norm as torch_rms_norm
 from kernels.rotary import apply_rotary as torch_apply_rotary
 from kernels.rotate_and_store import rotate_and_store as torch_rotate_and_store
 from kernels.scaled_linear import can_scale, scaled_linear
-
-__all__ = [
-    "activate",
-    "add_lora",
-    "add_rms_norm",
-    "apply_rotary",
-    "can_group",
-    "can_sample",
-    "choose_attention",
-    "describe",
-    "gated_linear",
-    "grouped_linear",
-    "head_linear",
-    "layer_norm",
-    "linear",
-    "paged_attention",
-    "quantized_linear",
-    "rms_norm",
-    "rotate_and_store",
-    "sample",
-    "set_batch_invariant",
-    "set_float8_inputs",
-    "store_kv",
-]
 
 _HAS_TRITON = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 if _HAS_TRITON:

@@ -19,6 +19,16 @@ from gpu_worker.models.families.family import (
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "has_norm_bias": True}
 
 
+def _without_rotary(s: Settings, **changes: Any) -> DecoderDescription:
+    """Return a decoder that adds position embeddings to its input instead of rotating queries and keys."""
+    num_heads = s.size("num_attention_heads")
+    head_dim = s.size("hidden_size") // num_heads
+    fields = {"num_kv_heads": num_heads, "head_dim": head_dim, "scale": head_dim**-0.5, **changes}
+    rotary = (None,) * s.size("num_hidden_layers")
+    ties_embeddings = bool(s.get("tie_word_embeddings", True))
+    return plain(s, **_LAYER_NORM, has_gated_ffn=False, rotary=rotary, ties_embeddings=ties_embeddings, **fields)
+
+
 def _read_gpt2(config: Mapping[str, Any]) -> DecoderDescription:
     names = {
         "hidden_size": "n_embd",
@@ -28,20 +38,13 @@ def _read_gpt2(config: Mapping[str, Any]) -> DecoderDescription:
     }
     s = Settings({**config, **{name: config.get(old) for name, old in names.items()}})
     s.refuse(scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    num_heads, hidden_size = s.size("num_attention_heads"), s.size("hidden_size")
-    return plain(
+    return _without_rotary(
         s,
-        **_LAYER_NORM,
         norm_eps=s.number("layer_norm_epsilon", 1e-5),
-        intermediate_size=s.size("n_inner", default=4 * hidden_size),
-        num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        scale=(hidden_size // num_heads) ** -0.5 if s.get("scale_attn_weights", True) else 1.0,
+        intermediate_size=s.size("n_inner", default=4 * s.size("hidden_size")),
         activation=activation_of(s.get("activation_function", "gelu_new")),
-        has_gated_ffn=False,
-        rotary=(None,) * s.size("num_hidden_layers"),
         position_offset=0,
-        ties_embeddings=bool(s.get("tie_word_embeddings", True)),
+        **({} if s.get("scale_attn_weights", True) else {"scale": 1.0}),
     )
 
 
@@ -53,21 +56,13 @@ def _read_opt(config: Mapping[str, Any]) -> DecoderDescription:
         word_embed_proj_dim=s.size("hidden_size"),
         _remove_final_layer_norm=False,
     )
-    num_heads, hidden_size = s.size("num_attention_heads"), s.size("hidden_size")
-    return plain(
+    return _without_rotary(
         s,
-        **_LAYER_NORM,
         norm_eps=1e-5,
         intermediate_size=s.size("ffn_dim"),
-        num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        scale=(hidden_size // num_heads) ** -0.5,
         activation=activation_of(s.get("activation_function", "relu")),
-        has_gated_ffn=False,
-        rotary=(None,) * s.size("num_hidden_layers"),
         # The first two rows of OPT's position table are reserved for padding.
         position_offset=2,
-        ties_embeddings=bool(s.get("tie_word_embeddings", True)),
     )
 
 
