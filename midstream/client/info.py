@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from protos import loads_pb2 as pb
+
+T = TypeVar("T")
+
+
+def _convert(kind: type[T], message: Message, **converted: Any) -> T:
+    """Build a dataclass from a message with the same fields; `converted` are those of another type."""
+    values = {item.name: getattr(message, item.name) for item in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{**values, **converted})
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +37,8 @@ class ModelInfo:
     @staticmethod
     def from_proto(info: pb.ModelInfo) -> ModelInfo:
         """Build this from the protobuf message."""
-        return ModelInfo(
-            info.model,
-            info.architecture,
-            info.vocab_size,
-            info.max_sequence_length,
-            tuple(info.end_ids),
-            info.pad_id if info.HasField("pad_id") else None,
-            info.fingerprint,
-            info.has_chat_template,
-            frozenset(info.features),
-            info.hidden_size,
-            info.num_layers,
-        )
+        pad_id = info.pad_id if info.HasField("pad_id") else None
+        return _convert(ModelInfo, info, end_ids=tuple(info.end_ids), pad_id=pad_id, features=frozenset(info.features))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,35 +83,11 @@ class ServerInfo:
     @staticmethod
     def from_proto(info: pb.ServerInfo) -> ServerInfo:
         """Build this from the protobuf message."""
-        groups = (
-            WorkerGroupInfo(
-                group.group_id,
-                group.epoch,
-                group.num_blocks,
-                group.world_size,
-                group.device,
-                group.dtype,
-                group.num_active_sequences,
-                group.num_placed_requests,
-                group.num_steps,
-            )
-            for group in info.worker_groups
-        )
-        detokenizers = (
-            DetokenizerInfo(item.detokenizer_id, item.num_attached, item.num_attached_total)
-            for item in info.detokenizers
-        )
-        return ServerInfo(
-            info.version,
-            info.scheduler_epoch,
-            info.started_unix_ns,
-            tuple(groups),
-            tuple(detokenizers),
-            info.tokens_per_block,
-            info.capacity_policy,
-            info.batching_type,
-            info.journal,
-            info.router_id,
+        return _convert(
+            ServerInfo,
+            info,
+            worker_groups=tuple(_convert(WorkerGroupInfo, group) for group in info.worker_groups),
+            detokenizers=tuple(_convert(DetokenizerInfo, item) for item in info.detokenizers),
         )
 
 
@@ -131,16 +107,7 @@ class CellLoad:
     @staticmethod
     def from_proto(load: pb.CellLoad) -> CellLoad:
         """Build this from the protobuf message."""
-        return CellLoad(
-            load.cell,
-            load.scheduler_epoch,
-            load.num_running_requests,
-            load.num_queued_requests,
-            load.max_num_queued_requests,
-            load.num_blocks,
-            load.num_free_blocks,
-            load.num_queued_tokens,
-        )
+        return _convert(CellLoad, load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,4 +123,4 @@ class LoraInfo:
     @staticmethod
     def from_proto(info: pb.LoraInfo) -> LoraInfo:
         """Build this from the protobuf message."""
-        return LoraInfo(info.name, info.path, info.rank, info.num_virtual_tokens, info.num_bytes)
+        return _convert(LoraInfo, info)

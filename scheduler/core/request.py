@@ -11,7 +11,7 @@ import enum
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as TypingSequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from scheduler.core.beams import BeamSearch, BeamStep, Candidate
@@ -264,7 +264,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The record of an ended request, without its output."""
+    """The record of an ended request, without its output. Request has fields with the same names."""
 
     times: RequestTimes
     failure: Failure | None = None
@@ -274,6 +274,9 @@ class Finish:
     num_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+
+
+_RECORDED = tuple(item.name for item in fields(Finish))
 
 
 class BeamLanes:
@@ -471,19 +474,8 @@ class Request:
     @classmethod
     def restored(cls, spec: RequestSpec, ordinal: int, finish: Finish) -> Request:
         """Return an ended request, restored from its record."""
-        return cls(
-            spec,
-            ordinal,
-            times=finish.times,
-            state=RequestState.FINISHED,
-            failure=finish.failure,
-            num_cached_tokens=finish.num_cached_tokens,
-            num_preemptions=finish.num_preemptions,
-            num_recoveries=finish.num_recoveries,
-            num_steps=finish.num_steps,
-            num_draft_tokens=finish.num_draft_tokens,
-            num_accepted_tokens=finish.num_accepted_tokens,
-        )
+        recorded = {name: getattr(finish, name) for name in _RECORDED}
+        return cls(spec, ordinal, state=RequestState.FINISHED, **recorded)
 
     def note_silence(self, group_id: str) -> int:
         """Record a group that fell silent while running the request; return how many groups have done so since its last
@@ -606,16 +598,7 @@ class Request:
     @property
     def finish(self) -> Finish:
         """The record to keep, without the output. Precondition: the request has ended."""
-        return Finish(
-            times=self.times,
-            failure=self.failure,
-            num_cached_tokens=self.num_cached_tokens,
-            num_preemptions=self.num_preemptions,
-            num_recoveries=self.num_recoveries,
-            num_steps=self.num_steps,
-            num_draft_tokens=self.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens,
-        )
+        return Finish(**{name: getattr(self, name) for name in _RECORDED})
 
     @property
     def live_sequences(self) -> TypingSequence[Sequence]:
