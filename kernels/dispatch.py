@@ -217,17 +217,31 @@ def can_group(weight: Tensor) -> bool:
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None, *, num_repeats: int = 1
+    x: Tensor,
+    weight: Tensor,
+    experts: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    num_repeats: int = 1,
 ) -> Tensor:
-    """Return row i as `x[i // num_repeats] @ weight[experts[i]].T + bias[experts[i]]` -> [R, N].
+    """Return row i as `x[i // num_repeats] @ weight[experts[i]].T + bias[experts[i]]` -> [R, N]; with an activation,
+    return `activate` of that result.
 
     x [R / num_repeats, K], weight [E, N, K], experts integers [R], bias [E, N].
     """
     if _takes_triton(x):
         return triton.grouped_linear(
-            x, weight, experts, bias, num_repeats=num_repeats, is_batch_invariant=_is_batch_invariant
+            x,
+            weight,
+            experts,
+            bias,
+            activation=activation,
+            num_repeats=num_repeats,
+            is_batch_invariant=_is_batch_invariant,
         )
-    return torch_grouped_linear(x, weight, experts, bias, num_repeats=num_repeats)
+    product = torch_grouped_linear(x, weight, experts, bias, num_repeats=num_repeats)
+    return product if activation is None else torch_activate(product, activation)
 
 
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:

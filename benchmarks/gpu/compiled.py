@@ -1,8 +1,9 @@
 """Compile the Triton kernels without a GPU: `python -m benchmarks.gpu.compiled [--capability C] [NAME ...]`.
 
 `--write` compiles all cases for every capability, and writes compiled.jsonl next to this file; existing entries for the
-same source and types are kept. `--check` lists the missing cases without compiling them. Each version of Triton has its
-own lines.
+same source and types are kept. `--write --triton VERSION` does this with another version of Triton, which pip installs
+in a temporary folder. Each version has its own lines. `--check` lists the cases that the installed version or the
+oldest supported one lacks, without compiling them. `--table` prints the installed version's lines as a table.
 
 The launchers run on meta tensors at the shapes of an 8B model, and each kernel that they would start is compiled for
 compute capability 8.0, 9.0 (Hopper) or 10.0 with the tools in Triton's package. Prints one JSON object per line:
@@ -22,6 +23,7 @@ import multiprocessing
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -47,6 +49,8 @@ from kernels.triton.rank_sum import RankSum
 
 # Compute capabilities of Ampere, Hopper and Blackwell.
 CAPABILITIES = (80, 90, 100)
+# The oldest version that pyproject.toml allows. A kernel has the same key under all versions.
+OLDEST_TRITON = "3.6.0"
 TABLE = Path(__file__).with_name("compiled.jsonl")
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -153,15 +157,15 @@ def _sources(function: JITFunction, seen: set[JITFunction]) -> set[str]:
     return sources
 
 
-def read_table() -> list[dict[str, Any]]:
-    """Return the lines of compiled.jsonl for the installed version of Triton."""
+def read_table(version: str = triton.__version__) -> list[dict[str, Any]]:
+    """Return the lines of compiled.jsonl for a version of Triton."""
     lines = map(json.loads, TABLE.read_text(encoding="utf-8").splitlines() if TABLE.exists() else ())
-    return [line for line in lines if line["triton"] == triton.__version__]
+    return [line for line in lines if line["triton"] == version]
 
 
-def missing(capability: int) -> dict[str, set[str]]:
-    """Return the kernel keys that compiled.jsonl lacks for this capability, by case, each only once."""
-    seen = {line["key"] for line in read_table() if line["capability"] == capability}
+def missing(capability: int, version: str = triton.__version__) -> dict[str, set[str]]:
+    """Return the kernel keys that compiled.jsonl lacks for this capability and version, by case, each only once."""
+    seen = {line["key"] for line in read_table(version) if line["capability"] == capability}
     found = {}
     for case, keys in keys_of_cases(capability).items():
         if not keys <= seen and (case, capability) not in CANNOT_COMPILE:
@@ -186,6 +190,33 @@ def write_table(num_processes: int) -> None:
                 _save(kept)
                 print(f"{i} of {len(jobs)}: {jobs[i - 1][:2]}", flush=True)
     _save(kept)
+
+
+def write_table_with(version: str) -> int:
+    """Run `--write` with another version of Triton; return the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, f"triton=={version}"]
+        subprocess.run(pip, check=True)
+        command = [sys.executable, "-m", "benchmarks.gpu.compiled", "--write"]
+        return subprocess.run(command, env=os.environ | {"PYTHONPATH": folder}, check=False).returncode
+
+
+def table() -> str:
+    """Return a table of the resources of each kernel and case, from compiled.jsonl."""
+    found: dict[tuple[str, str], dict[int, list[str]]] = {}
+    for line in read_table():
+        cells = found.setdefault((line["case"], line["kernel"]), {capability: [] for capability in CAPABILITIES})
+        spills = f", {line['num_spills']} spills" if line["num_spills"] else ""
+        cells[line["capability"]].append(
+            f"{line['registers']} × {32 * line['num_warps']}{spills}, {line['shared_bytes'] / 1024:.0f} KiB"
+        )
+    rows = ["| case | kernel | " + " | ".join(f"{capability / 10:.1f}" for capability in CAPABILITIES) + " |"]
+    rows.append("| --- " * (2 + len(CAPABILITIES)) + "|")
+    rows += [
+        f"| {case} | {kernel} | " + " | ".join("; ".join(cell) or "–" for cell in cells.values()) + " |"
+        for (case, kernel), cells in sorted(found.items())
+    ]
+    return "\n".join(rows)
 
 
 def _save(kept: list[dict[str, Any]]) -> None:
@@ -369,8 +400,8 @@ def _rotate_and_store(kv: torch.dtype | None = None) -> None:
     )
 
 
-def _grouped_linear(num_rows: int) -> None:
-    operations.grouped_linear(_meta(num_rows, 2048), _meta(64, 1408, 2048), _ints(num_rows))
+def _grouped_linear(num_rows: int, activation: Activation | None = None) -> None:
+    operations.grouped_linear(_meta(num_rows, 2048), _meta(64, 2816, 2048), _ints(num_rows), activation=activation)
 
 
 def _add_ranks(num_ranks: int) -> None:
@@ -406,6 +437,8 @@ CASES: dict[str, Callable[[], object]] = {
     "linear": lambda: operations.linear(_meta(64, 4096), _meta(4096, 4096)),
     "grouped linear, 8 rows": partial(_grouped_linear, 8),
     "grouped linear, 2048 rows": partial(_grouped_linear, 2048),
+    "grouped gate, up and SiLU, 8 rows": partial(_grouped_linear, 8, "silu"),
+    "grouped gate, up and SiLU, 2048 rows": partial(_grouped_linear, 2048, "silu"),
     **dict(_attention_cases()),
     "int8 linear, 1 row": lambda: _quantized_linear(1),
     "int8 linear, 64 rows": lambda: _quantized_linear(64),
@@ -443,11 +476,23 @@ if __name__ == "__main__":
     parser.add_argument("--check", action="store_true", help="print the cases that compiled.jsonl lacks")
     parser.add_argument("--write", action="store_true", help="compile these, and add them to it")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="of --write")
+    parser.add_argument("--triton", metavar="VERSION", default=triton.__version__, help="version for --write")
+    parser.add_argument("--table", action="store_true", help="print compiled.jsonl as a table")
     options = parser.parse_args()
+    if options.table:
+        raise SystemExit(print(table()))
+    if options.write and options.triton != triton.__version__:
+        raise SystemExit(write_table_with(options.triton))
     if options.write:
         write_table(options.processes)
     if options.check or options.write:
-        lacking = [f"{case} for {capability}" for capability in CAPABILITIES for case in missing(capability)]
+        versions = {triton.__version__} | ({OLDEST_TRITON} if options.check else set())
+        lacking = [
+            f"{case} for {capability} with --triton {version}"
+            for version in sorted(versions)
+            for capability in CAPABILITIES
+            for case in missing(capability, version)
+        ]
         raise SystemExit("\n".join(lacking) if lacking else 0)
     for capability in options.capability or [90]:
         for found in compile_cases(set(options.names), capability):

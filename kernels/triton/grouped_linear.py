@@ -1,4 +1,4 @@
-"""Linear layers where each row has its own choice of many matrices.
+"""Linear layers where each row has its own choice of many matrices, also with a gated activation.
 
 Rows are sorted by their matrix on the device. Each matrix's rows fill tiles of their own, the last of them perhaps in
 part; how many tiles there are is bounded by the shapes, so nothing is read back, and programs of tiles that no matrix
@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.linear import FEW_ROWS, SOME_ROWS
+from kernels.activation import SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
+from kernels.triton.linear import FEW_ROWS, SOME_ROWS, write_tile
 
 
 def grouped_linear(
@@ -21,20 +22,27 @@ def grouped_linear(
     experts: Tensor,
     bias: Tensor | None = None,
     *,
+    activation: Activation | None = None,
     num_repeats: int = 1,
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """Return row i as `x[i // num_repeats] @ weight[experts[i]].T + bias[experts[i]]` -> [R, N].
+
+    With an activation, N is 2F, gate first, and the result is `activate` of that, [R, F]. Gates and ups are rounded to
+    x's type before the activation, so the bits are those of the two operations one after the other.
 
     Args:
         x: [R / num_repeats, K].
         weight: [E, N, K].
         experts: int32 [R].
         bias: [E, N].
+        activation: The gated activation, or None.
         num_repeats: Rows of the result that share a row of x.
         is_batch_invariant: A row's bits then do not depend on the others: the tiles are always the same.
     """
     num_rows, (num_experts, outer, inner) = experts.shape[0], weight.shape
+    if activation is not None:
+        outer //= 2
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("the last dimension is not contiguous")
     launch = FEW_ROWS if num_rows <= 16 * num_experts and not is_batch_invariant else SOME_ROWS
@@ -60,6 +68,9 @@ def grouped_linear(
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,
         HAS_BIAS=bias is not None,
+        ACTIVATION=activation or "",
+        LIMIT=SWIGLU_LIMIT,
+        SLOPE=SWIGLU_SLOPE,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=launch.num_warps,
         num_stages=launch.num_stages if x.element_size() <= 2 else 2,
@@ -86,9 +97,15 @@ def _grouped(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: tiles of rows, tiles of channels."""
+    """Grid: tiles of rows, tiles of channels.
+
+    With ACTIVATION the rows of a matrix that follow the first `outer`, the gates, are the ups.
+    """
     tile = tl.program_id(0)
     # The first expert whose tiles end behind ours.
     low = 0
@@ -111,15 +128,25 @@ def _grouped(
     steps = tl.arange(0, BLOCK_K)
     is_channel = channels < outer
     x_ptrs = x_ptr + (rows // NUM_REPEATS)[:, None] * x_stride + steps[None, :]
-    matrix_ptr = weight_ptr + tl.cast(expert, tl.int64) * outer * inner
+    first_channel = tl.cast(expert, tl.int64) * outer
+    if ACTIVATION != "":
+        first_channel *= 2
+    matrix_ptr = weight_ptr + first_channel * inner
     weight_ptrs = matrix_ptr + channels.to(tl.int64)[:, None] * inner + steps[None, :]
+    up_ptrs = weight_ptrs + tl.cast(outer, tl.int64) * inner
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, inner, BLOCK_K):
         is_step = (k + steps < inner)[None, :]
         x = tl.load(x_ptrs + k, mask=is_row[:, None] & is_step, other=0.0)
         weight = tl.load(weight_ptrs + k, mask=is_channel[:, None] & is_step, other=0.0)
         acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+        if ACTIVATION != "":
+            weight = tl.load(up_ptrs + k, mask=is_channel[:, None] & is_step, other=0.0)
+            up = tl.dot(x, tl.trans(weight), up, input_precision=PRECISION)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + expert * outer + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-    out = out_ptr + rows[:, None] * outer + channels[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_channel[None, :])
+        bias_ptrs = bias_ptr + first_channel + channels
+        acc += tl.load(bias_ptrs, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION != "":
+            up += tl.load(bias_ptrs + outer, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+    write_tile(acc, up, out_ptr, rows, outer, is_row, is_channel, BLOCK_N, ACTIVATION, LIMIT, SLOPE)

@@ -26,7 +26,7 @@ from gpu_worker.models.families import describe
 from gpu_worker.models.weights.decoder_weights import DecoderWeights
 from gpu_worker.sampling.guided import Constraints
 from gpu_worker.sampling.sampler import Sampler
-from kernels import dispatch
+from kernels import Activation, dispatch
 from midstream.model.folder import open_model_folder
 from tests.gpu_worker.test_families import MODELS
 from tests.gpu_worker.tiny_models import ints, make_tiny_model
@@ -52,9 +52,17 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> Tenso
     return q.new_empty(*q.shape[:-1], values.shape[-1])
 
 
-def group(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None, *, num_repeats: int) -> Tensor:
+def group(
+    x: Tensor,
+    weight: Tensor,
+    experts: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None,
+    num_repeats: int,
+) -> Tensor:
     assert len(x) * num_repeats == len(experts)
-    return x.new_empty(len(experts), weight.shape[1])
+    return x.new_empty(len(experts), weight.shape[1] // (1 if activation is None else 2))
 
 
 @pytest.fixture(autouse=True)

@@ -154,6 +154,22 @@ def test_each_row_has_its_own_matrix(
     assert exact.error(out, exact.grouped_linear(x, weight, experts, bias, num_repeats)) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", list(EPSILON))
+def test_experts_gate_up_and_activation_in_one(dtype: torch.dtype) -> None:
+    """The result has the bits of the two separate operations, and batch-invariant those of one row alone."""
+    x, weight = torch.randn(30, 40).to(dtype), torch.randn(3, 2 * 37, 40).to(dtype)
+    bias, experts = torch.randn(3, 2 * 37).to(dtype), torch.arange(60, dtype=torch.int32) % 3
+    product = exact.grouped_linear(x, weight, experts, bias, 2)
+    for count in (2, 60):  # few rows for each expert, and many
+        run = partial(operations.grouped_linear, x[: count // 2], weight, experts[:count], bias, num_repeats=2)
+        out = run(activation="clamped_swiglu")
+        assert torch.equal(out, operations.activate(run(), "clamped_swiglu"))
+        assert exact.error(out, exact.activate(product[:count], "clamped_swiglu")) < 2 * EPSILON[dtype]
+    together = run(activation="silu", is_batch_invariant=True)
+    alone = operations.grouped_linear(x[5:6], weight, experts[11:12], bias, activation="silu", is_batch_invariant=True)
+    assert torch.equal(alone, together[11:12])
+
+
 def test_kv_goes_to_its_slots_and_padding_nowhere() -> None:
     rows = torch.randn(4, 5, 24)
     k, v = rows[:, :2], rows[:, 2:4]

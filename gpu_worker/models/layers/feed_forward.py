@@ -88,8 +88,17 @@ class Experts:
         if self._stacks is not None:
             gate_up, down = self._stacks
             experts = chosen.flatten().int()
-            inner = kernels.grouped_linear(x, gate_up.weight, experts, gate_up.bias, num_repeats=num_repeats)
-            inner = self._experts[0].activate(inner)
+            first = self._experts[0]
+            inner = kernels.grouped_linear(
+                x,
+                gate_up.weight,
+                experts,
+                gate_up.bias,
+                activation=first.activation if first.is_gated else None,
+                num_repeats=num_repeats,
+            )
+            if not first.is_gated:
+                inner = first.activate(inner)
             out = kernels.grouped_linear(inner, down.weight, experts, down.bias)
         else:
             out = torch.empty(chosen.numel(), x.shape[1], dtype=x.dtype, device=x.device)
