@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from google.protobuf.message import DecodeError
 
@@ -20,10 +20,6 @@ from scheduler.journal.store import StoredJournal, unseal
 from scheduler.wire.requests import ModelLimits, spec_from_proto
 
 logger = logging.getLogger(__name__)
-
-# Fields of a Finish, which have the same names in JournalFinish.
-_TIMES = tuple(item.name for item in fields(RequestTimes))
-_COUNTS = tuple(item.name for item in fields(Finish) if item.name.startswith("num_"))
 
 
 @dataclass(slots=True)
@@ -150,11 +146,22 @@ def read_beam_step(record: pb.JournalBeamStep) -> BeamStep:
 
 def add_finish(record: pb.JournalCommit, number: int, finish: Finish, clock: SteadyClock) -> None:
     """Add the final state of an ended request to a record."""
-    message, failure = record.finished.add(request=number), finish.failure
-    for name in _TIMES:
-        setattr(message, name, clock.to_unix_ns(getattr(finish.times, name)))
-    for name in _COUNTS:
-        setattr(message, name, getattr(finish, name))
+    times, failure = finish.times, finish.failure
+    message = record.finished.add(
+        request=number,
+        arrival_ns=clock.to_unix_ns(times.arrival_ns),
+        queued_ns=clock.to_unix_ns(times.queued_ns),
+        first_scheduled_ns=clock.to_unix_ns(times.first_scheduled_ns),
+        first_token_ns=clock.to_unix_ns(times.first_token_ns),
+        last_token_ns=clock.to_unix_ns(times.last_token_ns),
+        finished_ns=clock.to_unix_ns(times.finished_ns),
+        num_cached_tokens=finish.num_cached_tokens,
+        num_preemptions=finish.num_preemptions,
+        num_recoveries=finish.num_recoveries,
+        num_steps=finish.num_steps,
+        num_draft_tokens=finish.num_draft_tokens,
+        num_accepted_tokens=finish.num_accepted_tokens,
+    )
     if failure is not None:
         message.error.code, message.error.message, message.error.field = failure.code, failure.message, failure.field
 
@@ -282,6 +289,21 @@ def _read_finish(record: pb.JournalFinish, clock: SteadyClock) -> Finish:
     failure = None
     if record.HasField("error"):
         failure = Failure(record.error.code, record.error.message, record.error.field)
-    times = {name: clock.from_unix_ns(getattr(record, name)) for name in _TIMES}
-    counts = {name: getattr(record, name) for name in _COUNTS}
-    return Finish(RequestTimes(**times), failure, **counts)
+    times = RequestTimes(
+        arrival_ns=clock.from_unix_ns(record.arrival_ns),
+        queued_ns=clock.from_unix_ns(record.queued_ns),
+        first_scheduled_ns=clock.from_unix_ns(record.first_scheduled_ns),
+        first_token_ns=clock.from_unix_ns(record.first_token_ns),
+        last_token_ns=clock.from_unix_ns(record.last_token_ns),
+        finished_ns=clock.from_unix_ns(record.finished_ns),
+    )
+    return Finish(
+        times,
+        failure,
+        num_cached_tokens=record.num_cached_tokens,
+        num_preemptions=record.num_preemptions,
+        num_recoveries=record.num_recoveries,
+        num_steps=record.num_steps,
+        num_draft_tokens=record.num_draft_tokens,
+        num_accepted_tokens=record.num_accepted_tokens,
+    )
