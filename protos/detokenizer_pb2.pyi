@@ -52,7 +52,7 @@ class StreamAttach(google.protobuf.message.Message):
     from_token: builtins.int
     @property
     def from_token_by_sequence(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """If sequences differ: one offset per sequence index, instead of from_token."""
+        """One offset per sequence index, used instead of from_token if the offsets differ."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class StreamChunk(google.protobuf.message.Message):
     def response(self) -> protos.generation_pb2.GenerateResponse: ...
     @property
     def error(self) -> protos.generation_pb2.ErrorInfo:
-        """The stream ends without a final chunk: the request is unknown, or this detokenizer lost the scheduler
-        (UNAVAILABLE: attach again elsewhere).
+        """The stream ends without a final chunk because the request is unknown, or because this detokenizer has lost the
+        scheduler (UNAVAILABLE; the router should then attach to another detokenizer).
         """
 
     def __init__(

@@ -58,7 +58,7 @@ class DetokenizerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenStream(self, request, context):
-        """The same stream over frames: commands and batches as in Stream.
+        """Offers the same stream over frames, with commands and batches as in Stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

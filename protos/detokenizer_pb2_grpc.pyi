@@ -30,7 +30,7 @@ class DetokenizerStub:
         protos.frames_pb2.OpenFramesRequest,
         protos.frames_pb2.FramesOffer,
     ]
-    """The same stream over frames: commands and batches as in Stream."""
+    """Offers the same stream over frames, with commands and batches as in Stream."""
 
 class DetokenizerAsyncStub:
     Stream: grpc.aio.StreamStreamMultiCallable[
@@ -43,7 +43,7 @@ class DetokenizerAsyncStub:
         protos.frames_pb2.OpenFramesRequest,
         protos.frames_pb2.FramesOffer,
     ]
-    """The same stream over frames: commands and batches as in Stream."""
+    """Offers the same stream over frames, with commands and batches as in Stream."""
 
 class DetokenizerServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -60,6 +60,6 @@ class DetokenizerServicer(metaclass=abc.ABCMeta):
         request: protos.frames_pb2.OpenFramesRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.frames_pb2.FramesOffer, collections.abc.Awaitable[protos.frames_pb2.FramesOffer]]:
-        """The same stream over frames: commands and batches as in Stream."""
+        """Offers the same stream over frames, with commands and batches as in Stream."""
 
 def add_DetokenizerServicer_to_server(servicer: DetokenizerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

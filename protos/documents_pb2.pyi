@@ -68,9 +68,9 @@ class PutDocumentRequest(google.protobuf.message.Message):
     IF_VERSION_FIELD_NUMBER: builtins.int
     data: builtins.bytes
     expires_unix_ns: builtins.int
-    """Unix nanoseconds; 0: never."""
+    """Time of expiry, in nanoseconds since the Unix epoch; 0: never."""
     if_version: builtins.int
-    """If set, store the document only if this is its current version; 0: only if it does not exist."""
+    """If set, the document is stored only if this is its current version; 0 means that it must not exist."""
     @property
     def key(self) -> global___DocumentKey: ...
     def __init__(
@@ -93,7 +93,7 @@ class PutDocumentResponse(google.protobuf.message.Message):
 
     VERSION_FIELD_NUMBER: builtins.int
     version: builtins.int
-    """0: nothing was stored, because the current version differs from if_version."""
+    """The new version; 0 if nothing was stored because the current version differs from if_version."""
     def __init__(
         self,
         *,
@@ -122,7 +122,7 @@ global___GetDocumentRequest = GetDocumentRequest
 
 @typing.final
 class GetDocumentResponse(google.protobuf.message.Message):
-    """NOT_FOUND when there is none."""
+    """NOT_FOUND if there is no such document."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -158,7 +158,7 @@ global___DeleteDocumentRequest = DeleteDocumentRequest
 
 @typing.final
 class DeleteDocumentResponse(google.protobuf.message.Message):
-    """NOT_FOUND when there is none."""
+    """NOT_FOUND if there is no such document."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -170,7 +170,7 @@ global___DeleteDocumentResponse = DeleteDocumentResponse
 
 @typing.final
 class ListDocumentsRequest(google.protobuf.message.Message):
-    """Documents of a kind in the order of their ids."""
+    """Lists documents of one kind in the order of their ids."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -182,9 +182,9 @@ class ListDocumentsRequest(google.protobuf.message.Message):
     IS_DESCENDING_FIELD_NUMBER: builtins.int
     kind: builtins.str
     owner: builtins.str
-    """Unset: documents of all owners."""
+    """Only documents of this owner; unset: of all owners."""
     prefix: builtins.str
-    """Prefix that the ids must have."""
+    """Only documents whose ids start with this prefix."""
     limit: builtins.int
     is_descending: builtins.bool
     @property

@@ -52,7 +52,7 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """End id, stop token or stop word."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """max_tokens or the model's context length is reached."""
+    """The sequence reached max_tokens or the model's context length."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
     """Aborted by a client, or because no client was attached."""
     FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 4
@@ -64,7 +64,7 @@ FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """End id, stop token or stop word."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""max_tokens or the model's context length is reached."""
+"""The sequence reached max_tokens or the model's context length."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 """Aborted by a client, or because no client was attached."""
 FINISH_REASON_DEADLINE: FinishReason.ValueType  # 4
@@ -73,8 +73,8 @@ global___FinishReason = FinishReason
 
 @typing.final
 class GenerateRequest(google.protobuf.message.Message):
-    """One generate request. Ranges are checked by the router before anything is scheduled; a violation is
-    INVALID_ARGUMENT and names the field by the path used here (for example `sampling.temperature`).
+    """A request to generate. The router checks ranges before anything is scheduled; a violation is INVALID_ARGUMENT and
+    names the field by its path here (for example `sampling.temperature`).
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -107,20 +107,20 @@ class GenerateRequest(google.protobuf.message.Message):
     ATTACHMENT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the client, or by the router if empty. At most 128 characters. Unique among running and recently finished
-    requests: submitting an id again attaches to the request if the contents are the same, else fails with
-    ALREADY_EXISTS.
+    requests: submitting an id again attaches to the existing request if the contents are the same, and otherwise fails
+    with ALREADY_EXISTS.
     """
     model: builtins.str
     """Name of the served model; may be empty."""
     prompt: builtins.str
     """Text, tokenized unchanged, with the tokenizer's own special-token rules."""
     max_tokens: builtins.int
-    """Maximum number of tokens to generate per sequence. Default: the rest of the model's context, at most 16,384. 0: the
-    request ends once its prompt is computed, of which it needs an output (exclude_input_from_output false,
-    prompt_log_probs, return_context_logits, gather_context).
+    """Maximum number of tokens to generate per sequence. Default: the rest of the model's context, at most 16,384. With
+    0, the request ends once its prompt has been computed; it must then ask for an output for the prompt
+    (exclude_input_from_output false, prompt_log_probs, return_context_logits or gather_context).
     """
     streaming: builtins.bool
-    """False: one response at the end of each sequence. Default true."""
+    """If false, there is one response per sequence, at its end. Default true."""
     logits_post_processor_name: builtins.str
     """Name of a logits post-processor registered in the worker."""
     client_id: builtins.str
@@ -132,19 +132,21 @@ class GenerateRequest(google.protobuf.message.Message):
     detached: builtins.bool
     """A detached request continues when no client is attached to it."""
     arrival_time_unix_ns: builtins.int
-    """When the request first arrived at the service, nanoseconds since the Unix epoch. Set by the router when zero."""
+    """Time at which the request first arrived at the service, in nanoseconds since the Unix epoch. Set by the router if
+    zero.
+    """
     timeout_ms: builtins.int
-    """Time left to finish, in milliseconds from arrival at the scheduler. The router sets it from the gRPC deadline,
-    unless the client gave a smaller value. Unset: no deadline.
+    """Time within which the request must finish, in milliseconds from its arrival at the scheduler. The router sets it
+    from the gRPC deadline, unless the client gave a smaller value. Unset: no deadline.
     """
     trace_parent: builtins.str
-    """The router's span of the request, as W3C's traceparent; empty: it is not traced. The router sets it."""
+    """The router's span for the request, as a W3C traceparent; empty if the request is not traced. Set by the router."""
     keep_s: builtins.int
-    """Seconds to keep the finished request: until then Submit attaches to it and Resume reads it, even after a scheduler
-    restart. 0: as long as the scheduler keeps any finished request (finished_ttl_s).
+    """How long to keep the finished request, in seconds. During this time Submit attaches to it and Resume reads it, even
+    after a scheduler restart. 0: as long as the scheduler keeps any finished request (finished_ttl_s).
     """
     attachment: builtins.bytes
-    """Data of the protocol adapter that rebuilds its response. No other service reads it; clients leave it unset."""
+    """Data from which the protocol adapter rebuilds its response. No other service reads it; clients leave it unset."""
     @property
     def token_ids(self) -> global___TokenIds:
         """Token ids in 0..vocab_size-1. The router always sends this form to the scheduler."""
@@ -245,7 +247,7 @@ class ChatInput(google.protobuf.message.Message):
     tools_json: builtins.str
     """JSON array of tool definitions, passed to the template."""
     add_generation_prompt: builtins.bool
-    """End the prompt with the header of an assistant turn. Default true."""
+    """Whether to end the prompt with the header of an assistant turn. Default true."""
     template_variables_json: builtins.str
     """JSON object of additional template variables."""
     @property
@@ -277,8 +279,9 @@ class ChatMessage(google.protobuf.message.Message):
     role: builtins.str
     content: builtins.str
     tool_calls_json: builtins.str
-    """JSON array of the assistant's tool calls, and the call that a tool message answers."""
+    """JSON array of the assistant's tool calls."""
     tool_call_id: builtins.str
+    """In a tool message: the id of the call whose result it contains."""
     name: builtins.str
     reasoning_content: builtins.str
     """The assistant's reasoning before its answer; templates may omit it in later turns."""
@@ -338,14 +341,16 @@ class SamplingConfig(google.protobuf.message.Message):
     NUM_RETURN_SEQUENCES_FIELD_NUMBER: builtins.int
     EMBEDDING_BIAS_FIELD_NUMBER: builtins.int
     beam_width: builtins.int
-    """1: sampling; higher: beam search. 1 to the router's max_beam_width (16), default 1."""
+    """1 selects sampling, a higher value beam search with this number of beams. 1 to the router's max_beam_width (16),
+    default 1.
+    """
     top_k: builtins.int
     """Sample only from the k most likely tokens. 0 means all. Default 0."""
     top_p: builtins.float
     """Sample only from the most likely tokens up to this cumulative probability. (0, 1], default 1."""
     top_p_decay: builtins.float
-    """top_p is multiplied by the decay after each token, down to the minimum; a reset id restores it. Decay and minimum
-    (0, 1], default 1 and 1e-6.
+    """After each token, top_p is multiplied by top_p_decay, but does not fall below top_p_min; the token top_p_reset_id
+    restores it. Decay and minimum: (0, 1], default 1 and 1e-6.
     """
     top_p_min: builtins.float
     top_p_reset_id: builtins.int
@@ -354,30 +359,33 @@ class SamplingConfig(google.protobuf.message.Message):
     temperature: builtins.float
     """0 means greedy sampling. [0, 100], default 1."""
     min_tokens: builtins.int
-    """The end id and stop tokens cannot be chosen before this many tokens. Default 0."""
+    """The end id and stop tokens cannot be chosen before this many tokens have been generated. Default 0."""
     seed: builtins.int
     """Default: a random seed, chosen by the router. Random numbers depend only on (seed, sequence, position)."""
     beam_search_diversity_rate: builtins.float
-    """Beam search: i times this is added to the scores of candidates of the beam of rank i (from 0). Default 0."""
+    """Beam search: candidates of the beam with rank i (from 0) have i times this value added to their scores. Default 0."""
     repetition_penalty: builtins.float
-    """Divides positive and multiplies negative logits of tokens seen in prompt or output. > 0, default 1."""
+    """Positive logits of tokens that occur in the prompt or output are divided by this value, negative ones multiplied.
+    > 0, default 1.
+    """
     presence_penalty: builtins.float
-    """Subtracted once from the logits of tokens seen in the output. [-2, 2], default 0."""
+    """Subtracted once from the logits of tokens that occur in the output. [-2, 2], default 0."""
     frequency_penalty: builtins.float
-    """Subtracted once per occurrence in the output. [-2, 2], default 0."""
+    """Subtracted from the logits of a token once for each time it occurs in the output. [-2, 2], default 0."""
     length_penalty: builtins.float
-    """Beam search: a beam's score is its cumulative log probability divided by its length raised to this power. Default
-    0.
+    """Beam search: a beam's score is its cumulative log probability divided by its length to the power of this value.
+    Default 0.
     """
     early_stopping: builtins.int
-    """Beam search, once beam_width beams have ended: 1 stops; 0 stops when the best unfinished beam, at its present
-    length, scores no better than the worst ended one; other values stop when it could not at any length. Default 1.
+    """When beam search stops after beam_width beams have ended. 1: at once. 0: when the best unfinished beam, scored at
+    its current length, is not better than the worst ended one. Other values: when it cannot become better at any
+    length. Default 1.
     """
     no_repeat_ngram_size: builtins.int
-    """No n-gram of this size occurs twice in prompt and output. 0 is off. Default 0."""
+    """No n-gram of this size may occur twice in the prompt and output. 0 allows all. Default 0."""
     num_return_sequences: builtins.int
-    """Independent sequences, 1..128, default 1. With beam search, the number of beams to return, best first; default all
-    of them. Of the best one, tokens are streamed once they are certain; the others come at the end.
+    """Number of independent sequences, 1..128, default 1. With beam search, the number of beams to return, best first;
+    default all. Tokens of the best beam are streamed once they are certain; the other beams are returned at the end.
     """
     @property
     def embedding_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
@@ -449,7 +457,7 @@ global___SamplingConfig = SamplingConfig
 
 @typing.final
 class StoppingConfig(google.protobuf.message.Message):
-    """When a sequence ends."""
+    """Conditions on which a sequence ends, and text that must not be generated."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -464,11 +472,11 @@ class StoppingConfig(google.protobuf.message.Message):
     end_id: builtins.int
     """Default: the model's end ids."""
     pad_id: builtins.int
-    """Padding token of protocols that return rows of equal length. Native outputs are never padded."""
+    """Padding token for protocols that return rows of equal length. Native outputs are never padded."""
     ignore_eos: builtins.bool
-    """Continue past the end id."""
+    """Whether to continue after the end id."""
     include_stop_in_output: builtins.bool
-    """Keep the stop word or stop token in the output."""
+    """Whether to keep the stop word or stop token in the output."""
     @property
     def stop_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Stop words: text that ends the sequence and is not part of the output. At most 64, of at most 256 characters each."""
@@ -479,13 +487,15 @@ class StoppingConfig(google.protobuf.message.Message):
 
     @property
     def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Text that may not be generated. At most 64 entries, of at most 256 characters each. The router adds its tokens,
-        with and without a space before it, to bad_word_token_ids.
+        """Text that must not be generated. At most 64 entries, of at most 256 characters each. The router adds the tokens of
+        each, with and without a preceding space, to bad_word_token_ids.
         """
 
     @property
     def bad_word_token_ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenIds]:
-        """Token sequences that may not be completed, even if they begin in the prompt. At most 64, of 1 to 256 tokens each."""
+        """Token sequences that must not be generated, not even the end of one that begins in the prompt. At most 64, of 1 to
+        256 tokens each.
+        """
 
     def __init__(
         self,
@@ -525,27 +535,28 @@ class OutputConfig(google.protobuf.message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     DETOKENIZE_FIELD_NUMBER: builtins.int
     log_probs: builtins.int
-    """Return the log probability of each output token and of this many most likely tokens. 0: only the output token's.
+    """For each output token, return its log probability and those of this number of most likely tokens. 0: only its own.
     At most 20.
     """
     prompt_log_probs: builtins.int
-    """The same for prompt tokens, starting with the second. At most 20."""
+    """The same for prompt tokens, from the second one on. At most 20."""
     return_context_logits: builtins.bool
-    """Tensors (see Tensor): the model's own logits at each prompt token [prompt tokens, vocab_size], and at each output
-    token, unmodified [output tokens, vocab_size]. Several sequences share the prompt, and the first one reports it.
+    """Return raw logits, unaffected by sampling parameters, as tensors (see Tensor): at each prompt token [prompt tokens,
+    vocab_size], and at each output token [output tokens, vocab_size]. If a request has several sequences, only the
+    first one has the logits of the prompt.
     """
     return_generation_logits: builtins.bool
     exclude_input_from_output: builtins.bool
     """If false, the output begins with the prompt. Default true."""
     return_perf_metrics: builtins.bool
     return_all_generated_tokens: builtins.bool
-    """Each chunk carries all tokens and text so far instead of the new ones. Log probabilities are still only those of
-    the new tokens.
+    """Whether each chunk contains all tokens and text so far, instead of only the new ones. Log probabilities are always
+    only those of the new tokens.
     """
     skip_special_tokens: builtins.bool
-    """Omit special tokens from the text. Default true."""
+    """Whether to omit special tokens from the text. Default true."""
     detokenize: builtins.bool
-    """Return text. Default true."""
+    """Whether to return text. Default true."""
     @property
     def additional_outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AdditionalOutput]: ...
     def __init__(
@@ -580,8 +591,9 @@ global___OutputConfig = OutputConfig
 @typing.final
 class AdditionalOutput(google.protobuf.message.Message):
     """A named model output: `hidden_states.LAYER` [output tokens, hidden_size], where layer 0 is the embeddings and the
-    last one is normalized; `topk_logits.K` [output tokens, K] (1 to 1,024) with the int32 tensor `topk_logits.K.ids`;
-    `token_logits.ID.ID...` [output tokens, number of ids], the logits of up to 16 tokens; or the name of an output probe registered in the workers [output tokens, its width].
+    last one is normalized; `topk_logits.K` [output tokens, K] (K from 1 to 1,024) with the int32 tensor
+    `topk_logits.K.ids`; `token_logits.ID.ID...` [output tokens, number of ids], the logits of up to 16 tokens; or the
+    name of an output probe that is registered in the workers [output tokens, its width].
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -591,9 +603,9 @@ class AdditionalOutput(google.protobuf.message.Message):
     PROBE_WIDTH_FIELD_NUMBER: builtins.int
     name: builtins.str
     gather_context: builtins.bool
-    """Also return the output for the prompt, as the tensor `context_NAME`."""
+    """Whether to return the output for the prompt as well, as the tensor `context_NAME`."""
     probe_width: builtins.int
-    """Values per token of an output probe. Filled by the router; clients leave it unset."""
+    """Number of values per token of an output probe. Set by the router; clients leave it unset."""
     def __init__(
         self,
         *,
@@ -628,7 +640,7 @@ global___GuidedDecodingConfig = GuidedDecodingConfig
 
 @typing.final
 class LoraConfig(google.protobuf.message.Message):
-    """A low-rank adapter for this request. Requests in a batch may have different adapters or none."""
+    """The LoRA adapter of this request. Requests in a batch may have different adapters or none."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -638,7 +650,7 @@ class LoraConfig(google.protobuf.message.Message):
     name: builtins.str
     """The name under which the adapter was loaded. Required."""
     path: builtins.str
-    """Absolute path of a PEFT folder that every worker can read: loaded as `name` unless already loaded."""
+    """Absolute path of a PEFT folder that every worker can read. It is loaded as `name`, unless it is loaded already."""
     @property
     def resolved(self) -> global___ResolvedAdapter:
         """Filled by the scheduler."""
@@ -690,8 +702,8 @@ global___PromptTuningConfig = PromptTuningConfig
 
 @typing.final
 class ResolvedAdapter(google.protobuf.message.Message):
-    """The adapter that a name referred to when the request was accepted, so that any worker recomputes it with the same
-    weights. Clients leave it unset.
+    """The adapter to which a name referred when the request was accepted, so that every worker that recomputes the request
+    uses the same weights. Clients leave it unset.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -724,7 +736,7 @@ global___ResolvedAdapter = ResolvedAdapter
 
 @typing.final
 class KvRetentionConfig(google.protobuf.message.Message):
-    """Which cached blocks to keep longer."""
+    """Which cached blocks to keep longer than others."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -830,9 +842,9 @@ global___SpeculativeConfig = SpeculativeConfig
 
 @typing.final
 class Tensor(google.protobuf.message.Message):
-    """A dense tensor in row-major order, little endian, or a piece of one: some of its rows. In responses pieces are at
-    most about a megabyte and arrive in order; after the loss of a process they may start again from the
-    beginning: then discard earlier pieces.
+    """A dense tensor in row-major order, little endian, or a piece of one, which contains some of its rows. In responses, a
+    piece has at most about a megabyte, and pieces arrive in order. If a process is lost, they may start again from the
+    beginning; earlier pieces must then be discarded.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -870,7 +882,9 @@ class Tensor(google.protobuf.message.Message):
     data_offset: builtins.int
     """Byte offset of `data` in the whole tensor."""
     is_last: builtins.bool
-    """This is the tensor's last piece. Never set on tensors that grow with each token; they end with their sequence."""
+    """Whether this is the tensor's last piece. Never set for tensors that grow with each token; these end with their
+    sequence.
+    """
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Shape of this piece; pieces are consecutive along the first axis."""
@@ -949,7 +963,7 @@ global___Usage = Usage
 
 @typing.final
 class PerfMetrics(google.protobuf.message.Message):
-    """Times are nanoseconds since the Unix epoch by the scheduler's clock; 0: did not happen."""
+    """Times are in nanoseconds since the Unix epoch, by the scheduler's clock; 0 if the event did not happen."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -971,7 +985,7 @@ class PerfMetrics(google.protobuf.message.Message):
     num_draft_tokens: builtins.int
     num_accepted_tokens: builtins.int
     num_steps: builtins.int
-    """Number of steps that the request took part in."""
+    """Number of steps in which the request took part."""
     def __init__(
         self,
         *,
@@ -1039,17 +1053,20 @@ class GenerateResponse(google.protobuf.message.Message):
     request_id: builtins.str
     sequence_index: builtins.int
     token_offset: builtins.int
-    """Index of token_ids[0] in the sequence's output. The offset to resume at is token_offset + len(token_ids)."""
+    """Index of token_ids[0] in the sequence's output. To continue after this chunk, resume at token_offset +
+    len(token_ids).
+    """
     text: builtins.str
-    """New text that these tokens made final. Text that may still change (part of a character, the beginning of a stop
-    word) is sent with a later chunk. It depends only on the tokens, not on how they were divided into chunks.
+    """The text that has become final with these tokens. Text that may still change (an incomplete character, or the
+    beginning of a stop word) is sent with a later chunk. The complete text depends only on the tokens, not on their
+    division into chunks.
     """
     is_sequence_final: builtins.bool
     is_final: builtins.bool
-    """All sequences have ended."""
+    """Whether all sequences have ended."""
     finish_reason: global___FinishReason.ValueType
     matched_stop_word: builtins.str
-    """The stop word or the stop token that matched."""
+    """The stop word, or the stop token, at which the sequence ended."""
     matched_stop_token_id: builtins.int
     cumulative_log_prob: builtins.float
     """Cumulative log probability of the whole sequence; set on its final chunk if log probabilities are requested."""

@@ -122,8 +122,8 @@ class GRPCInferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """Any number of requests, each with any number of responses, in any order; responses carry the request's `id`, and a
-        request's last one has the parameter `triton_final_response`.
+        """Any number of requests, each with any number of responses, in any order. Responses have the `id` of their request,
+        and the last response of a request has the parameter `triton_final_response`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

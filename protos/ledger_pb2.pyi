@@ -28,7 +28,7 @@ class LedgerEntry(google.protobuf.message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """As known to the scheduler: an authenticated client's id has a unique suffix."""
+    """The id known to the scheduler, where the ids of authenticated clients have a unique suffix."""
     client_id: builtins.str
     model: builtins.str
     lora: builtins.str
@@ -83,7 +83,7 @@ class GetLedgerRequest(google.protobuf.message.Message):
 
     AFTER_FIELD_NUMBER: builtins.int
     after: builtins.str
-    """`next_after` of the previous response; empty: from the beginning."""
+    """`next_after` of the previous response; empty: start at the beginning."""
     def __init__(
         self,
         *,
@@ -100,7 +100,7 @@ class GetLedgerResponse(google.protobuf.message.Message):
     ENTRIES_FIELD_NUMBER: builtins.int
     NEXT_AFTER_FIELD_NUMBER: builtins.int
     next_after: builtins.str
-    """Where to continue; empty if there are no more entries yet."""
+    """Value of `after` with which to continue; empty if there are no more entries yet."""
     @property
     def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LedgerEntry]: ...
     def __init__(

@@ -20,8 +20,8 @@ class AbortRequest(google.protobuf.message.Message):
     ONLY_IF_UNREAD_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     only_if_unread: builtins.bool
-    """For schedulers: abort only if nobody reads the request's output or its reader lost a detokenizer or scheduler,
-    because the client may have resumed elsewhere.
+    """Used between routers and schedulers: do not abort the request if a detokenizer reads its output, or read it until
+    that detokenizer was lost, because the client may have resumed the request at another router.
     """
     def __init__(
         self,
@@ -39,7 +39,7 @@ class AbortResponse(google.protobuf.message.Message):
 
     WAS_RUNNING_FIELD_NUMBER: builtins.int
     was_running: builtins.bool
-    """False: the request had already ended."""
+    """Whether the request was running; false if it had already ended."""
     def __init__(
         self,
         *,
@@ -87,7 +87,7 @@ class ModelInfo(google.protobuf.message.Message):
     """Maximum length in tokens, prompt and output together."""
     pad_id: builtins.int
     fingerprint: builtins.str
-    """Identifies configuration and weights; workers must match it."""
+    """Identifies the configuration and weights; workers must have the same fingerprint."""
     has_chat_template: builtins.bool
     hidden_size: builtins.int
     num_layers: builtins.int
@@ -194,7 +194,7 @@ class WorkerGroupInfo(google.protobuf.message.Message):
     device: builtins.str
     dtype: builtins.str
     num_active_sequences: builtins.int
-    """Number of sequences on it now, and of requests placed on it since it joined."""
+    """Number of sequences on the group now, and number of requests placed on it since it joined."""
     num_placed_requests: builtins.int
     num_steps: builtins.int
     def __init__(
@@ -301,8 +301,8 @@ global___CellLoad = CellLoad
 
 @typing.final
 class LoadLoraRequest(google.protobuf.message.Message):
-    """Loads an adapter: LoRA, or prompt tuning. Repeating a name and path changes nothing; a name in use for another path
-    is ALREADY_EXISTS. INVALID_ARGUMENT names the file and tensor that do not fit the model.
+    """Loads a LoRA or prompt-tuning adapter. Repeating the call has no effect. ALREADY_EXISTS if the name is in use for
+    another path; INVALID_ARGUMENT if the adapter does not fit the model, with a message that names the file and tensor.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -412,7 +412,7 @@ class LoraInfo(google.protobuf.message.Message):
     fingerprint: builtins.str
     """Hash of the folder's files."""
     num_bytes: builtins.int
-    """Number of bytes it takes on a worker's device while in use."""
+    """Size on a worker's device while in use, in bytes."""
     def __init__(
         self,
         *,

@@ -212,7 +212,7 @@ class EngineError(google.protobuf.message.Message):
     code: global___ErrorCode.ValueType
     message: builtins.str
     retryable: builtins.bool
-    """The same request may succeed later."""
+    """Whether the same request may succeed later."""
     def __init__(
         self,
         *,
@@ -463,7 +463,7 @@ global___ResponseOptions = ResponseOptions
 
 @typing.final
 class CandidateTokenSelection(google.protobuf.message.Message):
-    """Only the likeliest tokens are supported."""
+    """Only the most likely tokens are supported."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -626,7 +626,7 @@ class GenerateResponse(google.protobuf.message.Message):
     def error(self) -> global___EngineError: ...
     @property
     def usage(self) -> global___Usage:
-        """On the last response."""
+        """Set in the last response."""
 
     def __init__(
         self,
@@ -1176,7 +1176,7 @@ class HealthRequest(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
     include_inference_probe: builtins.bool
-    """Also generate one token."""
+    """Whether to generate one token as well."""
     model: builtins.str
     role: global___EngineRole.ValueType
     def __init__(
@@ -1441,7 +1441,7 @@ class KvEventSource(google.protobuf.message.Message):
     ENCODING_FIELD_NUMBER: builtins.int
     SCHEMA_VERSION_FIELD_NUMBER: builtins.int
     transport: builtins.str
-    """`grpc`: SubscribeKvEvents of this service."""
+    """With `grpc`, events are received with SubscribeKvEvents of this service."""
     data_parallel_rank: builtins.int
     encoding: builtins.str
     schema_version: builtins.int

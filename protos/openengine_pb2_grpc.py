@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InferenceStub(object):
-    """Request metadata: `openengine-priority`, a decimal int32, higher sooner; `traceparent`.
+    """Request metadata: `openengine-priority`, a decimal int32 (requests with higher priority run sooner), and
+    `traceparent`.
     """
 
     def __init__(self, channel):
@@ -43,7 +44,8 @@ class InferenceStub(object):
 
 
 class InferenceServicer(object):
-    """Request metadata: `openengine-priority`, a decimal int32, higher sooner; `traceparent`.
+    """Request metadata: `openengine-priority`, a decimal int32 (requests with higher priority run sooner), and
+    `traceparent`.
     """
 
     def Generate(self, request, context):
@@ -69,7 +71,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference(object):
-    """Request metadata: `openengine-priority`, a decimal int32, higher sooner; `traceparent`.
+    """Request metadata: `openengine-priority`, a decimal int32 (requests with higher priority run sooner), and
+    `traceparent`.
     """
 
     @staticmethod

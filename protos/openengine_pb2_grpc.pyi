@@ -20,7 +20,9 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class InferenceStub:
-    """Request metadata: `openengine-priority`, a decimal int32, higher sooner; `traceparent`."""
+    """Request metadata: `openengine-priority`, a decimal int32 (requests with higher priority run sooner), and
+    `traceparent`.
+    """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Generate: grpc.UnaryStreamMultiCallable[
@@ -29,7 +31,9 @@ class InferenceStub:
     ]
 
 class InferenceAsyncStub:
-    """Request metadata: `openengine-priority`, a decimal int32, higher sooner; `traceparent`."""
+    """Request metadata: `openengine-priority`, a decimal int32 (requests with higher priority run sooner), and
+    `traceparent`.
+    """
 
     Generate: grpc.aio.UnaryStreamMultiCallable[
         protos.openengine_pb2.GenerateRequest,
@@ -37,7 +41,9 @@ class InferenceAsyncStub:
     ]
 
 class InferenceServicer(metaclass=abc.ABCMeta):
-    """Request metadata: `openengine-priority`, a decimal int32, higher sooner; `traceparent`."""
+    """Request metadata: `openengine-priority`, a decimal int32 (requests with higher priority run sooner), and
+    `traceparent`.
+    """
 
     @abc.abstractmethod
     def Generate(

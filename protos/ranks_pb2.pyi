@@ -66,7 +66,7 @@ global___RankCommand = RankCommand
 
 @typing.final
 class ChooseNumBlocks(google.protobuf.message.Message):
-    """Report how many KV blocks fit; the group uses the minimum over all ranks."""
+    """Report how many KV blocks fit in memory; the group uses the minimum over all ranks."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -95,7 +95,9 @@ global___UseCache = UseCache
 
 @typing.final
 class ForwardPass(google.protobuf.message.Message):
-    """One forward pass over M tokens of B sequences. Logits are sampled at S of the tokens; each block table has K entries."""
+    """Run one forward pass over M tokens of B sequences. Logits are computed for S of the tokens; each block table has K
+    entries.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -154,8 +156,8 @@ global___ForwardPass = ForwardPass
 
 @typing.final
 class PostProcess(google.protobuf.message.Message):
-    """Call a logits post-processor for N sequences on the tensor ranks of the first stage. Rank 0 sends them the logits, and
-    what they return is dropped.
+    """Call a logits post-processor for N sequences on the tensor ranks of the first stage. Rank 0 sends them the logits,
+    and their results are discarded.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -167,7 +169,7 @@ class PostProcess(google.protobuf.message.Message):
     REQUEST_IDS_FIELD_NUMBER: builtins.int
     name: builtins.str
     tokens: builtins.bytes
-    """int32: the tokens of all sequences, and how many each has."""
+    """The tokens of all sequences, int32, and the number of tokens of each sequence."""
     @property
     def lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -189,7 +191,7 @@ global___PostProcess = PostProcess
 
 @typing.final
 class JoinLogits(google.protobuf.message.Message):
-    """Compute logits of rows that rank 0 sends to the ranks of its stage."""
+    """Compute the logits of rows that rank 0 sends to the ranks of its stage."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -4,8 +4,8 @@ isort:skip_file
 A recording (`--record`) of a scheduler's core: its settings, every event, and the resulting plans and request ends.
 
 A file is a sequence of frames: length and CRC-32 of a serialized Record (two little-endian 32-bit numbers), then the
-Record. Data after the last complete frame was cut off by a crash and is dropped. A scheduler that starts with an
-existing file appends to it, beginning with a new `started`.
+Record. An incomplete frame at the end, which a crash may leave, is dropped. A scheduler that starts with an existing
+file appends to it, beginning with a new `started`.
 """
 
 import builtins
@@ -37,7 +37,7 @@ class Record(google.protobuf.message.Message):
     PLANS_FIELD_NUMBER: builtins.int
     ENDS_FIELD_NUMBER: builtins.int
     time_ns: builtins.int
-    """Unix nanoseconds."""
+    """In nanoseconds since the Unix epoch."""
     abort_requested: builtins.str
     """The next three fields are request ids."""
     attached: builtins.str
@@ -91,7 +91,7 @@ global___Record = Record
 
 @typing.final
 class RecordingStarted(google.protobuf.message.Message):
-    """A new core. Fields of CoreConfig, under their names."""
+    """A new core was created. RecordedCoreConfig has the fields of CoreConfig under their names."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -200,7 +200,7 @@ global___RecordedCoreConfig = RecordedCoreConfig
 
 @typing.final
 class RecordedRequest(google.protobuf.message.Message):
-    """Fields of RequestSpec, under their names; except its payload, which the core does not read."""
+    """The fields of RequestSpec under their names, except the payload, which the core does not read."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -343,7 +343,7 @@ class RecordedRecovery(google.protobuf.message.Message):
     FINISHED_NS_FIELD_NUMBER: builtins.int
     BEAM_STEPS_FIELD_NUMBER: builtins.int
     finished_ns: builtins.int
-    """Set when the request had ended."""
+    """Set if the request had ended."""
     @property
     def request(self) -> global___RecordedRequest: ...
     @property
@@ -485,7 +485,7 @@ class RecordedWorkerMessage(google.protobuf.message.Message):
     FRAME_FIELD_NUMBER: builtins.int
     connection: builtins.bytes
     frame: builtins.bytes
-    """A serialized WorkerMessage; without extra outputs of rows."""
+    """A serialized WorkerMessage, without extra outputs of rows."""
     def __init__(
         self,
         *,
@@ -498,7 +498,7 @@ global___RecordedWorkerMessage = RecordedWorkerMessage
 
 @typing.final
 class RecordedPlan(google.protobuf.message.Message):
-    """One StepPlan; fields are those of StepBatch."""
+    """One StepPlan, with the fields of StepBatch."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -20,7 +20,9 @@ class SubmitRequest(google.protobuf.message.Message):
     REQUEST_FIELD_NUMBER: builtins.int
     @property
     def request(self) -> protos.generation_pb2.GenerateRequest:
-        """Checked and normalized by the router: input is token_ids, request_id, seed and timeout are filled."""
+        """Checked and normalized by the router: the input is token_ids, and request_id, seed and timeout_ms have been filled
+        in.
+        """
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class SubmitResponse(google.protobuf.message.Message):
     NUM_SEQUENCES_FIELD_NUMBER: builtins.int
     scheduler_epoch: builtins.int
     attached: builtins.bool
-    """The request was already known."""
+    """Whether the request was already known."""
     num_sequences: builtins.int
     def __init__(
         self,
@@ -77,7 +79,7 @@ class GetRequestResponse(google.protobuf.message.Message):
     HAS_STARTED_FIELD_NUMBER: builtins.int
     HAS_FINISHED_FIELD_NUMBER: builtins.int
     has_started: builtins.bool
-    """A worker has started it."""
+    """Whether a worker has started it."""
     has_finished: builtins.bool
     @property
     def request(self) -> protos.generation_pb2.GenerateRequest:
@@ -169,8 +171,8 @@ global___FeedHello = FeedHello
 
 @typing.final
 class FeedAttach(google.protobuf.message.Message):
-    """Starts feeding a request's tokens from the first one. `stream` is a number chosen by the detokenizer, unique on this
-    feed and never reused; later messages name only the stream.
+    """Subscribes to a request's tokens, from the first one on. `stream` is a number chosen by the detokenizer, unique on
+    this feed and never reused, which identifies the request in later messages.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -252,8 +254,8 @@ class FeedBatch(google.protobuf.message.Message):
     @property
     def streams(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Runs of new tokens as parallel arrays: run i has num_tokens[i] tokens of sequence sequence_indices[i] of
-        streams[i], starting at token_offsets[i]. Empty sequence_indices: all 0. Empty num_tokens: all 1. token_ids holds
-        all runs in order.
+        streams[i], starting at token_offsets[i]. If sequence_indices is empty, all are 0; if num_tokens is empty, all are
+        1. token_ids contains all runs in order.
         """
 
     @property
@@ -290,7 +292,7 @@ global___FeedBatch = FeedBatch
 
 @typing.final
 class FeedOpened(google.protobuf.message.Message):
-    """Answer to an attach: the request's properties that the detokenizer needs."""
+    """Response to an attach, with the properties of the request that the detokenizer needs."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -308,7 +310,7 @@ class FeedOpened(google.protobuf.message.Message):
     stream: builtins.int
     request_id: builtins.str
     num_prompt_tokens: builtins.int
-    """Unset: the request has ended or is unknown; `error` says why, and no more messages follow."""
+    """Unset if the request has ended or is unknown; `error` then contains the reason, and no more messages follow."""
     num_sequences: builtins.int
     min_tokens: builtins.int
     streaming: builtins.bool
@@ -416,7 +418,7 @@ global___FeedEnded = FeedEnded
 
 @typing.final
 class FeedOutputs(google.protobuf.message.Message):
-    """Additional outputs that some requests ask for, for the tokens from token_offset on."""
+    """Additional outputs that the request asked for, for the tokens from token_offset on."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

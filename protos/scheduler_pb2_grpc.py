@@ -152,8 +152,8 @@ class SchedulerServicer(object):
 
     def Submit(self, request, context):
         """Submits a request. Idempotent on request_id: a request with the same id and contents attaches to the first one;
-        with other contents it fails with ALREADY_EXISTS.
-        RESOURCE_EXHAUSTED when the queue is full, with the trailing metadata `retry-after-ms`.
+        with other contents, the call fails with ALREADY_EXISTS. RESOURCE_EXHAUSTED if the queue is full, with the trailing
+        metadata `retry-after-ms`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,21 +166,21 @@ class SchedulerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """A request that is running, recently finished, or kept. NOT_FOUND if there is none.
+        """Returns a request that is running, recently finished, or kept. NOT_FOUND if there is no such request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLedger(self, request, context):
-        """Usage of ended requests, in order of their end.
+        """Returns the usage of ended requests, in the order in which they ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRequest(self, request, context):
-        """Ends a request if it is running, and deletes it. NOT_FOUND if there is none.
+        """Ends a request if it is running, and deletes it. NOT_FOUND if there is no such request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,14 +212,14 @@ class SchedulerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TokenFeed(self, request_iterator, context):
-        """One stream per detokenizer: commands go up, tokens come down.
+        """One stream per detokenizer, which sends commands and receives tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenTokenFeed(self, request, context):
-        """The same stream over frames: commands and batches as in TokenFeed.
+        """Offers the same stream over frames, with commands and batches as in TokenFeed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

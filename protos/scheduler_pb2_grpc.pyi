@@ -30,8 +30,8 @@ class SchedulerStub:
         protos.scheduler_pb2.SubmitResponse,
     ]
     """Submits a request. Idempotent on request_id: a request with the same id and contents attaches to the first one;
-    with other contents it fails with ALREADY_EXISTS.
-    RESOURCE_EXHAUSTED when the queue is full, with the trailing metadata `retry-after-ms`.
+    with other contents, the call fails with ALREADY_EXISTS. RESOURCE_EXHAUSTED if the queue is full, with the trailing
+    metadata `retry-after-ms`.
     """
 
     Abort: grpc.UnaryUnaryMultiCallable[
@@ -43,19 +43,19 @@ class SchedulerStub:
         protos.scheduler_pb2.GetRequestRequest,
         protos.scheduler_pb2.GetRequestResponse,
     ]
-    """A request that is running, recently finished, or kept. NOT_FOUND if there is none."""
+    """Returns a request that is running, recently finished, or kept. NOT_FOUND if there is no such request."""
 
     GetLedger: grpc.UnaryUnaryMultiCallable[
         protos.ledger_pb2.GetLedgerRequest,
         protos.ledger_pb2.GetLedgerResponse,
     ]
-    """Usage of ended requests, in order of their end."""
+    """Returns the usage of ended requests, in the order in which they ended."""
 
     DeleteRequest: grpc.UnaryUnaryMultiCallable[
         protos.scheduler_pb2.DeleteRequestRequest,
         protos.scheduler_pb2.DeleteRequestResponse,
     ]
-    """Ends a request if it is running, and deletes it. NOT_FOUND if there is none."""
+    """Ends a request if it is running, and deletes it. NOT_FOUND if there is no such request."""
 
     PutDocument: grpc.UnaryUnaryMultiCallable[
         protos.documents_pb2.PutDocumentRequest,
@@ -82,13 +82,13 @@ class SchedulerStub:
         protos.scheduler_pb2.FeedCommand,
         protos.scheduler_pb2.FeedBatch,
     ]
-    """One stream per detokenizer: commands go up, tokens come down."""
+    """One stream per detokenizer, which sends commands and receives tokens."""
 
     OpenTokenFeed: grpc.UnaryUnaryMultiCallable[
         protos.frames_pb2.OpenFramesRequest,
         protos.frames_pb2.FramesOffer,
     ]
-    """The same stream over frames: commands and batches as in TokenFeed."""
+    """Offers the same stream over frames, with commands and batches as in TokenFeed."""
 
     GetModelInfo: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.GetModelInfoRequest,
@@ -146,8 +146,8 @@ class SchedulerAsyncStub:
         protos.scheduler_pb2.SubmitResponse,
     ]
     """Submits a request. Idempotent on request_id: a request with the same id and contents attaches to the first one;
-    with other contents it fails with ALREADY_EXISTS.
-    RESOURCE_EXHAUSTED when the queue is full, with the trailing metadata `retry-after-ms`.
+    with other contents, the call fails with ALREADY_EXISTS. RESOURCE_EXHAUSTED if the queue is full, with the trailing
+    metadata `retry-after-ms`.
     """
 
     Abort: grpc.aio.UnaryUnaryMultiCallable[
@@ -159,19 +159,19 @@ class SchedulerAsyncStub:
         protos.scheduler_pb2.GetRequestRequest,
         protos.scheduler_pb2.GetRequestResponse,
     ]
-    """A request that is running, recently finished, or kept. NOT_FOUND if there is none."""
+    """Returns a request that is running, recently finished, or kept. NOT_FOUND if there is no such request."""
 
     GetLedger: grpc.aio.UnaryUnaryMultiCallable[
         protos.ledger_pb2.GetLedgerRequest,
         protos.ledger_pb2.GetLedgerResponse,
     ]
-    """Usage of ended requests, in order of their end."""
+    """Returns the usage of ended requests, in the order in which they ended."""
 
     DeleteRequest: grpc.aio.UnaryUnaryMultiCallable[
         protos.scheduler_pb2.DeleteRequestRequest,
         protos.scheduler_pb2.DeleteRequestResponse,
     ]
-    """Ends a request if it is running, and deletes it. NOT_FOUND if there is none."""
+    """Ends a request if it is running, and deletes it. NOT_FOUND if there is no such request."""
 
     PutDocument: grpc.aio.UnaryUnaryMultiCallable[
         protos.documents_pb2.PutDocumentRequest,
@@ -198,13 +198,13 @@ class SchedulerAsyncStub:
         protos.scheduler_pb2.FeedCommand,
         protos.scheduler_pb2.FeedBatch,
     ]
-    """One stream per detokenizer: commands go up, tokens come down."""
+    """One stream per detokenizer, which sends commands and receives tokens."""
 
     OpenTokenFeed: grpc.aio.UnaryUnaryMultiCallable[
         protos.frames_pb2.OpenFramesRequest,
         protos.frames_pb2.FramesOffer,
     ]
-    """The same stream over frames: commands and batches as in TokenFeed."""
+    """Offers the same stream over frames, with commands and batches as in TokenFeed."""
 
     GetModelInfo: grpc.aio.UnaryUnaryMultiCallable[
         protos.loads_pb2.GetModelInfoRequest,
@@ -264,8 +264,8 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[protos.scheduler_pb2.SubmitResponse, collections.abc.Awaitable[protos.scheduler_pb2.SubmitResponse]]:
         """Submits a request. Idempotent on request_id: a request with the same id and contents attaches to the first one;
-        with other contents it fails with ALREADY_EXISTS.
-        RESOURCE_EXHAUSTED when the queue is full, with the trailing metadata `retry-after-ms`.
+        with other contents, the call fails with ALREADY_EXISTS. RESOURCE_EXHAUSTED if the queue is full, with the trailing
+        metadata `retry-after-ms`.
         """
 
     @abc.abstractmethod
@@ -281,7 +281,7 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.scheduler_pb2.GetRequestRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.scheduler_pb2.GetRequestResponse, collections.abc.Awaitable[protos.scheduler_pb2.GetRequestResponse]]:
-        """A request that is running, recently finished, or kept. NOT_FOUND if there is none."""
+        """Returns a request that is running, recently finished, or kept. NOT_FOUND if there is no such request."""
 
     @abc.abstractmethod
     def GetLedger(
@@ -289,7 +289,7 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.ledger_pb2.GetLedgerRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.ledger_pb2.GetLedgerResponse, collections.abc.Awaitable[protos.ledger_pb2.GetLedgerResponse]]:
-        """Usage of ended requests, in order of their end."""
+        """Returns the usage of ended requests, in the order in which they ended."""
 
     @abc.abstractmethod
     def DeleteRequest(
@@ -297,7 +297,7 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.scheduler_pb2.DeleteRequestRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.scheduler_pb2.DeleteRequestResponse, collections.abc.Awaitable[protos.scheduler_pb2.DeleteRequestResponse]]:
-        """Ends a request if it is running, and deletes it. NOT_FOUND if there is none."""
+        """Ends a request if it is running, and deletes it. NOT_FOUND if there is no such request."""
 
     @abc.abstractmethod
     def PutDocument(
@@ -334,7 +334,7 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[protos.scheduler_pb2.FeedCommand],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.scheduler_pb2.FeedBatch], collections.abc.AsyncIterator[protos.scheduler_pb2.FeedBatch]]:
-        """One stream per detokenizer: commands go up, tokens come down."""
+        """One stream per detokenizer, which sends commands and receives tokens."""
 
     @abc.abstractmethod
     def OpenTokenFeed(
@@ -342,7 +342,7 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.frames_pb2.OpenFramesRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.frames_pb2.FramesOffer, collections.abc.Awaitable[protos.frames_pb2.FramesOffer]]:
-        """The same stream over frames: commands and batches as in TokenFeed."""
+        """Offers the same stream over frames, with commands and batches as in TokenFeed."""
 
     @abc.abstractmethod
     def GetModelInfo(

@@ -27,7 +27,9 @@ class _Pooling:
 class _PoolingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
-    """The model's own: of sentence-transformers' 1_Pooling/config.json in its folder, else the last token's."""
+    """The pooling defined by the model folder's 1_Pooling/config.json (sentence-transformers); without this file,
+    POOLING_LAST.
+    """
     POOLING_LAST: _Pooling.ValueType  # 1
     """The hidden state at the last token."""
     POOLING_MEAN: _Pooling.ValueType  # 2
@@ -36,7 +38,9 @@ class _PoolingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper): ...
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
-"""The model's own: of sentence-transformers' 1_Pooling/config.json in its folder, else the last token's."""
+"""The pooling defined by the model folder's 1_Pooling/config.json (sentence-transformers); without this file,
+POOLING_LAST.
+"""
 POOLING_LAST: Pooling.ValueType  # 1
 """The hidden state at the last token."""
 POOLING_MEAN: Pooling.ValueType  # 2
@@ -52,10 +56,10 @@ class ResumeRequest(google.protobuf.message.Message):
     FROM_TOKEN_BY_SEQUENCE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     from_token: builtins.int
-    """Tokens of each sequence already held by the caller."""
+    """Number of tokens of each sequence that the caller already has."""
     @property
     def from_token_by_sequence(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """If sequences differ: one offset per sequence index, instead of from_token."""
+        """One offset per sequence index, used instead of from_token if the offsets differ."""
 
     def __init__(
         self,
@@ -83,12 +87,12 @@ class EmbedRequest(google.protobuf.message.Message):
     CACHE_SALT_FIELD_NUMBER: builtins.int
     POOLING_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """As in GenerateRequest. With several inputs, -0, -1, … is added for each one."""
+    """As in GenerateRequest. If there are several inputs, -0, -1, … is appended for each of them."""
     model: builtins.str
     dimensions: builtins.int
-    """Number of values to keep of each vector, the first ones. Default: hidden_size."""
+    """Keep only this number of leading values of each vector. Default: hidden_size."""
     normalize: builtins.bool
-    """Scale vectors to length 1. Default true."""
+    """Whether to scale vectors to unit length. Default true."""
     client_id: builtins.str
     priority: builtins.int
     cache_salt: builtins.str
@@ -159,7 +163,7 @@ class EmbedResponse(google.protobuf.message.Message):
 
     @property
     def usage(self) -> protos.generation_pb2.Usage:
-        """Over all inputs; completion_tokens is 0."""
+        """Summed over all inputs; completion_tokens is 0."""
 
     def __init__(
         self,

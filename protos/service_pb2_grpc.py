@@ -115,14 +115,15 @@ class MidstreamServicer(object):
 
     def Generate(self, request, context):
         """Runs a request and streams its output. The gRPC deadline is the request's deadline; cancelling the call aborts the
-        request unless it is detached. When the stream breaks without a final chunk, Resume at any router.
+        request, unless it is detached. If the stream breaks before the final chunk, call Resume at any router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Streams the rest of a running or recently finished request, from a token offset. NOT_FOUND if it is unknown.
+        """Streams the rest of a running or recently finished request, from a token offset. NOT_FOUND if there is no such
+        request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,8 +137,8 @@ class MidstreamServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Returns a vector for each input: the model's last hidden state after the final norm, at the input's last
-        token or their mean.
+        """Returns one vector per input: the hidden state after the model's final norm, either at the input's last token or
+        averaged over all of its tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,7 +170,7 @@ class MidstreamServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRequestStats(self, request, context):
-        """The states of requests and the blocks that they hold.
+        """The states of requests, and numbers of the blocks that they hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -28,14 +28,16 @@ class MidstreamStub:
         protos.generation_pb2.GenerateResponse,
     ]
     """Runs a request and streams its output. The gRPC deadline is the request's deadline; cancelling the call aborts the
-    request unless it is detached. When the stream breaks without a final chunk, Resume at any router.
+    request, unless it is detached. If the stream breaks before the final chunk, call Resume at any router.
     """
 
     Resume: grpc.UnaryStreamMultiCallable[
         protos.service_pb2.ResumeRequest,
         protos.generation_pb2.GenerateResponse,
     ]
-    """Streams the rest of a running or recently finished request, from a token offset. NOT_FOUND if it is unknown."""
+    """Streams the rest of a running or recently finished request, from a token offset. NOT_FOUND if there is no such
+    request.
+    """
 
     Abort: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.AbortRequest,
@@ -47,8 +49,8 @@ class MidstreamStub:
         protos.service_pb2.EmbedRequest,
         protos.service_pb2.EmbedResponse,
     ]
-    """Returns a vector for each input: the model's last hidden state after the final norm, at the input's last
-    token or their mean.
+    """Returns one vector per input: the hidden state after the model's final norm, either at the input's last token or
+    averaged over all of its tokens.
     """
 
     GetModelInfo: grpc.UnaryUnaryMultiCallable[
@@ -76,7 +78,7 @@ class MidstreamStub:
         protos.stats_pb2.GetRequestStatsRequest,
         protos.stats_pb2.GetRequestStatsResponse,
     ]
-    """The states of requests and the blocks that they hold."""
+    """The states of requests, and numbers of the blocks that they hold."""
 
     LoadLora: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.LoadLoraRequest,
@@ -110,14 +112,16 @@ class MidstreamAsyncStub:
         protos.generation_pb2.GenerateResponse,
     ]
     """Runs a request and streams its output. The gRPC deadline is the request's deadline; cancelling the call aborts the
-    request unless it is detached. When the stream breaks without a final chunk, Resume at any router.
+    request, unless it is detached. If the stream breaks before the final chunk, call Resume at any router.
     """
 
     Resume: grpc.aio.UnaryStreamMultiCallable[
         protos.service_pb2.ResumeRequest,
         protos.generation_pb2.GenerateResponse,
     ]
-    """Streams the rest of a running or recently finished request, from a token offset. NOT_FOUND if it is unknown."""
+    """Streams the rest of a running or recently finished request, from a token offset. NOT_FOUND if there is no such
+    request.
+    """
 
     Abort: grpc.aio.UnaryUnaryMultiCallable[
         protos.loads_pb2.AbortRequest,
@@ -129,8 +133,8 @@ class MidstreamAsyncStub:
         protos.service_pb2.EmbedRequest,
         protos.service_pb2.EmbedResponse,
     ]
-    """Returns a vector for each input: the model's last hidden state after the final norm, at the input's last
-    token or their mean.
+    """Returns one vector per input: the hidden state after the model's final norm, either at the input's last token or
+    averaged over all of its tokens.
     """
 
     GetModelInfo: grpc.aio.UnaryUnaryMultiCallable[
@@ -158,7 +162,7 @@ class MidstreamAsyncStub:
         protos.stats_pb2.GetRequestStatsRequest,
         protos.stats_pb2.GetRequestStatsResponse,
     ]
-    """The states of requests and the blocks that they hold."""
+    """The states of requests, and numbers of the blocks that they hold."""
 
     LoadLora: grpc.aio.UnaryUnaryMultiCallable[
         protos.loads_pb2.LoadLoraRequest,
@@ -194,7 +198,7 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.generation_pb2.GenerateResponse], collections.abc.AsyncIterator[protos.generation_pb2.GenerateResponse]]:
         """Runs a request and streams its output. The gRPC deadline is the request's deadline; cancelling the call aborts the
-        request unless it is detached. When the stream breaks without a final chunk, Resume at any router.
+        request, unless it is detached. If the stream breaks before the final chunk, call Resume at any router.
         """
 
     @abc.abstractmethod
@@ -203,7 +207,9 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         request: protos.service_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.generation_pb2.GenerateResponse], collections.abc.AsyncIterator[protos.generation_pb2.GenerateResponse]]:
-        """Streams the rest of a running or recently finished request, from a token offset. NOT_FOUND if it is unknown."""
+        """Streams the rest of a running or recently finished request, from a token offset. NOT_FOUND if there is no such
+        request.
+        """
 
     @abc.abstractmethod
     def Abort(
@@ -219,8 +225,8 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         request: protos.service_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.service_pb2.EmbedResponse, collections.abc.Awaitable[protos.service_pb2.EmbedResponse]]:
-        """Returns a vector for each input: the model's last hidden state after the final norm, at the input's last
-        token or their mean.
+        """Returns one vector per input: the hidden state after the model's final norm, either at the input's last token or
+        averaged over all of its tokens.
         """
 
     @abc.abstractmethod
@@ -258,7 +264,7 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         request: protos.stats_pb2.GetRequestStatsRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.stats_pb2.GetRequestStatsResponse, collections.abc.Awaitable[protos.stats_pb2.GetRequestStatsResponse]]:
-        """The states of requests and the blocks that they hold."""
+        """The states of requests, and numbers of the blocks that they hold."""
 
     @abc.abstractmethod
     def LoadLora(

@@ -26,9 +26,9 @@ class GetIterationStatsRequest(google.protobuf.message.Message):
     STREAM_FIELD_NUMBER: builtins.int
     MIN_INTERVAL_MS_FIELD_NUMBER: builtins.int
     stream: builtins.bool
-    """False: only the latest. True: every iteration from now on."""
+    """False: return only the latest iteration. True: stream every iteration from now on."""
     min_interval_ms: builtins.int
-    """If streaming: minimum interval in milliseconds."""
+    """Minimum interval between streamed iterations, in milliseconds."""
     def __init__(
         self,
         *,
@@ -322,11 +322,11 @@ class RequestStats(google.protobuf.message.Message):
         DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
         STAGE_UNSPECIFIED: RequestStats._Stage.ValueType  # 0
         STAGE_QUEUED: RequestStats._Stage.ValueType  # 1
-        """Waits to be scheduled, for the first time or again after a pause or the loss of its worker."""
+        """The request waits to be scheduled: for the first time, or again after a pause or the loss of its worker."""
         STAGE_SCHEDULED: RequestStats._Stage.ValueType  # 2
-        """Holds blocks; no step planned yet."""
+        """It holds blocks, but none of its steps has been planned."""
         STAGE_CONTEXT_IN_PROGRESS: RequestStats._Stage.ValueType  # 3
-        """Its prompt is being computed; after a pause, also its output so far."""
+        """Its prompt is being computed; after a pause, its output so far as well."""
         STAGE_GENERATION_IN_PROGRESS: RequestStats._Stage.ValueType  # 4
         STAGE_GENERATION_COMPLETE: RequestStats._Stage.ValueType  # 5
         """It has ended."""
@@ -334,11 +334,11 @@ class RequestStats(google.protobuf.message.Message):
     class Stage(_Stage, metaclass=_StageEnumTypeWrapper): ...
     STAGE_UNSPECIFIED: RequestStats.Stage.ValueType  # 0
     STAGE_QUEUED: RequestStats.Stage.ValueType  # 1
-    """Waits to be scheduled, for the first time or again after a pause or the loss of its worker."""
+    """The request waits to be scheduled: for the first time, or again after a pause or the loss of its worker."""
     STAGE_SCHEDULED: RequestStats.Stage.ValueType  # 2
-    """Holds blocks; no step planned yet."""
+    """It holds blocks, but none of its steps has been planned."""
     STAGE_CONTEXT_IN_PROGRESS: RequestStats.Stage.ValueType  # 3
-    """Its prompt is being computed; after a pause, also its output so far."""
+    """Its prompt is being computed; after a pause, its output so far as well."""
     STAGE_GENERATION_IN_PROGRESS: RequestStats.Stage.ValueType  # 4
     STAGE_GENERATION_COMPLETE: RequestStats.Stage.ValueType  # 5
     """It has ended."""
@@ -364,7 +364,7 @@ class RequestStats(google.protobuf.message.Message):
     stage: global___RequestStats.Stage.ValueType
     num_prompt_tokens: builtins.int
     context_prefill_position: builtins.int
-    """Prompt tokens that are computed once the steps in flight have run."""
+    """Number of prompt tokens that will be computed once the steps in flight have run."""
     num_sequences: builtins.int
     num_generated_tokens: builtins.int
     """Over all sequences."""
@@ -419,7 +419,7 @@ class SubscribeKvEventsRequest(google.protobuf.message.Message):
     START_SEQUENCE_NUMBER_FIELD_NUMBER: builtins.int
     INCLUDE_SNAPSHOT_FIELD_NUMBER: builtins.int
     start_sequence_number: builtins.int
-    """Events from this number on, if still available. 0: from now on."""
+    """Number of the first event to return, if it is still available. 0: only new events."""
     include_snapshot: builtins.bool
     """Begin with a snapshot of the caches, and continue with the events after it; start_sequence_number is ignored."""
     def __init__(
@@ -439,8 +439,8 @@ class KvEventBatch(google.protobuf.message.Message):
     EVENTS_FIELD_NUMBER: builtins.int
     IS_SNAPSHOT_FIELD_NUMBER: builtins.int
     is_snapshot: builtins.bool
-    """A snapshot: the events describe the complete contents of the caches as of their sequence number, with `cleared` for
-    all groups, then `stored` for each, containing only hashes. The next event has the next number.
+    """Whether this is a snapshot. Its events describe the complete contents of the caches as of their sequence number:
+    `cleared` for all groups, then `stored` for each group, with hashes only. The next event has the next number.
     """
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KvEvent]: ...
@@ -498,7 +498,7 @@ class KvBlocksStored(google.protobuf.message.Message):
     TOKENS_PER_BLOCK_FIELD_NUMBER: builtins.int
     LORA_NAME_FIELD_NUMBER: builtins.int
     parent_hash: builtins.int
-    """Hash of the block before the first; 0 at the beginning of a prompt."""
+    """Hash of the block that precedes the first one; 0 at the beginning of a prompt."""
     tokens_per_block: builtins.int
     lora_name: builtins.str
     @property

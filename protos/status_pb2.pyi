@@ -28,7 +28,7 @@ class GetStatusRequest(google.protobuf.message.Message):
 
     STREAM_FIELD_NUMBER: builtins.int
     stream: builtins.bool
-    """False: the state now. True: again about once a second."""
+    """False: return the current state. True: stream the state about once a second."""
     def __init__(
         self,
         *,
@@ -63,7 +63,7 @@ class SystemStatus(google.protobuf.message.Message):
     """Window of a sample's latencies, in seconds."""
     @property
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartStatus]:
-        """Connected parts, and for two minutes those that left."""
+        """Connected components, and those that disconnected within the last two minutes."""
 
     @property
     def requests(self) -> global___RequestCounts: ...
@@ -107,25 +107,25 @@ class PartStatus(google.protobuf.message.Message):
         STATE_UNSPECIFIED: PartStatus._State.ValueType  # 0
         SERVING: PartStatus._State.ValueType  # 1
         DEGRADED: PartStatus._State.ValueType  # 2
-        """The part responds, but has a problem; see `detail`."""
+        """The component responds, but has a problem; see `detail`."""
         DRAINING: PartStatus._State.ValueType  # 3
-        """The part finishes its work and accepts nothing new."""
+        """The component finishes its work and accepts no new work."""
         LOST: PartStatus._State.ValueType  # 4
-        """The part has disconnected."""
+        """The component has disconnected."""
         UNKNOWN: PartStatus._State.ValueType  # 5
-        """Unknown, because its scheduler does not answer."""
+        """The state is unknown, because the component's scheduler does not respond."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper): ...
     STATE_UNSPECIFIED: PartStatus.State.ValueType  # 0
     SERVING: PartStatus.State.ValueType  # 1
     DEGRADED: PartStatus.State.ValueType  # 2
-    """The part responds, but has a problem; see `detail`."""
+    """The component responds, but has a problem; see `detail`."""
     DRAINING: PartStatus.State.ValueType  # 3
-    """The part finishes its work and accepts nothing new."""
+    """The component finishes its work and accepts no new work."""
     LOST: PartStatus.State.ValueType  # 4
-    """The part has disconnected."""
+    """The component has disconnected."""
     UNKNOWN: PartStatus.State.ValueType  # 5
-    """Unknown, because its scheduler does not answer."""
+    """The state is unknown, because the component's scheduler does not respond."""
 
     KIND_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
@@ -150,7 +150,7 @@ global___PartStatus = PartStatus
 
 @typing.final
 class RequestCounts(google.protobuf.message.Message):
-    """Unfinished requests by state. Each is counted once."""
+    """Numbers of unfinished requests by state. Each request is counted once."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -160,9 +160,9 @@ class RequestCounts(google.protobuf.message.Message):
     NUM_GENERATION_FIELD_NUMBER: builtins.int
     MAX_NUM_QUEUED_FIELD_NUMBER: builtins.int
     num_queued: builtins.int
-    """Not started yet."""
+    """Requests that have not started."""
     num_paused: builtins.int
-    """Started, then paused or separated from their worker; waiting to continue."""
+    """Requests that were paused or lost their worker, and wait to continue."""
     num_context: builtins.int
     num_generation: builtins.int
     max_num_queued: builtins.int
@@ -222,26 +222,26 @@ class GroupStatus(google.protobuf.message.Message):
     steps_per_s: builtins.float
     """Steps per second over the last second; set by the router."""
     silent_ms: builtins.int
-    """Time since its last message; and, while a step is in flight, since a step last ended."""
+    """Time since the group's last message; and, while a step is in flight, time since the last step ended."""
     stalled_ms: builtins.int
     num_blocks: builtins.int
     tokens_per_block: builtins.int
     num_held_blocks: builtins.int
-    """Number of blocks held by sequences; of these, those shared by several sequences (counted with the map); and blocks
-    that are cached: held by none and reusable.
+    """Number of blocks held by sequences; number of these that several sequences share (set only with block_map); and
+    number of cached blocks, which no sequence holds and which can be reused.
     """
     num_shared_blocks: builtins.int
     num_cached_blocks: builtins.int
     num_faults: builtins.int
-    """Faults: wrong results, invalid messages, missing results. While it is held off, the time until it gets work again.
-    `last_fault` is also the reason of its last death.
+    """Number of faults: incorrect results, invalid messages, missing results. While the group is held off, the time until
+    it gets work again. `last_fault` is also set to the reason of the group's last death.
     """
     held_off_ms: builtins.int
     last_fault: builtins.str
     role: builtins.str
     """prefill, decode or both."""
     num_stored_blocks: builtins.int
-    """Blocks that the worker's tiers are known to hold; workers of one host may share these."""
+    """Number of blocks known to be in the worker's tiers, which the workers of a host may share."""
     @property
     def block_map(self) -> global___BlockMap: ...
     def __init__(
@@ -279,8 +279,8 @@ global___GroupStatus = GroupStatus
 
 @typing.final
 class BlockMap(google.protobuf.message.Message):
-    """All blocks in order, `blocks_per_cell` per map cell; the last one may have fewer. Per map cell: the number of blocks
-    held by one sequence, held by several, and cached. The others are free.
+    """All blocks in order, `blocks_per_cell` per map cell; the last cell may have fewer. For each cell: the number of
+    blocks held by one sequence, held by several, and cached. The others are free.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -310,7 +310,7 @@ global___BlockMap = BlockMap
 
 @typing.final
 class CountsSinceStart(google.protobuf.message.Message):
-    """Since each scheduler started."""
+    """Counts since each scheduler started."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -343,12 +343,12 @@ class CountsSinceStart(google.protobuf.message.Message):
     NUM_FAILED_HANDOVERS_FIELD_NUMBER: builtins.int
     num_preemptions: builtins.int
     num_recoveries: builtins.int
-    """How often a request lost its worker and was recomputed elsewhere."""
+    """Number of times a request lost its worker and was recomputed elsewhere."""
     num_worker_deaths: builtins.int
     num_prompt_tokens: builtins.int
     num_generated_tokens: builtins.int
     prefix_cache_queries: builtins.int
-    """Number of prompt tokens looked up in the prefix cache, and number found."""
+    """Number of prompt tokens looked up in the prefix cache, and number found there."""
     prefix_cache_hits: builtins.int
     num_worker_faults: builtins.int
     num_handovers: builtins.int
@@ -379,7 +379,7 @@ global___CountsSinceStart = CountsSinceStart
 
 @typing.final
 class StatusSample(google.protobuf.message.Message):
-    """One second."""
+    """The measurements of one second."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -403,7 +403,7 @@ class StatusSample(google.protobuf.message.Message):
     kv_usage: builtins.float
     """Fraction of blocks that are held, 0 to 1."""
     time_to_first_token_p50_ms: builtins.float
-    """Milliseconds; unset if nothing was measured. Interpolated between the histogram bounds in /metrics."""
+    """In milliseconds, interpolated between the histogram bounds in /metrics; unset if nothing was measured."""
     time_to_first_token_p95_ms: builtins.float
     inter_token_p50_ms: builtins.float
     inter_token_p95_ms: builtins.float
@@ -440,14 +440,14 @@ global___StatusSample = StatusSample
 
 @typing.final
 class GetCellStatusRequest(google.protobuf.message.Message):
-    """For schedulers, sent by each router about once a second."""
+    """Sent to schedulers by each router, about once a second."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ROUTER_FIELD_NUMBER: builtins.int
     MAX_MAP_CELLS_FIELD_NUMBER: builtins.int
     max_map_cells: builtins.int
-    """Maximum cells of each group's block map; 0: no map."""
+    """Maximum number of cells in each group's block map; 0: no map."""
     @property
     def router(self) -> global___RouterStatus:
         """The calling router. The scheduler reports each router to the others."""
@@ -480,7 +480,7 @@ class RouterStatus(google.protobuf.message.Message):
     is_draining: builtins.bool
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Stalled loops."""
+        """Reasons why the router is unhealthy, such as stalled loops."""
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ class SchedulerMessage(google.protobuf.message.Message):
     def unload_lora(self) -> global___UnloadLoraAdapter: ...
     @property
     def epoch_ended(self) -> global___EpochEnded:
-        """The epoch is over: drop all state and register again."""
+        """The epoch has ended; the worker must drop all state and register again."""
 
     @property
     def heartbeat_ack(self) -> global___HeartbeatAck: ...
@@ -116,7 +116,7 @@ global___SchedulerMessage = SchedulerMessage
 
 @typing.final
 class Register(google.protobuf.message.Message):
-    """A worker group registers (sent by its rank 0)."""
+    """Registers a worker group; sent by its rank 0."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -149,9 +149,9 @@ class Register(google.protobuf.message.Message):
     KV_SOURCE_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     incarnation: builtins.int
-    """Random; new each time the process starts."""
+    """A random number, chosen when the process starts."""
     model_fingerprint: builtins.str
-    """Must equal the scheduler's: same configuration and weights."""
+    """Identifies the model's configuration and weights; must equal the scheduler's."""
     tokens_per_block: builtins.int
     num_blocks: builtins.int
     vocab_size: builtins.int
@@ -164,55 +164,57 @@ class Register(google.protobuf.message.Message):
     dtype: builtins.str
     protocol_version: builtins.int
     lora_cache_bytes: builtins.int
-    """Device memory for adapters in bytes, and how many adapters of rank 8 on all modules fit in it."""
+    """Device memory for adapters in bytes, and the number of adapters of rank 8 on all modules that fit in it."""
     max_loras: builtins.int
     kv_store: builtins.str
-    """Identifies the memory of the KV pool and the kind of its blocks. Workers with the same value can take over blocks
-    of a worker that died. Empty: no worker can.
+    """Identifies the memory of the KV pool and the kind of its blocks. Workers with the same value can copy blocks of a
+    dead worker. Empty if this is not possible.
     """
     max_attention_window: builtins.int
-    """The worker's setting max_attention_window, an upper limit of attention_windows; 0: none. Must equal the
+    """The worker's setting max_attention_window, which limits attention_windows; 0 means no limit. Must equal the
     scheduler's.
     """
     tier_store: builtins.str
-    """Identifies the tiers below the KV pool and the kind of their blocks; workers with the same value share them. Empty:
-    none.
+    """Identifies the tiers below the KV pool and the kind of their blocks; workers with the same value share them. Empty
+    if there are no tiers.
     """
     block_bytes: builtins.int
-    """Bytes of one block in all layers."""
+    """Size of a block in all layers, in bytes."""
     sink_token_length: builtins.int
-    """The worker's setting sink_token_length: every query also attends to this many tokens at the beginning, and their
+    """The worker's setting sink_token_length: every query also attends to this number of tokens at the beginning, whose
     blocks are kept. Must equal the scheduler's.
     """
     role: builtins.str
-    """prefill: computes prompts, and hands requests over to other groups; decode: takes over such requests; both, or
-    empty: any request.
+    """`prefill` groups compute prompts and hand the requests over to `decode` groups. `both`, or empty: the group runs
+    any request.
     """
     kv_source: builtins.str
-    """Address from which other workers fetch blocks of this worker's pool; passed to them unchanged. Empty: none."""
+    """Address from which other workers fetch blocks of this worker's pool, passed to them unchanged. Empty if they
+    cannot.
+    """
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Features of requests that it can run; and `recurrent_state`: blocks hold a state after their last token, so that a
-        sequence can only start at the end of a full block.
+        """Request features that the group supports. In addition, `recurrent_state` means that blocks contain the recurrent
+        state after their last token, so that a sequence can continue only at the end of a full block.
         """
 
     @property
     def kept_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Full KV blocks that are unchanged since an earlier epoch of this process, and their hashes: parallel arrays. They
-        save a restarted scheduler from recomputing everything.
+        """Full KV blocks that are unchanged since an earlier epoch of this process, and their hashes, as parallel arrays.
+        With these a restarted scheduler need not recompute all requests.
         """
 
     @property
     def kept_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def attention_windows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Per layer, how many tokens a query attends to, including its own; 0: all preceding tokens. Blocks are released once
-        no layer attends to them.
+        """For each layer, the number of tokens to which a query attends, including its own; 0 means all preceding tokens.
+        Blocks are released once no layer attends to them.
         """
 
     @property
     def stored_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Hashes of the blocks that the tiers hold, as far as the worker knows."""
+        """Hashes of the blocks that the worker knows to be in the tiers."""
 
     def __init__(
         self,
@@ -257,7 +259,9 @@ class Registered(google.protobuf.message.Message):
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
-    """Included in all further messages of this registration. Increases with each registration, also across schedulers."""
+    """Included in all further messages of this registration. Increases with each registration, even with another
+    scheduler.
+    """
     heartbeat_interval_ms: builtins.int
     timeout_ms: builtins.int
     """How long a worker may be silent or make no progress before its epoch is ended."""
@@ -274,7 +278,9 @@ global___Registered = Registered
 
 @typing.final
 class FetchBlocks(google.protobuf.message.Message):
-    """Fetch blocks of another worker's pool, so that later steps find them among adopted_hashes. Answered by BlocksFetched."""
+    """Tells the worker to fetch blocks of another worker's pool, which later steps adopt (adopted_hashes). The worker
+    responds with BlocksFetched.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -284,7 +290,7 @@ class FetchBlocks(google.protobuf.message.Message):
     KV_SOURCE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     kv_store: builtins.str
-    """kv_store and kv_source of the worker that holds them."""
+    """kv_store and kv_source of the worker that has the blocks."""
     kv_source: builtins.str
     @property
     def hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -329,7 +335,7 @@ global___BlocksFetched = BlocksFetched
 
 @typing.final
 class Rejected(google.protobuf.message.Message):
-    """The worker is incompatible; it should exit with this message."""
+    """The worker is not compatible. It should exit with this reason."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -359,7 +365,7 @@ class Heartbeat(google.protobuf.message.Message):
     REMOVED_HASHES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     last_step_id: builtins.int
-    """Last completed step: proves progress, not only liveness."""
+    """The last completed step, which proves progress and not only liveness."""
     @property
     def memory(self) -> global___MemoryUsage: ...
     @property
@@ -458,9 +464,9 @@ global___EpochEnded = EpochEnded
 
 @typing.final
 class StepBatch(google.protobuf.message.Message):
-    """One forward step of one worker group, as parallel arrays. Applied in this order: released_rows, add_sequences,
-    forks, beam tokens, block growth, adoptions, block copies, then the forward pass over context chunks and generation
-    rows.
+    """One step of one worker group, as parallel arrays, which are applied in this order: released_rows, add_sequences,
+    forks, beam tokens, block growth, adoptions, block copies. The forward pass over context chunks and generation rows
+    follows.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -490,10 +496,11 @@ class StepBatch(google.protobuf.message.Message):
     ADOPTED_HASHES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     step_id: builtins.int
-    """1, 2, 3, … within an epoch. A gap or a repeat means a broken link."""
+    """1, 2, 3, … within an epoch. A gap or a repetition means that messages were lost or duplicated."""
     repeat_generation: builtins.bool
-    """Generation: each row takes its last token and samples the next. With repeat_generation, the rows are those of the
-    previous step, minus released_rows, plus generation_rows; else only generation_rows. Order: ascending row number.
+    """Generation: each row processes its last token and samples the next. With repeat_generation, the rows are those of
+    the previous step, minus released_rows, plus generation_rows; otherwise only generation_rows. They are in ascending
+    order.
     """
     @property
     def released_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -513,50 +520,52 @@ class StepBatch(google.protobuf.message.Message):
     def generation_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def idle_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Rows that leave a repeated set without being released (paused for this step)."""
+        """Rows to omit when the generation rows are repeated, without releasing them (they are paused for this step)."""
 
     @property
     def draft_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Draft tokens that each speculative row may verify in this step; its block table has room for them. Parallel arrays;
-        0 for other rows. The worker creates the drafts.
+        """Number of draft tokens that each speculative row may verify in this step; its block table has room for them.
+        Parallel arrays; 0 for all other rows. The worker creates the drafts.
         """
 
     @property
     def draft_limits(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def block_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Block tables grow: block_ids[i] is appended to the table of block_rows[i]."""
+        """Growth of block tables: block_ids[i] is appended to the table of block_rows[i]."""
 
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def copy_source_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Whole-block copies before the forward pass (copy-on-write)."""
+        """Blocks to copy before the forward pass (copy-on-write)."""
 
     @property
     def copy_target_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def forks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ForkRow]:
-        """Beam search: a row becomes a copy of another, with its own block table. No row is both source and target in a step."""
+        """Beam search: a row becomes a copy of another, with its own block table. In one step, no row is both source and
+        target.
+        """
 
     @property
     def beam_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The token that the scheduler chose for each row of a beam search, appended to the row: parallel arrays."""
+        """The token that the scheduler chose for each row of a beam search, which is appended to the row: parallel arrays."""
 
     @property
     def beam_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def hashed_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Hashes of blocks once the step is complete, for Register.kept_blocks: parallel arrays, applied in order. 0:
-        contents may change from now on.
+        """Hashes that blocks have once the step is complete, for Register.kept_blocks: parallel arrays, applied in order. 0
+        means that the block's contents may change from now on.
         """
 
     @property
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def adopted_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Blocks to fill by hash, with fetched contents (FetchBlocks), from dead workers of the same kv_store, or from tiers:
-        parallel arrays.
+        """Blocks to fill with the contents that have these hashes, which were fetched (FetchBlocks), or are copied from dead
+        workers with the same kv_store or from tiers: parallel arrays.
         """
 
     @property
@@ -594,7 +603,9 @@ global___StepBatch = StepBatch
 
 @typing.final
 class AddSequence(google.protobuf.message.Message):
-    """Assigns a sequence to a row: prompt and tokens emitted so far; the same for new, resumed and recovered sequences."""
+    """Assigns a sequence to a row, with its prompt and the tokens generated so far. New, resumed and recovered sequences
+    are added in the same way.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -623,7 +634,9 @@ class AddSequence(google.protobuf.message.Message):
     logits_post_processor_name: builtins.str
     client_id: builtins.str
     prompt_table: builtins.str
-    """Key of the table indexed by token ids from vocab_size on; empty: none, or prompt_tuning names an adapter."""
+    """Key of the prompt-tuning table, whose rows are the embeddings of token ids from vocab_size on. Empty if there is no
+    table, or if prompt_tuning names an adapter.
+    """
     trace_parent: builtins.str
     """As in GenerateRequest."""
     @property
@@ -704,8 +717,8 @@ global___ForkRow = ForkRow
 
 @typing.final
 class StepResult(google.protobuf.message.Message):
-    """The result of a step. Sampled rows are: context chunks that sampled, in order of the batch, then generation rows in
-    ascending order.
+    """The result of a step. The sampled rows are the context chunks that sampled, in the order of the batch, followed by
+    the generation rows in ascending order.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -726,7 +739,7 @@ class StepResult(google.protobuf.message.Message):
     epoch: builtins.int
     step_id: builtins.int
     forward_us: builtins.int
-    """Time of the forward pass and sampling, and of waiting before it."""
+    """Time spent in the forward pass and sampling, and time spent waiting before it."""
     waiting_us: builtins.int
     num_draft_tokens: builtins.int
     num_accepted_tokens: builtins.int
@@ -734,9 +747,9 @@ class StepResult(google.protobuf.message.Message):
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def num_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Number of tokens of each sampled row; empty means one each. A speculative row has the drafts that were accepted and
-        one more. A row of a beam search has candidates for its next token, most likely first, ties ordered by id: the
-        beam_width + len(end_ids) most likely ones, fewer if no more are possible; none of them is appended to the row.
+        """Number of tokens of each sampled row; empty means one each. A speculative row has its accepted drafts and one more
+        token. A row of a beam search has candidates for its next token, most likely first, with ties ordered by id: the
+        beam_width + len(end_ids) most likely ones, or fewer if no more are possible. None of these is appended to the row.
         """
 
     @property
@@ -745,7 +758,7 @@ class StepResult(google.protobuf.message.Message):
     def errors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RowError]: ...
     @property
     def candidate_log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Log probabilities of the candidates of all rows of beam searches, in order."""
+        """Log probabilities of the candidates in all rows of beam searches, in order."""
 
     @property
     def num_drafts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -753,7 +766,7 @@ class StepResult(google.protobuf.message.Message):
 
     @property
     def missing_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Blocks among adopted_blocks that were not found."""
+        """Blocks of adopted_blocks whose contents were not found."""
 
     def __init__(
         self,
@@ -802,10 +815,10 @@ global___StepOutputs = StepOutputs
 
 @typing.final
 class RowOutputs(google.protobuf.message.Message):
-    """Extra outputs of one sampled row (or context chunk), by its row number. Tensors are named after the requested output:
-    context_logits [prompt tokens, vocab_size], generation_logits [output tokens, vocab_size], and each additional
-    output, with `context_` before its name for the prompt's; topk_logits.K comes with the int32 tensor
-    topk_logits.K.ids.
+    """Extra outputs of one sampled row (or context chunk), identified by its row number. Tensors are named after the
+    requested output: context_logits [prompt tokens, vocab_size], generation_logits [output tokens, vocab_size], and
+    additional outputs, whose names have the prefix `context_` for the prompt. topk_logits.K is accompanied by the int32
+    tensor topk_logits.K.ids.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -819,7 +832,7 @@ class RowOutputs(google.protobuf.message.Message):
     def log_probs(self) -> protos.generation_pb2.LogProbs: ...
     @property
     def prompt_log_probs(self) -> protos.generation_pb2.LogProbs:
-        """For the chunk's prompt tokens, from the prompt's second token on."""
+        """For the prompt tokens of the chunk, from the second token of the prompt on."""
 
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[protos.generation_pb2.Tensor]: ...
@@ -838,8 +851,8 @@ global___RowOutputs = RowOutputs
 
 @typing.final
 class RowError(google.protobuf.message.Message):
-    """This row failed; its token in token_ids is 0 and means nothing. Other rows are not affected. Also set for a context
-    chunk that does not sample: its KV was not computed.
+    """This row failed; its token in token_ids is 0 and has no meaning. Other rows are not affected. A context chunk that
+    does not sample may also fail; its keys and values were not computed.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -903,7 +916,7 @@ global___UnloadLoraAdapter = UnloadLoraAdapter
 
 @typing.final
 class LoraResult(google.protobuf.message.Message):
-    """Answer to LoadLoraAdapter; fields as in LoraInfo."""
+    """Response to LoadLoraAdapter; fields as in LoraInfo."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -954,7 +967,7 @@ class PromptTablePart(google.protobuf.message.Message):
     """The key used in AddSequence.prompt_table."""
     @property
     def tensor(self) -> protos.generation_pb2.Tensor:
-        """shape and dtype are those of the whole table."""
+        """`shape` and `dtype` are those of the whole table."""
 
     def __init__(
         self,
