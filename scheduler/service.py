@@ -60,7 +60,7 @@ class SchedulerService:
     Attributes:
         engine: The running core; set by `start`.
         frames: Accepts frame connections of detokenizers; None for gRPC only.
-        port: gRPC port. worker_port: ZeroMQ port. http_port: Port of /metrics and /health.
+        port: gRPC port. http_port: Port of /metrics and /health.
     """
 
     engine: Engine
@@ -104,11 +104,13 @@ class SchedulerService:
             max_held_bytes=config.max_tensor_bytes,
             keys=WorkerKeys.from_config(config),
             clock=self.clock,
+            is_standby=config.standby,
         )
-        self.worker_port = self.dispatcher.port
         self.journal = make_journal(config, self.model, self.limits, self.port, self.clock)
         progress = self.progress
-        self._http = HttpServer(config.host, config.http_port, self.metrics, progress.problems, progress.stalled)
+        self._http = HttpServer(
+            config.host, config.http_port, self.metrics, progress.problems, progress.stalled, self._not_ready
+        )
         self.http_port = self._http.port
         self._tasks: list[asyncio.Task[None]] = []
         self._kept: KeptRequests | None = None
@@ -118,10 +120,12 @@ class SchedulerService:
 
     async def start(self) -> None:
         """Take over the journal, once its lease is free, and start serving."""
-        waiting = "standby" if self.config.standby else "starting"
+        waiting = _STANDBY if self.config.standby else "starting"
         self.progress.set_reason(waiting, stands=True)
         self._http.start()
         contents = await self.journal.open(self._on_journal_failure)
+        if self.config.standby:
+            self.dispatcher.bind()
         core = SchedulerCore(
             core_config(self.config, self.model, contents.scheduler_epoch),
             load_scheduler(self.config.scheduler_plugin, self.config.capacity_policy, self.config.batching_type),
@@ -174,6 +178,14 @@ class SchedulerService:
             "serving",
             extra={"port": self.port, "worker_port": self.worker_port, "scheduler_epoch": contents.scheduler_epoch},
         )
+
+    @property
+    def worker_port(self) -> int:
+        """The ZeroMQ port."""
+        return self.dispatcher.port
+
+    def _not_ready(self) -> list[str]:
+        return [problem for problem in self.progress.problems() if problem != _STANDBY]
 
     def _open_ledger(self, recovered: Sequence[Recovered]) -> Ledger | None:
         if not self.config.ledger_ttl_s:
@@ -257,6 +269,7 @@ class SchedulerService:
         self._http.stop()
 
 
+_STANDBY = "standby"  # the reason not to serve
 _LEAST = {
     "tokens_per_block": 1,
     "max_batch_size": 1,

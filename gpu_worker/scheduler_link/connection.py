@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import socket
 import time
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from midstream.errors import ConfigError
 from midstream.security.curve import WorkerCredentials
 
 logger = logging.getLogger(__name__)
@@ -18,15 +21,28 @@ _REDIAL_S = 1.0
 _RECONNECT_MS, _MAX_RECONNECT_MS = 20, 200
 _LINGER_MS = 1000
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-LINK_EVENTS = zmq.EVENT_DISCONNECTED | _REFUSED
+LINK_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _REFUSED
+_ONE_OF = "one-of:"
+# A worker tries the next scheduler if one has not replied in this time. It is long enough for a busy scheduler, whose
+# late reply would register a worker that has moved on.
+_REPLY_S = 2.0
 
 
 class Dialler:
-    """Manages the connection to one scheduler."""
+    """Manages the connection to the scheduler; with `one-of:` addresses, to the active one of several."""
 
     def __init__(self, address: str, credentials: WorkerCredentials | None) -> None:
-        """Prepare the connection; `credentials` are its keys, None for plain text."""
-        self._address = address
+        """Prepare the connection; `credentials` are its keys, None for plain text.
+
+        Raises:
+            ConfigError: An address after `one-of:` has no port.
+        """
+        for target in _targets(address):
+            if not target.rpartition(":")[2].isdigit():
+                raise ConfigError(f"{target!r} is not tcp://host:port", field="scheduler")
+        self._setting = address
+        self._address = ""  # the current one
+        self._next_at = math.inf
         self._credentials = credentials
         self._was_refused = False
         self._redial_at = 0.0
@@ -40,7 +56,7 @@ class Dialler:
         dealer.setsockopt(zmq.LINGER, _LINGER_MS)
         if self._credentials is not None:
             self._credentials.secure(dealer)
-        dealer.connect(self._address)
+        self._connect(dealer)
 
     def was_cut(self, monitor: zmq.Socket[bytes]) -> bool:
         """Return whether the connection has been lost since the last call; `monitor` must report LINK_EVENTS."""
@@ -51,6 +67,9 @@ class Dialler:
             except zmq.Again:
                 break
             event = parse_monitor_message(message)["event"]
+            if event == zmq.EVENT_CONNECT_RETRIED:  # this scheduler is down, or a standby
+                self._next_at = min(self._next_at, time.monotonic() + _MAX_RECONNECT_MS / 1000)
+                continue
             was_cut = was_cut or event == zmq.EVENT_DISCONNECTED
             if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
                 self._redial_at = time.monotonic() + _REDIAL_S
@@ -62,13 +81,52 @@ class Dialler:
         return was_cut
 
     def redial_when_due(self, dealer: zmq.Socket[bytes]) -> None:
-        """Reconnect after a rejection, which ZeroMQ treats as final although the key may be allowed in the meantime."""
-        if self._redial_at and time.monotonic() >= self._redial_at:
+        """Reconnect after a rejection, which ZeroMQ treats as final although the key may be allowed in the meantime;
+        connect to the next scheduler if the current one has not replied.
+        """
+        now = time.monotonic()
+        is_next = self._setting.startswith(_ONE_OF) and now >= self._next_at
+        if is_next or (self._redial_at and now >= self._redial_at):
             self._redial_at = 0.0
             with contextlib.suppress(zmq.ZMQError):
                 dealer.disconnect(self._address)
-            dealer.connect(self._address)
+            self._connect(dealer)
 
     def note_registered(self) -> None:
         """Record a successful registration, so that the next rejection is logged again."""
         self._was_refused = False
+        self._next_at = math.inf
+
+    def note_lost(self) -> None:
+        """Record the end of a registration."""
+        self._next_at = time.monotonic() + _REPLY_S
+
+    def _connect(self, dealer: zmq.Socket[bytes]) -> None:
+        addresses = _addresses(self._setting) or [self._address]
+        position = addresses.index(self._address) + 1 if self._address in addresses else 0
+        self._address = addresses[position % len(addresses)]
+        self._next_at = time.monotonic() + _REPLY_S
+        if self._address:
+            dealer.connect(self._address)
+
+
+def _addresses(setting: str) -> list[str]:
+    """Return the addresses in a setting; the names after `one-of:` are resolved."""
+    if not setting.startswith(_ONE_OF):
+        return [setting]
+    found: list[str] = []
+    for target in _targets(setting):
+        host, _, port = target.removeprefix("tcp://").rpartition(":")
+        try:
+            infos = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
+        except OSError as error:
+            logger.warning("cannot resolve %s: %s", target, error)
+            continue
+        found.extend(sorted({f"tcp://{info[4][0]}:{port}" for info in infos}))
+    return found
+
+
+def _targets(setting: str) -> list[str]:
+    if not setting.startswith(_ONE_OF):
+        return []
+    return [target.strip() for target in setting.removeprefix(_ONE_OF).split("|")]

@@ -371,6 +371,7 @@ class SchedulerLink:
         logger.warning("epoch %d ended: %s", self.epoch, reason)
         self.epoch = 0
         self._kept.end_epoch()
+        self._dialler.note_lost()
         self._next_send = 0.0
 
     def _drop(self, reason: str) -> None:

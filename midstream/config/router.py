@@ -23,7 +23,9 @@ class RouterConfig(GrpcServiceConfig):
     port: int = setting(50051, "gRPC port.")
     http_port: int = setting(8000, "HTTP port.")
     schedulers: str = setting(
-        "127.0.0.1:50052", "Comma-separated scheduler targets, one per cell; dns:/// targets are re-resolved."
+        "127.0.0.1:50052",
+        "Comma-separated scheduler targets, one per cell; dns:/// targets are re-resolved. one-of:TARGET|TARGET is a "
+        "cell with a standby: whichever scheduler is active.",
     )
     detokenizers: str = setting(
         "127.0.0.1:50054", "Comma-separated detokenizer targets; dns:/// targets are re-resolved."

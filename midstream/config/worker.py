@@ -15,7 +15,11 @@ class WorkerConfig(ServiceConfig):
         "smollm2", "Model folder, GGUF file, name on the Hugging Face Hub, or `smollm2` for the embedded model."
     )
     draft_model: str = setting("", "Smaller draft model with the same vocabulary; empty: none.")
-    scheduler: str = setting("tcp://127.0.0.1:50053", "ZeroMQ address of the scheduler.")
+    scheduler: str = setting(
+        "tcp://127.0.0.1:50053",
+        "ZeroMQ address of the scheduler; with a standby, one-of:ADDRESS|ADDRESS, or one-of: and a name with several "
+        "addresses.",
+    )
     curve: bool = setting(False, "Encrypt the connection to the scheduler and authenticate with a key.")
     curve_secret_key: str = setting("", "File with this process's key pair, from `midstream keys`.")
     curve_server_key: str = setting("", "File with the scheduler's public key.")

@@ -46,6 +46,7 @@ _KEEPALIVE = [
 ]
 _EVENT_LOOP_BEAT_S = 0.5
 _HANDSHAKE_MS = 10_000
+_CONNECT_TIMEOUT_S = 1.0
 _Context = grpc.aio.ServicerContext[Any, Any]
 _COLLECT_INTERVAL_S = 0.1
 _next_collection = 0.0
@@ -255,6 +256,20 @@ def open_channel(
     return SecureChannel(
         lambda: grpc.aio.secure_channel(target, tls.channel_credentials(), options=options), tls.refresh, token
     )
+
+
+async def accepts_connections(target: str, tls: Tls | None = None, server_name: str = "") -> bool:
+    """Return whether a new connection to a server is ready within a second.
+
+    A process that stands still does not get so far, although its kernel still accepts connections.
+    """
+    async with open_channel(target, tls=tls, server_name=server_name) as channel:
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await channel.channel_ready()
+        except TimeoutError:
+            return False
+    return True
 
 
 def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:

@@ -165,9 +165,11 @@ class _BoundedHTTPServer(ThreadingHTTPServer):
 
 
 class HttpServer:
-    """Serves `/metrics`, `/health` and `/live` on a separate port, from a thread. `/health` returns 200 while
-    `health()` is empty, otherwise 503. `/live` does the same with `stalled()`: a process that is not ready is alive,
-    but a process with a stalled loop is not.
+    """Serves `/metrics`, `/health`, `/live` and `/ready` on a separate port, from a thread.
+
+    `/health` returns 200 while `health()` is empty, otherwise 503. `/live` does the same with `stalled()`: a process
+    that is not serving is alive, but a process with a stalled loop is not. `/ready` does the same with `not_ready()`,
+    by default `health()`: a standby is ready but not serving.
     """
 
     def __init__(
@@ -177,11 +179,13 @@ class HttpServer:
         metrics: Metrics,
         health: Callable[[], list[str]],
         stalled: Callable[[], list[str]] = list,
+        not_ready: Callable[[], list[str]] | None = None,
     ) -> None:
         pages: Mapping[str, Page] = {
             "/metrics": lambda: (200, CONTENT_TYPE_LATEST, metrics.render()),
             "/health": lambda: _health_page(health()),
             "/live": lambda: _health_page(stalled()),
+            "/ready": lambda: _health_page((not_ready or health)()),
         }
         self._server = _BoundedHTTPServer((host, port), _handler_of(pages, AllowedHosts(host)))
         self._server.daemon_threads = True

@@ -15,7 +15,7 @@ import grpc.aio
 from midstream.errors import DeadlineError, MidstreamError, UnavailableError
 from midstream.rpc.discovery import Discovery
 from midstream.rpc.errors import error_from_rpc
-from midstream.rpc.serving import open_channel
+from midstream.rpc.serving import accepts_connections, open_channel
 from midstream.security.tls import Tls
 from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2
 from router.pipeline.cell_choice import choose_cell, choose_home
@@ -156,7 +156,12 @@ class Cells:
         self.cells: dict[str, Cell] = {}
         self._max_message_bytes = max_message_bytes
         self._tls = tls
-        self._discovery = Discovery(targets, field="schedulers", on_change=self._set_targets)
+        self._discovery = Discovery(
+            targets,
+            field="schedulers",
+            on_change=self._set_targets,
+            is_serving=lambda address, name: accepts_connections(address, tls, name),
+        )
         self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:

@@ -55,7 +55,7 @@ class Dispatcher:
     """The scheduler's side of the connections to all workers.
 
     Attributes:
-        port: The bound port.
+        port: The bound port; before `bind`, the configured one.
         num_malformed: Number of messages dropped because they could not be parsed.
         num_refused: Number of connections that failed the handshake: the key was missing or wrong, or the peer was not
             ZeroMQ.
@@ -75,8 +75,10 @@ class Dispatcher:
         max_held_bytes: int = MAX_HELD_BYTES,
         keys: WorkerKeys | None = None,
         clock: SteadyClock | None = None,
+        is_standby: bool = False,
     ) -> None:
-        """Bind the port; 0 chooses a free one. With `keys`, only workers whose keys it contains can connect.
+        """Bind the port, unless `is_standby`: the workers of a standby belong to the active scheduler. Port 0 chooses a
+        free one. With `keys`, only workers whose keys it contains can connect.
 
         A worker may send at most `max_held_bytes` of tensors before a result. `clock` provides the times of events.
 
@@ -111,8 +113,18 @@ class Dispatcher:
         self._progress: LoopProgress
         self._failed: asyncio.Future[None]
         self._authenticator = keys.secure(self._context, self._socket) if keys is not None else None
-        address = f"[{host}]" if ":" in host else host
-        self._socket.bind(f"tcp://{address}:{port}")
+        self._host = f"[{host}]" if ":" in host else host
+        self.port = port
+        if not is_standby:
+            self.bind()
+
+    def bind(self) -> None:
+        """Bind the port of a standby that has become active.
+
+        Raises:
+            zmq.ZMQError: The port is taken.
+        """
+        self._socket.bind(f"tcp://{self._host}:{self.port}")
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     async def run(self, on_event: Callable[[WorkerEvent], None], progress: LoopProgress) -> None:

@@ -81,20 +81,21 @@ def test_parts_dial_services_that_exist(rendered: Rendered) -> None:
     assert isinstance(router, RouterConfig)
     assert isinstance(detokenizer, DetokenizerConfig)
     assert isinstance(worker, WorkerConfig)
+    one_of = "one-of:" if rendered.overlay == "ha" else ""  # both schedulers are ready, and one of them is active
     dialled = {
-        router.schedulers.removeprefix("dns:///"): "grpc",
+        router.schedulers.removeprefix(f"{one_of}dns:///"): "grpc",
         router.detokenizers.removeprefix("dns:///"): "grpc",
-        detokenizer.schedulers.removeprefix("dns:///"): "grpc",
-        worker.scheduler.removeprefix("tcp://"): "zmq",
+        detokenizer.schedulers.removeprefix(f"{one_of}dns:///"): "grpc",
+        worker.scheduler.removeprefix(f"{one_of}tcp://"): "zmq",
     }
     for address, port_name in dialled.items():
         name, _, port = address.rpartition(":")
         service = rendered.get("Service", name)
         assert {"name": port_name, "port": int(port)}.items() <= port_named(service, port_name).items()
     # Clients use all addresses of a name in turn, and resolve the name again when the addresses change.
-    assert router.schedulers.startswith("dns:///")
+    assert router.schedulers.startswith(f"{one_of}dns:///")
     assert router.detokenizers.startswith("dns:///")
-    assert detokenizer.schedulers.startswith("dns:///")
+    assert detokenizer.schedulers.startswith(f"{one_of}dns:///")
 
 
 def port_named(service: Manifest, name: str) -> Manifest:
@@ -125,9 +126,10 @@ def test_probes_ask_what_is_served(rendered: Rendered) -> None:
         container = container_of(pod)
         for name in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = container[name]
-            if part == "scheduler" and rendered.overlay in ("ha", "secure") and name != "readinessProbe":
-                # A standby scheduler is alive but not ready.
-                assert action_of(probe) == {"httpGet": {"path": "/live", "port": "http"}}
+            if part == "scheduler" and rendered.overlay in ("ha", "secure"):
+                # A standby scheduler is alive and ready but does not serve gRPC.
+                path = "/ready" if name == "readinessProbe" else "/live"
+                assert action_of(probe) == {"httpGet": {"path": path, "port": "http"}}
             elif part == "router" and name != "readinessProbe":
                 # A router without a scheduler or a worker is alive but not ready.
                 scheme = {"scheme": "HTTPS"} if rendered.overlay == "secure" else {}

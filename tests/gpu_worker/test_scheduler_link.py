@@ -5,21 +5,56 @@ from __future__ import annotations
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from gpu_worker.kv.kept_blocks import KeptBlocks
-from gpu_worker.scheduler_link.link import SchedulerLink, Stopped
+from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped
+from midstream.errors import ConfigError
 from midstream.telemetry import Metrics
 from protos import worker_pb2
+from tests.gpu_worker.scripted_scheduler import ScriptedScheduler
+from tests.ports import free_ports
+
+
+def link_to(address: str, register: Any) -> SchedulerLink:
+    kept = KeptBlocks(np.zeros(4, dtype=np.uint64))
+    return SchedulerLink(address, register, Metrics(), worker_pb2.MemoryUsage, cast("Any", None), kept)
 
 
 def test_a_link_that_fails_ends_the_worker() -> None:
     """Otherwise the process would keep running without a scheduler and would not be restarted."""
-    kept = KeptBlocks(np.zeros(4, dtype=np.uint64))
-    broken = cast("Any", None)  # a registration that cannot be serialized
-    link = SchedulerLink("tcp://127.0.0.1:1", broken, Metrics(), worker_pb2.MemoryUsage, cast("Any", None), kept)
+    link = link_to("tcp://127.0.0.1:1", None)  # this registration cannot be serialized
     link.start()
     stopped = link.inbox.get(timeout=20)
     link.join()
     assert isinstance(stopped, Stopped)
     assert stopped.exit_code == 1
     assert "the link to the scheduler failed" in stopped.reason
+
+
+def test_a_worker_follows_the_active_scheduler() -> None:
+    """First only the second scheduler listens. Then only the first one does. Then both do, but the first one is silent."""
+    first_port, second_port = free_ports(2)
+    second = ScriptedScheduler(second_port)
+    link = link_to(f"one-of:tcp://localhost:{first_port}|tcp://127.0.0.1:{second_port}", worker_pb2.Register())
+    link.start()
+    second.register(epoch=1)
+    assert isinstance(link.inbox.get(timeout=30), EpochStarted)
+    second.close()
+    first = ScriptedScheduler(first_port)
+    first.register(epoch=2)
+    assert isinstance(link.inbox.get(timeout=30), EpochStarted)
+    second = ScriptedScheduler(second_port)
+    first.send(epoch_ended=worker_pb2.EpochEnded(epoch=2))
+    second.register(epoch=3)
+    assert isinstance(link.inbox.get(timeout=30), EpochStarted)
+    link.leave()
+    assert isinstance(link.inbox.get(timeout=30), Stopped)
+    link.join()
+    first.close()
+    second.close()
+
+
+def test_an_address_without_a_port_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'tcp://b' is not tcp://host:port"):
+        link_to("one-of:tcp://a:1|tcp://b", worker_pb2.Register())

@@ -20,13 +20,15 @@ from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.journal import DeposedError, postgres
 from scheduler.journal.postgres import LEASE_S, PostgresStore
 from scheduler.journal.store import SCHEMA_VERSION, Transaction, seal
-from tests.integration.parts import Parts, running
+from tests.integration.parts import START_TIMEOUT_S, Parts, running
 from tests.integration.postgres import postgres_server
-from tests.integration.service import tokens
+from tests.integration.service import collect, eventually, tokens
+from tests.ports import free_ports
 from tests.scheduler.test_service import Feed
 
 if TYPE_CHECKING:
     from protos.scheduler_pb2_grpc import SchedulerAsyncStub
+    from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 NUM_TOKENS = 200
 
@@ -141,3 +143,34 @@ async def _read_all(port: int) -> list[int]:
         await feed.read_until(1)
         received: list[int] = feed.tokens[1]
     return received
+
+
+async def test_routers_and_detokenizers_follow_the_active_scheduler(database: str, tmp_path: Path) -> None:
+    """The stream continues at the standby, which also gets the next requests, whatever their ids."""
+    flags = ("--journal", "postgres", "--journal-url", database, "--standby")
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    first, second = Parts(tmp_path / "first", *flags), Parts(tmp_path / "second", *flags)
+    schedulers = ("--schedulers", f"one-of:127.0.0.1:{first.scheduler_port}|127.0.0.1:{second.scheduler_port}")
+    with running(first, "scheduler", "worker"):
+        await asyncio.to_thread(first.wait_for_log, "scheduler", "serving")
+        with running(second, "scheduler", "worker"):
+            await asyncio.to_thread(second.wait_for_log, "scheduler", "waiting for the journal's lease")
+            (port,) = free_ports(1)
+            second.launch("detokenizer", "detokenizer", "--port", str(port), *schedulers)
+            ports = ("--port", str(second.router_port), "--http-port", "0", "--detokenizers", f"127.0.0.1:{port}")
+            second.launch("router", "router", *ports, *schedulers)
+            async with second.stub() as stub:
+                reading = asyncio.create_task(collect(stub, tokens([1000], max_tokens=NUM_TOKENS, request_id="a")))
+                await eventually(lambda: num_running(stub), bool, START_TIMEOUT_S)
+                first.kill("scheduler")
+                answer = await reading
+                requests = [tokens([1000], max_tokens=2, request_id=f"b{i}") for i in range(8)]
+                answers = await asyncio.gather(*(collect(stub, request) for request in requests))
+    assert answer.token_ids == list(range(1001, 1001 + NUM_TOKENS))
+    assert [other.token_ids for other in answers] == [[1001, 1002]] * 8
+
+
+async def num_running(stub: Stub) -> int:
+    loads = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=5)
+    return sum(load.num_running_requests for load in loads.cells)

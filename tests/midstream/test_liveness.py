@@ -17,7 +17,14 @@ def progress() -> Progress:
 
 @pytest.fixture
 def address(progress: Progress) -> Iterator[str]:
-    server = HttpServer("127.0.0.1", 0, Metrics(), progress.problems, progress.stalled)
+    server = HttpServer(
+        "127.0.0.1",
+        0,
+        Metrics(),
+        progress.problems,
+        progress.stalled,
+        lambda: [problem for problem in progress.problems() if problem != "standby"],
+    )
     server.start()
     yield f"http://127.0.0.1:{server.port}"
     server.stop()
@@ -32,11 +39,17 @@ def status(url: str) -> int:
             return error.code
 
 
-def test_one_that_waits_its_turn_is_alive_and_not_healthy(progress: Progress, address: str) -> None:
+def test_a_standby_is_alive_and_ready_but_not_healthy(progress: Progress, address: str) -> None:
+    def pages() -> list[int]:
+        return [status(address + page) for page in ("/health", "/live", "/ready")]
+
     progress.set_reason("standby", stands=True)
-    assert (status(address + "/health"), status(address + "/live")) == (503, 200)
+    assert pages() == [503, 200, 200]
+    progress.set_reason("draining", stands=True)
+    assert pages() == [503, 200, 503]
+    progress.set_reason("draining", stands=False)
     progress.set_reason("standby", stands=False)
-    assert (status(address + "/health"), status(address + "/live")) == (200, 200)
+    assert pages() == [200, 200, 200]
 
 
 def test_one_whose_loop_hangs_is_neither(progress: Progress, address: str) -> None:

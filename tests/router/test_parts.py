@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
 from midstream.errors import ConfigError, OverloadedError, UnavailableError
 from midstream.extras import Extras, LogProbs, Tensor
+from midstream.rpc import discovery
 from midstream.rpc.discovery import Discovery
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
@@ -204,8 +205,41 @@ async def test_discovery_follows_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert changes == [["10.0.0.1:99", "10.0.0.2:99", "x:1"], ["10.0.0.1:99", "10.0.0.3:99", "x:1"]]
 
 
-@pytest.mark.parametrize("targets", ["", " , ", "host", "host:port"])
+async def test_the_active_one_of_several_addresses_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second takes over while the first still accepts connections; later neither does, then only the first."""
+    serving = iter(["a", "a", "ab", "b", "", "a"])
+    now, changes, done = "", list[list[str]](), asyncio.Event()
+
+    async def is_serving(address: str, name: str) -> bool:
+        nonlocal now
+        assert name == ""
+        if address == "a:1":
+            now = next(serving, "a")
+        return address[0] in now
+
+    def note(addresses: list[str]) -> None:
+        changes.append(addresses)
+        if len(changes) == 3:
+            done.set()
+
+    monkeypatch.setattr(discovery, "_INTERVAL_S", 0.001)
+    found = Discovery("one-of:a:1|b:1,c:1", field="schedulers", on_change=note, is_serving=is_serving)
+    running = asyncio.create_task(found.run())
+    await asyncio.wait_for(done.wait(), 30)
+    running.cancel()
+    assert changes == [["a:1", "c:1"], ["b:1", "c:1"], ["a:1", "c:1"]]
+
+
+def test_detokenizers_have_no_standbys() -> None:
+    with pytest.raises(ConfigError, match="cannot contain one-of"):
+        Discovery("one-of:a:1|b:1", field="detokenizers", on_change=lambda _: None)
+
+
+@pytest.mark.parametrize("targets", ["", " , ", "host", "host:port", "one-of:a:1|host"])
 def test_a_setting_without_addresses_is_refused(targets: str) -> None:
+    async def never(address: str, name: str) -> bool:
+        return False
+
     with pytest.raises(ConfigError) as raised:
-        Discovery(targets, field="schedulers", on_change=lambda _: None)
+        Discovery(targets, field="schedulers", on_change=lambda _: None, is_serving=never)
     assert raised.value.field == "schedulers"
