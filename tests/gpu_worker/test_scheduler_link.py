@@ -33,7 +33,7 @@ def test_a_link_that_fails_ends_the_worker() -> None:
 
 
 def test_a_worker_follows_the_active_scheduler() -> None:
-    """First only the second scheduler listens. Then only the first one does. Then both do, but the first one is silent."""
+    """First only the second scheduler listens. Then only the first does; then both do, but the first is silent."""
     first_port, second_port = free_ports(2)
     second = ScriptedScheduler(second_port)
     link = link_to(f"one-of:tcp://localhost:{first_port}|tcp://127.0.0.1:{second_port}", worker_pb2.Register())
