@@ -6,11 +6,12 @@ import asyncio
 import os
 import socket
 import sys
+from functools import partial
 
 from detokenizer.feed import FeedPool
 from detokenizer.incremental import decoder_factory
 from detokenizer.servicer import DetokenizerServicer
-from detokenizer.stream_traces import StreamTraces
+from detokenizer.streams import record_stream
 from midstream.config import DetokenizerConfig
 from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ async def serve(config: DetokenizerConfig) -> None:
         config.max_message_bytes,
         num_tokens.inc,
         tls,
-        StreamTraces(tracer).note if tracer is not None else lambda _: None,
+        partial(record_stream, tracer) if tracer is not None else lambda _: None,
         config.internal_transport,
     )
     frames = FrameServer.from_config(config, tls)

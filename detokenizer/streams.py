@@ -20,6 +20,7 @@ from detokenizer.sequence import SequenceText, TextRules
 from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
 from midstream.errors import MidstreamError, OverloadedError, UnavailableError
 from midstream.extras import Extras
+from midstream.telemetry.tracing import TraceParent, Tracer
 from protos import detokenizer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -366,3 +367,19 @@ class RouterConnection:
 
 def _with_prompt(rules: TextRules, prompt: tuple[int, ...]) -> TextRules:
     return TextRules(skip_special_tokens=rules.skip_special_tokens, detokenize=rules.detokenize, prompt_ids=prompt)
+
+
+def record_stream(tracer: Tracer, stream: OutputStream) -> None:
+    """Record the span of a detached stream, if its request is traced."""
+    parent = TraceParent.sampled(stream.trace_parent)
+    if parent is None:
+        return
+    attributes: dict[str, str | int] = {
+        "midstream.request_id": stream.request_id,
+        "midstream.tokens": stream.num_tokens,
+    }
+    error = stream.error.message if stream.error is not None else ""
+    events = [("first output", stream.first_output_ns)] if stream.first_output_ns else []
+    tracer.record(
+        "detokenizer.stream", parent, stream.attached_ns, time.time_ns(), attributes, error=error, events=events
+    )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 from midstream.chunk import Chunk
 from midstream.client.async_client import AsyncClient
-from midstream.client.info import CellLoad, LoraInfo, ModelInfo, ServerInfo
-from midstream.client.result import Embeddings, Result
+from midstream.client.result import Result
 from midstream.client.stream import AsyncStream
-from protos import stats_pb2
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -60,6 +59,15 @@ class Client:
         self.generate = self._streaming(self._client.generate)
         self.resume = self._streaming(self._client.resume)
         self.stream = self._streaming(self._client.stream)
+        self.embed = self._blocking(self._client.embed)
+        self.abort = self._blocking(self._client.abort)
+        self.model_info = self._blocking(self._client.model_info)
+        self.server_info = self._blocking(self._client.server_info)
+        self.loads = self._blocking(self._client.loads)
+        self.request_stats = self._blocking(self._client.request_stats)
+        self.load_lora = self._blocking(self._client.load_lora)
+        self.unload_lora = self._blocking(self._client.unload_lora)
+        self.loras = self._blocking(self._client.loras)
 
     def __enter__(self) -> Self:
         return self
@@ -76,69 +84,21 @@ class Client:
         self._thread.join()
         self._loop.close()
 
-    def embed(
-        self,
-        inputs: str | Sequence[str | Sequence[int]],
-        *,
-        dimensions: int | None = None,
-        normalize: bool = True,
-        pooling: Literal["last", "mean"] | None = None,
-        model: str = "",
-        lora: str = "",
-        timeout_s: float | None = None,
-    ) -> Embeddings:
-        """Return the embeddings of texts or token ids; the arguments are those of `AsyncClient.embed`."""
-        return self._run(
-            self._client.embed(
-                inputs,
-                dimensions=dimensions,
-                normalize=normalize,
-                pooling=pooling,
-                model=model,
-                lora=lora,
-                timeout_s=timeout_s,
-            )
-        )
-
-    def abort(self, request_id: str) -> bool:
-        """Abort a request; return whether it was running."""
-        return self._run(self._client.abort(request_id))
-
-    def model_info(self, model: str = "") -> ModelInfo:
-        """Return information about the served model."""
-        return self._run(self._client.model_info(model))
-
-    def server_info(self) -> ServerInfo:
-        """Return information about the running system."""
-        return self._run(self._client.server_info())
-
-    def loads(self) -> list[CellLoad]:
-        """Return the load of each cell."""
-        return self._run(self._client.loads())
-
-    def load_lora(self, name: str, path: str) -> LoraInfo:
-        """Load an adapter."""
-        return self._run(self._client.load_lora(name, path))
-
-    def unload_lora(self, name: str) -> None:
-        """Unload an adapter; new requests can no longer use it."""
-        self._run(self._client.unload_lora(name))
-
-    def loras(self) -> list[LoraInfo]:
-        """Return the adapters that requests can name."""
-        return self._run(self._client.loras())
-
     def iteration_stats(self) -> list[dict[str, object]]:
         """Return the latest iteration's statistics, one entry per cell."""
         return self._run(_collect(self._client))
 
-    def request_stats(self, request_ids: Sequence[str]) -> list[stats_pb2.RequestStats]:
-        """Return the states of running and recently finished requests."""
-        return self._run(self._client.request_stats(request_ids))
-
     def _streaming(self, method: Callable[_P, AsyncStream]) -> Callable[_P, Stream]:
+        @functools.wraps(method)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> Stream:
             return Stream(method(*args, **kwargs), self._run)
+
+        return call
+
+    def _blocking(self, method: Callable[_P, Coroutine[Any, Any, _T]]) -> Callable[_P, _T]:
+        @functools.wraps(method)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            return self._run(method(*args, **kwargs))
 
         return call
 

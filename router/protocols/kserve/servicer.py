@@ -35,8 +35,15 @@ from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import key_of, make_repeatable, request_id_of
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.stream_slots import StreamSlots
-from router.protocols.kserve.ensemble import INPUTS, OUTPUTS, check_outputs, native_request, num_rows
-from router.protocols.kserve.outputs import piece_outputs, whole_outputs
+from router.protocols.kserve.ensemble import (
+    INPUTS,
+    OUTPUTS,
+    check_outputs,
+    native_request,
+    num_rows,
+    piece_outputs,
+    whole_outputs,
+)
 from router.protocols.kserve.tensors import InputTensor, fill_outputs, parse_inputs
 
 logger = logging.getLogger(__name__)
