@@ -54,6 +54,7 @@ class SystemStatus(google.protobuf.message.Message):
     COUNTS_FIELD_NUMBER: builtins.int
     SAMPLES_FIELD_NUMBER: builtins.int
     LATENCY_WINDOW_S_FIELD_NUMBER: builtins.int
+    OUTAGES_FIELD_NUMBER: builtins.int
     time_unix_ms: builtins.int
     version: builtins.str
     model: builtins.str
@@ -75,6 +76,10 @@ class SystemStatus(google.protobuf.message.Message):
     def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StatusSample]:
         """A stream's first message has the samples of the last five minutes, later ones only the newest."""
 
+    @property
+    def outages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Outage]:
+        """Outages within the last five minutes, oldest first."""
+
     def __init__(
         self,
         *,
@@ -88,11 +93,42 @@ class SystemStatus(google.protobuf.message.Message):
         counts: global___CountsSinceStart | None = ...,
         samples: collections.abc.Iterable[global___StatusSample] | None = ...,
         latency_window_s: builtins.int = ...,
+        outages: collections.abc.Iterable[global___Outage] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counts", b"counts", "requests", b"requests"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["counts", b"counts", "groups", b"groups", "latency_window_s", b"latency_window_s", "model", b"model", "parts", b"parts", "requests", b"requests", "router_id", b"router_id", "samples", b"samples", "time_unix_ms", b"time_unix_ms", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counts", b"counts", "groups", b"groups", "latency_window_s", b"latency_window_s", "model", b"model", "outages", b"outages", "parts", b"parts", "requests", b"requests", "router_id", b"router_id", "samples", b"samples", "time_unix_ms", b"time_unix_ms", "version", b"version"]) -> None: ...
 
 global___SystemStatus = SystemStatus
+
+@typing.final
+class Outage(google.protobuf.message.Message):
+    """A component was lost, and perhaps came back."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    FROM_UNIX_MS_FIELD_NUMBER: builtins.int
+    UNTIL_UNIX_MS_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    name: builtins.str
+    from_unix_ms: builtins.int
+    """The last time that the component was seen."""
+    until_unix_ms: builtins.int
+    """The time that it was seen again; unset if it was not."""
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+        name: builtins.str = ...,
+        from_unix_ms: builtins.int = ...,
+        until_unix_ms: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_until_unix_ms", b"_until_unix_ms", "until_unix_ms", b"until_unix_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_until_unix_ms", b"_until_unix_ms", "from_unix_ms", b"from_unix_ms", "kind", b"kind", "name", b"name", "until_unix_ms", b"until_unix_ms"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_until_unix_ms", b"_until_unix_ms"]) -> typing.Literal["until_unix_ms"] | None: ...
+
+global___Outage = Outage
 
 @typing.final
 class PartStatus(google.protobuf.message.Message):

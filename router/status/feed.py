@@ -135,12 +135,15 @@ class StatusFeed:
         parts = [part for answer in answered.values() for part in cell_parts(answer)]
         # This router's own status is newer than the copy in a scheduler.
         parts.append(router_part(router))
+        now_s, unix_s = time.monotonic(), time.time()
+        shown = self._parts.update(now_s, parts, silent)
         status = status_pb2.SystemStatus(
-            time_unix_ms=round(time.time() * 1e3),
+            time_unix_ms=round(unix_s * 1e3),
             version=__version__,
             model=self._model,
             router_id=router.router_id,
-            parts=self._parts.update(time.monotonic(), parts, silent),
+            parts=shown,
+            outages=self._parts.outages(now_s, unix_s),
             latency_window_s=LATENCY_WINDOW_S,
         )
         for answer in answered.values():

@@ -5,22 +5,34 @@ time is an argument.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from protos import status_pb2
 
 PartStatus = status_pb2.PartStatus
 
 REMEMBERED_S = 120.0
+_OUTAGES_REMEMBERED_S = 300.0
+_MAX_OUTAGES = 100
 _ORDER = ("router", "scheduler", "worker", "detokenizer")
 # A worker reports every half second, and is dropped after two seconds of silence.
 _SILENT_MS = 1_200
 _STALLED_MS = 10_000
 
 
+@dataclass(slots=True)
+class _Outage:
+    kind: str
+    name: str
+    began_s: float
+    ended_s: float | None = None
+
+
 class Parts:
     """All recently seen parts."""
 
     def __init__(self) -> None:
+        self._outages: list[_Outage] = []  # oldest first
         # (kind, name) -> (time when last seen, status at that time).
         self._seen: dict[tuple[str, str], tuple[float, PartStatus]] = {}
 
@@ -46,12 +58,37 @@ class Parts:
             if key in here:
                 continue
             if is_complete or part.kind == "scheduler":
+                if self._outage(key) is None:
+                    self._outages.append(_Outage(*key, began_s=seen_s))
                 parts.append(_part(key, PartStatus.LOST, f"last seen {now_s - seen_s:.0f} s ago"))
             else:
                 parts.append(_part(key, PartStatus.UNKNOWN, "its scheduler does not respond"))
         for key, part in here.items():
             self._seen[key] = now_s, part
+            outage = self._outage(key)
+            if outage is not None:
+                outage.ended_s = now_s
         return sorted(parts, key=lambda part: (_ORDER.index(part.kind), natural(part.name)))
+
+    def outages(self, now_s: float, unix_s: float) -> Iterator[status_pb2.Outage]:
+        """Yield the recent outages, oldest first; `unix_s` is the wall time at `now_s`."""
+        known = [item for item in self._outages if now_s - self._last_s(item, now_s) <= _OUTAGES_REMEMBERED_S]
+        self._outages = known[-_MAX_OUTAGES:]
+        for outage in self._outages:
+            shown = status_pb2.Outage(kind=outage.kind, name=outage.name)
+            shown.from_unix_ms = round((unix_s - now_s + outage.began_s) * 1e3)
+            if outage.ended_s is not None:
+                shown.until_unix_ms = round((unix_s - now_s + outage.ended_s) * 1e3)
+            yield shown
+
+    def _last_s(self, outage: _Outage, now_s: float) -> float:
+        if outage.ended_s is not None:
+            return outage.ended_s
+        return now_s if (outage.kind, outage.name) in self._seen else outage.began_s
+
+    def _outage(self, key: tuple[str, str]) -> _Outage | None:
+        """Return the outage of a part that is lost now."""
+        return next((item for item in self._outages if (item.kind, item.name) == key and item.ended_s is None), None)
 
     def _forget(self, now_s: float, here: Mapping[tuple[str, str], PartStatus]) -> None:
         for key, (seen_s, part) in list(self._seen.items()):

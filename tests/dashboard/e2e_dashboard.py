@@ -30,6 +30,8 @@ from tests.integration.service import Service
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("load")]
 
 _LIVE = "return document.querySelector('#link').dataset.state === 'live'"
+_OUTAGE_OF = """return [...document.querySelectorAll('#outages tbody tr')]
+  .filter((row) => row.cells[1].textContent === arguments[0]).map((row) => row.cells[3].innerText).join()"""
 _STATE_OF = """return [...document.querySelectorAll('#parts tr')]
   .filter((row) => row.cells[1].textContent === arguments[0]).map((row) => row.cells[2].innerText).join()"""
 
@@ -71,22 +73,6 @@ def test_numbers_are_there_and_move(page: Browser) -> None:
       return new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, width, height).data.buffer)).size"""
     assert page.run(drawn) >= 3
     assert page.complaints() == []
-
-
-def test_pictures_can_be_taken(page: Browser, service: Service, tmp_path: Path) -> None:
-    folder = Path(os.environ.get("PICTURES") or tmp_path)
-    page.click("[data-window='60']")
-    page.wait_for("return Number(document.querySelector('#tile-tokens').innerText) > 0", limit_s=60)
-    if "PICTURES" in os.environ:
-        time.sleep(60)  # one minute of history
-    for scheme, name in (("light", "dashboard.png"), ("dark", "dashboard-dark.png")):
-        page.emulate(1280, page.run("return document.body.offsetHeight"), scheme)
-        time.sleep(1)
-        (folder / name).write_bytes(page.screenshot())
-        assert 20_000 < (folder / name).stat().st_size < 600_000
-    drawing = asyncio.run(_draw_top(service.routers()))
-    assert "generated" in drawing
-    (folder / "top.svg").write_text(drawing, encoding="utf-8")
 
 
 def test_every_control_does_what_it_says(page: Browser) -> None:
@@ -147,10 +133,30 @@ def test_a_killed_worker_is_lost_and_comes_back(page: Browser, service: Service)
     (worker,) = (item for item in service.processes("gpu_worker") if item["name"] == "worker-1")
     os.kill(worker["pid"], signal.SIGKILL)
     page.wait_for(f"{_STATE_OF} === '✕ lost'", "worker-1", limit_s=30)
+    page.wait_for(f"{_OUTAGE_OF}.endsWith('still lost')", "worker-1")
     page.wait_for("return document.querySelectorAll('#groups canvas').length === 1")
     page.wait_for(f"{_STATE_OF} === '● serving'", "worker-1", limit_s=120)
     page.wait_for("return document.querySelectorAll('#groups canvas').length === 2")
     assert "workers lost: 1" in page.text("#events")
+    page.wait_for(f"{_OUTAGE_OF}.endsWith('s ago')", "worker-1")
+    assert page.run("return document.querySelectorAll('.chart .band').length") >= 4
+    assert page.run("return document.querySelectorAll('#outages .outage:not(.is-open)').length") == 1
+
+
+def test_pictures_can_be_taken(page: Browser, service: Service, tmp_path: Path) -> None:
+    folder = Path(os.environ.get("PICTURES") or tmp_path)
+    page.click("[data-window='60']")
+    page.wait_for("return Number(document.querySelector('#tile-tokens').innerText) > 0", limit_s=60)
+    if "PICTURES" in os.environ:
+        time.sleep(20)  # the pictures show the worker's outage and its recovery
+    for scheme, name in (("light", "dashboard.png"), ("dark", "dashboard-dark.png")):
+        page.emulate(1280, page.run("return document.body.offsetHeight"), scheme)
+        time.sleep(1)
+        (folder / name).write_bytes(page.screenshot())
+        assert 20_000 < (folder / name).stat().st_size < 600_000
+    drawing = asyncio.run(_draw_top(service.routers()))
+    assert "generated" in drawing
+    (folder / "top.svg").write_text(drawing, encoding="utf-8")
 
 
 def test_when_its_router_dies_the_page_says_so_and_comes_back(page: Browser, service: Service) -> None:

@@ -67,7 +67,9 @@ function onLink(state, text) {
 function show() {
   const end = Number(samples.at(-1).timeUnixMs);
   const shown = samples.filter((sample) => Number(sample.timeUnixMs) >= end - 1000 * seconds);
-  for (const chart of charts) chart.show(shown, seconds);
+  const outages = latest.outages.filter((outage) => endOf(outage, end) >= end - 1000 * seconds);
+  for (const chart of charts) chart.show(shown, seconds, outages.map((outage) => [Number(outage.fromUnixMs), endOf(outage, end)]));
+  showOutages(outages, end);
   showTiles(samples.at(-1), latest);
   showRequests(latest);
   showParts(latest.parts);
@@ -75,6 +77,41 @@ function show() {
   byId("what").textContent = `${latest.model} · via ${latest.routerId}`;
   byId("foot").textContent =
     `Midstream ${latest.version} · latencies over the last ${latest.latencyWindowS} s · ${new Date(end).toLocaleTimeString()}`;
+}
+
+/** Returns when an outage ended, or the time of the newest sample. */
+function endOf(outage, now) {
+  return Number(outage.untilUnixMs ?? now);
+}
+
+/** Shows each component's outages on a time line, those that are not over in full colour. */
+function showOutages(outages, now) {
+  byId("no-outages").hidden = outages.length > 0;
+  byId("outages").hidden = !outages.length;
+  const rows = new Map();
+  for (const outage of outages) {
+    const key = JSON.stringify([outage.kind, outage.name]);
+    rows.set(key, [...(rows.get(key) ?? []), outage]);
+  }
+  const share = (time) => 100 * Math.max(0, 1 - (now - time) / (1000 * seconds));
+  byId("outages").tBodies[0].replaceChildren(...[...rows.values()].map((of) => {
+    const spans = of.map((outage) => {
+      const span = element("span", { class: outage.untilUnixMs ? "outage" : "outage is-open" });
+      const from = share(Number(outage.fromUnixMs));
+      span.style.left = `${from}%`;
+      span.style.width = `${share(endOf(outage, now)) - from}%`;
+      return span;
+    });
+    const last = of.at(-1);
+    const lost = ((endOf(last, now) - Number(last.fromUnixMs)) / 1000).toFixed(1);
+    const ago = Math.round((now - Number(last.fromUnixMs)) / 1000);
+    const times = of.length > 1 ? `${of.length} times, last ` : "";
+    const words = last.untilUnixMs ? `${times}${lost} s, ${ago} s ago` : `${times}${lost} s, still lost`;
+    return element("tr", {},
+      element("td", {}, last.kind), element("td", {}, last.name),
+      element("td", { class: "track" }, element("div", { class: "timeline" }, ...spans)),
+      element("td", { class: "muted" }, words));
+  }));
 }
 
 function showTiles(sample, { requests, groups, counts, latencyWindowS }) {

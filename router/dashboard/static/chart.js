@@ -14,6 +14,7 @@ export class LineChart {
     this.series = series;
     this.format = format;
     this.samples = [];
+    this.bands = [];
     this.cursor = null;
     this.readings = series.map(() => element("b"));
     this.plot = svg("svg", { tabindex: "0", role: "img" });
@@ -30,9 +31,10 @@ export class LineChart {
     this.plot.addEventListener("keydown", (event) => this.step(event));
   }
 
-  /** Shows `samples`, oldest first, over the `seconds` up to the newest. */
-  show(samples, seconds) {
+  /** Shows `samples`, oldest first, over the `seconds` up to the newest, and shades `bands` of time, each [from, to] in ms. */
+  show(samples, seconds, bands) {
     this.samples = samples;
+    this.bands = bands;
     this.seconds = seconds;
     this.draw();
   }
@@ -48,10 +50,13 @@ export class LineChart {
     const end = Number(this.samples.at(-1).timeUnixMs);
     const values = this.samples.flatMap((sample) => this.series.map((item) => item.value(sample) ?? 0));
     const top = niceCeiling(Math.max(...values));
-    const x = (sample) => width - (end - Number(sample.timeUnixMs)) / (1000 * this.seconds) * (width - LEFT);
+    const at = (time) => Math.max(LEFT, width - (end - time) / (1000 * this.seconds) * (width - LEFT));
+    const x = (sample) => at(Number(sample.timeUnixMs));
     const y = (value) => TOP + (1 - value / top) * (height - TOP - BOTTOM);
     this.x = x;
-    const shapes = [];
+    const shapes = this.bands.map(([from, to]) => svg("rect", {
+      class: "band", x: at(from), y: TOP, width: Math.max(1, at(to) - at(from)), height: height - TOP - BOTTOM,
+    }));
     for (const share of [0, 0.5, 1]) {
       const level = y(share * top);
       shapes.push(svg("line", { class: "grid", x1: LEFT, x2: width, y1: level, y2: level }));

@@ -32,6 +32,21 @@ def test_what_comes_back_is_not_lost() -> None:
     assert states(parts.update(2, [worker("w-0")])) == {"w-0": "SERVING"}
 
 
+def test_outages_last_from_the_last_sight_to_the_next() -> None:
+    parts = Parts()
+    parts.update(10, [SCHEDULER, worker("w-0"), worker("w-1")])
+    parts.update(11, [SCHEDULER])
+    parts.update(13, [SCHEDULER, worker("w-1")])
+    (first, second) = parts.outages(13, unix_s=1013)
+    assert (first.kind, first.name, first.from_unix_ms, first.until_unix_ms) == ("worker", "w-0", 1_010_000, 0)
+    assert not first.HasField("until_unix_ms")
+    assert (second.name, second.from_unix_ms, second.until_unix_ms) == ("w-1", 1_010_000, 1_013_000)
+    # The worker that did not come back is forgotten first.
+    for now, names in ((200, ["w-0", "w-1"]), (312, ["w-1"]), (314, [])):
+        parts.update(now, [SCHEDULER, worker("w-1")])
+        assert [outage.name for outage in parts.outages(now, unix_s=now)] == names
+
+
 def test_what_drained_is_not_missed() -> None:
     parts = Parts()
     parts.update(0, [worker("w-0", Part.DRAINING)])
