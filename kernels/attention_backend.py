@@ -7,8 +7,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 HALVES = (torch.float16, torch.bfloat16)
+# Blocks are copied for a call only if its block tables hold at most this many keys for each query.
+_MAX_COPIED_KEYS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,7 @@ class AttentionCase:
         num_heads, num_kv_heads, head_dim, block_size: Sizes of the model and of its cache.
         softcap: Soft cap of the scores; 0 means none.
         has_single_queries: Whether each sequence has one query.
+        keys_per_query: How many keys the block tables hold for each query, on average.
     """
 
     dtype: torch.dtype
@@ -30,6 +34,7 @@ class AttentionCase:
     block_size: int
     softcap: float = 0.0
     has_single_queries: bool = False
+    keys_per_query: float = 1.0
 
 
 class AttentionBackend(Protocol):
@@ -70,6 +75,35 @@ def refusal_of_types(case: AttentionCase) -> str | None:
     return None
 
 
+def refusal_of_blocks(case: AttentionCase, multiple: int) -> str | None:
+    """Return the unmet requirement of kernels whose blocks are multiples of `multiple` tokens; None if it is met.
+
+    Smaller blocks are met by `join_blocks`, whose copies only pay if the arithmetic of many queries hides them.
+    """
+    if case.block_size % multiple == 0:
+        return None
+    if multiple % case.block_size or case.has_single_queries:
+        return f"blocks of a multiple of {multiple} tokens, not {case.block_size}"
+    if case.keys_per_query > _MAX_COPIED_KEYS:
+        return f"at most {_MAX_COPIED_KEYS} keys for each query, not {case.keys_per_query:g}, to copy small blocks"
+    return None
+
+
+def join_blocks(caches: tuple[Tensor, Tensor], block_tables: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Copy the blocks of each sequence next to each other, so that several of them make one of `size` tokens; return
+    the copied caches and their block tables. block_size must divide `size`, or be a multiple of it: then nothing is
+    copied.
+    """
+    block_size = caches[0].shape[1]
+    if block_size % size == 0:
+        return *caches, block_tables
+    num_sequences, width = block_tables.shape
+    padded = functional.pad(block_tables, (0, -width % (size // block_size)))
+    k_cache, v_cache = (cache[padded.flatten()].view(-1, size, *cache.shape[2:]) for cache in caches)
+    numbers = torch.arange(k_cache.shape[0], dtype=block_tables.dtype, device=block_tables.device)
+    return k_cache, v_cache, numbers.view(num_sequences, -1)
+
+
 def split_blocks(caches: tuple[Tensor, Tensor], block_tables: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """View each block of the caches [num_blocks, block_size, Hk, D] as several blocks of `size` tokens; return the
     caches and the block tables of these smaller blocks. `size` must divide block_size.
@@ -80,6 +114,13 @@ def split_blocks(caches: tuple[Tensor, Tensor], block_tables: Tensor, size: int)
         block_tables = (block_tables[:, :, None] * factor + parts).flatten(1)
     k_cache, v_cache = (cache.view(-1, size, *cache.shape[2:]) for cache in caches)
     return k_cache, v_cache, block_tables
+
+
+def starts_of(lengths: Tensor) -> Tensor:
+    """Return where each of the sequences of these int32 lengths starts, one after another, and where the last ends."""
+    starts = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
+    torch.cumsum(lengths, 0, out=starts[1:])
+    return starts
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -87,11 +87,13 @@ def requested(name: str, case: AttentionCase, capability: tuple[int, int]) -> At
     backend = installed(capability).get(name)
     if backend is None:
         raise ValueError(f"{name} is not installed for compute capability {capability[0]}.{capability[1]}")
-    reasons = [backend.refusal(replace(case, has_single_queries=is_single)) for is_single in (True, False)]
-    if reasons[0] is not None:
-        raise ValueError(f"{backend.name} needs {reasons[0]}")
-    kinds = DECODES if reasons[1] is not None else (*DECODES, *PROMPTS)
-    return AttentionChoice(dict.fromkeys(kinds, backend))
+    reasons = {
+        kinds: backend.refusal(replace(case, has_single_queries=kinds is DECODES)) for kinds in (DECODES, PROMPTS)
+    }
+    if all(reasons.values()):
+        raise ValueError(f"{backend.name} needs {reasons[DECODES]}")
+    able = [kind for kinds, reason in reasons.items() if reason is None for kind in kinds]
+    return AttentionChoice(dict.fromkeys(able, backend))
 
 
 def measured(
@@ -108,7 +110,8 @@ def measured(
     """
     chosen: dict[StepShape, AttentionBackend] = {}
     for kind in (*DECODES, *PROMPTS):
-        asked = replace(case, has_single_queries=kind.num_queries == 1)
+        keys_per_query = kind.context / kind.num_queries
+        asked = replace(case, has_single_queries=kind.num_queries == 1, keys_per_query=keys_per_query)
         able = [backend for backend in backends if backend.refusal(asked) is None]
         if able:
             step = _step(kind, case, device)

@@ -346,7 +346,8 @@ def paged_attention(
     if _attention.backends and is_usual and not num_sink_tokens:
         has_single_queries = q.shape[0] == context_lens.shape[0] and max_queries in (None, 1)
         sizes = (q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1])
-        case = AttentionCase(q.dtype, k_cache.dtype, *sizes, softcap, has_single_queries)
+        keys_per_query = block_tables.numel() * k_cache.shape[1] / q.shape[0]
+        case = AttentionCase(q.dtype, k_cache.dtype, *sizes, softcap, has_single_queries, keys_per_query)
         backend = _attention.backend(case, q.shape[0])
         if backend is not None:
             return backend(q, k_cache, v_cache, *tables, scale, window, softcap, max_queries)

@@ -9,15 +9,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from torch import Tensor
 
-from kernels.attention_backend import AttentionCase, refusal_of_types, split_blocks
+from kernels.attention_backend import (
+    AttentionCase,
+    join_blocks,
+    refusal_of_blocks,
+    refusal_of_types,
+    split_blocks,
+    starts_of,
+)
 
 logger = logging.getLogger(__name__)
 
 # Maximum head sizes and required multiples of the block size, by version. Version 4 reads a block of 128 tokens in one
-# copy, so a larger block is passed to it as several.
+# copy, so a larger block is passed to it as several. Smaller blocks of prompts are copied into larger ones.
 _MAX_HEAD_DIM = {2: 256, 3: 256, 4: 128}
 _BLOCK_MULTIPLE = {2: 256, 3: 1, 4: 128}
 
@@ -41,14 +47,12 @@ class FlashAttention:
 
     def refusal(self, case: AttentionCase) -> str | None:
         """Return the requirement that `case` does not meet; None if this version supports the case."""
-        multiple, longest = _BLOCK_MULTIPLE[self.version], _MAX_HEAD_DIM[self.version]
+        longest = _MAX_HEAD_DIM[self.version]
         if (reason := refusal_of_types(case)) is not None:
             return reason
         if case.head_dim % 8 or case.head_dim > longest:
             return f"heads of a multiple of 8 elements, at most {longest}, not {case.head_dim}"
-        if case.block_size % multiple:
-            return f"blocks of a multiple of {multiple} tokens, not {case.block_size}"
-        return None
+        return refusal_of_blocks(case, _BLOCK_MULTIPLE[self.version])
 
     def __call__(
         self,
@@ -67,6 +71,7 @@ class FlashAttention:
         # Upper bounds, so that no lengths are read back from the device.
         most_queries = q.shape[0] - context_lens.shape[0] + 1 if max_queries is None else max_queries
         left = -1 if window is None else window - 1
+        k_cache, v_cache, block_tables = join_blocks((k_cache, v_cache), block_tables, _BLOCK_MULTIPLE[self.version])
         if self.version == 3:
             out = self.function(
                 q,
@@ -101,7 +106,7 @@ class FlashAttention:
                 k_cache,
                 v_cache,
                 cu_seqlens_q=query_starts,
-                cu_seqlens_k=_starts(context_lens),
+                cu_seqlens_k=starts_of(context_lens),
                 max_seqlen_q=most_queries,
                 max_seqlen_k=block_tables.shape[1] * k_cache.shape[1],
                 softmax_scale=scale,
@@ -111,12 +116,6 @@ class FlashAttention:
                 block_table=block_tables,
             )
         return out[0] if isinstance(out, tuple) else out
-
-
-def _starts(lengths: Tensor) -> Tensor:
-    starts = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
-    torch.cumsum(lengths, 0, out=starts[1:])
-    return starts
 
 
 # Version, module and function. Version 3 runs on Hopper only; version 4 supports a paged cache on Blackwell only.

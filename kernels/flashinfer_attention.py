@@ -1,7 +1,8 @@
-"""Attention for decode steps (one query per sequence) with FlashInfer, if it is installed.
+"""Attention with FlashInfer, if it is installed: decode steps (one query per sequence), and on Blackwell prompts and
+mixed steps as well.
 
 FlashInfer's other functions are planned on the host from the lengths of the sequences, which the host does not have
-when a step is replayed from a graph; this function reads lengths and block tables on the device.
+when a step is replayed from a graph; these functions read lengths and block tables on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kernels.attention_backend import AttentionCase, refusal_of_types, split_blocks
+from kernels.attention_backend import AttentionCase, refusal_of_types, split_blocks, starts_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,19 +26,22 @@ _MAX_GROUP = 16
 # Block sizes that FlashInfer's kernels for Hopper and for Blackwell support, largest first.
 _BLOCK_SIZES = (64, 32, 16)
 _WORKSPACE_BYTES = 256 << 20
-# Compute capabilities (major versions) for which FlashInfer compiles its kernels.
+# Compute capabilities (major versions) for which FlashInfer has kernels for single queries, and for prompts.
 _CAPABILITIES = (9, 10, 12)
+_PROMPT_CAPABILITIES = (10,)
 
 
 @dataclass(frozen=True, slots=True)
 class FlashInferAttention:
-    """FlashInfer's attention for one query per sequence.
+    """FlashInfer's attention.
 
     Attributes:
-        function: flashinfer.decode.trtllm_batch_decode_with_kv_cache.
+        decode: flashinfer.decode.trtllm_batch_decode_with_kv_cache.
+        prefill: flashinfer.prefill.trtllm_batch_context_with_kv_cache; None on devices for which it has no kernels.
     """
 
-    function: Callable[..., Tensor]
+    decode: Callable[..., Tensor]
+    prefill: Callable[..., Tensor] | None = None
 
     @property
     def name(self) -> str:
@@ -57,7 +61,7 @@ class FlashInferAttention:
             return "scores without a soft cap"
         if case.block_size % _BLOCK_SIZES[-1]:
             return f"blocks of a multiple of {_BLOCK_SIZES[-1]} tokens, not {case.block_size}"
-        if not case.has_single_queries:
+        if not case.has_single_queries and self.prefill is None:
             return "one query for each sequence"
         return None
 
@@ -77,17 +81,39 @@ class FlashInferAttention:
         """Compute the same as `kernels.attention.paged_attention`."""
         size = next(size for size in _BLOCK_SIZES if k_cache.shape[1] % size == 0)
         k_cache, v_cache, block_tables = split_blocks((k_cache, v_cache), block_tables, size)
-        return self.function(
+        # Padding sequences have no keys, and their output is not used.
+        lengths, most_keys = context_lens.clamp(min=1), block_tables.shape[1] * size
+        window_left = -1 if window is None else window - 1
+        num_sequences = context_lens.shape[0]
+        if q.shape[0] == num_sequences and max_queries in (None, 1):
+            return self.decode(
+                query=q.contiguous(),
+                kv_cache=(k_cache, v_cache),
+                workspace_buffer=_workspace(q.device),
+                block_tables=block_tables,
+                seq_lens=lengths,
+                max_seq_len=most_keys,
+                bmm1_scale=scale,
+                bmm2_scale=1.0,
+                window_left=window_left,
+                kv_layout="NHD",
+            )
+        assert self.prefill is not None
+        return self.prefill(
             query=q.contiguous(),
             kv_cache=(k_cache, v_cache),
             workspace_buffer=_workspace(q.device),
             block_tables=block_tables,
-            # Padding sequences have no keys, and their output is not used.
-            seq_lens=context_lens.clamp(min=1),
-            max_seq_len=block_tables.shape[1] * size,
+            seq_lens=lengths,
+            # An upper bound, so that no lengths are read back from the device.
+            max_q_len=q.shape[0] - num_sequences + 1 if max_queries is None else max_queries,
+            max_kv_len=most_keys,
             bmm1_scale=scale,
             bmm2_scale=1.0,
-            window_left=-1 if window is None else window - 1,
+            batch_size=num_sequences,
+            cum_seq_lens_q=query_starts,
+            cum_seq_lens_kv=starts_of(lengths),
+            window_left=window_left,
             kv_layout="NHD",
         )
 
@@ -103,9 +129,16 @@ def load_flashinfer(capability: tuple[int, int]) -> FlashInferAttention | None:
     """Return FlashInfer's attention if it is installed and supports a device with this compute capability."""
     if capability[0] not in _CAPABILITIES:
         return None
+    decode = _find("flashinfer.decode", "trtllm_batch_decode_with_kv_cache")
+    prefill = None
+    if capability[0] in _PROMPT_CAPABILITIES:
+        prefill = _find("flashinfer.prefill", "trtllm_batch_context_with_kv_cache")
+    return FlashInferAttention(decode, prefill) if decode is not None else None
+
+
+def _find(module_name: str, function_name: str) -> Callable[..., Tensor] | None:
     try:
-        function = importlib.import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
+        return cast("Callable[..., Tensor]", getattr(importlib.import_module(module_name), function_name))
     except (ImportError, AttributeError, OSError) as error:
-        logger.debug("FlashInfer is not usable: %s", error)
+        logger.debug("FlashInfer's %s is not usable: %s", function_name, error)
         return None
-    return FlashInferAttention(cast("Callable[..., Tensor]", function))

@@ -117,24 +117,66 @@ def trtllm_batch_decode_with_kv_cache(
     kv_layout: str = "HND",
 ) -> Tensor:
     """Stand in for flashinfer.decode.trtllm_batch_decode_with_kv_cache, with one query per sequence."""
-    keys, values = kv_cache
     assert kv_layout == "NHD"
     assert bmm2_scale == 1.0
+    assert query.shape[0] == len(seq_lens)
+    starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32)
+    sizes = (seq_lens, max_seq_len, bmm1_scale, window_left)
+    return _flashinfer(query, kv_cache, workspace_buffer, block_tables, starts, *sizes)
+
+
+def trtllm_batch_context_with_kv_cache(
+    query: Tensor,
+    kv_cache: tuple[Tensor, Tensor],
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float,
+    bmm2_scale: float,
+    batch_size: int,
+    cum_seq_lens_q: Tensor,
+    cum_seq_lens_kv: Tensor,
+    window_left: int = -1,
+    kv_layout: str = "HND",
+) -> Tensor:
+    """Stand in for flashinfer.prefill.trtllm_batch_context_with_kv_cache."""
+    assert kv_layout == "NHD"
+    assert bmm2_scale == 1.0
+    assert batch_size == len(seq_lens)
+    _check_ints(cum_seq_lens_q, cum_seq_lens_kv)
+    assert int(cum_seq_lens_q.diff().max()) <= max_q_len
+    assert cum_seq_lens_kv.tolist() == [0, *seq_lens.cumsum(0).tolist()]
+    sizes = (seq_lens, max_kv_len, bmm1_scale, window_left)
+    return _flashinfer(query, kv_cache, workspace_buffer, block_tables, cum_seq_lens_q, *sizes)
+
+
+def _flashinfer(
+    query: Tensor,
+    kv_cache: tuple[Tensor, Tensor],
+    workspace: Tensor,
+    block_tables: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    most_keys: int,
+    scale: float,
+    window_left: int,
+) -> Tensor:
+    keys, values = kv_cache
     _check_halves(query, keys, values, 256)
     assert query.is_contiguous()
     assert query.shape[2] in (64, 128, 256)
     assert query.shape[1] // keys.shape[2] <= 16
     assert keys.shape[1] in (16, 32, 64)
-    assert workspace_buffer.dtype == torch.uint8
-    assert not workspace_buffer.any(), "must be zero before the first use"
-    _check_ints(seq_lens)
-    assert query.shape[0] == len(seq_lens)
-    assert int(seq_lens.min()) > 0
-    assert int(seq_lens.max()) <= max_seq_len
-    _check_table(block_tables, len(seq_lens))
-    starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32)
+    assert workspace.dtype == torch.uint8
+    assert not workspace.any(), "must be zero before the first use"
+    _check_ints(lens)
+    assert int(lens.min()) > 0
+    assert int(lens.max()) <= most_keys
+    _check_table(block_tables, len(lens))
     window = None if window_left < 0 else window_left + 1
-    return _attention(query, keys, values, block_tables, starts, seq_lens, bmm1_scale, window, 0.0)
+    return _attention(query, keys, values, block_tables, starts, lens, scale, window, 0.0)
 
 
 def _check_halves(q: Tensor, k: Tensor, v: Tensor, max_head_dim: int) -> None:

@@ -38,14 +38,17 @@ from tests.kernels.paged import paged_batch
 HOPPER, BLACKWELL, DESKTOP_BLACKWELL, AMPERE = (9, 0), (10, 0), (12, 0), (8, 0)
 CPU = torch.device("cpu")
 CASE = AttentionCase(torch.bfloat16, torch.bfloat16, 8, 2, 64, 256)
-MODULES: dict[str, tuple[str, str, Callable[..., Any]]] = {
-    "2": ("flash_attn", "flash_attn_varlen_func", fake_attention.flash_attn_varlen_func),
-    "3": ("flash_attn_interface", "flash_attn_with_kvcache", fake_attention.flash_attn_with_kvcache),
-    "4": ("flash_attn.cute", "flash_attn_varlen_func", fake_attention.cute_flash_attn_varlen_func),
-    "flashinfer": (
-        "flashinfer.decode",
-        "trtllm_batch_decode_with_kv_cache",
-        fake_attention.trtllm_batch_decode_with_kv_cache,
+# By the names in this file: module, name and stand-in of each function of a package.
+MODULES: dict[str, tuple[tuple[str, str, Callable[..., Any]], ...]] = {
+    "2": (("flash_attn", "flash_attn_varlen_func", fake_attention.flash_attn_varlen_func),),
+    "3": (("flash_attn_interface", "flash_attn_with_kvcache", fake_attention.flash_attn_with_kvcache),),
+    "4": (("flash_attn.cute", "flash_attn_varlen_func", fake_attention.cute_flash_attn_varlen_func),),
+    "flashinfer": tuple(
+        (f"flashinfer.{module_name}", function.__name__, function)
+        for module_name, function in (
+            ("decode", fake_attention.trtllm_batch_decode_with_kv_cache),
+            ("prefill", fake_attention.trtllm_batch_context_with_kv_cache),
+        )
     ),
 }
 
@@ -64,10 +67,11 @@ def _none_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Make only these packages importable."""
-    for name, (module_name, function_name, function) in MODULES.items():
-        module = ModuleType(module_name)
-        vars(module)[function_name] = function
-        monkeypatch.setitem(sys.modules, module_name, module if name in names else None)
+    for name, functions in MODULES.items():
+        for module_name, function_name, function in functions:
+            module = ModuleType(module_name)
+            vars(module)[function_name] = function
+            monkeypatch.setitem(sys.modules, module_name, module if name in names else None)
     load_flash_attention.cache_clear()
     load_flashinfer.cache_clear()
 
@@ -95,10 +99,12 @@ def test_packages_that_run_on_a_device(
 
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(
-    package=st.sampled_from([("2", AMPERE), ("3", HOPPER), ("4", BLACKWELL), ("flashinfer", HOPPER)]),
+    package=st.sampled_from(
+        [("2", AMPERE), ("3", HOPPER), ("4", BLACKWELL), ("flashinfer", HOPPER), ("flashinfer", BLACKWELL)]
+    ),
     contexts=st.lists(st.integers(1, 700), min_size=1, max_size=3),
     queries=st.integers(1, 40),
-    factor=st.integers(1, 2),
+    block_size=st.sampled_from([16, 64, 256, 512]),
     window=st.sampled_from([None, 1, 100]),
     softcap=st.sampled_from([0.0, 1.5]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
@@ -107,24 +113,24 @@ def test_they_compute_paged_attention(
     package: tuple[str, tuple[int, int]],
     contexts: list[int],
     queries: int,
-    factor: int,
+    block_size: int,
     window: int | None,
     softcap: float,
     dtype: torch.dtype,
 ) -> None:
-    """Blocks of 256 tokens suit all packages; packages that need smaller blocks treat each one as several."""
+    """A package that needs smaller blocks gets each block as several; one that needs larger blocks gets copies."""
     torch.manual_seed(0)
     name, capability = package
-    single = name == "flashinfer"
-    batch = paged_batch(contexts, [1 if single else min(length, queries) for length in contexts], 256 * factor)
+    single = name == "flashinfer" and capability == HOPPER
+    batch = paged_batch(contexts, [1 if single else min(length, queries) for length in contexts], block_size)
     num_tokens = int(batch.query_starts[-1])
     q = torch.randn(num_tokens, 6, 64).to(dtype)
-    keys, values = torch.randn(2, batch.num_blocks, 256 * factor, 2, 64).to(dtype).unbind()
+    keys, values = torch.randn(2, batch.num_blocks, block_size, 2, 64).to(dtype).unbind()
     with pytest.MonkeyPatch.context() as patch:
         install(patch, name)
         (backend,) = installed(capability).values()
-        case = AttentionCase(dtype, dtype, 6, 2, 64, 256 * factor, softcap, has_single_queries=single)
-        if single and softcap:
+        case = AttentionCase(dtype, dtype, 6, 2, 64, block_size, softcap, has_single_queries=single)
+        if name == "flashinfer" and softcap:
             assert backend.refusal(case) == "scores without a soft cap"
             return
         assert backend.refusal(case) is None
@@ -137,8 +143,8 @@ def test_they_compute_paged_attention(
 @pytest.mark.parametrize(
     ("package", "capability", "change", "reason"),
     [
-        ("2", AMPERE, {"block_size": 16}, "blocks of a multiple of 256 tokens, not 16"),
-        ("4", BLACKWELL, {"block_size": 64}, "blocks of a multiple of 128 tokens, not 64"),
+        ("2", AMPERE, {"block_size": 48}, "blocks of a multiple of 256 tokens, not 48"),
+        ("4", BLACKWELL, {"block_size": 48}, "blocks of a multiple of 128 tokens, not 48"),
         ("4", BLACKWELL, {"head_dim": 256}, "heads of a multiple of 8 elements, at most 128, not 256"),
         ("3", HOPPER, {"head_dim": 60}, "heads of a multiple of 8 elements, at most 256, not 60"),
         ("3", HOPPER, {"kv_dtype": torch.int8}, "a KV cache in bfloat16, not int8"),
@@ -175,6 +181,29 @@ def test_what_can_compute_single_queries_only_leaves_prompts_to_ours(monkeypatch
     choice = requested("flashinfer", CASE, HOPPER)
     assert choice.backend(replace(CASE, has_single_queries=True), 3) is not None
     assert choice.backend(CASE, 300) is None
+    assert requested("flashinfer", CASE, BLACKWELL).backend(CASE, 300) is not None
+
+
+def test_small_blocks_are_copied_only_for_prompts_that_hide_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "2")
+    small = replace(CASE, block_size=16)
+    choice = requested("flash-attn", small, AMPERE)
+    backend = installed(AMPERE)["flash-attn"]
+    assert choice.backend(replace(small, keys_per_query=4.0), 300) is backend
+    many = replace(small, keys_per_query=4.5)
+    assert choice.backend(many, 300) is None
+    assert backend.refusal(many) == "at most 4 keys for each query, not 4.5, to copy small blocks"
+    assert choice.backend(replace(small, has_single_queries=True), 3) is None
+    asked: list[AttentionCase] = []
+
+    class Curious(Scripted):
+        def refusal(self, case: AttentionCase) -> str | None:
+            asked.append(case)
+            return backend.refusal(case)
+
+    found = measured([Curious("curious")], lambda q, *_: q, small, CPU, lambda run: float("nan"))
+    assert [case.keys_per_query for case in asked] == [4096, 2048, 1024, 1024, 16, 1, 1]
+    assert not found.backends
 
 
 class Scripted:
@@ -238,14 +267,20 @@ def test_a_package_that_fails_here_is_left_out(caplog: pytest.LogCaptureFixture)
     assert "broken fails here and is not used" in caplog.text
 
 
-def test_steps_of_a_decoder_use_the_chosen_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps are prompts, decodes, and padded steps of graphs, with blocks of 256 tokens and flash-attn 2."""
+@pytest.mark.parametrize("block_size", [256, 16])
+def test_steps_of_a_decoder_use_the_chosen_implementation(monkeypatch: pytest.MonkeyPatch, block_size: int) -> None:
+    """The steps are prompts, decodes, and padded steps of graphs, with flash-attn 2; if the blocks are small, only the
+    prompts.
+    """
     torch.manual_seed(0)
     install(monkeypatch, "2")
     backend = installed(AMPERE)["flash-attn"]
     calls: list[int] = []
 
     class Counted(Scripted):
+        def refusal(self, case: AttentionCase) -> str | None:
+            return backend.refusal(case)
+
         def __call__(self, q: Tensor, *args: Any) -> Tensor:
             calls.append(len(q))
             return backend(q, *args)
@@ -257,16 +292,23 @@ def test_steps_of_a_decoder_use_the_chosen_implementation(monkeypatch: pytest.Mo
     for choice in choices:
         monkeypatch.setattr(dispatch, "_attention", choice)
         graphs = GraphDecoder(
-            decoder, CPU, max_batch_size=4, max_num_tokens=1024, max_blocks=2, make_recorder=lambda: recorder
+            decoder,
+            CPU,
+            max_batch_size=4,
+            max_num_tokens=1024,
+            max_blocks=512 // block_size,
+            make_recorder=lambda: recorder,
         )
-        graphs.use_cache(KvCache(describe(config), 6, 256, torch.bfloat16, CPU))
+        graphs.use_cache(KvCache(describe(config), 1536 // block_size, block_size, torch.bfloat16, CPU))
         graphs.capture()
         calls.clear()
-        logits.append([graphs.forward(step(count, start)).clone() for count, start in ((280, 0), (5, 280), (1, 285))])
+        steps = [step(count, start, block_size) for count, start in ((280, 0), (5, 280), (1, 285))]
+        logits.append([graphs.forward(inputs).clone() for inputs in steps])
     # The steps run eagerly, in a mixed graph of 32 tokens, and in a decode graph of 4 rows; each has one call per
     # layer.
     num_layers = int(config["num_hidden_layers"])
-    assert calls == [*[3 * 280] * num_layers, *[32] * num_layers, *[4] * num_layers]
+    recorded = [*[32] * num_layers, *[4] * num_layers] if block_size == 256 else []
+    assert calls == [*[3 * 280] * num_layers, *recorded]
     for one, other in zip(*logits, strict=True):
         torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)
 
@@ -278,15 +320,15 @@ def recorder(run: Callable[[], object]) -> Callable[[], None]:
     return replay
 
 
-def step(count: int, start: int) -> ForwardInputs:
+def step(count: int, start: int, block_size: int) -> ForwardInputs:
     """Extend three sequences by `count` tokens each, starting at position `start`."""
     positions = torch.arange(start, start + count, dtype=torch.int32)
-    tables = torch.arange(6, dtype=torch.int32).view(3, 2)
+    tables = torch.arange(1536 // block_size, dtype=torch.int32).view(3, -1)
     starts = torch.arange(4, dtype=torch.int32) * count
     return ForwardInputs(
         token_ids=(torch.arange(3 * count, dtype=torch.int32) * 7 + start) % 90,
         positions=positions.repeat(3),
-        slot_mapping=(tables[:, positions // 256] * 256 + positions % 256).flatten(),
+        slot_mapping=(tables[:, positions // block_size] * block_size + positions % block_size).flatten(),
         query_starts=starts,
         context_lens=torch.full((3,), start + count, dtype=torch.int32),
         block_tables=tables,
