@@ -30,6 +30,7 @@ from midstream.model.tokenizer import Tokenizer
 from midstream.rpc.serving import open_channel
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
+from scheduler.core.effects import StepPlan
 from scheduler.service import SchedulerService
 from tests.gpu_worker.tiny_models import make_runner
 from tests.ports import free_ports
@@ -213,6 +214,25 @@ class Rig:
         self._current = 0
 
     @property
+    def worker_address(self) -> str:
+        """Return the address to which workers connect."""
+        return f"tcp://127.0.0.1:{self._config.worker_port}"
+
+    def after_steps(self, call: Callable[[int, int], None]) -> None:
+        """Call `call` after each step that the scheduler sends, with the number of tokens that the only request has
+        by then, and the number of steps in flight.
+        """
+        dispatcher, core = self._service.dispatcher, self._service.engine.core
+        send_step, requests = dispatcher.send_step, core.lifecycle.requests
+
+        def send(plan: StepPlan) -> None:
+            send_step(plan)
+            num_tokens = sum(requests[request_id].num_output_tokens for request_id in requests)
+            call(num_tokens, sum(len(group.in_flight) for group in core.groups))
+
+        dispatcher.send_step = send  # type: ignore[method-assign]
+
+    @property
     def is_over_frames(self) -> bool:
         """Return whether tokens and text are sent over frames."""
         servers = [self._service.frames, *(part.frames for part in self._detokenizers)]
@@ -223,9 +243,8 @@ class Rig:
     async def start(self) -> None:
         """Start all components."""
         await self._start_scheduler()
-        address = f"tcp://127.0.0.1:{self._config.worker_port}"
         self._workers = {
-            name: RigWorker(name, self._folder, address, self.gate, settings)
+            name: RigWorker(name, self._folder, self.worker_address, self.gate, settings)
             for name, settings in self._settings.items()
         }
         self._detokenizers = [await self._start_detokenizer(number) for number in range(2)]
@@ -280,16 +299,16 @@ class Rig:
             await self._routers[number].kill()
             self._routers[number] = await self._start_router(number)
 
-    async def run(self, request: pb.GenerateRequest, kills: dict[int, str]) -> Result:
+    async def run(self, request: pb.GenerateRequest, kills: dict[int, str], limit_s: float = WAIT_S) -> Result:
         """Run a request. Each component in `kills` is killed when that many tokens are sampled and the client has
         received them.
         """
         stream = AsyncStream(request.request_id, request, self._next_stub, timeout_s=None, unavailable_timeout_s=WAIT_S)
         result = Result(request.request_id)
-        await self.disturb(self._read(stream, result), kills)
+        await self.disturb(self._read(stream, result), kills, limit_s)
         return result
 
-    async def disturb(self, work: Coroutine[Any, Any, None], kills: dict[int, str]) -> None:
+    async def disturb(self, work: Coroutine[Any, Any, None], kills: dict[int, str], limit_s: float = WAIT_S) -> None:
         """Run `work`, which sends one request; `kills` is used as in `run`."""
         self.gate.reset()
         reading = asyncio.create_task(work)
@@ -301,7 +320,7 @@ class Rig:
             async with asyncio.timeout(WAIT_S):
                 await self.kill(kind)
         self.gate.open_to(1 << 30)
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(limit_s):
             await reading
 
     @property

@@ -11,6 +11,7 @@ By default, models whose state consists of more than keys and values are tested 
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -22,6 +23,7 @@ from gpu_worker.model_runner import ModelRunner
 from midstream.client.result import Result
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
+from tests.faults.forked_ranks import ForkedGroup
 from tests.faults.rig import KINDS, Rig, WorkerSettings
 from tests.faults.small_model import make_small_model
 from tests.gpu_worker.test_families import MODELS
@@ -56,6 +58,13 @@ REQUESTS: dict[str, dict[str, object]] = {
 # stored and moved.
 TRANSPORTS = ("frames", "grpc")
 LAYOUTS = ("together", "tiers", "apart over TCP", "apart in shared memory")
+# Of a group of two ranks that runs ahead: its settings, and the ranks killed by turns. The limits are small, so that
+# the steps that run at the start are small.
+GROUP_FLAGS = (
+    *("--kernels", "torch", "--run-ahead", "on", "--num-threads", "1", "--max-batch-size", "1"),
+    *("--max-num-tokens", "16", "--max-sequence-length", "96", "--max-kv-tokens", "96"),
+)
+RANKS = ((0,), (1,), (0, 1))
 CHOSEN: dict[str, tuple[str, str]] = dict.fromkeys(REQUESTS, ("frames", "together")) | {
     "greedy": ("frames", "apart over TCP"),
     "seeded, with penalties": ("grpc", "together"),
@@ -71,6 +80,8 @@ def settings_of(layout: str, folder: Path) -> WorkerSettings:
     """Return the settings of both workers; `folder` is private, for KV tiers and pools."""
     shared = {"shared_kv_folder": str(folder / "shared"), "host_kv_bytes": 1 << 24}
     disk = {"disk_kv_folder": str(folder / "disk")}
+    if layout == "none":
+        return {}
     if layout == "together":
         return {"one": {}, "two": {}}
     if layout == "tiers":
@@ -143,6 +154,43 @@ async def test_whatever_dies_at_any_token_the_output_is_the_same(
     assert (rig.num_handovers > 0) == layout.startswith("apart")
     assert (rig.gate.num_adopted > 0) == (layout != "together")
     print(kind, rig.num_kills, expected.text)
+
+
+@pytest.mark.parametrize("transport", ["frames"])
+@pytest.mark.parametrize("layout", ["none"])
+@pytest.mark.parametrize("kind", ["seeded, with penalties"])
+async def test_a_group_of_ranks_that_runs_ahead_dies_at_any_step(
+    kind: str, rig: Rig, folder: ModelFolder, runner: ModelRunner
+) -> None:
+    """One of the two ranks, or both, are killed when a step has just been sent, most often behind another step whose
+    tokens the scheduler does not know yet.
+
+    By default this happens at three steps of the request, and with MIDSTREAM_ALL_KILLS=1 at every step.
+    """
+    expected = alone(request_of(kind, ""), runner)
+    group = ForkedGroup(folder.path, rig.worker_address, 2, *GROUP_FLAGS)
+    numbers = list(range(NUM_TOKENS) if ROTATIONS else (0, 10, 20))
+    waiting = numbers.copy()
+    restarts: list[asyncio.Task[None]] = []
+    in_flight: list[int] = []
+
+    def kill(num_tokens: int, num_in_flight: int) -> None:
+        if waiting and num_tokens >= waiting[0]:
+            while waiting and num_tokens >= waiting[0]:  # more than one result may have arrived since the last step
+                waiting.pop(0)
+            group.kill(RANKS[len(in_flight) % 3])
+            in_flight.append(num_in_flight)
+            restarts.append(asyncio.create_task(asyncio.to_thread(group.start)))
+
+    try:
+        rig.after_steps(kill)
+        result = await rig.run(request_of(kind, "disturbed"), {}, limit_s=300)
+        assert [item.token_ids for item in result.sequences] == expected
+        assert len(in_flight) > 3 * len(numbers) // 4
+        assert max(in_flight) == 2
+    finally:
+        await asyncio.gather(*restarts)
+        group.close()
 
 
 @pytest.mark.parametrize("name", OTHER_MODELS)
