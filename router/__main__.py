@@ -179,6 +179,8 @@ async def serve(config: RouterConfig) -> None:
 
 
 if __name__ == "__main__":
+    # Otherwise the tokenizer library would use its own threads, which clients would not share fairly.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # Threads that parse and check requests hold the GIL; the event loop waits up to this long to get it back.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     sys.exit(run_service(RouterConfig, "router", serve))

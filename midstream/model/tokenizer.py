@@ -58,7 +58,9 @@ class Tokenizer:
         """Return the token ids of `text`; `add_special_tokens` follows the tokenizer's own rules (usually, it adds a
         BOS).
         """
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the library's methods, only those for batches release the GIL.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:

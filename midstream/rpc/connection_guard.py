@@ -39,8 +39,7 @@ class ConnectionGuard:
     def look(self) -> int:
         """Close the connections that exceed the limit; return their number."""
         descriptors = [int(path.name) for path in _DESCRIPTORS.iterdir()]
-        if len(descriptors) <= self._max_per_address:
-            return 0
+        # Also done while there cannot be too many, because their order must be known once there are.
         with contextlib.ExitStack() as opened:
             connections = self._connections(descriptors, opened)
             order = {peer: number for number, peer in enumerate(self._known)}

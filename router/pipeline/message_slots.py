@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from midstream.errors import DeadlineError, InvalidArgumentError, OverloadedError
 from router.authentication import current_caller
 from router.pipeline.client_semaphores import ClientSemaphores
+from router.pipeline.refusals import Refusals
 
 # Maximum number of messages being read concurrently, in total and per client. Further messages stay unread, held back
 # by HTTP/2's flow control.
@@ -58,6 +59,7 @@ class _Pool:
         self._timeout_s, self._wait_s = timeout_s, wait_s
         self._all = asyncio.Semaphore(max_messages)
         self._by_client = ClientSemaphores(max_messages_per_client)
+        self._refusals = Refusals()
 
     async def read(self, client: str, messages: AsyncIterator[_MessageT]) -> _MessageT:
         """Return a client's message."""
@@ -83,5 +85,6 @@ class _Pool:
                     await held.enter_async_context(own)
                     await held.enter_async_context(self._all)
             except TimeoutError:
+                await self._refusals.turn()
                 raise OverloadedError("too many requests are still being received; retry later") from None
             yield

@@ -139,6 +139,7 @@ def check_request(
             "must be at least 1 unless the output includes anything of the prompt", field="max_tokens"
         )
     check_virtual_tokens(request, model)
+    fit_to_context(len(request.token_ids.values), None, model, "token_ids")  # before the ids are looked at
     _check_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")
     if request.sampling.HasField("beam_width"):
         _Range(1, max_beam_width).check(request.sampling.beam_width, "sampling.beam_width")

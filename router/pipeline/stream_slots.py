@@ -21,7 +21,10 @@ _BYTES_PER_REQUEST = 64 << 10
 # A stream that has waited for less than this is considered in use.
 _MIN_IDLE_S = 1.0
 _WAIT_S = 5.0
-_LOOK_INTERVAL_S = 0.1
+_LOOK_INTERVAL_S = 0.05
+# Ending a call takes the event loop a fraction of a millisecond, so the calls that have waited too long are not all
+# ended at once.
+_MAX_ENDED_PER_LOOK = 8
 
 _MessageT = TypeVar("_MessageT", bound=Message)
 
@@ -32,7 +35,7 @@ class StreamSlots:
     While a stream waits for a message, all but the message's last byte may have arrived, in memory that gRPC has
     allocated. A client may leave a stream idle for any length of time, so a time limit cannot detect this. Instead, if
     there are too many such streams, the one that has waited longest is ended. Streams with running requests are never
-    ended, and leave half of the slots to the others.
+    ended, and have slots of their own, half as many.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class StreamSlots:
         self._max_bytes, self._max_bytes_per_client = max_bytes, max_bytes_per_client
         self._min_idle_s, self._wait_s = min_idle_s, wait_s
         self._reading: dict[RequestStream[Any], None] = {}  # in order; the first has waited longest
-        self._num_reads = Counter[str]()
         self._num_bytes = Counter[str]()
+        # Streams without a slot by client, in order.
+        self._waiting: dict[str, dict[RequestStream[Any], asyncio.Future[None]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     def stream(self, messages: AsyncIterator[_MessageT]) -> RequestStream[_MessageT]:
         """Return the current caller's stream."""
@@ -62,46 +67,110 @@ class StreamSlots:
         Raises:
             OverloadedError: There is no slot for the stream.
         """
-        since = time.monotonic()
-        while not self._has_room(stream):
-            if not stream.num_running:
-                if time.monotonic() - since > self._wait_s:
-                    raise OverloadedError("too many request streams are waiting for their next message")
-                self._end_idle(stream.client)
-            # A stream may become idle just by waiting, so look again periodically.
-            await asyncio.sleep(_LOOK_INTERVAL_S)
-        stream.reads_since = time.monotonic()
-        self._reading[stream] = None
-        self._num_reads[stream.client] += 1
+        stream.waits_since = time.monotonic()
+        if stream.client not in self._waiting and self._has_room(stream):
+            self._take(stream)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(stream.client, {})[stream] = turn
+        self._look_later()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._remove(stream)
+            elif turn.exception() is None:
+                self.end(stream)
+            raise
 
     def end(self, stream: RequestStream[Any]) -> None:
         """Release the slot of a stream that has read its message."""
         del self._reading[stream]
-        self._add(self._num_reads, stream.client, -1)
 
     def hold(self, client: str, num_bytes: int) -> None:
         """Count the bytes of a request; the number is negative when the request ends."""
         self._add(self._num_bytes, client, num_bytes)
 
+    def _take(self, stream: RequestStream[Any]) -> None:
+        stream.reads_since = time.monotonic()
+        self._reading[stream] = None
+
+    def _remove(self, stream: RequestStream[Any]) -> None:
+        own = self._waiting.get(stream.client, {})
+        own.pop(stream, None)
+        if not own:
+            self._waiting.pop(stream.client, None)
+
+    def _look_later(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_INTERVAL_S, self._look)
+
+    def _look(self) -> None:
+        """Give slots to waiting streams, end idle streams for them, and refuse those that have waited too long.
+
+        This happens periodically, because a stream becomes idle just by waiting.
+        """
+        self._timer = None
+        num_left = _MAX_ENDED_PER_LOOK
+        for own in list(self._waiting.values()):
+            has_no_room = set[bool]()  # for streams with and without running requests
+            for stream, turn in list(own.items()):
+                is_busy = stream.num_running > 0
+                if turn.done():  # cancelled, but its task has not run since
+                    continue
+                if is_busy not in has_no_room and self._has_room(stream):
+                    self._remove(stream)
+                    self._take(stream)
+                    turn.set_result(None)
+                    continue
+                if is_busy not in has_no_room:
+                    has_no_room.add(is_busy)
+                    self._end_idle(stream)
+                if num_left and not is_busy and time.monotonic() - stream.waits_since > self._wait_s:
+                    num_left -= 1
+                    self._remove(stream)
+                    turn.set_exception(OverloadedError("too many request streams are waiting for their next message"))
+        for client in list(self._waiting)[:1]:  # another client is first the next time
+            self._waiting[client] = self._waiting.pop(client)
+            self._look_later()
+
     def _has_room(self, stream: RequestStream[Any]) -> bool:
-        part = 2 if stream.num_running else 1
         return (
-            len(self._reading) < self._max_reads // part
-            and self._num_reads[stream.client] < self._max_reads_per_client // part
-            and self._num_bytes[stream.client] < self._max_bytes_per_client
+            self._num_bytes[stream.client] < self._max_bytes_per_client
             and self._num_bytes.total() < self._max_bytes
+            and self._has_slot(stream, self._own(stream.client), self._max_reads_per_client)
+            and self._has_slot(stream, list(self._reading), self._max_reads)
         )
 
-    def _end_idle(self, client: str) -> None:
-        """End an idle stream of `client` if it has too many streams, otherwise of the client that has the most."""
-        if self._num_reads[client] < self._max_reads_per_client:
-            if len(self._reading) < self._max_reads:
-                return
-            client = self._num_reads.most_common(1)[0][0]
+    @staticmethod
+    def _has_slot(stream: RequestStream[Any], reading: list[RequestStream[Any]], limit: int) -> bool:
+        """Return whether `stream` can be added to streams of which `limit` may be idle, and half as many busy.
+
+        A stream becomes idle when its last request ends, so there may be more idle ones.
+        """
+        is_busy = stream.num_running > 0
+        num_alike = sum((other.num_running > 0) == is_busy for other in reading)
+        return num_alike < (limit // 2 if is_busy else limit) and len(reading) < limit + limit // 2
+
+    def _own(self, client: str) -> list[RequestStream[Any]]:
+        return [stream for stream in self._reading if stream.client == client]
+
+    def _end_idle(self, stream: RequestStream[Any]) -> None:
+        """End an idle stream whose slot `stream` needs: one of its client, or if that client has slots left, one of the
+        client that has the most streams.
+        """
+        reading, limit = self._own(stream.client), self._max_reads_per_client
+        if self._has_slot(stream, reading, limit):
+            reading, limit = list(self._reading), self._max_reads
+        if self._has_slot(stream, reading, limit):
+            return  # it waits for memory
+        if stream.num_running and len(reading) < limit + limit // 2:
+            return  # it waits for another stream with running requests
+        client, _ = Counter(other.client for other in reading).most_common(1)[0]
         before = time.monotonic() - self._min_idle_s
-        for stream in self._reading:
-            if stream.client == client and not stream.num_running and stream.reads_since <= before:
-                stream.refuse()
+        for other in reading:
+            if other.client == client and not other.num_running and other.reads_since <= before:
+                other.refuse()
                 return
 
     @staticmethod
@@ -117,13 +186,14 @@ class RequestStream(Generic[_MessageT]):
     Attributes:
         client: The client that made the call.
         num_running: Number of requests that have arrived and not ended.
+        waits_since: Time at which the stream began to wait for a slot.
         reads_since: Time at which the stream began to wait for its next message.
     """
 
     def __init__(self, slots: StreamSlots, client: str, messages: AsyncIterator[_MessageT]) -> None:
         self.client = client
         self.num_running = 0
-        self.reads_since = 0.0
+        self.waits_since = self.reads_since = 0.0
         self._slots = slots
         self._messages = messages
         self._task: asyncio.Task[object] | None = None

@@ -22,8 +22,8 @@ class BodyReader:
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
-        # Bodies are parsed one at a time: parsers hold the GIL, and two would block the event loop for twice as long.
-        self._threads = FairThreads(1, "bodies")
+        # Parsers need the GIL, so more threads would not be faster; the second one is for a second client.
+        self._threads = FairThreads(2, "bodies", num_per_client=1)
 
     async def read(self, request: Request, make: Callable[[Body], _T]) -> _T:
         """Return the result of `make` for the parsed body; long bodies are parsed in a thread.

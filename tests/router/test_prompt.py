@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -28,6 +30,23 @@ async def test_text_and_tokens(builder: PromptBuilder, tokenizer: Tokenizer) -> 
     assert await builder.token_ids(pb.GenerateRequest(prompt="Hello there")) == tokenizer.encode("Hello there")
     assert await builder.token_ids(pb.GenerateRequest(prompt=long)) == tokenizer.encode(long)
     assert await builder.token_ids(pb.GenerateRequest(token_ids=pb.TokenIds(values=[5, 6]))) == [5, 6]
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    text, begun, num_turns = "so the stream goes on " * 20_000, threading.Event(), 0
+
+    def encode() -> None:
+        begun.set()
+        tokenizer.encode(text)
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    while thread.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    # Otherwise this thread would run only before and after.
+    assert num_turns > 4
 
 
 async def test_a_conversation_is_rendered_with_the_models_template(

@@ -221,6 +221,14 @@ def test_an_unknown_model_is_not_found(folder: ModelFolder) -> None:
     assert raised.value.field == "model"
 
 
+def test_the_length_of_a_prompt_is_checked_before_its_ids(folder: ModelFolder) -> None:
+    """Otherwise millions of ids would be looked at on the event loop."""
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(values=[VOCAB] * 8192))
+    with pytest.raises(InvalidArgumentError, match="has 8192 tokens") as caught:
+        check_request(request, folder)
+    assert caught.value.field == "token_ids"
+
+
 def test_output_fits_the_context(folder: ModelFolder) -> None:
     assert fit_to_context(100, None, folder) == 8092
     assert fit_to_context(100, 10, folder) == 10

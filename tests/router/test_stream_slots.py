@@ -54,10 +54,10 @@ async def test_the_stream_that_was_idle_longest_is_ended_for_one_that_needs_its_
         await stream.close()
 
 
-async def test_a_stream_whose_request_runs_is_not_ended_and_leaves_half_of_the_slots() -> None:
+async def test_a_stream_whose_request_runs_is_not_ended_and_leaves_the_slots_to_idle_ones() -> None:
     slots = StreamSlots(4, 2, min_idle_s=0.0)
     streams = [Stream(slots, "a") for _ in range(2)]
-    ends = [await stream.send() for stream in streams]  # now both streams wait for another request
+    ends = [await stream.send() for stream in streams]  # now one of them can read another request
     newcomers = [Stream(slots, "a") for _ in range(2)]
     ends += [await stream.send() for stream in newcomers]
     assert not any(stream.task.done() for stream in (*streams, *newcomers))
@@ -88,3 +88,54 @@ async def test_a_stream_that_finds_no_slot_is_refused() -> None:
     with pytest.raises(OverloadedError, match="too many"):
         await asyncio.wait_for(Stream(slots, "a").task, 10)
     await holding.close()
+
+
+async def test_idle_streams_do_not_keep_streams_whose_requests_run_from_reading_more() -> None:
+    slots = StreamSlots(4, 2)
+    busy = Stream(slots, "a")
+    ends = [await busy.send()]
+    idle = [Stream(slots, client) for client in "aabb"]
+    await asyncio.sleep(0)
+    ends += [await busy.send(), await busy.send()]
+    assert not any(stream.task.done() for stream in idle)
+    for ended in ends:
+        ended(None)
+    for stream in (busy, *idle):
+        await stream.close()
+
+
+async def test_streams_that_became_idle_are_ended_for_those_whose_requests_run() -> None:
+    slots = StreamSlots(2, 2, min_idle_s=0.0)
+    first, second = Stream(slots, "a"), Stream(slots, "a")
+    (await first.send())(None)
+    ended = await second.send()
+    third = Stream(slots, "a")
+    await asyncio.sleep(0)
+    ended(None)  # now three streams are idle
+    fourth = Stream(slots, "a")
+    with pytest.raises(OverloadedError, match="idle"):
+        await asyncio.wait_for(first.task, 10)
+    for stream in (second, third, fourth):
+        await stream.close()
+
+
+async def test_streams_that_waited_too_long_are_not_all_refused_at_once() -> None:
+    slots = StreamSlots(1, 1, min_idle_s=60.0, wait_s=0.0)
+    holding, waiting = Stream(slots, "a"), [Stream(slots, "a") for _ in range(20)]
+    await asyncio.wait_for(asyncio.wait([stream.task for stream in waiting], return_when="FIRST_COMPLETED"), 10)
+    await asyncio.sleep(0)
+    assert sum(stream.task.done() for stream in waiting) <= 8
+    for stream in waiting:
+        with pytest.raises(OverloadedError, match="too many"):
+            await asyncio.wait_for(stream.task, 10)
+    await holding.close()
+
+
+async def test_a_waiting_stream_that_is_cancelled_gives_its_slot_back() -> None:
+    slots = StreamSlots(1, 1, min_idle_s=60.0)
+    holding, waiting, last = (Stream(slots, "a") for _ in range(3))
+    await asyncio.sleep(0)
+    await waiting.close()
+    await holding.close()
+    (await last.send())(None)
+    await last.close()

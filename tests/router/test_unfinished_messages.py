@@ -12,6 +12,7 @@ from midstream.client import AsyncClient
 from midstream.errors import DeadlineError, InvalidArgumentError, OverloadedError
 from router.authentication import Authenticator, Caller, TokenFile, current_caller
 from router.pipeline.message_slots import MessageSlots
+from router.pipeline.refusals import Refusals
 from tests.router.conftest import Cluster
 from tests.router.test_stream_hoarders import HOARDER, PROBE, first_tokens
 from tests.router.unfinished import UnfinishedCalls
@@ -80,3 +81,15 @@ async def test_who_waits_too_long_is_refused_and_health_checks_do_not_wait() -> 
     assert await slots.read(messages(b"check")) == b"check"
     current_caller.reset(token)
     holding.cancel()
+
+
+async def test_calls_that_waited_in_vain_end_one_after_the_other() -> None:
+    refusals, loop = Refusals(0.01), asyncio.get_running_loop()
+    began = loop.time()
+
+    async def refused() -> float:
+        await refusals.turn()
+        return loop.time() - began
+
+    times = await asyncio.gather(*(refused() for _ in range(5)))
+    assert all(time > 0.009 * number for number, time in enumerate(times))

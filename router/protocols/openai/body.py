@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import NoReturn
 
 from midstream.errors import InvalidArgumentError
-from router.parsers.machine import refuse_constant
+from router.protocols.long_json import parse_long_json
 
 _MAX_UINT32 = (1 << 32) - 1
 
@@ -32,10 +31,10 @@ class Body:
             InvalidArgumentError: `data` is not JSON, or not an object.
         """
         try:
-            value = json.loads(data, parse_constant=refuse_constant)
+            value = parse_long_json(data)
             # A lone surrogate is valid JSON, but not valid text.
             if b"\\ud" in data.lower():
-                json.dumps(value, ensure_ascii=False).encode()
+                _check_texts(value)
         except (ValueError, RecursionError) as error:
             raise InvalidArgumentError(f"the body is not JSON: {error}") from None
         if not isinstance(value, dict):
@@ -152,6 +151,20 @@ class Body:
 
     def _refuse(self, name: str, expected: str) -> NoReturn:
         raise InvalidArgumentError(f"must be {expected}", field=self.path(name))
+
+
+def _check_texts(value: object) -> None:
+    """Raise UnicodeEncodeError if any text in a JSON value is not valid text."""
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            item.encode()
+        elif isinstance(item, list):
+            left += item
+        elif isinstance(item, dict):
+            left += item
+            left += item.values()
 
 
 def token_ids(values: list[object], field: str) -> list[int]:

@@ -1,0 +1,85 @@
+"""Parses long JSON texts in a thread without stalling the event loop.
+
+`json.loads` holds the interpreter lock until it has parsed the whole text, which takes up to 60 ns per byte. For texts
+with many values this module uses the parser's version in Python, which other threads can interrupt at any value. That
+takes twenty times as long, so arrays of numbers, such as token ids, are passed to `json.loads` in pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from json import decoder, scanner
+from typing import Any
+
+from router.parsers.machine import refuse_constant
+
+# With no more separators than this, `json.loads` takes a few milliseconds at most.
+_MAX_SEPARATORS = 20_000
+# Maximum number of values and members, without the numbers that are parsed in pieces.
+MAX_VALUES = 100_000
+_MIN_PIECE, _MAX_PIECE = 1 << 10, 1 << 15
+_NUMBERS = re.compile(rf"[-+.eE0-9, \t\n\r]{{0,{_MAX_PIECE}}}")
+_SPACES = re.compile(r"[ \t\n\r]*")
+_Scan = Callable[[str, int], tuple[object, int]]
+
+
+def parse_long_json(data: bytes) -> object:
+    """Return the JSON value in `data`.
+
+    Raises:
+        ValueError: `data` is not JSON, or has too many values.
+        RecursionError: It is nested too deeply.
+    """
+    if data.count(b",") + data.count(b"[") + data.count(b"{") <= _MAX_SEPARATORS:
+        return json.loads(data, parse_constant=refuse_constant)
+    return _Decoder().decode(data.decode())
+
+
+class _Decoder(json.JSONDecoder):
+    def __init__(self) -> None:
+        super().__init__(parse_constant=refuse_constant, object_pairs_hook=self._object)
+        self._num_values = 0
+        self.parse_array = self._array
+        self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]  # missing in typeshed
+
+    def _array(self, text_and_start: tuple[str, int], scan: _Scan) -> tuple[list[Any], int]:
+        """Return the array whose first value is at a position of a text, and the position after the array."""
+        text, start = text_and_start
+        values: list[Any] = []
+        while (piece := _numbers(text, start)) is not None:
+            numbers, start = piece
+            values += numbers
+
+        def scan_and_count(text: str, start: int) -> tuple[object, int]:
+            self._count(1)
+            return scan(text, start)
+
+        rest, end = decoder.JSONArray((text, start), scan_and_count)  # type: ignore[attr-defined]  # missing in typeshed
+        return values + rest if values else rest, end
+
+    def _object(self, members: list[tuple[str, object]]) -> dict[str, object]:
+        self._count(len(members))
+        return dict(members)
+
+    def _count(self, number: int) -> None:
+        self._num_values += number
+        if self._num_values > MAX_VALUES:
+            raise ValueError(f"it has more than {MAX_VALUES} values, not counting those in arrays of numbers")
+
+
+def _numbers(text: str, start: int) -> tuple[list[Any], int] | None:
+    """Return the numbers at a position in an array, and the position of the value after them; None unless there are
+    many valid numbers and a value after them.
+    """
+    match = _NUMBERS.match(text, start)
+    assert match is not None
+    end = text.rfind(",", start, match.end())
+    if end - start < _MIN_PIECE or text.startswith("]", _SPACES.match(text, end + 1).end()):  # type: ignore[union-attr]
+        return None
+    try:
+        numbers = json.loads(f"[{text[start:end]}]")
+    except ValueError:
+        return None
+    return (numbers, end + 1) if numbers else None

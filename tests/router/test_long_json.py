@@ -1,0 +1,76 @@
+"""Long JSON texts are parsed as `json.loads` parses them, without stalling other threads."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.parsers.machine import refuse_constant
+from router.protocols import long_json
+from router.protocols.long_json import parse_long_json
+
+NUMBERS = st.lists(st.integers(-99, 99) | st.floats(allow_nan=False, allow_infinity=False), max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5) | NUMBERS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> str:
+    """JSON, of which some characters may have been replaced."""
+    text = json.dumps(draw(VALUES), indent=draw(st.sampled_from((None, 1))))
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, len(text)))
+        text = text[:at] + draw(st.sampled_from((",", "[", "]", " ", "-", "1", ""))) + text[at + 1 :]
+    return text
+
+
+def outcome(parse: Callable[[], object]) -> str:
+    try:
+        return repr(parse())  # unlike ==, repr distinguishes 1, 1.0 and True
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(text=texts())
+def test_a_long_text_has_the_value_or_the_error_that_the_standard_parser_gives(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_json, "_MAX_SEPARATORS", -1)
+        patch.setattr(long_json, "_MIN_PIECE", 2)
+        patch.setattr(long_json, "_NUMBERS", re.compile(r"[-+.eE0-9, \t\n\r]{0,9}"))
+        found = outcome(lambda: parse_long_json(text.encode()))
+    assert found == outcome(lambda: json.loads(text, parse_constant=refuse_constant))
+
+
+def test_the_lock_is_held_for_a_small_piece_of_the_text_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, loads = [], json.loads
+
+    def recorded(text: Any, **settings: Any) -> Any:
+        sizes.append(len(text))
+        return loads(text, **settings)
+
+    monkeypatch.setattr(json, "loads", recorded)
+    ids = list(range(30_000))
+    data = json.dumps({"prompt": [ids, ids], "user": "x" * 100_000}).encode()
+    assert parse_long_json(data) == {"prompt": [ids, ids], "user": "x" * 100_000}
+    assert len(sizes) > 4
+    assert max(sizes) <= long_json._MAX_PIECE + 2
+    # A text of few values takes no time to parse, however long they are.
+    assert parse_long_json(b'["' + b"x" * 1_000_000 + b'"]') == ["x" * 1_000_000]
+    assert sizes[-1] == 1_000_004
+
+
+@pytest.mark.parametrize("value", ["[]", '"x"', '{"a": 1}'])
+def test_the_number_of_values_is_limited(value: str) -> None:
+    text = "[" + ",".join([value] * (long_json.MAX_VALUES + 1)) + "]"
+    with pytest.raises(ValueError, match="has more than 100000 values"):
+        parse_long_json(text.encode())
