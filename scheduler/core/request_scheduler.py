@@ -4,7 +4,6 @@ micro-batch policy.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from scheduler.core.capacity_scheduler import CapacityScheduler
@@ -14,33 +13,14 @@ from scheduler.core.steps import StepBuilder
 from scheduler.core.worker_group import WorkerGroup
 
 
-class RequestScheduler(ABC):
-    """Interface of a policy. The core calls `select` for the requests to start and their order and `can_start` for each
-    of these; before each step it calls `requests_to_pause` and then `schedule`.
+class RequestScheduler(CapacityScheduler, MicroBatchScheduler):
+    """Interface of a complete policy, which is both a capacity and a micro-batch policy.
 
-    The outcome of a step is in its StepBuilder: `fitting_requests`, `paused_requests`, `context_requests` and
-    `generation_requests`; `group.inflight_request_ids` are the requests that run in a step in flight.
+    The core calls `select` for the requests to start and their order and `can_start` for each of these; before each
+    step it calls `requests_to_pause` and then `schedule`. The outcome of a step is in its StepBuilder:
+    `fitting_requests`, `paused_requests`, `context_requests` and `generation_requests`; `group.inflight_request_ids`
+    are the requests that run in a step in flight.
     """
-
-    def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request] | None:
-        """Return the queued requests to start; see CapacityScheduler.select."""
-        return None
-
-    @abstractmethod
-    def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether a queued request may take rows and blocks of the group now. Must not change any state."""
-
-    def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
-        """Return how many of a request's waiting sequences may start; see CapacityScheduler.num_sequences_to_start."""
-        return len(request.waiting_sequences) if self.can_start(request, group) else 0
-
-    @abstractmethod
-    def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """Return active requests to pause before the next step. Must not change any state."""
-
-    @abstractmethod
-    def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """Fill the step; see MicroBatchScheduler.schedule."""
 
 
 class SimpleScheduler(RequestScheduler):
