@@ -19,11 +19,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from midstream.errors import ConfigError
 from midstream.model.hub import download, is_hub_name, repository_of
-from protos import loads_pb2
+
+if TYPE_CHECKING:
+    from protos import loads_pb2
 
 # Possible names of each setting in config.json, as in transformers' attribute_map, which services cannot import. The
 # first name found is used.
@@ -98,6 +100,8 @@ class ModelFolder:
 
     def to_proto(self, features: Iterable[str]) -> loads_pb2.ModelInfo:
         """Return the public information about the model; `features` are those of the workers."""
+        from protos import loads_pb2  # here, because model folders are also read where protobuf is not installed
+
         return loads_pb2.ModelInfo(
             model=self.name,
             architecture=self.architecture,
