@@ -55,7 +55,7 @@ class Load:
     Attributes:
         concurrency: Number of concurrent requests.
         connections: Number of connections.
-        door: grpc or sse.
+        api: API that the clients use, grpc or sse.
     """
 
     num_requests: int
@@ -63,16 +63,14 @@ class Load:
     num_prompt_tokens: int
     num_tokens: int
     connections: int = 1
-    door: str = "grpc"
+    api: str = "grpc"
 
     def write_bodies(self, path: Path, dice: random.Random) -> None:
         """Write the requests in the format that the load generator reads."""
         with path.open("wb") as file:
             for _ in range(self.num_requests):
                 prompt = [dice.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(self.num_prompt_tokens)]
-                body = (
-                    _grpc_body(prompt, self.num_tokens) if self.door == "grpc" else _sse_body(prompt, self.num_tokens)
-                )
+                body = _grpc_body(prompt, self.num_tokens) if self.api == "grpc" else _sse_body(prompt, self.num_tokens)
                 file.write(struct.pack("<I", len(body)) + body)
 
 
@@ -109,7 +107,7 @@ ROWS = {
     "paced": Row(Load(1, 1, 128, 256), step_ms=5.0),
     "fake": Row(Load(256, 256, 32, 512)),
     "short": Row(Load(2000, 256, 32, 16)),
-    "sse": Row(Load(256, 256, 32, 128, connections=256, door="sse")),
+    "sse": Row(Load(256, 256, 32, 128, connections=256, api="sse")),
     "many": Row(Load(2000, 2000, 32, 64, connections=4)),
 }
 Figures = dict[str, float]
@@ -159,10 +157,10 @@ class Checkout:
 
             def send(client: Path, bodies: Path) -> Figures:
                 before = thread_seconds(pids)
-                port = http if row.load.door == "sse" else grpc
+                port = http if row.load.api == "sse" else grpc
                 load = row.load
                 numbers = (port, load.connections, load.concurrency, load.num_tokens)
-                command = [str(client), load.door, "127.0.0.1", *map(str, numbers), str(bodies)]
+                command = [str(client), load.api, "127.0.0.1", *map(str, numbers), str(bodies)]
                 found: Figures = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
                 return figures_of(found, before, thread_seconds(pids))
 

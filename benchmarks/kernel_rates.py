@@ -1,6 +1,7 @@
 """Measure how fast one thread multiplies packed weights: `python -m benchmarks.kernel_rates`.
 
-Each figure is the fastest of many runs of less than a millisecond, so other work on the machine has little effect.
+Each result is that of the fastest of many runs of less than a millisecond, so other work on the machine has little
+effect.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ BUSY_CORES = 0.2
 
 _HEADER = f"""# Benchmarks
 
-What `make bench-peers` found when it last ran; it writes all between the two markers.
+Results of the last run of `make bench-peers`, which writes everything between the two markers.
 
 {BEGIN}
 {END}
@@ -125,7 +125,7 @@ def section(
     num_rounds = len({it.round for it in measurements})
     load = max((it.load for it in measurements), default=0.0)
     parts = [
-        f"{describe_machine()}. {num_rounds} rounds; in each, all ran every workload in turn on the same tokens.",
+        f"{describe_machine()}. {num_rounds} rounds; in each, all ran every workload in turn, on the same tokens.",
     ]
     if load > BUSY_CORES:
         parts.append(
@@ -135,9 +135,9 @@ def section(
     parts += [as_markdown(figures_table(labels, measurements)), f"![Throughput by peer]({PLOT})"]
     if ratios:
         parts.append(
-            "Our throughput over the peer's; higher is better for us. The ratio of the best rounds is used, since "
-            "other work on a machine only makes runs slower; the ratios within each round show the spread. For CPU "
-            "time it is the peer's over ours, of all processes together; llama.cpp's includes loading."
+            "The ratio of our throughput to the peer's; higher is better for us. The ratio of the best rounds is used, "
+            "since other work on a machine only makes runs slower; the ratios within each round show the spread. For "
+            "CPU time, the ratio is that of the peer to ours, over all processes; that of llama.cpp includes loading."
         )
         parts.append(as_markdown(ratios_table(labels, ratios)))
     latencies = latencies_table(labels, measurements)

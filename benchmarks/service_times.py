@@ -66,7 +66,7 @@ def main() -> None:
         gap = statistics.median(statistics.median(gaps) for _, gaps, _ in own)
         print(
             f"{folder.name}: {arguments.workload} best {max(rates):.1f} median {statistics.median(rates):.1f} tok/s, "
-            f"ratio {ratio:.3f}, gap {gap:.2f} ms; processor ms a token:"
+            f"ratio {ratio:.3f}, gap {gap:.2f} ms; CPU ms per token:"
         )
         keys = sorted({key for _, _, used in own for key in used})
         print(

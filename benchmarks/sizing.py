@@ -18,7 +18,7 @@ from scheduler.replay.simulator import Fleet, Load, events_of
 
 _MAX_WORKERS = 64
 _HEADER = (
-    "| requests/s | output tokens/s | streams at once | workers | KV blocks in use, most | first token, p95 "
+    "| requests/s | output tokens/s | concurrent streams | workers | peak KV blocks in use | first token, p95 "
     "| between tokens, p95 | schedulers (cells) | routers | detokenizers |"
 )
 

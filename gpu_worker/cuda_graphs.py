@@ -203,7 +203,7 @@ class GraphDecoder:
         # The inputs of a step and, if the block tables are sent whole, their used part, which one copy transfers.
         most = max(sum(shape.sizes()) + shape.num_rows * max_blocks for shape in self._shapes)
         self._arena = torch.zeros(most, dtype=torch.int32, device=device)
-        # The last element receives the padding of a step's list of changed entries.
+        # The last element is a dummy, to which the padding of a step's list of changed entries is written.
         self._entries = torch.zeros(max_batch_size * max_blocks + 1, dtype=torch.int32, device=device)
         self._tables = self._entries[:-1].view(max_batch_size, max_blocks)
         # The state after all steps launched so far have run.

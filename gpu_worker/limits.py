@@ -59,7 +59,7 @@ def may_run_ahead(config: WorkerConfig, model: LoadedModel) -> bool:
         return config.run_ahead != "off"
     if config.run_ahead == "on" and (model.takes_host_inputs or model.can_record is False):
         raise ConfigError(
-            "on needs a GPU, or --kernels torch and a model that could be recorded as graphs", field="run_ahead"
+            "on requires a GPU, or --kernels torch with a model that can be recorded as CUDA graphs", field="run_ahead"
         )
     return config.run_ahead == "on"
 
@@ -97,7 +97,7 @@ def graph_decoder(
 
 
 def local_num_blocks(config: WorkerConfig, limits: Limits, models: Sequence[LoadedModel], free_bytes: int) -> int:
-    """Return how many KV blocks fit in `free_bytes` on this rank if each of these models gets as many.
+    """Return how many KV blocks fit in `free_bytes` on this rank if each of these models gets the same number.
 
     Raises:
         ConfigError: No block fits.

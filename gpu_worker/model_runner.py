@@ -153,7 +153,7 @@ class ModelRunner:
         _open_transfers(config, folder, self.model, self.kv, is_whole=is_whole)
         if self._front is not None:
             self._record(self._front)
-            # Free the device memory that the largest steps took now, rather than while a client waits.
+            # Free the device memory of the largest steps now, so that no client has to wait for it later.
             self._run_largest_steps()
 
     def close(self) -> None:

@@ -202,7 +202,7 @@ def _features(runner: ModelRunner) -> list[str]:
     """Return the names of the features to register: post-processors by name, probes with their width and name."""
     features = [*FEATURES]
     if runner.model.description.state_size:
-        # A recurrent state cannot be reset to before drafts that were rejected.
+        # A recurrent state cannot be rolled back when drafts are rejected.
         features.remove("speculative")
         features.append("recurrent_state")
     if runner.model.takes_lora:

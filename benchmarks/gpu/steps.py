@@ -272,7 +272,7 @@ def measure_gap(report: Report) -> None:
     # Replay the same graph with the same tables back to back, without the host.
     inputs = step_inputs(batch_size, 1, size.context + size.num_steps, size.description.vocab_size)
     device_s = _run_seconds(size, lambda: bench.runner.model.decoder.forward(inputs).argmax(dim=1))
-    detail = f" ({wall_s * 1e3:.2f} ms a step, {device_s * 1e3:.2f} ms on the device)"
+    detail = f" ({wall_s * 1e3:.2f} ms per step, {device_s * 1e3:.2f} ms on the device)"
     report.surplus(
         f"idle time between steps as a fraction of a step: decode, batch {batch_size}",
         max(0.0, 1 - device_s / wall_s),

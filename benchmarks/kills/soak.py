@@ -1,9 +1,9 @@
 """Run at saturation for minutes while clients disconnect, deadlines expire and processes die; check memory and KV
 blocks.
 
-1. Clients send requests continuously, more than the workers have rows for. A request runs to its end, or its client
-   disconnects at a random moment, or its deadline expires. Complete outputs are compared with the expected outputs,
-   and partial outputs with a prefix of these.
+1. Clients send requests continuously, more than the workers have rows for. A request runs to completion, or its client
+   disconnects at a random moment, or its deadline expires. Complete outputs are compared with the expected outputs, and
+   partial outputs with a prefix of these.
 2. Every `--fault-interval` seconds the second worker, detokenizer or router is killed or suspended for a while. The
    scheduler is killed once, early, so that the memory of its successor is observed for most of the time.
 3. The memory of every process is sampled. The slope is that of a line fitted to the samples after the warm-up.

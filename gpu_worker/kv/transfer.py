@@ -307,7 +307,7 @@ class BlockFetcher:
         self._thread.start()
 
     def begin_epoch(self, epoch: int) -> None:
-        """Drop all held and requested blocks, which the scheduler does not know about in a new epoch."""
+        """Drop all held and requested blocks: in a new epoch, the scheduler does not know about them."""
         with self._lock:
             self._epoch = epoch
             self._held.clear()

@@ -288,7 +288,7 @@ def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: R
         library = load_library()
         if library is not None:
             return library
-        reason = "no build of them runs here (no compiler? install g++ for about 15 times the speed)"
+        reason = "no build of them runs on this machine; if it has no compiler, install g++ for 15 times the speed"
     if config.kernels == "native":
         raise ConfigError(f"the CPU kernels cannot run this model: {reason}", field="kernels")
     logger.warning("the CPU kernels cannot run this model; using PyTorch operations instead: %s", reason)

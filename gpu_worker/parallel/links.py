@@ -118,9 +118,7 @@ class RankLinks:
         return total
 
     def join(self, x: Tensor) -> Tensor:
-        """Concatenate the x [N, K] of all ranks to [N, size * K] on the stage's first rank; return [N, 0] on the
-        others.
-        """
+        """Gather x [N, K] from all ranks into [N, size * K] on the stage's first rank; return [N, 0] on the others."""
         if self.ranks.tensor_size == 1:
             return x
         is_target = self.ranks.tensor_rank == 0

@@ -118,7 +118,7 @@ def repeated_ngram_ends(tokens: IntArray, size: int) -> IntArray:
 
 
 def bad_word_ends(tokens: IntArray, words: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Return the last token of each word all of whose other tokens are at the end of `tokens`."""
+    """Return the last token of each word whose other tokens are all at the end of `tokens`."""
     ends = []
     for word in words:
         num_before = len(word) - 1

@@ -242,7 +242,7 @@ class Sampler:
         errors: dict[int, MidstreamError],
         candidates: dict[int, Candidates],
     ) -> IntArray:
-        """Return the tokens at `places` of rows of which only some logits are modified; these are restored
+        """Return the tokens at `places`, for rows in which only a few logits are modified; these are restored
         afterwards.
         """
         before: list[tuple[Tensor, Tensor]] = []

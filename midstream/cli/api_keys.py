@@ -40,7 +40,8 @@ def use_api_keys(run_dir: RunDir, keys: Sequence[str], environment: Mapping[str,
     for number, key in enumerate(keys, 1):
         if len(key) < _MIN_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key or key[0] == "#":
             raise ConfigError(
-                f"a key must be a word of {_MIN_CHARACTERS} or more ASCII characters; `openssl rand -hex 24` makes one",
+                f"a key must have at least {_MIN_CHARACTERS} ASCII characters and no spaces; `openssl rand -hex 24` "
+                "creates one",
                 field="--api-key",
             )
         lines.append(f"{key} client-{number}")

@@ -135,9 +135,10 @@ def _compute() -> Iterator[Finding]:
         yield Finding("GPU", Verdict.GOOD, f"{', '.join(machine.gpus)}; PyTorch {machine.torch}")
     elif shutil.which("nvidia-smi"):
         cure = (
-            "install PyTorch for CUDA (pip install torch), or a driver for its CUDA"
+            "install a PyTorch build for CUDA (pip install torch), or a driver that supports its CUDA version"
             if not machine.cuda
-            else (f"update the driver for CUDA {machine.cuda}, or install a PyTorch for the driver's; see nvidia-smi")
+            else f"update the driver to one that supports CUDA {machine.cuda}, or install a PyTorch build for the "
+            "driver's CUDA version (see nvidia-smi)"
         )
         yield Finding("GPU", Verdict.SLOW, f"PyTorch {machine.torch} finds no GPU, but nvidia-smi is installed", cure)
     else:

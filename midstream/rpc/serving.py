@@ -261,7 +261,7 @@ def open_channel(
 async def accepts_connections(target: str, tls: Tls | None = None, server_name: str = "") -> bool:
     """Return whether a new connection to a server is ready within a second.
 
-    A process that stands still does not get so far, although its kernel still accepts connections.
+    A suspended process does not complete the connection, although its kernel still accepts it.
     """
     async with open_channel(target, tls=tls, server_name=server_name) as channel:
         try:

@@ -22,7 +22,7 @@ class ClientSemaphores:
 
     @contextlib.contextmanager
     def use(self, client: str) -> Iterator[asyncio.Semaphore]:
-        """Give the client's semaphore, which exists until its last user is done."""
+        """Yield the client's semaphore, which exists until its last user is done."""
         semaphore = self._semaphores.setdefault(client, asyncio.Semaphore(self.limit))
         self._num_users[client] += 1
         try:

@@ -136,7 +136,7 @@ def check_request(
     _Range(0, 1 << 62).check(request.arrival_time_unix_ns, "arrival_time_unix_ns")
     if request.HasField("max_tokens") and not (request.max_tokens or _reports_prompt(request)):
         raise InvalidArgumentError(
-            "must be at least 1 unless the output includes anything of the prompt", field="max_tokens"
+            "must be at least 1, unless the request asks for an output for the prompt", field="max_tokens"
         )
     check_virtual_tokens(request, model)
     fit_to_context(len(request.token_ids.values), None, model, "token_ids")  # before the ids are looked at
@@ -240,7 +240,7 @@ def check_tensors(request: pb.GenerateRequest, model: ModelFolder, max_tensor_by
     num_bytes = tensor_bytes(request, len(request.token_ids.values), model.vocab_size, model.hidden_size)
     if num_bytes > max_tensor_bytes:
         raise InvalidArgumentError(
-            f"logits and hidden states for prompt and max_tokens take {num_bytes} bytes; must be at most "
+            f"the logits and hidden states for the prompt and max_tokens take {num_bytes} bytes; the limit is "
             f"{max_tensor_bytes}",
             field="output",
         )

@@ -19,9 +19,7 @@ _TIMEOUT_S = 10.0
 
 
 def ledger_route(cells: Cells) -> Route:
-    """Return the route, which serves the entries after `after` as JSON. They are those of the only cell, or of
-    `cell`.
-    """
+    """Return the route, which serves the ledger of a cell as JSON; the query parameter `after` continues a list."""
 
     async def answer(request: Request) -> Response:
         try:

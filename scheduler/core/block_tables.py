@@ -174,7 +174,7 @@ class BlockTables:
             lane.reserve(num_reserved)
 
     def _promise(self, sequence: Sequence, first: int, end: int) -> None:
-        """Make the blocks [first, end) that the sequence will compute findable, and mark them as pending."""
+        """Make the blocks [first, end), which the sequence will compute, findable, and mark them as pending."""
         cache = self._prefix_cache
         if self.reuses(sequence.request):
             extend_hashes(sequence, end, self.tokens_per_block)

@@ -187,8 +187,8 @@ def _num_blocks_for_generation(group: WorkerGroup) -> int:
 
 
 def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
-    """Return the number of blocks that pausing the request frees: those that only it holds, and those that its next
-    step would need.
+    """Return the number of blocks that pausing the request frees: blocks that no other request holds, and those that
+    its next step would need.
     """
     num_blocks = 0
     for sequence in request.placed_sequences:

@@ -45,8 +45,8 @@ class InflightFused(MicroBatchScheduler):
 
 
 def _a_whole_context_waits(group: WorkerGroup) -> bool:
-    """Return whether a context that must not be split does not fit along with generation; then generation skips this
-    step.
+    """Return whether a context that must not be split does not fit in a step with generation; if so, generation skips
+    this step.
     """
     if group.config.enable_chunked_context or not group.last_generation.rows:
         return False
@@ -58,7 +58,7 @@ class Inflight(MicroBatchScheduler):
     """Context and generation in separate, alternating steps."""
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """Fill the step with the kind that did not run in the last step or, if there is nothing of it, with the other
+        """Fill the step with the kind of work that did not run in the last step or, if there is none, with the other
         kind.
         """
         was_context = not group.last_generation.rows

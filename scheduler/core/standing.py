@@ -74,7 +74,7 @@ class Standing:
             self.num_faults, self.reason = 0, ""
 
     def forgive_death(self) -> None:
-        """Withdraw a recorded death that did not happen or that a request is blamed for."""
+        """Withdraw a recorded death, either because the worker had not died or because a request caused its death."""
         self.num_deaths = max(0, self.num_deaths - 1)
         if not self.num_faults and self.num_deaths < 2:
             self.held_until_ns = 0

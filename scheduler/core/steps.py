@@ -615,7 +615,9 @@ class Results:
             sequence.outputs.append(ExtraOutput(offset, data))
 
     def _failed_rows(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> dict[Sequence, Failure]:
-        """Return the failed sequences, and those that share blocks which a failed one was to compute: these restart."""
+        """Return the failed sequences, and those that must restart because they share blocks that a failed one was to
+        compute.
+        """
         if not event.failures:
             return {}
         rows = self._rows(step)

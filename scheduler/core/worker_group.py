@@ -414,7 +414,7 @@ class WorkerGroup:
         self.generation_version += 1
 
     def rest(self, sequences: Iterable[Sequence]) -> None:
-        """Exclude sequences of a step that depend on its result from generation until the result arrives."""
+        """Exclude from generation the sequences of a step that must wait for its result, until the result arrives."""
         resting = {sequence for sequence in sequences if sequence.waits_for_result}
         if resting:
             self.generating = [sequence for sequence in self.generating if sequence not in resting]

@@ -160,7 +160,7 @@ class Dispatcher:
             monitor.close()
 
     def _lost_links(self) -> list[bytes]:
-        """Return, and stop tracking, the connections that have an epoch but can no longer be sent to."""
+        """Stop tracking the connections that have an epoch but to which nothing can be sent any longer; return them."""
         lost = []
         for connection, epoch in list(self._epochs.items()):
             try:

@@ -124,7 +124,9 @@ class SqliteDocuments(SqlDocuments):
     @property
     def _connected(self) -> sqlite3.Connection:
         if self._connection is not None and self._stat() != self._inode:
-            logger.critical("the documents in %s were deleted or replaced while in use; starting with none", self._path)
+            logger.critical(
+                "the documents in %s were deleted or replaced while in use; starting with an empty store", self._path
+            )
             self.close()
         if self._connection is None:
             self._connect()

@@ -108,7 +108,7 @@ def _difference(record: pb.Record, effects: list[Effect]) -> str:
     if len(record.plans) != len(replayed.plans):
         return f"{len(record.plans)} steps were recorded, but the replay planned {len(replayed.plans)}"
     was_ended, is_ended = ([end.request_id for end in ends] for ends in (record.ends, replayed.ends))
-    return f"the recorded requests that ended are {was_ended} and the replayed ones {is_ended}, or their ends differ"
+    return f"{was_ended} ended in the recording and {is_ended} in the replay, or their ends differ"
 
 
 def _kind(event: Event) -> str:

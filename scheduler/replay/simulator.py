@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--prefill-workers", type=int, nargs="+", default=[0], metavar="N",
-        help="How many of them prefill while the others decode; several numbers are compared. 0: all do both. [0]",
+        help="Number of prefill workers; the others decode. 0: all do both. Several numbers are compared. [0]",
     )  # fmt: skip
     add("--request-rate", type=float, default=4.0, metavar="R", help="Total requests per second; Poisson arrivals. [4]")
     add("--duration", type=float, default=60.0, metavar="SECONDS", help="Time during which requests arrive. [60]")

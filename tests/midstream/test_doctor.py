@@ -68,7 +68,7 @@ def test_without_kernels_or_with_a_gpu_that_is_not_used_it_says_what_to_do(
     found = findings(capsys, "--run-dir", str(tmp_path))
     assert found["processor"]["verdict"] == "slow"
     assert "install g++" in found["processor"]["cure"]
-    assert "PyTorch for CUDA" in found["GPU"]["cure"]
+    assert "PyTorch build for CUDA" in found["GPU"]["cure"]
 
 
 def test_a_cgroup_limits_the_memory(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ _SETTINGS = ("quantization_config", "compression_config")
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 # Supported weight types, under their names in the safetensors format.
 _WEIGHT_TYPES = {"F64", "F32", "F16", "BF16"}
-# Types that only quantized weights have. Integer types are not among them: masks and positions are stored too.
+# Types that are used only for quantized weights. Integer types are not included, since masks and positions may have
+# them.
 _SCALED_TYPES = ("F8", "F6", "F4")
 _PACKED = ("weight", "qweight", "weight_packed", "_blocks")
 _MAX_HEADER_BYTES = 100 << 20

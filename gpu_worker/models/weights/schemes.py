@@ -67,7 +67,7 @@ def read_matrix(module: Module, scheme: Scheme | None) -> Weight:
     try:
         if scheme is None:
             raise UnsupportedError(
-                f"the weights of {module.name} are quantized, but config.json does not say how", field="model"
+                f"the weights of {module.name} are quantized, but config.json does not name a method", field="model"
             )
         if module.has("qweight"):
             return _awq(module) if scheme.method == "awq" else _gptq(module, scheme)

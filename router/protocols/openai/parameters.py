@@ -58,7 +58,7 @@ def native_request(body: Body) -> pb.GenerateRequest:
 
 
 def read_priority(body: Body) -> int:
-    """Return the priority from vLLM's `priority`, of which lower values run first, or from OpenAI's service tier."""
+    """Return the priority given by vLLM's `priority`, where lower values run first, or by OpenAI's service tier."""
     tier = TIERS[body.choice("service_tier", tuple(TIERS)) or "auto"]
     priority = body.integer("priority", -100, 100)
     return tier if priority is None else -priority
