@@ -5,6 +5,9 @@ device as inputs of the next step, rows hold placeholders, and the host reads th
 with penalties or a grammar need the tokens of the previous step on the host: the host waits for these while the device
 runs the model, and then launches the sampling. Steps whose logits are needed on the host, or whose outcome the
 scheduler must know first, are complete when launch returns.
+
+In a pipeline of CPU ranks, launch begins a pass on the first stage and finish samples, once the other stages have
+computed it. Steps without common rows are launched in between, one per stage.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import midstream
 from gpu_worker.batch.input_batch import ContextChunk, InputBatch, PreparedStep
@@ -38,7 +42,7 @@ from gpu_worker.limits import Limits, graph_decoder, local_num_blocks, may_run_a
 from gpu_worker.lora.adapter import zero_adapter
 from gpu_worker.lora.cache import adapter_cache
 from gpu_worker.lora.rows import RowAdapters
-from gpu_worker.models.decoder import ChoosingDecoder, ForwardInputs
+from gpu_worker.models.decoder import ChoosingDecoder, ForwardInputs, Probe
 from gpu_worker.models.loader import LoadedModel, load_model, num_threads
 from gpu_worker.sampling.beams import Candidates
 from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints, Guides
@@ -56,9 +60,11 @@ from midstream.grammar.process import GrammarProcess
 from midstream.model.folder import ModelFolder
 
 if TYPE_CHECKING:
-    from gpu_worker.parallel.leader import Leader
+    from gpu_worker.parallel.leader import Leader, LeadingDecoder
 
 logger = logging.getLogger(__name__)
+
+_Run = Callable[[PreparedStep, ForwardInputs, IntArray], tuple[Sampled | None, Reports]]
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +75,7 @@ class Launched:
         missing_blocks: Blocks to adopt whose contents were not found.
         chosen: The sampled tokens, on the device.
         output: The step's output, once it is available.
+        open_pass: The step whose pass the stages of a pipeline compute, with the probe of the pass.
     """
 
     started: float
@@ -77,6 +84,20 @@ class Launched:
     pending: PendingTokens | None = None
     copy: Copy | None = None
     output: StepOutput | None = None
+    open_pass: tuple[PreparedStep, Probe | None] | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether only waiting for the output shows that it is ready."""
+        return self.open_pass is not None and self.output is None
+
+    def is_needed_by(self, changed: IntArray, run: IntArray) -> bool:
+        """Return whether a step that changes and runs these rows must wait until the open pass has ended."""
+        if self.open_pass is None:
+            return False
+        step = self.open_pass[0]
+        used = np.concatenate([step.sampled_rows, _rows_of(step.contexts), _rows_of(step.failed_contexts)])
+        return bool(np.isin(changed, used).any() or np.isin(run, step.sampled_rows).any())
 
     @property
     def is_done(self) -> bool:
@@ -93,6 +114,7 @@ class ModelRunner:
         max_sequence_length: Prompt and output together, in tokens.
         max_num_tokens: Maximum number of tokens in one step.
         runs_ahead: Whether a step may be launched before the previous step has finished.
+        num_micro_batches: Number of steps without common rows that run at the same time.
         adapters: LoRA and prompt adapters.
     """
 
@@ -144,8 +166,14 @@ class ModelRunner:
         self._draft_front: GraphDecoder | None = None
         self._front = self._with_graphs() if is_gpu or self.runs_ahead else None
         self._readback = Readback(self.model.device, config.max_batch_size)
+        self._stages: LeadingDecoder | None = None
         if leader is not None:
-            self.model = replace(self.model, decoder=leader.lead(self.model.decoder, self.model.shard))
+            leading = leader.lead(self.model.decoder, self.model.shard)
+            self.model = replace(self.model, decoder=leading)
+            self._stages = leading if self._front is None and leader.links.ranks.pipeline_size > 1 else None
+        self.num_micro_batches = 1
+        if leader is not None and self._stages is not None:
+            self.num_micro_batches = leader.links.ranks.pipeline_size
         num_blocks = self._choose_num_blocks(self._warm_up())
         is_whole = leader is None and self._draft is None
         self._take_blocks(num_blocks, _shared_store(config, folder, self.model) if is_whole else None)
@@ -167,8 +195,21 @@ class ModelRunner:
 
     def clear(self) -> None:
         """Remove all sequences; the pool's contents remain but are not referenced."""
+        if self._stages is not None:
+            self._stages.end_all()
         self._in_flight.clear()
         self._batch.clear()
+
+    def must_finish_before(self, step: Step) -> bool:
+        """Return whether a step in flight must be finished before this one can be launched."""
+        return self._num_needed(step) > 0
+
+    def _num_needed(self, step: Step) -> int:
+        """Return how many of the passes in flight, oldest first, must end before this step is prepared."""
+        if self._stages is None or not self._in_flight:
+            return 0
+        rows = self._batch.rows_of(step)
+        return max((n for n, launched in enumerate(self._in_flight, 1) if launched.is_needed_by(*rows)), default=0)
 
     def run_step(self, step: Step) -> StepOutput:
         """Execute one step.
@@ -187,8 +228,11 @@ class ModelRunner:
             ExecutionError: The step contradicts earlier steps; call `clear` before the next one.
         """
         launched = Launched(time.perf_counter())
-        # Only the tokens of the last step are on the device as inputs for this one.
-        self._settle_all_but(0 if step.forks or len(step.beam_rows) or len(step.draft_rows) else 1)
+        if self._stages is not None:
+            self._settle_all_but(len(self._in_flight) - self._num_needed(step))
+        else:
+            # Only the tokens of the last step are on the device as inputs for this one.
+            self._settle_all_but(0 if step.forks or len(step.beam_rows) or len(step.draft_rows) else 1)
         prepared = self._batch.prepare(
             refuse_unknown_probes(refuse_unknown(step, self.post_processors), self.output_probes)
         )
@@ -206,8 +250,14 @@ class ModelRunner:
             launched.chosen = chosen
             launched.copy, launched.pending = self._readback.start(chosen.values), self._rows.append_pending(rows)
             self._in_flight.append(launched)
+        elif self._stages is not None and prepared.inputs is not None and not prepared.drafts.tokens:
+            launched.open_pass = prepared, self._reporter.probe(prepared)
+            self._stages.begin(prepared.inputs, launched.open_pass[1])
+            self._in_flight.append(launched)
         else:
-            launched.output = self._complete(prepared, launched.started)
+            if prepared.inputs is not None:
+                self._settle_all_but(0)
+            launched.output = self._complete(prepared, launched.started, self._run_model)
         return launched
 
     def finish(self, launched: Launched) -> StepOutput:
@@ -260,6 +310,12 @@ class ModelRunner:
         """Wait for all but the last `count` steps in flight, and store their tokens in the rows."""
         while len(self._in_flight) > count:
             launched = self._in_flight.popleft()
+            if launched.open_pass is not None:
+                prepared, probe = launched.open_pass
+                started = max(launched.started, self._last_end)
+                launched.output = self._complete(prepared, started, functools.partial(self._end_pass, probe))
+                self._last_end = time.perf_counter()
+                continue
             assert launched.chosen is not None
             assert launched.copy is not None
             assert launched.pending is not None
@@ -272,10 +328,8 @@ class ModelRunner:
             launched.output = StepOutput(sampled.token_ids, sampled.log_probs, errors, took)
             self._last_end = now
 
-    def _complete(self, prepared: PreparedStep, started: float) -> StepOutput:
-        """Run a step to completion."""
-        if prepared.inputs is not None:
-            self._settle_all_but(0)
+    def _complete(self, prepared: PreparedStep, started: float, run: _Run) -> StepOutput:
+        """Complete a step, whose model `run` runs."""
         rows, is_run = prepared.sampled_rows, prepared.is_run
         token_ids = np.zeros(len(rows), dtype=np.int32)
         errors: list[tuple[int, MidstreamError]] = []
@@ -284,7 +338,7 @@ class ModelRunner:
         reports = Reports()
         if prepared.inputs is not None:
             run_rows = rows[is_run]
-            sampled, reports = self._run_model(prepared, prepared.inputs, run_rows)
+            sampled, reports = run(prepared, prepared.inputs, run_rows)
             errors += reports.errors
             if sampled is not None:
                 token_ids[is_run] = sampled.token_ids
@@ -333,6 +387,19 @@ class ModelRunner:
             if chosen is not None:
                 return self._sampler.sample_chosen(chosen[0].numpy(), chosen[1].numpy()), Reports()
         logits = self.model.decoder.forward(inputs, probe)
+        return self._sample(prepared, probe, logits, rows, is_guided=is_guided)
+
+    def _end_pass(
+        self, probe: Probe | None, prepared: PreparedStep, _: ForwardInputs, rows: IntArray
+    ) -> tuple[Sampled | None, Reports]:
+        """Wait for the oldest open pass and sample; return None if no row samples a token."""
+        assert self._stages is not None
+        is_guided = self._guides.ask(rows, [chunk.row for chunk in prepared.contexts])
+        return self._sample(prepared, probe, self._stages.end(), rows, is_guided=is_guided)
+
+    def _sample(
+        self, prepared: PreparedStep, probe: Probe | None, logits: Tensor, rows: IntArray, *, is_guided: bool
+    ) -> tuple[Sampled | None, Reports]:
         reports = Reports() if probe is None else self._reporter.collect(prepared, probe, logits)
         constraints = self._guides.answer() if is_guided else UNCONSTRAINED
         return (self._sampler.sample(logits, rows, constraints) if len(logits) else None), reports

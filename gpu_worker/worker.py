@@ -19,12 +19,15 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
-from gpu_worker.batch.steps_in_flight import StepsInFlight
+from gpu_worker.batch.step import Step, StepOutput
+from gpu_worker.batch.steps_in_flight import MOST, StepsInFlight
 from gpu_worker.kv.cache import block_bytes
 from gpu_worker.kv.kept_blocks import KeptBlocks
 from gpu_worker.lora.sizes import usual_adapter_bytes
@@ -86,7 +89,8 @@ class Worker:
             tiers,
             self._runner.kv.fetcher,
         )
-        self._in_flight = StepsInFlight(self._runner, self._link.inbox)
+        most = max(MOST, self._runner.num_micro_batches)
+        self._in_flight = StepsInFlight(self._runner, self._link.inbox, most)
         self._http = HttpServer(config.host, config.http_port, metrics, progress.problems)
         self._steps = metrics.counter("worker_steps", "Steps executed.")
         self._tokens = metrics.counter("worker_tokens", "Tokens sampled.")
@@ -141,8 +145,17 @@ class Worker:
             return
         waiting_s = time.perf_counter() - work.received_at
         self._requests.note(step)
+        while self._in_flight and self._runner.must_finish_before(step):
+            self._deliver()
+        if step.epoch == self._link.epoch:
+            with self._abandoning(step):
+                self._in_flight.launch(step, waiting_s)
+
+    @contextmanager
+    def _abandoning(self, step: Step) -> Iterator[None]:
+        """End the epoch if the body of the context, which runs this step, fails."""
         try:
-            self._in_flight.launch(step, waiting_s)
+            yield
         except Exception:
             # After a CUDA error nothing works any more, so the process exits; on a CPU it is enough to start a new
             # epoch.
@@ -151,11 +164,18 @@ class Worker:
                 self._group.fail("a step failed while all ranks worked on it")
             if self._runner.model.device.type != "cpu":
                 raise
+            self._in_flight.clear()
             self._link.abandon_epoch()
 
     def _deliver(self) -> None:
         """Finish the oldest step in flight and send its result to the scheduler."""
-        step, output, waiting_s = self._in_flight.finish()
+        finished = None
+        with self._abandoning(self._in_flight.oldest):
+            finished = self._in_flight.finish()
+        if finished is not None:
+            self._report(*finished)
+
+    def _report(self, step: Step, output: StepOutput, waiting_s: float) -> None:
         self._link.send_result(step, output, waiting_s)
         self._requests.note_failures(output)
         self._steps.inc()
@@ -194,6 +214,7 @@ def _registration(
         role=config.role,
         kv_source="" if runner.kv.server is None else str(runner.kv.server.source),
         sink_token_length=config.sink_token_length,
+        num_micro_batches=runner.num_micro_batches,
         max_loras=runner.adapters.device_bytes // usual_adapter_bytes(model.description, model.dtype.itemsize),
     )
 

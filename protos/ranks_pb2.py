@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/ranks.proto\x12\x0cmidstream.v1\"\xd6\x03\n\x0bRankCommand\x12:\n\x11\x63hoose_num_blocks\x18\x01 \x01(\x0b\x32\x1d.midstream.v1.ChooseNumBlocksH\x00\x12+\n\tuse_cache\x18\x02 \x01(\x0b\x32\x16.midstream.v1.UseCacheH\x00\x12,\n\x07\x66orward\x18\x03 \x01(\x0b\x32\x19.midstream.v1.ForwardPassH\x00\x12/\n\x0bjoin_logits\x18\x04 \x01(\x0b\x32\x18.midstream.v1.JoinLogitsH\x00\x12/\n\x0b\x63opy_blocks\x18\x05 \x01(\x0b\x32\x18.midstream.v1.CopyBlocksH\x00\x12\x33\n\radapter_layer\x18\x06 \x01(\x0b\x32\x1a.midstream.v1.AdapterLayerH\x00\x12\x33\n\rrecord_graphs\x18\x07 \x01(\x0b\x32\x1a.midstream.v1.RecordGraphsH\x00\x12&\n\x04stop\x18\x08 \x01(\x0b\x32\x16.midstream.v1.StopRankH\x00\x12\x31\n\x0cpost_process\x18\t \x01(\x0b\x32\x19.midstream.v1.PostProcessH\x00\x42\t\n\x07\x63ommand\"\x11\n\x0f\x43hooseNumBlocks\"\x1e\n\x08UseCache\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x81\x02\n\x0b\x46orwardPass\x12\x0f\n\x07numbers\x18\x01 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x15\n\rnum_sequences\x18\x03 \x01(\r\x12\x18\n\x10num_table_blocks\x18\x04 \x01(\r\x12\x10\n\x08\x61\x64\x61pters\x18\x05 \x03(\x04\x12\x16\n\x0e\x61\x64\x61pter_places\x18\x06 \x01(\x0c\x12\x16\n\x0evirtual_places\x18\x07 \x01(\x0c\x12\x16\n\x0evirtual_values\x18\x08 \x01(\x0c\x12\x11\n\tis_probed\x18\t \x01(\x08\x12\x15\n\rprobed_layers\x18\n \x03(\r\x12\x18\n\x10\x64ropped_adapters\x18\x0b \x03(\x04\"e\n\x0bPostProcess\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x0f\n\x07lengths\x18\x03 \x03(\r\x12\x12\n\nclient_ids\x18\x04 \x03(\t\x12\x13\n\x0brequest_ids\x18\x05 \x03(\t\"\x1e\n\nJoinLogits\x12\x10\n\x08num_rows\x18\x01 \x01(\r\".\n\nCopyBlocks\x12\x0f\n\x07sources\x18\x01 \x03(\r\x12\x0f\n\x07targets\x18\x02 \x03(\r\"Z\n\x0c\x41\x64\x61pterLayer\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\x04\x12(\n\x05pairs\x18\x02 \x03(\x0b\x32\x19.midstream.v1.AdapterPair\x12\x0f\n\x07is_last\x18\x03 \x01(\x08\"P\n\x0b\x41\x64\x61pterPair\x12\x0e\n\x06module\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\t\n\x01\x61\x18\x03 \x01(\x0c\x12\t\n\x01\x62\x18\x04 \x01(\x0c\x12\r\n\x05scale\x18\x05 \x01(\x01\"\x0e\n\x0cRecordGraphs\"\x1d\n\x08StopRank\x12\x11\n\texit_code\x18\x01 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/ranks.proto\x12\x0cmidstream.v1\"\x81\x04\n\x0bRankCommand\x12:\n\x11\x63hoose_num_blocks\x18\x01 \x01(\x0b\x32\x1d.midstream.v1.ChooseNumBlocksH\x00\x12+\n\tuse_cache\x18\x02 \x01(\x0b\x32\x16.midstream.v1.UseCacheH\x00\x12,\n\x07\x66orward\x18\x03 \x01(\x0b\x32\x19.midstream.v1.ForwardPassH\x00\x12/\n\x0bjoin_logits\x18\x04 \x01(\x0b\x32\x18.midstream.v1.JoinLogitsH\x00\x12/\n\x0b\x63opy_blocks\x18\x05 \x01(\x0b\x32\x18.midstream.v1.CopyBlocksH\x00\x12\x33\n\radapter_layer\x18\x06 \x01(\x0b\x32\x1a.midstream.v1.AdapterLayerH\x00\x12\x33\n\rrecord_graphs\x18\x07 \x01(\x0b\x32\x1a.midstream.v1.RecordGraphsH\x00\x12&\n\x04stop\x18\x08 \x01(\x0b\x32\x16.midstream.v1.StopRankH\x00\x12\x31\n\x0cpost_process\x18\t \x01(\x0b\x32\x19.midstream.v1.PostProcessH\x00\x12)\n\x08\x65nd_pass\x18\n \x01(\x0b\x32\x15.midstream.v1.EndPassH\x00\x42\t\n\x07\x63ommand\"\x11\n\x0f\x43hooseNumBlocks\"\x1e\n\x08UseCache\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x92\x02\n\x0b\x46orwardPass\x12\x0f\n\x07numbers\x18\x01 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x15\n\rnum_sequences\x18\x03 \x01(\r\x12\x18\n\x10num_table_blocks\x18\x04 \x01(\r\x12\x10\n\x08\x61\x64\x61pters\x18\x05 \x03(\x04\x12\x16\n\x0e\x61\x64\x61pter_places\x18\x06 \x01(\x0c\x12\x16\n\x0evirtual_places\x18\x07 \x01(\x0c\x12\x16\n\x0evirtual_values\x18\x08 \x01(\x0c\x12\x11\n\tis_probed\x18\t \x01(\x08\x12\x15\n\rprobed_layers\x18\n \x03(\r\x12\x18\n\x10\x64ropped_adapters\x18\x0b \x03(\x04\x12\x0f\n\x07is_open\x18\x0c \x01(\x08\"\t\n\x07\x45ndPass\"e\n\x0bPostProcess\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x0f\n\x07lengths\x18\x03 \x03(\r\x12\x12\n\nclient_ids\x18\x04 \x03(\t\x12\x13\n\x0brequest_ids\x18\x05 \x03(\t\"\x1e\n\nJoinLogits\x12\x10\n\x08num_rows\x18\x01 \x01(\r\".\n\nCopyBlocks\x12\x0f\n\x07sources\x18\x01 \x03(\r\x12\x0f\n\x07targets\x18\x02 \x03(\r\"Z\n\x0c\x41\x64\x61pterLayer\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\x04\x12(\n\x05pairs\x18\x02 \x03(\x0b\x32\x19.midstream.v1.AdapterPair\x12\x0f\n\x07is_last\x18\x03 \x01(\x08\"P\n\x0b\x41\x64\x61pterPair\x12\x0e\n\x06module\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\t\n\x01\x61\x18\x03 \x01(\x0c\x12\t\n\x01\x62\x18\x04 \x01(\x0c\x12\r\n\x05scale\x18\x05 \x01(\x01\"\x0e\n\x0cRecordGraphs\"\x1d\n\x08StopRank\x12\x11\n\texit_code\x18\x01 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,25 +32,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.ranks_pb2', _globals
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RANKCOMMAND']._serialized_start=37
-  _globals['_RANKCOMMAND']._serialized_end=507
-  _globals['_CHOOSENUMBLOCKS']._serialized_start=509
-  _globals['_CHOOSENUMBLOCKS']._serialized_end=526
-  _globals['_USECACHE']._serialized_start=528
-  _globals['_USECACHE']._serialized_end=558
-  _globals['_FORWARDPASS']._serialized_start=561
-  _globals['_FORWARDPASS']._serialized_end=818
-  _globals['_POSTPROCESS']._serialized_start=820
-  _globals['_POSTPROCESS']._serialized_end=921
-  _globals['_JOINLOGITS']._serialized_start=923
-  _globals['_JOINLOGITS']._serialized_end=953
-  _globals['_COPYBLOCKS']._serialized_start=955
-  _globals['_COPYBLOCKS']._serialized_end=1001
-  _globals['_ADAPTERLAYER']._serialized_start=1003
-  _globals['_ADAPTERLAYER']._serialized_end=1093
-  _globals['_ADAPTERPAIR']._serialized_start=1095
-  _globals['_ADAPTERPAIR']._serialized_end=1175
-  _globals['_RECORDGRAPHS']._serialized_start=1177
-  _globals['_RECORDGRAPHS']._serialized_end=1191
-  _globals['_STOPRANK']._serialized_start=1193
-  _globals['_STOPRANK']._serialized_end=1222
+  _globals['_RANKCOMMAND']._serialized_end=550
+  _globals['_CHOOSENUMBLOCKS']._serialized_start=552
+  _globals['_CHOOSENUMBLOCKS']._serialized_end=569
+  _globals['_USECACHE']._serialized_start=571
+  _globals['_USECACHE']._serialized_end=601
+  _globals['_FORWARDPASS']._serialized_start=604
+  _globals['_FORWARDPASS']._serialized_end=878
+  _globals['_ENDPASS']._serialized_start=880
+  _globals['_ENDPASS']._serialized_end=889
+  _globals['_POSTPROCESS']._serialized_start=891
+  _globals['_POSTPROCESS']._serialized_end=992
+  _globals['_JOINLOGITS']._serialized_start=994
+  _globals['_JOINLOGITS']._serialized_end=1024
+  _globals['_COPYBLOCKS']._serialized_start=1026
+  _globals['_COPYBLOCKS']._serialized_end=1072
+  _globals['_ADAPTERLAYER']._serialized_start=1074
+  _globals['_ADAPTERLAYER']._serialized_end=1164
+  _globals['_ADAPTERPAIR']._serialized_start=1166
+  _globals['_ADAPTERPAIR']._serialized_end=1246
+  _globals['_RECORDGRAPHS']._serialized_start=1248
+  _globals['_RECORDGRAPHS']._serialized_end=1262
+  _globals['_STOPRANK']._serialized_start=1264
+  _globals['_STOPRANK']._serialized_end=1293
 # @@protoc_insertion_point(module_scope)

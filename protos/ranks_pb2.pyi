@@ -27,6 +27,7 @@ class RankCommand(google.protobuf.message.Message):
     RECORD_GRAPHS_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
     POST_PROCESS_FIELD_NUMBER: builtins.int
+    END_PASS_FIELD_NUMBER: builtins.int
     @property
     def choose_num_blocks(self) -> global___ChooseNumBlocks: ...
     @property
@@ -45,6 +46,8 @@ class RankCommand(google.protobuf.message.Message):
     def stop(self) -> global___StopRank: ...
     @property
     def post_process(self) -> global___PostProcess: ...
+    @property
+    def end_pass(self) -> global___EndPass: ...
     def __init__(
         self,
         *,
@@ -57,10 +60,11 @@ class RankCommand(google.protobuf.message.Message):
         record_graphs: global___RecordGraphs | None = ...,
         stop: global___StopRank | None = ...,
         post_process: global___PostProcess | None = ...,
+        end_pass: global___EndPass | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["adapter_layer", b"adapter_layer", "choose_num_blocks", b"choose_num_blocks", "command", b"command", "copy_blocks", b"copy_blocks", "forward", b"forward", "join_logits", b"join_logits", "post_process", b"post_process", "record_graphs", b"record_graphs", "stop", b"stop", "use_cache", b"use_cache"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter_layer", b"adapter_layer", "choose_num_blocks", b"choose_num_blocks", "command", b"command", "copy_blocks", b"copy_blocks", "forward", b"forward", "join_logits", b"join_logits", "post_process", b"post_process", "record_graphs", b"record_graphs", "stop", b"stop", "use_cache", b"use_cache"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["choose_num_blocks", "use_cache", "forward", "join_logits", "copy_blocks", "adapter_layer", "record_graphs", "stop", "post_process"] | None: ...
+    def HasField(self, field_name: typing.Literal["adapter_layer", b"adapter_layer", "choose_num_blocks", b"choose_num_blocks", "command", b"command", "copy_blocks", b"copy_blocks", "end_pass", b"end_pass", "forward", b"forward", "join_logits", b"join_logits", "post_process", b"post_process", "record_graphs", b"record_graphs", "stop", b"stop", "use_cache", b"use_cache"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter_layer", b"adapter_layer", "choose_num_blocks", b"choose_num_blocks", "command", b"command", "copy_blocks", b"copy_blocks", "end_pass", b"end_pass", "forward", b"forward", "join_logits", b"join_logits", "post_process", b"post_process", "record_graphs", b"record_graphs", "stop", b"stop", "use_cache", b"use_cache"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["choose_num_blocks", "use_cache", "forward", "join_logits", "copy_blocks", "adapter_layer", "record_graphs", "stop", "post_process", "end_pass"] | None: ...
 
 global___RankCommand = RankCommand
 
@@ -112,6 +116,7 @@ class ForwardPass(google.protobuf.message.Message):
     IS_PROBED_FIELD_NUMBER: builtins.int
     PROBED_LAYERS_FIELD_NUMBER: builtins.int
     DROPPED_ADAPTERS_FIELD_NUMBER: builtins.int
+    IS_OPEN_FIELD_NUMBER: builtins.int
     numbers: builtins.bytes
     """int32: token ids [M], positions [M], slots [M], query starts [B + 1], context lengths [B], tables [B, K], sampled
     [S].
@@ -125,6 +130,8 @@ class ForwardPass(google.protobuf.message.Message):
     virtual_values: builtins.bytes
     is_probed: builtins.bool
     """Whether to keep outputs of layers, and of which layers."""
+    is_open: builtins.bool
+    """The first stage leaves the pass open until EndPass, so that the next pass can begin while later stages compute it."""
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """LoRA adapters in use, and int32 [M]: the index of each token's adapter among them, -1 for none."""
@@ -149,10 +156,23 @@ class ForwardPass(google.protobuf.message.Message):
         is_probed: builtins.bool = ...,
         probed_layers: collections.abc.Iterable[builtins.int] | None = ...,
         dropped_adapters: collections.abc.Iterable[builtins.int] | None = ...,
+        is_open: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_places", b"adapter_places", "adapters", b"adapters", "dropped_adapters", b"dropped_adapters", "is_probed", b"is_probed", "num_sequences", b"num_sequences", "num_table_blocks", b"num_table_blocks", "num_tokens", b"num_tokens", "numbers", b"numbers", "probed_layers", b"probed_layers", "virtual_places", b"virtual_places", "virtual_values", b"virtual_values"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_places", b"adapter_places", "adapters", b"adapters", "dropped_adapters", b"dropped_adapters", "is_open", b"is_open", "is_probed", b"is_probed", "num_sequences", b"num_sequences", "num_table_blocks", b"num_table_blocks", "num_tokens", b"num_tokens", "numbers", b"numbers", "probed_layers", b"probed_layers", "virtual_places", b"virtual_places", "virtual_values", b"virtual_values"]) -> None: ...
 
 global___ForwardPass = ForwardPass
+
+@typing.final
+class EndPass(google.protobuf.message.Message):
+    """Complete the oldest open pass: the first stage receives the output of the last one and computes the logits."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___EndPass = EndPass
 
 @typing.final
 class PostProcess(google.protobuf.message.Message):

@@ -101,6 +101,13 @@ class InputBatch:
         inputs = self._flatten(contexts, decodes, drafts) if contexts or len(decodes) else None
         return PreparedStep(inputs, sampled_rows, is_run, contexts, failed_contexts, drafts)
 
+    def rows_of(self, step: Step) -> tuple[IntArray, IntArray]:
+        """Return the rows that a step changes before it runs, and the rows that run in it. Call before `prepare`."""
+        named = [new.row for new in step.new_sequences]
+        named += [row for fork in step.forks for row in (fork.from_row, fork.to_row)]
+        changed = np.concatenate([step.released_rows, np.array(named, dtype=np.int32), step.beam_rows])
+        return changed, np.concatenate([step.context_rows, self._next_generation(step)])
+
     def _apply(self, step: Step) -> None:
         rows = self.rows
         if len(step.released_rows):
@@ -120,6 +127,8 @@ class InputBatch:
             self._check(step.block_rows)
             rows.append_blocks(step.block_rows, step.block_ids)
         self._generation = self._next_generation(step)
+        if len(self._generation):
+            self._check(self._generation)
 
     def _next_generation(self, step: Step) -> IntArray:
         if not step.repeat_generation:
@@ -130,8 +139,6 @@ class InputBatch:
             leaving = np.concatenate([step.released_rows, step.idle_rows])
             kept = self._generation[~np.isin(self._generation, leaving)] if len(leaving) else self._generation
             generation = np.union1d(kept, step.generation_rows).astype(np.int32, copy=False)
-        if len(generation):
-            self._check(generation)
         return generation
 
     def _check(self, rows: IntArray) -> None:

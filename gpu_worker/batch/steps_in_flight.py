@@ -3,6 +3,9 @@
 On a GPU, the next step is received and launched while the current one runs, so that the device does not become idle:
 the loop launches a step as soon as it arrives, and finishes a step as soon as its result is available. On a CPU a step
 is complete when launch returns, and its result is delivered first.
+
+In a pipeline of CPU ranks, a step that has arrived is launched if it has no rows in common with those in flight;
+otherwise the loop waits for the oldest step.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from gpu_worker.batch.step import Step, StepOutput
 
 # Maximum time to wait for a result before the inbox is checked for a new step.
 _POLL_S = 1e-4
-_MOST = 2
+MOST = 2
 
 W = TypeVar("W")
 LaunchedT = TypeVar("LaunchedT", bound="_Done")
@@ -25,6 +28,9 @@ LaunchedT = TypeVar("LaunchedT", bound="_Done")
 class _Done(Protocol):
     @property
     def is_done(self) -> bool: ...
+
+    @property
+    def is_silent(self) -> bool: ...
 
 
 class Runner(Protocol[LaunchedT]):
@@ -47,22 +53,30 @@ class _InFlight(Generic[LaunchedT]):
 class StepsInFlight(Generic[W, LaunchedT]):
     """Launched steps in the order of their launch."""
 
-    def __init__(self, runner: Runner[LaunchedT], inbox: queue.SimpleQueue[W]) -> None:
-        self._runner, self._inbox = runner, inbox
+    def __init__(self, runner: Runner[LaunchedT], inbox: queue.SimpleQueue[W], most: int = MOST) -> None:
+        """Create the object, without steps; at most `most` are in flight."""
+        self._runner, self._inbox, self._most = runner, inbox, most
         self._steps: deque[_InFlight[LaunchedT]] = deque()
 
     def __len__(self) -> int:
         return len(self._steps)
 
+    @property
+    def oldest(self) -> Step:
+        """The oldest step in flight."""
+        return self._steps[0].step
+
     def next(self) -> W | None:
         """Return the next item of the inbox, or None if the oldest step must be finished first."""
         while self._steps:
-            if self._steps[0].launched.is_done or len(self._steps) == _MOST:
+            oldest = self._steps[0].launched
+            if oldest.is_done or len(self._steps) == self._most:
                 return None
             try:
-                return self._inbox.get(timeout=_POLL_S)
+                return self._inbox.get_nowait() if oldest.is_silent else self._inbox.get(timeout=_POLL_S)
             except queue.Empty:
-                continue
+                if oldest.is_silent:
+                    return None
         return self._inbox.get()
 
     def launch(self, step: Step, waiting_s: float) -> None:

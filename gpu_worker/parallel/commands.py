@@ -26,7 +26,12 @@ _NUMBERS = (
 
 
 def encode_forward(
-    inputs: ForwardInputs, probe: Probe | None, adapters: Sequence[int], dropped: Sequence[int]
+    inputs: ForwardInputs,
+    probe: Probe | None,
+    adapters: Sequence[int],
+    dropped: Sequence[int],
+    *,
+    is_open: bool = False,
 ) -> ranks_pb2.RankCommand:
     """Encode one forward pass.
 
@@ -35,6 +40,7 @@ def encode_forward(
         probe: Intermediate results to keep.
         adapters: Numbers of the adapters that `inputs` uses, in the same order.
         dropped: Numbers of adapters that are no longer needed.
+        is_open: Whether the first stage completes the pass only with a later command.
     """
     forward = ranks_pb2.ForwardPass(
         numbers=b"".join(getattr(inputs, name).numpy().tobytes() for name in _NUMBERS),
@@ -45,6 +51,7 @@ def encode_forward(
         is_probed=probe is not None,
         probed_layers=sorted(probe.layers) if probe is not None else (),
         dropped_adapters=dropped,
+        is_open=is_open,
     )
     if inputs.adapters is not None:
         forward.adapter_places = inputs.adapters.indices.numpy().astype(np.int32).tobytes()

@@ -21,6 +21,7 @@ from gpu_worker.models.loader import LoadedModel, load_model, num_threads
 from gpu_worker.parallel.commands import decode_adapter_layer, decode_forward, decode_post_process
 from gpu_worker.parallel.group import RankGroup
 from gpu_worker.parallel.lifelines import LOST_EXIT_CODE
+from gpu_worker.parallel.pipeline import PipelineDecoder
 from gpu_worker.parallel.shard_adapters import adapter_part
 from gpu_worker.sampling.post_processors import Call, PostProcessor, apply, load_post_processors
 from midstream.config import WorkerConfig
@@ -67,10 +68,9 @@ class RankExecutor:
         """Execute any command except StopRank."""
         kind = command.WhichOneof("command")
         if kind == "forward":
-            for number in command.forward.dropped_adapters:
-                del self._adapters[number]
-            inputs, probe = decode_forward(command.forward, self._adapters)
-            self._decoder.forward(inputs, probe)
+            self._forward(command.forward)
+        elif kind == "end_pass":
+            self._end_pass()
         elif kind == "join_logits":
             self._join_logits(command.join_logits.num_rows)
         elif kind == "copy_blocks":
@@ -94,6 +94,21 @@ class RankExecutor:
         """Release recorded graphs; call it before the ranks disconnect."""
         if self._graphs is not None:
             self._graphs.close()
+
+    def _forward(self, forward: ranks_pb2.ForwardPass) -> None:
+        for number in forward.dropped_adapters:
+            del self._adapters[number]
+        inputs, probe = decode_forward(forward, self._adapters)
+        if forward.is_open:
+            assert isinstance(self._decoder, PipelineDecoder)
+            self._decoder.begin(inputs, probe)
+        else:
+            self._decoder.forward(inputs, probe)
+
+    def _end_pass(self) -> None:
+        if self._links.ranks.stage == 0:
+            assert isinstance(self._decoder, PipelineDecoder)
+            self._decoder.end()
 
     def _use_cache(self, num_blocks: int) -> None:
         model = self.model

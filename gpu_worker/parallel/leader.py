@@ -21,6 +21,7 @@ from gpu_worker.models.decoder import Decoder, ForwardInputs, Probe
 from gpu_worker.parallel.commands import encode_adapter_layer, encode_forward, encode_post_process
 from gpu_worker.parallel.frames import FrameSender
 from gpu_worker.parallel.links import RankLinks
+from gpu_worker.parallel.pipeline import PipelineDecoder
 from gpu_worker.parallel.shard import Shard
 from gpu_worker.parallel.shard_adapters import adapter_part
 from gpu_worker.sampling.post_processors import Call
@@ -55,8 +56,14 @@ class Leader:
     @contextmanager
     def together(self, command: ranks_pb2.RankCommand) -> Iterator[None]:
         """Send a command to all other ranks; the body of the context executes the same command on this rank."""
-        try:
+        with self.guarded():
             self.tell(command)
+            yield
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Record if the body of the context fails, which may leave other ranks waiting."""
+        try:
             yield
         except BaseException:
             self.has_failed = True
@@ -107,14 +114,42 @@ class LeadingDecoder:
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         """Write the keys and values of all tokens; return float32 logits [S, vocab_size] of the sampled tokens."""
-        numbers: list[int] = []
-        if inputs.adapters is not None:
-            numbers = [adapter.number for adapter in inputs.adapters.adapters]
-            keys, parts = tuple(map(str, numbers)), tuple(adapter.part for adapter in inputs.adapters.adapters)
-            inputs = replace(inputs, adapters=replace(inputs.adapters, keys=keys, adapters=parts))
-        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        with self._leader.together(encode_forward(inputs, probe, numbers, dropped)):
+        inputs, numbers = self._parts_of(inputs)
+        with self._leader.together(encode_forward(inputs, probe, numbers, self._take_dropped())):
             return self._part.forward(inputs, probe)
+
+    def _parts_of(self, inputs: ForwardInputs) -> tuple[ForwardInputs, list[int]]:
+        """Return the inputs with this rank's parts of the adapters, and the numbers of the adapters."""
+        if inputs.adapters is None:
+            return inputs, []
+        numbers = [adapter.number for adapter in inputs.adapters.adapters]
+        keys, parts = tuple(map(str, numbers)), tuple(adapter.part for adapter in inputs.adapters.adapters)
+        return replace(inputs, adapters=replace(inputs.adapters, keys=keys, adapters=parts)), numbers
+
+    def _take_dropped(self) -> list[int]:
+        return [self._dropped.popleft() for _ in range(len(self._dropped))]
+
+    def begin(self, inputs: ForwardInputs, probe: Probe | None = None) -> None:
+        """Begin a pass of a group with several stages; `end` completes the oldest one."""
+        assert isinstance(self._part, PipelineDecoder)
+        inputs, numbers = self._parts_of(inputs)
+        with self._leader.together(encode_forward(inputs, probe, numbers, self._take_dropped(), is_open=True)):
+            self._part.begin(inputs, probe)
+
+    def end(self) -> Tensor:
+        """Wait for the oldest pass that has begun; return float32 logits [S, vocab_size] of the sampled tokens."""
+        assert isinstance(self._part, PipelineDecoder)
+        if self._leader.links.ranks.tensor_size == 1:
+            with self._leader.guarded():
+                return self._part.end()
+        with self._leader.together(ranks_pb2.RankCommand(end_pass=ranks_pb2.EndPass())):
+            return self._part.end()
+
+    def end_all(self) -> None:
+        """Wait for all passes that have begun, and drop their results."""
+        assert isinstance(self._part, PipelineDecoder)
+        while self._part.num_open:
+            self.end()
 
     def logits(self, last: Tensor) -> Tensor:
         """Return float32 logits [N, vocab_size] for some rows of the hidden states that a probe kept as `last`."""

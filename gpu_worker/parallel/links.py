@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Longer than any pause of a healthy rank within a step; lifelines detect dead ranks earlier.
 _TIMEOUT = timedelta(minutes=10)
+# How many tensors a CPU rank may have sent that their receivers do not take yet.
+_MAX_SENDS = 8
 
 
 class RankLinks:
@@ -63,6 +66,7 @@ class RankLinks:
         # Creating a process group is collective: every rank takes part in creating all of them.
         groups = [dist.new_group(self._of_stage(stage), timeout=_TIMEOUT) for stage in range(ranks.pipeline_size)]
         self._stage_group = groups[ranks.stage]
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         # Created in the first sum, which is part of the warm-up.
         self._has_tried_one_shot = False
         self._one_shot: tuple[RankSum, object] | None = None
@@ -146,8 +150,16 @@ class RankLinks:
         return int(value.item())
 
     def send(self, x: Tensor, stage: int) -> None:
-        """Send `x` to the corresponding rank of another stage."""
-        dist.send(x.contiguous(), self._peer(stage))
+        """Send `x` to the corresponding rank of another stage. On a CPU, do not wait until it is received."""
+        x = x.contiguous()
+        if x.is_cuda:
+            dist.send(x, self._peer(stage))
+            return
+        work = dist.isend(x, self._peer(stage))
+        assert work is not None
+        self._sends.append((work, x))
+        if len(self._sends) > _MAX_SENDS:
+            self._sends.popleft()[0].wait()
 
     def receive(self, like: Tensor, stage: int) -> Tensor:
         """Return a tensor with the shape and type of `like`, received from the corresponding rank of another stage."""

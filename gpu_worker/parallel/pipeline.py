@@ -3,10 +3,13 @@
 In each step the first stage looks up embeddings, each stage runs its layers and sends the output to the next one, and
 the last stage sends the sampled rows back to the first, which computes the logits. Only the first stage therefore holds
 the vocabulary, and requested logits and hidden states end up on the rank that reports them.
+
+The first stage may begin the next passes before it completes one, so that all stages compute at the same time.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 
 import torch
@@ -24,7 +27,7 @@ class StageLinks(Protocol):
     """Communication with the corresponding ranks of other stages."""
 
     def send(self, x: Tensor, stage: int) -> None:
-        """Send `x`, which must not be modified before the step ends."""
+        """Send `x`, which must not be modified afterwards."""
 
     def receive(self, like: Tensor, stage: int) -> Tensor:
         """Return a received tensor with the shape, type and device of `like`."""
@@ -69,6 +72,7 @@ class PipelineDecoder:
         self._part, self._layers, self._stage, self._links = part, layers, stage, links
         self._hidden = hidden
         self._last_stage = len(layers) - 1
+        self._open: deque[tuple[ForwardInputs, Probe | None]] = deque()
 
     def place_adapter(self, adapter: Adapter) -> object:
         """Convert a part of a LoRA adapter to the form that `ForwardInputs.adapters` takes."""
@@ -84,7 +88,13 @@ class PipelineDecoder:
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         """Run this stage's layers; return logits [S, vocab_size] on the first stage, [S, 0] on others."""
+        self.begin(inputs, probe)
+        return self.end() if self._stage == 0 else torch.empty(len(inputs.sampled), 0, device=self._hidden.device)
+
+    def begin(self, inputs: ForwardInputs, probe: Probe | None = None) -> None:
+        """Run this stage's layers; the first stage must call `end` later, once for each pass, in the same order."""
         if self._stage == 0:
+            self._open.append((inputs, probe))
             hidden = self._part.embed(inputs)
         else:
             hidden = self._links.receive(self._rows(inputs.token_ids), self._stage - 1)
@@ -92,16 +102,21 @@ class PipelineDecoder:
         if self._stage < self._last_stage:
             self._links.send(hidden, self._stage + 1)
         if self._stage == 0:
-            return self._finish(inputs, probe)
+            return
         if probe is not None:
             for layer in self._kept(probe, self._stage):
                 self._links.send(probe.states[layer], 0)
         if self._stage == self._last_stage and (probe is not None or len(inputs.sampled)):
             self._links.send(hidden if probe is not None else hidden[inputs.sampled.long()], 0)
-        return torch.empty(len(inputs.sampled), 0, device=hidden.device)
 
-    def _finish(self, inputs: ForwardInputs, probe: Probe | None) -> Tensor:
-        """Return the logits for the hidden states that the last stage sends back."""
+    @property
+    def num_open(self) -> int:
+        """Number of passes that the first stage has begun and not completed."""
+        return len(self._open)
+
+    def end(self) -> Tensor:
+        """Complete the first stage's oldest pass: wait for the hidden states that are sent back; return the logits."""
+        inputs, probe = self._open.popleft()
         if probe is None:
             rows = self._rows(inputs.sampled)
             return self._part.logits(self._links.receive(rows, self._last_stage) if len(rows) else rows)

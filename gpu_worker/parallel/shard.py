@@ -9,6 +9,7 @@ layers are not sharded: each tensor rank computes all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from gpu_worker.models.description import DecoderDescription, Mixture
 from gpu_worker.parallel.ranks import Ranks
@@ -118,8 +119,26 @@ def _mixture(mixture: Mixture | None, rank: int, size: int) -> Mixture | None:
 
 
 def stage_layers(description: DecoderDescription, num_stages: int) -> list[range]:
-    """Return the range of layers of each stage."""
-    return [_span(description.num_layers, stage, num_stages) for stage in range(num_stages)]
+    """Return the range of layers of each stage.
+
+    The first stage also computes the head, so it has fewer layers: a pipeline is as fast as its slowest stage.
+    """
+    num_layers, head = description.num_layers, round(_head_cost(description))
+    cuts = [stage * (num_layers + head) // num_stages - head for stage in range(1, num_stages)]
+    # Each stage has at least one layer.
+    cuts = [min(max(cut, stage), num_layers - num_stages + stage) for stage, cut in enumerate(cuts, 1)]
+    return [range(*ends) for ends in pairwise([0, *cuts, num_layers])]
+
+
+def _head_cost(d: DecoderDescription) -> float:
+    """Return how many layers take as many multiplications per token as the head."""
+    attention = d.num_heads * (d.query_rows + d.value_dim) + 2 * d.num_kv_heads * d.head_dim
+    widths = [
+        d.intermediate_size if mixture is None else mixture.num_active * mixture.expert_size + mixture.shared_size
+        for mixture in d.mixtures
+    ]
+    feed_forward = (3 if d.has_gated_ffn else 2) * sum(widths) / len(widths)
+    return d.vocab_size / (attention + feed_forward)
 
 
 def _heads(d: DecoderDescription, rank: int, size: int) -> tuple[range, range]:

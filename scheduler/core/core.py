@@ -8,7 +8,7 @@ The steps of a request:
    allows it (placement); it gets rows and blocks there (worker_group).
 3. The same turn plans steps for every group with room in its pipeline (`_plan`): the micro-batch policy fills a step
    (steps), and the StepPlan goes out. Two steps are in flight, so the next one waits at the worker when one
-   ends.
+   ends. A pipeline has one more in flight for each further stage, of other sequences.
 4. `StepDone` carries tokens: they are appended, and sequences that are complete are ended (steps). Their rows and
    blocks are free at once, because steps run strictly in order.
 5. If it is paused, or its worker is lost, it is queued again with its tokens (membership), and continues at 2. Where
@@ -232,9 +232,9 @@ class SchedulerCore:
 
     def _is_due(self, group: WorkerGroup) -> bool:
         """Return whether it is time for the group's next step."""
-        if not group.in_flight:
+        if len(group.in_flight) < group.num_micro_batches:
             return True
-        if len(group.in_flight) >= self.config.pipeline_depth:
+        if len(group.in_flight) >= group.max_in_flight:
             return False
         due_ns = group.pace.next_plan_ns(group.in_flight[0])
         if due_ns > self._clock.now_ns:

@@ -95,6 +95,7 @@ class WorkerRegistered:
         sink_token_length: Number of first tokens that every query attends to in addition to its window.
         role: A Role; empty means both.
         kv_source: Where other groups can fetch blocks of its pool; empty if they cannot.
+        num_micro_batches: Number of steps without common sequences that the group computes at the same time.
     """
 
     time_ns: int
@@ -126,6 +127,7 @@ class WorkerRegistered:
     sink_token_length: int = 0
     role: str = ""
     kv_source: str = ""
+    num_micro_batches: int = 1
 
     @property
     def attention_window(self) -> int:

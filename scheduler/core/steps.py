@@ -180,6 +180,8 @@ class StepBuilder:
         if sequences is not None:
             wanted = set(sequences)
             chosen = [s for s in chosen if s in wanted]
+        if group.num_micro_batches > 1:
+            chosen = self._micro_batch(chosen)
         if group.num_waiting:
             chosen = self._without_stalled_beams(chosen)
         due = [s for s in chosen if s.num_computed == s.checkpoint]
@@ -195,6 +197,21 @@ class StepBuilder:
             self._plan_drafts(chosen)
         Sequence.compute_next(chosen)
         return len(chosen)
+
+    def _micro_batch(self, chosen: list[Sequence]) -> list[Sequence]:
+        """Return the sequences that run while the stages of a pipeline compute the steps before this one.
+
+        These are sequences without a token in one of those steps, and at most an equal part of all that generate. If
+        there are none, a step of the others may follow, as for a group without stages.
+        """
+        group = self.group
+        before = list(group.in_flight)[-(group.num_micro_batches - 1) :]
+        running = {sequence for step in before for sequence in step.sampled()}
+        limit = -(-len(running.union(group.generating)) // group.num_micro_batches)
+        free = [sequence for sequence in chosen if sequence not in running]
+        if not free and len(group.in_flight) < self.group.config.pipeline_depth:
+            free = chosen
+        return free[:limit]
 
     def _without_stalled_beams(self, chosen: list[Sequence]) -> list[Sequence]:
         """Fork beams that have diverged; leave out beams if there are not enough blocks for their forks."""
@@ -318,7 +335,7 @@ class StepBuilder:
                 generation_rows=rows,
                 num_paused=len(self.paused_requests),
                 queue_latency_ns=self._queue_latency_ns,
-                num_empty_slots=max(0, group.batch_size - num_scheduled),
+                num_empty_slots=max(0, -(-group.batch_size // group.num_micro_batches) - num_scheduled),
                 draft_limits=self._draft_limits,
                 adoption=adoption,
             )

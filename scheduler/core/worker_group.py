@@ -116,6 +116,7 @@ class WorkerGroup:
         stored: Known hashes of the blocks in its tiers; shared with groups that share the tiers.
         fetched: Hashes of the blocks that it has fetched from other groups and not adopted yet.
         batch_size: Number of sequences started since the group was last empty.
+        num_micro_batches: Number of steps without common sequences that the group computes at the same time.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class WorkerGroup:
         self.tokens_per_block = config.tokens_per_block
         self.max_batch_size = min(config.max_batch_size, registration.max_batch_size)
         self.max_num_tokens = min(config.max_num_tokens, registration.max_num_tokens)
+        self.num_micro_batches = registration.num_micro_batches
         self.prefix_cache = PrefixCache()
         self.blocks = BlockManager(registration.num_blocks, self.prefix_cache)
         self.tables = BlockTables(config, self.blocks, clock, registration.attention_window)
@@ -264,6 +266,11 @@ class WorkerGroup:
     def first_open_step(self) -> int:
         """Return the number of the oldest step whose result is awaited or, if there is none, of the next step."""
         return self.in_flight[0].step_id if self.in_flight else self.next_step_id
+
+    @property
+    def max_in_flight(self) -> int:
+        """Maximum number of steps in flight: `pipeline_depth`, and one more for each further micro-batch."""
+        return self.config.pipeline_depth + self.num_micro_batches - 1
 
     @property
     def num_free_rows(self) -> int:

@@ -16,6 +16,7 @@ _MAX_FEATURES = 256
 _MAX_BYTES = 1 << 50
 # Maximum of numbers that are summed over requests or groups and end up in 32-bit fields of other messages.
 _MAX_COUNT = 1 << 24
+_MAX_MICRO_BATCHES = 256
 _MAX_STATUS_CODE = 16
 _MAX_DIMENSIONS = 8
 _ITEM_BYTES = {
@@ -66,6 +67,7 @@ def _check_registration(message: worker_pb2.Register) -> None:
         _check_text("features", feature, MAX_NAME)
     _check_range("world_size", (message.world_size,), _MAX_COUNT)
     _check_range("max_loras", (message.max_loras,), _MAX_COUNT)
+    _check_range("num_micro_batches", (message.num_micro_batches,), _MAX_MICRO_BATCHES)
     _check_range("lora_cache_bytes", (message.lora_cache_bytes,), _MAX_BYTES)
     _check_range("block_bytes", (message.block_bytes,), _MAX_BYTES)
 

@@ -96,6 +96,7 @@ def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -
         sink_token_length=message.sink_token_length,
         role=message.role,
         kv_source=message.kv_source,
+        num_micro_batches=message.num_micro_batches or 1,
     )
 
 

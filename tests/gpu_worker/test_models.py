@@ -19,6 +19,7 @@ from gpu_worker.models.decoder import ForwardInputs, Probe, TorchDecoder
 from gpu_worker.models.families import describe
 from gpu_worker.models.loader import load_model
 from gpu_worker.models.native import CpuDecoder
+from gpu_worker.parallel.leader import LeadingDecoder
 from kernels.cpu import Draws
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, UnsupportedError
@@ -42,6 +43,15 @@ class Recorder:
             return self.logits[-1]
 
         monkeypatch.setattr(decoder, "forward", record)
+        if runner.num_micro_batches > 1:
+            assert isinstance(decoder, LeadingDecoder)
+            end = decoder.end
+
+            def record_end() -> Tensor:
+                self.logits.append(end().clone())
+                return self.logits[-1]
+
+            monkeypatch.setattr(decoder, "end", record_end)
         if isinstance(decoder, CpuDecoder):
             choose = decoder.choose
 

@@ -23,7 +23,7 @@ from tests.gpu_worker.rank_pool import RankPool
 from tests.gpu_worker.test_models import Recorder, prompt
 from tests.gpu_worker.test_running_ahead import plan, run_ahead, run_in_turn
 from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner, make_tiny_model
-from tests.gpu_worker.whole import Whole, outputs
+from tests.gpu_worker.whole import Whole, contents, outputs
 
 VOCAB = SHAPE["vocab_size"]
 # Logits are about 10, where float32 values are 1e-6 apart; partial sums are rounded in another order.
@@ -131,6 +131,63 @@ def test_a_group_runs_ahead_with_the_same_tokens(pool: RankPool, tiny_folder: Pa
         assert one.errors == other.errors
     alone = run_in_turn(make_runner(tiny_folder, kernels="torch"), steps)
     assert [output.token_ids.tolist() for output in ahead] == [output.token_ids.tolist() for output in alone]
+
+
+@pytest.mark.parametrize(("grid", "kernels"), [((1, 3), "auto"), ((2, 2), "torch")])
+def test_the_stages_compute_micro_batches_at_the_same_time_with_the_same_tokens(
+    pool: RankPool, tiny_folder: Path, grid: tuple[int, int], kernels: str
+) -> None:
+    """There are greedy and drawn sequences, beams, penalties, drafts and reports, and too few blocks for all. The
+    scheduler's connection is lost once, while passes are open.
+    """
+    made = requests() + reporting()
+    wanted = Whole(make_runner(tiny_folder, kernels=kernels), end_ids=(2,)).run(made)
+    with pool.runner(tiny_folder, *grid, kernels=kernels) as runner:
+        with pytest.MonkeyPatch.context() as patch:
+            open_passes = note_open_passes(runner, patch)
+            whole = Whole(runner, end_ids=(2,), num_blocks=30)
+            found = [whole.submit(request) for request in made]
+            while not (len(open_passes) > 20 and open_passes[-1] == grid[1]):
+                assert whole.step()
+            whole.lose_worker()
+            whole.run(())
+        assert whole.core.totals.num_preemptions > 0
+        assert runner.num_micro_batches == grid[1]
+    # Most passes began before the one before had ended.
+    assert max(open_passes) == grid[1]
+    assert sum(num > 1 for num in open_passes) > len(open_passes) / 2
+    for one, other in zip(found, wanted, strict=True):
+        assert outputs(one) == outputs(other)
+    if kernels == "auto":
+        assert [contents(request) for request in found] == [contents(request) for request in wanted]
+
+
+def reporting() -> list[pb.GenerateRequest]:
+    """Return requests of several lengths, most of which report log probabilities, logits and hidden states."""
+    return [
+        pb.GenerateRequest(
+            request_id=f"reports {number}",
+            token_ids=pb.TokenIds(values=prompt(5 + 11 * number, seed=number)),
+            sampling=pb.SamplingConfig(temperature=0),
+            output=pb.OutputConfig(log_probs=2, prompt_log_probs=1, return_context_logits=number == 1),
+            max_tokens=6 + number,
+        )
+        for number in range(6)
+    ]
+
+
+def note_open_passes(runner: ModelRunner, patch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that receives the number of open passes after the beginning of each."""
+    counts: list[int] = []
+    decoder: Any = runner.model.decoder
+    begin = decoder.begin
+
+    def note(inputs: ForwardInputs, probe: Probe | None = None) -> None:
+        begin(inputs, probe)
+        counts.append(decoder._part.num_open)
+
+    patch.setattr(decoder, "begin", note)
+    return counts
 
 
 def note_passes(runner: ModelRunner, patch: pytest.MonkeyPatch) -> list[list[int]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.models.families import describe
 from gpu_worker.parallel.ranks import Ranks
-from gpu_worker.parallel.shard import shard_of, whole_shard
+from gpu_worker.parallel.shard import shard_of, stage_layers, whole_shard
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError
 from midstream.model.folder import open_model_folder
@@ -68,6 +68,14 @@ def test_the_embedded_models_kv_heads_are_divided_or_shared(embedded: DecoderDes
         ([1], [3, 4, 5]),
         ([2], [6, 7, 8]),
     ]
+
+
+def test_the_first_stage_has_fewer_layers_because_it_has_the_head(embedded: DecoderDescription) -> None:
+    """The head's 49,152 * 576 products take as long as those of 8 layers with 576 * (576 + 576 + 384 + 3 * 1,536)."""
+    assert stage_layers(embedded, 2) == [range(11), range(11, 30)]
+    assert stage_layers(embedded, 3) == [range(4), range(4, 17), range(17, 30)]
+    # Every stage has a layer.
+    assert list(map(len, stage_layers(embedded, 30))) == [1] * 30
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.data())

@@ -394,6 +394,7 @@ def test_arrays_cross_in_one_copy() -> None:
 class FakeLaunched:
     number: int
     is_done: bool = False
+    is_silent: bool = False
 
 
 @dataclass
@@ -402,10 +403,11 @@ class FakeRunner:
 
     events: list[str] = field(default_factory=list)
     launched: list[FakeLaunched] = field(default_factory=list)
+    is_silent: bool = False
 
     def launch(self, step: Step) -> FakeLaunched:
         self.events.append(f"launch {step.step_id}")
-        self.launched.append(FakeLaunched(step.step_id))
+        self.launched.append(FakeLaunched(step.step_id, is_silent=self.is_silent))
         return self.launched[-1]
 
     def finish(self, launched: FakeLaunched) -> StepOutput:
@@ -436,3 +438,18 @@ def test_the_loop_launches_what_is_there_before_it_waits_for_a_result() -> None:
     steps.clear()
     inbox.put(5)
     assert steps.next() == 5
+
+
+def test_the_loop_waits_for_a_pipelines_oldest_step_if_none_arrives() -> None:
+    inbox: queue.SimpleQueue[int] = queue.SimpleQueue()
+    steps = StepsInFlight[int, FakeLaunched](FakeRunner(is_silent=True), inbox, 3)
+    for number in (1, 2, 3, 4):
+        inbox.put(number)
+    for expected in (1, 2, 3):
+        assert steps.next() == expected
+        steps.launch(Step(step_id=expected), 0.0)
+    assert steps.next() is None  # at most three steps are in flight
+    assert steps.oldest.step_id == 1
+    steps.finish()
+    assert steps.next() == 4
+    assert steps.next() is None

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_worker.batch.step import Step
 from gpu_worker.kv.kept_blocks import KeptBlocks
 from gpu_worker.lora.messages import AdapterMessages
-from gpu_worker.model_runner import ModelRunner
+from gpu_worker.model_runner import Launched, ModelRunner
 from gpu_worker.scheduler_link.messages import decode_step, encode_result
 from midstream.clock import SteadyClock
 from protos import generation_pb2 as pb
@@ -64,10 +65,12 @@ class Member:
         self.connection, self.epoch = b"", 0
         tiers = runner.kv.tiers
         self._kept = KeptBlocks(runner.kv.block_hashes, None if tiers is None else tiers.offer)
+        self._in_flight: deque[tuple[Step, Launched]] = deque()
 
     def begin(self, connection: bytes) -> dict[str, Any]:
         """Start with an empty pool; return the fields of the registration that describe the pool and the tiers."""
         self.runner.clear()
+        self._in_flight.clear()
         self._kept.clear()
         self.connection = connection
         kv = self.runner.kv
@@ -87,14 +90,25 @@ class Member:
             self.runner.kv.fetcher.begin_epoch(epoch)
 
     def run(self, plan: StepPlan, limits: ModelLimits) -> Iterator[Event]:
-        """Run a step; yield its result, and a heartbeat if blocks were stored."""
+        """Launch a step. Finish those that it depends on, and all but those that fill the stages of a pipeline."""
         batch = worker_pb2.SchedulerMessage.FromString(encode_step(plan, limits)).step_batch
         for part in table_parts(plan):
             self.adapters.keep(worker_pb2.SchedulerMessage.FromString(part).prompt_table)
         step = self.adapters.complete(decode_step(batch))
         assert step is not None
         self._kept.receive(batch)
-        output = self.runner.run_step(step)
+        while self._in_flight and self.runner.must_finish_before(step):
+            yield from self.finish()
+        self._in_flight.append((step, self.runner.launch(step)))
+        while len(self._in_flight) >= self.runner.num_micro_batches:
+            yield from self.finish()
+
+    def finish(self) -> Iterator[Event]:
+        """Finish the oldest step, if any; yield its result, and a heartbeat if blocks were stored."""
+        if not self._in_flight:
+            return
+        step, launched = self._in_flight.popleft()
+        output = self.runner.finish(launched)
         self._kept.finish(step.step_id, is_whole=output.is_whole)
         *tensors, result = encode_result(step.epoch, step.step_id, output, 0.0)
         event = decode_worker_message(result.SerializeToString(), self.connection, 1)
@@ -203,6 +217,7 @@ class Whole:
                 protocol_version=PROTOCOL_VERSION,
                 lora_cache_bytes=self.runner.adapters.device_bytes,
                 attention_windows=self.runner.model.description.reaches,
+                num_micro_batches=member.runner.num_micro_batches,
                 features=("recurrent_state",) if self.runner.model.description.state_size else (),
                 max_attention_window=self.core.config.max_attention_window,
                 sink_token_length=self.core.config.sink_token_length,
@@ -231,14 +246,16 @@ class Whole:
         return next(member for member in self._members if member.connection == connection)
 
     def step(self) -> bool:
-        """Run the oldest step or fetch; return False if there is none."""
+        """Run the oldest step or fetch, or finish what was launched; return False if there is neither."""
         self.handle(Turn(1))
         if not self._work:
-            return False
+            events = [event for member in self._members for event in member.finish()]
+            for event in events:
+                self.handle(event)
+            return bool(events)
         work = self._work.popleft()
         member = self._member(work.connection)
-        events = [member.fetch(work)] if isinstance(work, FetchBlocks) else member.run(work, self.limits)
-        for event in events:
+        for event in [member.fetch(work)] if isinstance(work, FetchBlocks) else member.run(work, self.limits):
             self.handle(event)
         return True
 

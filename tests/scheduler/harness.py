@@ -120,6 +120,7 @@ class Harness:
             sink_token_length=more.pop("sink_token_length", self.config.sink_token_length),
             role=more.pop("role", ""),
             kv_source=more.pop("kv_source", ""),
+            num_micro_batches=more.pop("num_micro_batches", 1),
         )
         assert not more, more
         model = FakeModel(

@@ -30,6 +30,54 @@ def test_fused_steps_hold_generation_and_as_much_context_as_the_budget_leaves() 
     assert schedule(harness)[4:] == ["c[6:9] | b"]
 
 
+def test_two_stages_compute_two_micro_batches_at_the_same_time() -> None:
+    """One step more is in flight, and no sequence is in two consecutive steps, except right after its prompt."""
+    harness = Harness()
+    harness.add_group(num_micro_batches=2)
+    for name in "abcd":
+        harness.submit(name, 3, 5)
+    # The stages compute nothing but prompts, so half of the sequences follow, and then the other half.
+    assert harness.turn() == ["+a[0:3] +b[0:3] +c[0:3] +d[0:3]", "a b", "c d"]
+    assert harness.step() == ["a b"]
+    assert harness.step() == ["c d"]
+    harness.submit("e", 2, 3)
+    # Of five sequences, three run in one step, and two in the other.
+    assert harness.step() == ["+e[0:2] | a b"]
+    assert harness.step() == ["c d"]
+    assert harness.step() == ["a b e"]
+    assert harness.step() == ["c d"]
+    assert schedule(harness)[9:] == ["e"]
+    assert harness.core.totals.num_wasted_tokens == 0
+
+
+def test_the_chunks_of_a_prompt_follow_each_other_through_three_stages() -> None:
+    harness = Harness(max_num_tokens=4)
+    harness.add_group(num_micro_batches=3)
+    harness.submit("a", 14, 3)
+    assert harness.turn() == ["+a[0:4]", "a[4:8]", "a[8:12]", "a[12:14]"]
+    harness.submit("b", 3, 3)
+    assert harness.step() == ["+b[0:3]"]
+    # While there is nothing else to run, the next token's step waits behind the step that it depends on.
+    assert schedule(harness)[5:] == ["a", "b", "a", "b"]
+
+
+def test_two_micro_batches_follow_a_worker_that_dies_with_their_steps() -> None:
+    harness = Harness()
+    harness.add_group(num_micro_batches=2)
+    for name in "ab":
+        harness.submit(name, 3, 9)
+    harness.turn()
+    harness.step()
+    harness.step()
+    assert len(harness.group().in_flight) == 3
+    harness.cut("g")
+    harness.add_group(num_micro_batches=2)
+    harness.run()
+    # The harness has compared each token with the only right one.
+    assert [len(harness.tokens[name, 0]) for name in "ab"] == [9, 9]
+    harness.check_is_empty()
+
+
 def test_nothing_is_scheduled_beyond_a_known_length() -> None:
     harness = Harness()
     harness.add_group()

@@ -61,6 +61,7 @@ def draw_group(draw: random.Random, config: SchedulerConfig) -> dict[str, Any]:
         "kv_store": draw.choice(("", "shared")),
         "has_tiers": draw.random() < 0.5,
         "block_bytes": draw.choice((0, 1 << 20, 32 << 20)),
+        "num_micro_batches": draw.choice((1, 1, 2, 3)),
     }
 
 

@@ -223,7 +223,7 @@ class SimulatedWorker:
         self._network, self._step_s, self._host = network, step_s, host
         register = worker_pb2.Register(
             group_id=name,
-            incarnation=network.dice.getrandbits(63),
+            incarnation=(incarnation := network.dice.getrandbits(63)),
             model_fingerprint=fingerprint(),
             tokens_per_block=TOKENS_PER_BLOCK,
             num_blocks=num_blocks,
@@ -240,6 +240,7 @@ class SimulatedWorker:
             block_bytes=_BLOCK_BYTES,
             role=role,
             kv_source=f"at {name}" if role == "prefill" else "",
+            num_micro_batches=1 + incarnation % 2,
         )
         hashes = np.zeros(num_blocks, dtype=np.uint64)
         self._model = SimulatedModel(num_blocks)
