@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # How long streams wait for an unreachable scheduler before they fail.
 _LOST_GRACE_S = 2.0
+# See FeedHello.
+_FEATURES = ("prompt_alone",)
 _Call = grpc.aio.StreamStreamCall[pb.FeedCommand, pb.FeedBatch]
 
 
@@ -89,7 +91,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
         return stub.OpenTokenFeed(OpenFramesRequest(), wait_for_ready=True)
 
     def _hello(self) -> pb.FeedCommand:
-        return pb.FeedCommand(hello=pb.FeedHello(detokenizer_id=self._detokenizer_id))
+        return pb.FeedCommand(hello=pb.FeedHello(detokenizer_id=self._detokenizer_id, features=_FEATURES))
 
     def _greet(self) -> None:
         for stream in self._streams.values():

@@ -168,7 +168,9 @@ class OutputStream:
             # The token of these outputs arrives with the next batch, and may follow a stop word.
             sequence.early.append((token_offset, extras))
         else:
-            self._deliver(sequence_index, sequence, token_offset, extras, sequence.text.stop_at)
+            # The scheduler samples a token even if the request asked for its prompt alone.
+            end = 0 if sequence.has_ended and not sequence.text.num_tokens else sequence.text.stop_at
+            self._deliver(sequence_index, sequence, token_offset, extras, end)
 
     def _deliver(
         self, sequence_index: int, sequence: _Sequence, token_offset: int, extras: Extras, end: int | None

@@ -159,13 +159,21 @@ class FeedHello(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DETOKENIZER_ID_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     detokenizer_id: builtins.str
+    @property
+    def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What this detokenizer can do beyond the first version of this protocol. `prompt_alone`: return outputs of the prompt
+        without any output token (max_tokens 0); other requests need no feature.
+        """
+
     def __init__(
         self,
         *,
         detokenizer_id: builtins.str = ...,
+        features: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["detokenizer_id", b"detokenizer_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detokenizer_id", b"detokenizer_id", "features", b"features"]) -> None: ...
 
 global___FeedHello = FeedHello
 

@@ -77,18 +77,19 @@ class RankLinks:
         size, rank = self.ranks.tensor_size, self.ranks.tensor_rank
         if not can_share(size):
             return None
-        name, handle = f"sums of stage {self.ranks.stage}", -1
+        name, offered = f"sums of stage {self.ranks.stage}", None
         memory: mmap.mmap | None
         if rank == 0:
-            memory, handle = offer_memory(store, name, size)
+            offered = offer_memory(store, name, size)
+            memory = offered[0] if offered is not None else None
         else:
             memory = find_memory(store, name)
         has_memory = torch.tensor([memory is not None], dtype=torch.int32)
         dist.all_reduce(has_memory, op=dist.ReduceOp.MIN, group=self._stage_group)
-        if rank == 0:
-            os.close(handle)
+        if offered is not None:
+            os.close(offered[1])
         if memory is None or not has_memory:
-            logger.info("the ranks of the stage are on several hosts, so they sum through gloo")
+            logger.info("the ranks of the stage share no memory, so they sum through gloo")
             return None
         return SharedSums(memory, rank, size, _TIMEOUT.total_seconds())
 

@@ -13,6 +13,7 @@ use gloo.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import platform
@@ -25,6 +26,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from midstream.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
 
 _KEY_BYTES = 16
 # The key and the counter of each rank each have their own cache line; the numbers follow.
@@ -126,16 +129,24 @@ def can_share(size: int) -> bool:
     return 1 < size <= MAX_RANKS and platform.machine() == "x86_64"
 
 
-def offer_memory(store: Store, name: str, size: int) -> tuple[mmap.mmap, int]:
+def offer_memory(store: Store, name: str, size: int) -> tuple[mmap.mmap, int] | None:
     """Create memory and publish it under `name`; return it and its descriptor, which is closed once the others
-    have it.
+    have it. Return None, and tell the others, if there is no memory.
     """
-    memory, handle, key = make_memory(size)
+    try:
+        memory, handle, key = make_memory(size)
+    except OSError as error:
+        logger.warning("no memory for sums: %s", error)
+        store.set(name, "none")
+        return None
     store.set(name, f"{os.getpid()} {handle} {key.hex()}")
     return memory, handle
 
 
 def find_memory(store: Store, name: str) -> mmap.mmap | None:
-    """Return the memory published under `name`; None if it is on another host."""
-    pid, handle, key = store.get(name).decode().split()
+    """Return the memory published under `name`; None if there is none, or if it is on another host."""
+    offer = store.get(name).decode()
+    if offer == "none":
+        return None
+    pid, handle, key = offer.split()
     return open_memory(int(pid), int(handle), bytes.fromhex(key))

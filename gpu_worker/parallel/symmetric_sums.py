@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_REASONS = (ImportError, AttributeError, NotImplementedError, RuntimeError)
+
 # Size of the largest sum: 32 rows of 4,096 numbers in 16 bits. Every rank reads all parts, so NCCL is better for larger
 # sums.
 NUM_BYTES = 1 << 18
@@ -28,6 +30,12 @@ def symmetric_sum(
     them.
     """
     memory, addresses = None, None
+
+    def all_ranks(*, can: bool) -> bool:
+        least = torch.tensor([can], dtype=torch.int32, device=device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        return bool(least.item())
+
     try:
         # Imported here because they need Triton and a PyTorch build for GPUs.
         from torch.distributed import _symmetric_memory as symmetric
@@ -37,14 +45,19 @@ def symmetric_sum(
         size = 2 * NUM_BYTES + signal_bytes(NUM_BYTES, ranks.tensor_size)
         memory = symmetric.empty(size, dtype=torch.uint8, device=device)
         memory.zero_()
+    except _REASONS as error:
+        logger.info("the ranks sum through NCCL: %s", error)
+        memory = None
+    # A rank that failed would not come to the rendezvous, where the others would wait for it.
+    if not all_ranks(can=memory is not None) or memory is None:
+        return None
+    try:
         handle = symmetric.rendezvous(memory, group)
         addresses = list(handle.buffer_ptrs)
-    except (ImportError, AttributeError, NotImplementedError, RuntimeError) as error:
+    except _REASONS as error:
         logger.info("the ranks sum through NCCL: %s", error)
     # No rank signals another one before that rank's memory is zero.
-    has_memory = torch.tensor([addresses is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(has_memory, op=dist.ReduceOp.MIN, group=group)
-    if addresses is None or not has_memory.item():
+    if not all_ranks(can=addresses is not None) or addresses is None:
         return None
     parts = torch.tensor(addresses, dtype=torch.int64, device=device)
     add = RankSum(parts, parts + 2 * NUM_BYTES, ranks.tensor_rank, NUM_BYTES, dtype)

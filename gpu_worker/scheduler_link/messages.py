@@ -29,6 +29,7 @@ FEATURES = (
     "prompt_log_probs",
     "prompt_tuning",
     "speculative",
+    "token_logits",
     "top_p_decay",
 )
 

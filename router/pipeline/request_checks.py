@@ -84,6 +84,9 @@ FEATURES: dict[str, Callable[[pb.GenerateRequest], bool]] = {
     "context_logits": lambda request: request.output.return_context_logits,
     "generation_logits": lambda request: request.output.return_generation_logits,
     "additional_outputs": lambda request: bool(request.output.additional_outputs),
+    "token_logits": lambda request: any(
+        item.name.startswith("token_logits.") for item in request.output.additional_outputs
+    ),
     "bad_words": lambda request: bool(request.stopping.bad_words or request.stopping.bad_word_token_ids),
     "embedding_bias": lambda request: bool(request.sampling.embedding_bias),
     "no_repeat_ngram": lambda request: request.sampling.no_repeat_ngram_size > 0,
@@ -102,6 +105,7 @@ _FEATURE_FIELDS = {
     "context_logits": "output.return_context_logits",
     "generation_logits": "output.return_generation_logits",
     "additional_outputs": "output.additional_outputs",
+    "token_logits": "output.additional_outputs",
     "bad_words": "stopping.bad_words",
     "embedding_bias": "sampling.embedding_bias",
     "no_repeat_ngram": "sampling.no_repeat_ngram_size",

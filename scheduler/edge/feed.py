@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from midstream.clock import SteadyClock
-from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
 from protos import scheduler_pb2
 from scheduler.core.effects import Accepted, Emitted, RequestEnded, RequestForgotten, SequenceEnded
 from scheduler.core.request import Request
@@ -136,9 +136,11 @@ class FeedHub:
             for reader in log.readers:
                 reader.feed.mark(reader)
 
-    def connect(self, detokenizer_id: str, wake: Callable[[], None]) -> DetokenizerFeed:
-        """Open a feed; `wake` is called when there is something new to collect."""
-        feed = DetokenizerFeed(self, detokenizer_id, wake)
+    def connect(
+        self, detokenizer_id: str, wake: Callable[[], None], features: frozenset[str] = frozenset()
+    ) -> DetokenizerFeed:
+        """Open a feed for a detokenizer with `features`; `wake` is called when there is something new to collect."""
+        feed = DetokenizerFeed(self, detokenizer_id, wake, features)
         self.feeds.append(feed)
         return feed
 
@@ -155,8 +157,9 @@ class DetokenizerFeed:
         num_attached_total: Number of requests that were ever attached to it.
     """
 
-    def __init__(self, hub: FeedHub, detokenizer_id: str, wake: Callable[[], None]) -> None:
+    def __init__(self, hub: FeedHub, detokenizer_id: str, wake: Callable[[], None], features: frozenset[str]) -> None:
         self.detokenizer_id = detokenizer_id
+        self._features = features
         self.num_attached_total = 0
         self._hub = hub
         self._attachments: dict[int, Attachment] = {}
@@ -187,6 +190,11 @@ class DetokenizerFeed:
         log = self._hub.logs.get(request_id)
         if log is None:
             self.refuse(stream, request_id, NotFoundError(f"no request {request_id[:128]!r} is known here"))
+            return
+        if not log.request.spec.max_tokens and "prompt_alone" not in self._features:
+            # It would drop the outputs of the prompt. The router attaches to another detokenizer.
+            message = f"the detokenizer {self.detokenizer_id!r} is too old for requests with max_tokens 0; upgrade it"
+            self.refuse(stream, request_id, UnavailableError(message))
             return
         attachment = Attachment(self, stream, log)
         self._attachments[stream] = attachment

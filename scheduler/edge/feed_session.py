@@ -42,7 +42,8 @@ class FeedSession:
         if feed is None:
             if kind != "hello":
                 raise InvalidArgumentError("the first command of a feed must be hello", field="command")
-            self._feed = self._engine.hub.connect(command.hello.detokenizer_id, self._wake)
+            hello = command.hello
+            self._feed = self._engine.hub.connect(hello.detokenizer_id, self._wake, frozenset(hello.features))
         elif kind == "attach":
             self._attach(command.attach, feed)
         elif kind == "detach":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import cast
 
+import pytest
+
 from detokenizer.feed_messages import Opened, SequenceEnd
 from detokenizer.incremental import DecoderFactory
 from detokenizer.sequence import TextRules
@@ -95,19 +97,22 @@ def test_outputs_of_tokens_behind_a_stop_word_are_dropped_whenever_they_come() -
         assert chunk.extras == report(0) + report(1) + report(2)
 
 
-def test_a_request_for_its_prompt_alone_has_the_prompts_outputs() -> None:
+@pytest.mark.parametrize("is_reopened", [False, True])
+def test_a_request_for_its_prompt_alone_has_the_prompts_outputs(*, is_reopened: bool) -> None:
     """The outputs arrive without a token; the log probability of the sampled token is not part of the output."""
     rules = TextRules(prompt_ids=(0, 1))
     opened = Opened(1, rules, is_streaming=True, return_all=False)
     stream = OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20)
-    stream.open(opened)
     known = LogProbs((-2.0,), 0, (), (), (1,))
-    stream.add_outputs(0, 0, Extras(LogProbs((-1.0,), 0, (), (), (1,)), known))
-    stream.end_sequence(SequenceEnd(0, FinishReason.LENGTH, 0))
+    for _ in range(1 + is_reopened):  # the feed may break before the request's end arrives
+        stream.open(opened)
+        stream.add_outputs(0, 0, Extras(LogProbs((-1.0,), 0, (), (), (1,)), known))
+        stream.end_sequence(SequenceEnd(0, FinishReason.LENGTH, 0))
     stream.end(Usage(2, 0, 0), None, None)
     (chunk,) = stream.take()
     assert (list(chunk.token_ids), chunk.text, chunk.is_final) == ([0, 1], "ab", True)
     assert chunk.extras == Extras(None, known)
+    assert chunk.cumulative_log_prob is None
 
 
 def report(token: int) -> Extras:

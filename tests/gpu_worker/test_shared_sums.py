@@ -16,8 +16,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
-from gpu_worker.parallel.shared_sums import MAX_RANKS, PIECE, SharedSums, can_share, make_memory, open_memory
+from gpu_worker.parallel.shared_sums import (
+    MAX_RANKS,
+    PIECE,
+    SharedSums,
+    can_share,
+    find_memory,
+    make_memory,
+    offer_memory,
+    open_memory,
+)
 from midstream.errors import UnavailableError
 
 
@@ -80,6 +90,21 @@ def test_only_the_memory_with_the_right_key_is_used() -> None:
     assert open_memory(os.getpid(), handle, bytes(len(key))) is None
     os.close(handle)
     assert open_memory(os.getpid(), handle, key) is None
+
+
+def test_a_rank_without_memory_does_not_leave_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    offered = offer_memory(store, "first", 2)
+    assert offered is not None
+    assert find_memory(store, "first") is not None
+    os.close(offered[1])
+
+    def refuse(size: int) -> None:
+        raise OSError("out of memory")
+
+    monkeypatch.setattr("gpu_worker.parallel.shared_sums.make_memory", refuse)
+    assert offer_memory(store, "second", 2) is None
+    assert find_memory(store, "second") is None
 
 
 def test_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

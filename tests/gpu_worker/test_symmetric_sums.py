@@ -54,9 +54,34 @@ def test_memory_is_clear_before_it_is_used_and_small_sums_are_taken(memories: li
 
 
 @pytest.mark.usefixtures("memories")
-def test_all_ranks_leave_it_if_one_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "all_reduce", lambda x, **_: x.zero_())
+@pytest.mark.parametrize("num_agreed", [0, 1])
+def test_all_ranks_leave_it_if_one_lacks_it(monkeypatch: pytest.MonkeyPatch, num_agreed: int) -> None:
+    """A rank that failed before the rendezvous does not come to it, so the others must not wait for it there."""
+    answers, num_met = iter([1] * num_agreed + [0]), 0
+    rendezvous = symmetric.rendezvous
+
+    def meet(memory: Tensor, group: Any) -> Any:
+        nonlocal num_met
+        num_met += 1
+        return rendezvous(memory, group)
+
+    monkeypatch.setattr(symmetric, "rendezvous", meet)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **_: x.fill_(next(answers)))
     assert symmetric_sum(RANKS, GROUP, torch.bfloat16, CPU) is None
+    assert num_met == num_agreed
+
+
+def test_a_rank_without_memory_says_so_before_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[int] = []
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(symmetric, "empty", refuse)
+    monkeypatch.setattr(symmetric, "rendezvous", lambda *_: pytest.fail("came to the rendezvous"))
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **_: said.append(int(x)))
+    assert symmetric_sum(RANKS, GROUP, torch.bfloat16, CPU) is None
+    assert said == [0]
 
 
 @pytest.mark.usefixtures("memories")

@@ -251,6 +251,14 @@ def test_a_feature_that_the_workers_lack_is_unsupported() -> None:
     check_supported(request, None)
 
 
+def test_workers_of_the_version_before_get_no_output_that_they_would_leave_out() -> None:
+    request = output(additional_outputs=[pb.AdditionalOutput(name="token_logits.1.2")])
+    check_supported(request, frozenset(FEATURES))
+    with pytest.raises(UnsupportedError, match="lack token logits") as raised:
+        check_supported(request, frozenset(FEATURES) - {"token_logits"})
+    assert raised.value.field == "output.additional_outputs"
+
+
 def test_a_post_processor_that_the_workers_lack_is_refused() -> None:
     request = pb.GenerateRequest(logits_post_processor_name="a")
     check_supported(request, frozenset(FEATURES) | {"logits_post_processor.a"})

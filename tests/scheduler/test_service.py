@@ -5,6 +5,7 @@ test.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ import pytest
 import zmq
 
 from midstream.config import SchedulerConfig
-from midstream.errors import ConfigError, ExecutionError
+from midstream.errors import ConfigError, ExecutionError, UnavailableError, from_proto
 from protos import generation_pb2, loads_pb2, scheduler_pb2, worker_pb2
 from scheduler.core.events import StepDone
 from scheduler.service import SchedulerService
@@ -23,16 +24,16 @@ from tests.scheduler.cell import MODEL, WAIT_S, run_cell, until
 class Feed:
     """A detokenizer's end of a token feed; it stores everything that it receives, by stream."""
 
-    def __init__(self, stub: Any, name: str = "detokenizer") -> None:
+    def __init__(self, stub: Any, name: str = "detokenizer", features: Sequence[str] = ()) -> None:
         self.call = stub.TokenFeed()
-        self.name = name
+        self.hello = scheduler_pb2.FeedHello(detokenizer_id=name, features=features)
         self.tokens: dict[int, list[int]] = {}
         self.opened: dict[int, scheduler_pb2.FeedOpened] = {}
         self.ends: dict[int, scheduler_pb2.FeedSequenceEnd] = {}
         self.ended: dict[int, scheduler_pb2.FeedEnded] = {}
 
     async def open(self) -> Feed:
-        await self.call.write(scheduler_pb2.FeedCommand(hello=scheduler_pb2.FeedHello(detokenizer_id=self.name)))
+        await self.call.write(scheduler_pb2.FeedCommand(hello=self.hello))
         return self
 
     async def attach(self, stream: int, request_id: str) -> None:
@@ -44,6 +45,8 @@ class Feed:
         assert batch is not grpc.aio.EOF
         for opened in batch.opened:
             self.opened[opened.stream] = opened
+            if opened.HasField("error"):
+                continue
             self.tokens[opened.stream] = []
         start = 0
         counts = list(batch.num_tokens) or [1] * len(batch.streams)
@@ -286,6 +289,21 @@ async def test_a_feed_begins_with_hello() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_an_older_detokenizer_gets_no_request_that_it_would_not_serve_in_full() -> None:
+    output = generation_pb2.OutputConfig(prompt_log_probs=0)
+    async with run_cell() as cell:
+        await cell.submit("a", [1, 2], 0, output=output)
+        old, new = await Feed(cell.stub, "old").open(), await Feed(cell.stub, "new", ["prompt_alone"]).open()
+        for feed in (old, new):
+            await feed.attach(1, "a")
+            await feed.read()
+        # An unavailable detokenizer makes the router attach to another one.
+        error = from_proto(old.opened[1].error)
+        assert isinstance(error, UnavailableError)
+        assert "max_tokens 0" in error.message
+        assert new.opened[1].num_prompt_tokens == 2
 
 
 async def test_a_slow_reader_costs_a_cursor_and_disturbs_nobody() -> None:
