@@ -11,16 +11,17 @@
 namespace midstream {
 namespace {
 
-constexpr int kPart = 1024;      // tokens whose weights have a sum of their own
-constexpr int kFewTokens = 256;  // usually all that top-p keeps
+constexpr int kPart = 1024;      // number of tokens per part; each part has its own sum of weights
+constexpr int kFewTokens = 256;  // top-p usually keeps no more than this
 
 int num_parts(int n) { return (n + kPart - 1) / kPart; }
 
-// Weights are multiples of this, so that the sum of n of them, each up to 1, fits the 53 bits of a double.
+// Returns the number of which all weights are multiples, so that the sum of n weights up to 1 is exact in the 53 bits of a
+// double.
 float quantum_of(int n) { return std::ldexp(1.0f, std::bit_width(static_cast<unsigned>(n - 1)) - 53); }
 
-// e^x for x up to 0, exactly 1 at 0, rounded to a multiple of the quantum that is 2^-23 times `small`. Products and sums are
-// rounded one by one, so that PyTorch's operations give the same bits.
+// Returns e^x for x <= 0, exactly 1 at 0, rounded to a multiple of the quantum, which is 2^-23 times `small`. Each product and
+// each sum is rounded separately, so that PyTorch's operations give the same bits.
 inline F weight(F x, F small) {
   x = max(set1(-80.0f), x);
   F n = round(mul(x, set1(1.44269504088896341f)));
@@ -51,7 +52,7 @@ uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// A number in [0, 1), as in gpu_worker/sampling/uniforms.py.
+// Returns a number in [0, 1), computed as in gpu_worker/sampling/uniforms.py.
 double uniform(const MidstreamDraw& how) {
   constexpr uint64_t kStep = 0x9E3779B97F4A7C15;
   uint64_t mixed = mix(how.seed + kStep);
@@ -85,7 +86,7 @@ int DrawScratch::draw(const float* logits, int n, float highest, const Midstream
   return draw_collected(threshold(n, how, total, quantum_of(n)), number);
 }
 
-// Writes the weights, with their sums and maxima, and returns the sum of all.
+// Computes the weights of all tokens, and their sums and maxima; returns the sum of all weights.
 double DrawScratch::weigh(const float* logits, int n, float highest, float temperature) {
   const F top = set1(highest), divisor = set1(temperature), small = set1(quantum_of(n) * 0x1p23f);
   float last[kPart];
@@ -111,7 +112,7 @@ double DrawScratch::weigh(const float* logits, int n, float highest, float tempe
   return total;
 }
 
-// Collects the tokens whose weight is at least this, in order.
+// Collects the tokens whose weight is at least `least`, in ascending order.
 void DrawScratch::collect(int n, float least) {
   const F bound = set1(least);
   num_collected_ = 0;
@@ -124,7 +125,7 @@ void DrawScratch::collect(int n, float least) {
   }
 }
 
-// A weight that at least so many tokens reach; 0 where the maxima show none.
+// Returns a weight that at least `count` tokens reach; 0 if it cannot be derived from the maxima.
 float DrawScratch::weight_reached_by(int n, int count) {
   int num_maxima = num_parts(n) * kLanes;
   if (count > num_maxima) return 0;
@@ -133,17 +134,17 @@ float DrawScratch::weight_reached_by(int n, int count) {
   return left_[count - 1];
 }
 
-// Collects all tokens that top-k or else top-p may keep, but none without weight.
+// Collects all tokens with a nonzero weight that top-k, or without it top-p, may keep.
 void DrawScratch::collect_most_likely(int n, const MidstreamDraw& how, double total, float quantum) {
   bool has_top_k = how.top_k > 0 && how.top_k < n;
   collect(n, std::max(quantum, weight_reached_by(n, has_top_k ? how.top_k : kFewTokens)));
   double wanted = static_cast<double>(how.top_p) * total;
   if (has_top_k || sum_of(collected_.data(), num_collected_) >= wanted) return;
-  // If so much less than all is wanted, the others weigh too little together.
+  // Tokens below this threshold have less weight in total than top-p excludes.
   collect(n, std::max(quantum, static_cast<float>(0.99 * (total - wanted) / n)));
 }
 
-// Collects tokens, and returns the least weight that is kept.
+// Collects tokens, and returns the smallest weight that is kept.
 float DrawScratch::threshold(int n, const MidstreamDraw& how, double total, float quantum) {
   bool has_top_k = how.top_k > 0 && how.top_k < n, has_top_p = how.top_p < 1.0f;
   float least = std::max(quantum, how.min_p);
@@ -169,8 +170,8 @@ float DrawScratch::threshold(int n, const MidstreamDraw& how, double total, floa
   return std::max(kept, least);
 }
 
-// The largest weight such that what reaches it is enough, of the collected ones from `least` on, which themselves are. Weights
-// are ordered as their bits are, so it halves the range of bits.
+// Returns the largest weight, at least `least`, for which `is_enough` holds for the collected tokens that reach it. It must hold
+// for `least`. Positive floats have the order of their bits, so this is a binary search over bit patterns.
 template <class IsEnough> float DrawScratch::largest_reached(float least, Above& above, IsEnough&& is_enough) {
   uint32_t low = std::bit_cast<uint32_t>(least), high = std::bit_cast<uint32_t>(1.0f);
   above = {0, 0.0};
@@ -203,7 +204,8 @@ template <class IsEnough> float DrawScratch::largest_reached(float least, Above&
   return std::bit_cast<float>(low);
 }
 
-// The first token with which the sum of weights exceeds the target, or the last one with a weight.
+// Returns the first token at which the cumulative weight exceeds the target; if there is none, the last token with a nonzero
+// weight.
 int DrawScratch::draw_any(int n, double target) const {
   double sum = 0;
   int part = 0;
@@ -218,7 +220,7 @@ int DrawScratch::draw_any(int n, double target) const {
   return last;
 }
 
-// The same among the collected tokens of at least this weight.
+// Does the same for the collected tokens whose weight is at least `least`; `number` is the fraction of their total.
 int DrawScratch::draw_collected(float least, double number) const {
   double total = 0;
   for (int i = 0; i < num_collected_; ++i) total += collected_[i] >= least ? static_cast<double>(collected_[i]) : 0.0;

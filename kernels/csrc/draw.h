@@ -6,18 +6,18 @@
 
 namespace midstream {
 
-// One thread's memory for draws. kernels/cpu/sampling.py says what is drawn: every sum is exact, so the token depends on
-// neither the order of additions nor the instruction set.
+// One thread's memory for draws. kernels/cpu/sampling.py defines the result. All sums are exact, so the token depends neither on
+// the order of additions nor on the instruction set.
 class DrawScratch {
  public:
   void reserve(int n);
 
-  // The next token of n logits: the first of the highest without `how`, with a temperature of 0, and where the highest is not
-  // finite; NaN counts as the highest.
+  // Returns the next token for n logits: the first of the highest if `how` is null, if the temperature is 0, or if the highest
+  // logit is not finite. NaN counts as the highest.
   int choose(const float* logits, int n, const MidstreamDraw* how, float& highest);
 
  private:
-  // Numbers that reach a weight found: how many are above it, and their sum.
+  // The number of tokens whose weight is above a threshold, and the sum of their weights.
   struct Above {
     int count;
     double sum;
@@ -33,11 +33,11 @@ class DrawScratch {
   int draw_any(int n, double target) const;
   int draw_collected(float least, double number) const;
 
-  std::vector<float> weights_;      // of all tokens, and zeros up to the end of the last part
-  std::vector<double> sums_;        // by part
-  std::vector<float> maxima_;       // by part and lane
-  std::vector<int> ids_;            // of the collected tokens, ascending
-  std::vector<float> collected_;    // their weights
+  std::vector<float> weights_;      // weights of all tokens, padded with zeros to the end of the last part
+  std::vector<double> sums_;        // sums of weights, per part
+  std::vector<float> maxima_;       // largest weights, per part and lane
+  std::vector<int> ids_;            // ids of the collected tokens, ascending
+  std::vector<float> collected_;    // weights of the collected tokens
   std::vector<float> left_, other_;
   int num_collected_ = 0;
 };

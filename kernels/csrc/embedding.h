@@ -1,4 +1,4 @@
-// Rows of an embedding table as floats.
+// Converts rows of an embedding table to floats.
 #pragma once
 #include <bit>
 #include <cstring>
@@ -11,16 +11,16 @@ namespace midstream {
 inline float half_to_float(uint16_t half) {
   uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = half & 0x7fff;
   if (rest >= 0x7c00) return std::bit_cast<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-  // With the exponent of a float, a subnormal half is a subnormal too, and one product makes both right.
+  // A subnormal half becomes a subnormal float here, so the same multiplication corrects normal and subnormal numbers.
   return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 13) * 0x1p112f));
 }
 
-// Whether embed_row knows the format.
+// Returns whether embed_row supports the format.
 inline bool can_embed(Format format) {
   return format == Format::kF32 || format == Format::kBF16 || format == Format::kQ4 || format == Format::kQ8;
 }
 
-// out[width] = row `id` of the table; for the formats q4 and q8 width is a multiple of kBlock.
+// Writes row `id` of the table to out[width]. For the formats kQ4 and kQ8, width must be a multiple of kBlock.
 inline void embed_row(const MidstreamEmbedding& table, int id, int width, float* out) {
   const uint8_t* row = static_cast<const uint8_t*>(table.rows) + id * table.row_bytes;
   auto half = [](const uint8_t* bytes) {

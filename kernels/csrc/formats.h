@@ -1,8 +1,8 @@
-// How packed weights lie in memory, and how they become floats in registers.
+// The memory layout of packed weights, and their conversion to floats in registers.
 //
-// A weight [N, K] is cut into panels of kPanel output channels; a panel holds all of K, so that one pass over it reads
-// memory in order. Inside, lane i of a vector belongs to output channel i, so each output is summed over k in order 0..K-1
-// in a lane of its own, whatever the number of rows or threads.
+// A weight [N, K] is divided into panels of kPanel output channels. A panel contains all of K, so that one pass over it reads
+// memory sequentially. Within a panel, lane i of a vector belongs to output channel i, so each output is summed over k in the
+// order 0..K-1 in its own lane, regardless of the number of rows or threads.
 #pragma once
 #include "vec.h"
 
@@ -10,18 +10,19 @@ namespace midstream {
 
 constexpr int kPanelVectors = 4;
 constexpr int kPanel = kPanelVectors * kLanes;
-constexpr int kBlock = 32;  // weights of a channel that share a scale; every K is padded to a multiple of it
+constexpr int kBlock = 32;  // number of weights of a channel that share a scale; K is padded to a multiple of it
 
-// kernels/cpu/linear.py has the same numbers, and says what each format is.
+// kernels/cpu/linear.py has the same numbers and describes each format.
 enum class Format : int { kF32, kBF16, kInt8, kQ4, kQ8, kInt4, kQ4K, kMx4, kAffine8, kQ6K, kFp8, kInt16 };
 
-// Whether weights have four bits: nibble j of word i is the weight of k = 4 j + i.
+// Returns whether weights have four bits. Nibble j of word i is the weight of k = 4 j + i.
 constexpr bool has_nibbles(Format format) {
   return format == Format::kQ4 || format == Format::kInt4 || format == Format::kQ4K || format == Format::kMx4;
 }
 
-// Where the blocks of a panel lie (kBlock k's of kPanel channels). A block begins with its fields, arrays of one element for
-// each channel; its words follow. Some formats have further fields that a group of blocks shares, before the first of them.
+// The layout of a panel's blocks, each of which has kBlock weights of each of kPanel channels. A block begins with its fields,
+// which are arrays with one element per channel, followed by its words. In some formats, groups of blocks share additional
+// fields, which are stored before the first block of the group.
 template <int field_bytes, int words_of_channel, int shared_bytes = 0, int num_sharing = 1> struct Layout {
   static constexpr int kFieldBytes = field_bytes * kPanel, kBytes = kFieldBytes + words_of_channel * kPanel * 4;
   static constexpr int kSharedBytes = shared_bytes * kPanel, kSharing = num_sharing;
@@ -31,8 +32,8 @@ template <int field_bytes, int words_of_channel, int shared_bytes = 0, int num_s
   static const uint8_t* words(const uint8_t* panel, int b) { return fields(panel, b) + kFieldBytes; }
 };
 
-// unpack of a format calls sink(k, vector, weights) for the k's of block b of a panel in order, k counted from the start of the
-// block. Weights of integers q are scale(v) * q + minimum(v) of a vector of channels v.
+// The function `unpack` of each format calls sink(k, v, weights) for block b of a panel, in ascending order of k, which is
+// relative to the start of the block; v is a vector of channels. Integers q represent the weights scale(v) * q + minimum(v).
 
 struct F32Block : Layout<0, kBlock> {
   template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* panel, int b, Sink&& sink) {
@@ -62,7 +63,7 @@ template <int j> [[gnu::always_inline]] inline I signed_byte_of_word(I word) {
   return shift_right_signed<24>(shift_left<24 - 8 * j>(word));
 }
 
-// Byte j of a word holds the weight of k + j: calls sink with convert<j>(word, k + j, vector).
+// Byte j of a word is the weight of k + j. Calls sink(k + j, v, convert<j>(word, k + j, v)).
 template <class Convert, class Sink>
 [[gnu::always_inline]] inline void unpack_words(const uint8_t* words, Convert&& convert, Sink&& sink) {
   for (int k = 0; k < kBlock; k += 4, words += kPanel * 4) {
@@ -86,7 +87,7 @@ template <class Convert, class Sink>
 }
 [[gnu::always_inline]] inline F load_byte_field(const uint8_t* fields, int v) { return to_float(load_bytes(fields + v * kLanes)); }
 
-// The scale of an output channel is applied to its sum.
+// Signed bytes; an output channel's scale is applied to its sum.
 struct Int8Block : Layout<0, kBlock / 4> {
   template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* panel, int b, Sink&& sink) {
     auto convert = []<int j>(I word, int, int) __attribute__((always_inline)) { return to_float(signed_byte_of_word<j>(word)); };
@@ -108,7 +109,7 @@ struct Q8Block : Layout<2, kBlock / 4> {
   }
 };
 
-// Q6_K: a float16 and two signed bytes, whose products with it are the scales of each half of the block; signed bytes.
+// Q6_K: a float16 and two signed bytes, which multiplied by it are the scales of the two halves of the block; signed bytes.
 struct Q6KBlock : Layout<4, kBlock / 4> {
   [[gnu::always_inline]] static F scale(const uint8_t* panel, int b, int v, int half) {
     const uint8_t* at = fields(panel, b);
@@ -142,8 +143,8 @@ struct Fp8Block : Layout<4, kBlock / 4> {
     auto convert = [&]<int j>(I word, int, int v) __attribute__((always_inline)) {
       I bits = shift_right<8 * j>(word);
       I sign = bit_and(shift_left<24>(bits), set1_int(0x80000000u)), rest = bit_and(shift_left<20>(bits), set1_int(0x07f00000u));
-      // A float's exponent counts 120 more. Subnormal ones become 2^-7 + value / 2, and are the only ones that the minimum
-      // changes.
+      // The exponent bias of a float is larger by 120. Subnormal numbers become 2^-7 + value / 2, and only these are changed by
+      // the minimum.
       F value = as_float(add_int(rest, set1_int(120u << 23)));
       value = min(value, fma(value, set1(2.0f), set1(-0x1p-6f)));
       return mul(as_float(bit_or(sign, as_int(value))), load_float_field(fields(panel, b), v));
@@ -152,8 +153,9 @@ struct Fp8Block : Layout<4, kBlock / 4> {
   }
 };
 
-// A byte e for the scale 2^(e - 127); words hold signed halves, low first: word 2 i + j has k = 4 i + j and 4 i + j + 2, as rows of
-// halves have. The magnitudes of a block sum to at most kMostSum, so that its products with any halves fit 32 bits.
+// A byte e for the scale 2^(e - 127); words contain two signed halves: word 2 i + j has k = 4 i + j in its low half, and
+// 4 i + j + 2 in its high half, as in rows of halves. The magnitudes of a block add up to at most kMostSum, so that its dot
+// product with any halves fits in 32 bits.
 struct Int16Block : Layout<1, kBlock / 2> {
   static constexpr int kMostSum = 65536 - kBlock;
   [[gnu::always_inline]] static F scale(const uint8_t* panel, int b, int v) {
@@ -186,7 +188,7 @@ template <class Block, class Sink> [[gnu::always_inline]] inline void unpack_nib
     scale[v] = shifted[v] = Block::scale(panel, b, v);
     minimum[v] = Block::minimum(panel, b, v);
   }
-  // A nibble is masked where it stands, and the scale divided by 16 instead: exact, and cheaper than to shift it down.
+  // Nibbles are masked but not shifted; the scale is divided by 16 instead, which is exact and cheaper.
   I mask = set1_int(15);
   for (int j = 0; j < 7; ++j) {
 #pragma GCC unroll 4
@@ -200,7 +202,7 @@ template <class Block, class Sink> [[gnu::always_inline]] inline void unpack_nib
 #pragma GCC unroll 4
     for (int v = 0; v < kPanelVectors; ++v) shifted[v] = mul(shifted[v], set1(1.0f / 16));
   }
-  // The mask of the last nibble would cover the sign.
+  // The last nibble includes the sign bit, so it is shifted.
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i)
 #pragma GCC unroll 4
@@ -221,7 +223,7 @@ struct Q4Block : Layout<4, kBlock / 8> {
   }
 };
 
-// A scale with a zero point in its last nine bits, which weights are counted from: the minimum is -zero * scale; nibbles.
+// A scale whose lowest nine bits contain the zero point: the minimum is -zero_point * scale; nibbles.
 struct Int4Block : Layout<4, kBlock / 8> {
   static constexpr uint32_t kZeroMask = 0x1ff;
   [[gnu::always_inline]] static F scale(const uint8_t* panel, int b, int v) {
@@ -236,8 +238,8 @@ struct Int4Block : Layout<4, kBlock / 8> {
   }
 };
 
-// Q4_K: eight blocks share a float16 unit of scales and one of minimums, which is negative; each has a byte of units of both;
-// nibbles.
+// Q4_K: eight blocks share a float16 unit for scales and a negative one for minimums; each block has a byte for each, counted
+// in these units; nibbles.
 struct Q4KBlock : Layout<2, kBlock / 8, 4, 8> {
   [[gnu::always_inline]] static F scale(const uint8_t* panel, int b, int v) {
     return mul(load_half_field(shared(panel, b), v), load_byte_field(fields(panel, b), v));
@@ -251,7 +253,7 @@ struct Q4KBlock : Layout<2, kBlock / 8, 4, 8> {
   }
 };
 
-// MXFP4: a byte e for the scale 2^(e - 127); nibbles are float4 (E2M1), computed with as integers of twice their value.
+// MXFP4: a byte e for the scale 2^(e - 127); nibbles are float4 (E2M1), represented by integers of twice their value.
 struct Mx4Block : Layout<1, kBlock / 8> {
   [[gnu::always_inline]] static F scale(const uint8_t* panel, int b, int v) {
     return mul(as_float(shift_left<23>(load_bytes(fields(panel, b) + v * kLanes))), set1(0.5f));
@@ -278,7 +280,7 @@ struct Mx4Block : Layout<1, kBlock / 8> {
   }
 };
 
-// Calls f with a Block of the format.
+// Calls f with the block type of the format.
 template <class F> auto with_block(Format format, F&& f) {
   switch (format) {
     case Format::kF32: return f(F32Block{});
@@ -297,7 +299,7 @@ template <class F> auto with_block(Format format, F&& f) {
   __builtin_unreachable();
 }
 
-// After a panel's blocks, int8 has one float scale for each channel.
+// In the format int8, the blocks of a panel are followed by one float scale per channel.
 inline int64_t panel_bytes(Format format, int k) {
   int num_blocks = round_up(k, kBlock) / kBlock;
   int64_t bytes = with_block(format, [&](auto block) {

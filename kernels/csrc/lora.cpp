@@ -7,7 +7,7 @@
 namespace midstream {
 namespace {
 
-// Ranks that pass over the input together.
+// Number of ranks that are computed in one pass over the input.
 constexpr int kRanks = 4;
 
 // shrunk[0..R-1] = a [R, k] x

@@ -1,4 +1,4 @@
-// Low-rank adapters: what those of single rows add to the output of a linear layer.
+// LoRA adapters: computes the deltas that are added to the output of a linear layer; each row may have another adapter.
 #pragma once
 #include <initializer_list>
 #include <vector>
@@ -8,24 +8,24 @@
 
 namespace midstream {
 
-// Some outputs of a linear layer, and the pair that adds to them.
+// A range of a linear layer's outputs, and the LoRA pair that adds to them.
 struct LoraPart {
   MidstreamLoraPair MidstreamLoraLayer::*pair;
   int width;
 };
 
-// The rows of a step that have an adapter. What is added to a row is computed from that row alone.
+// The rows of a step that have an adapter. The delta of a row depends only on that row.
 class LoraRows {
  public:
-  // Before the team runs; no linear layer has more than max_width outputs.
+  // Called before the team runs. max_width is the largest number of outputs of a linear layer.
   void plan(const MidstreamBatch& batch, int max_width);
   bool empty() const { return rows_.empty(); }
 
-  // Called by every thread of a running team: what is added to a linear layer of x [num_tokens, ldx], k columns of it. The
-  // parts are its outputs in order.
+  // Computes the deltas of a linear layer for the first k columns of x [num_tokens, ldx]; `parts` are the layer's outputs in
+  // order. Called by every thread of a running team.
   void compute(ThreadPool& pool, int layer, std::initializer_list<LoraPart> parts, int k, const float* x, int64_t ldx);
 
-  // What is added to a row, by output; null for nothing.
+  // Returns the delta of a row, one element per output; null if there is none.
   const float* delta(int row) const { return deltas_[row]; }
 
  private:

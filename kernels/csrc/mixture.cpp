@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kMaxExperts = 1024;
 
-// The place of the highest of n numbers, the first of equals; it is then taken out.
+// Returns the index of the highest of n numbers, the first if there are several, and sets that number to -infinity.
 int take_highest(double* x, int n) {
   int best = 0;
   for (int i = 1; i < n; ++i)
@@ -18,7 +18,7 @@ int take_highest(double* x, int n) {
   return best;
 }
 
-// Leaves the groups alone whose two highest numbers have the highest sums.
+// Keeps the groups whose two highest numbers have the highest sums, and sets the numbers of all others to -infinity.
 void keep_groups(double* rated, int num_experts, int num_groups, int num_active_groups) {
   int size = num_experts / num_groups;
   double sums[kMaxExperts];
@@ -36,7 +36,7 @@ void keep_groups(double* rated, int num_experts, int num_groups, int num_active_
     if (!is_kept[i / size]) rated[i] = -std::numeric_limits<double>::infinity();
 }
 
-// x = e^(x - highest) / sum, n numbers.
+// Replaces n numbers by their softmax.
 void softmax(double* x, int n) {
   double highest = *std::max_element(x, x + n), total = 0;
   for (int i = 0; i < n; ++i) total += x[i] = std::exp(x[i] - highest);

@@ -1,4 +1,4 @@
-// Which experts the rows of a step go through.
+// Assigns the rows of a step to experts.
 #pragma once
 #include <vector>
 
@@ -6,16 +6,16 @@
 
 namespace midstream {
 
-// The rows of a step for the experts of one layer, sorted by expert: what meets the same weights lies side by side. A row's
-// choice depends on its own scores alone.
+// The rows of a step, sorted by the experts of one layer, so that rows for the same weights are adjacent. The experts of a row
+// depend only on its own scores.
 class ExpertPlan {
  public:
-  // Before the team runs; for layers of at most these many experts, of which each row goes through num_active.
+  // Called before the team runs, with the largest number of experts of a layer and of active experts per row.
   void reserve(int num_rows, int num_experts, int num_active, int alignment);
 
-  // Within for_each of a running team: the experts of one row, by the router's logits [num_experts].
+  // Chooses the experts of one row by the router's logits [num_experts]. Called inside for_each of a running team.
   void choose(const MidstreamMixture& mixture, int row, const float* logits);
-  // Once all rows have chosen, by one thread.
+  // Sorts the rows by expert. Called by one thread, after the experts of all rows have been chosen.
   void sort(const MidstreamMixture& mixture, int num_rows);
 
   int max_places() const { return max_places_; }
@@ -23,7 +23,7 @@ class ExpertPlan {
     return std::min(mixture.num_experts, num_rows * mixture.num_active);
   }
   const RowGroup* groups() const { return groups_.data(); }
-  // Of pair row * num_active + i: its place among the sorted rows, and the weight of the expert.
+  // For the pair row * num_active + i: its position among the sorted rows, and the weight of its expert.
   const int* places() const { return places_.data(); }
   float weight(int pair) const { return weights_[pair]; }
 

@@ -1,4 +1,4 @@
-// Packing of row-major weights into panels (see formats.h). Done once, when a model is loaded.
+// Packs row-major weights into panels (see formats.h), once, when a model is loaded.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -32,12 +32,12 @@ void pack_int8(const float* row, int count, int lane, float scale, uint8_t* bloc
     block[((k / 4) * kPanel + lane) * 4 + k % 4] = static_cast<uint8_t>(scale > 0 ? std::lrint(row[k] / scale) : 0);
 }
 
-// Levels of a scale that is a power of two: bfloat16 weights with levels of 128 and more are exact.
+// Quantizes to multiples of a scale that is a power of two. bfloat16 weights of at least 128 times the scale are exact.
 void pack_int16(const float* row, int count, int lane, uint8_t* block, uint8_t* words) {
   double sum = 0, most = 0;
   for (int k = 0; k < count; ++k) sum += std::fabs(row[k]), most = std::fmax(most, std::fabs(row[k]));
   if (!(sum > 0)) {
-    block[lane] = sum == 0 ? 0 : 255;  // NaN: an infinite scale makes NaN of its zeros
+    block[lane] = sum == 0 ? 0 : 255;  // in case of NaN the scale is infinite, which makes the products with the zeros NaN
     return;
   }
   int exponent = 0;
@@ -66,7 +66,7 @@ void pack_float_row(Format format, const float* row, int k, int lane, uint8_t* p
   if (format == Format::kInt8) std::memcpy(panel + panel_bytes(format, k) - (kPanel - lane) * 4, &scale, 4);
 }
 
-// 16 bytes; the low nibble of byte i is weight i, the high one 16 + i.
+// The source has 16 bytes: the low nibble of byte i is weight i, and the high nibble is weight 16 + i.
 void pack_nibbles(const uint8_t* source, int lane, uint8_t* words) {
   for (int i = 0; i < 4; ++i) {
     uint32_t word = 0;
@@ -83,7 +83,7 @@ void pack_bytes(const uint8_t* source, int lane, uint8_t* words) {
   for (int k = 0; k < kBlock; ++k) words[((k / 4) * kPanel + lane) * 4 + k % 4] = source[k];
 }
 
-// The bytes of a block's fields in order, of those first that blocks share.
+// Returns the sizes of a block's fields in bytes, in order, beginning with shared fields.
 std::vector<int> field_sizes(Format format) {
   switch (format) {
     case Format::kQ4: return {2, 2};
@@ -104,7 +104,7 @@ int block_bytes(Format format) {
   return bytes;
 }
 
-// A row of blocks, fields and then weights; int8 has its scale at the end of the row.
+// In the source, each block of a row has its fields before its weights. In the format int8, the scale is at the end of the row.
 void pack_block_row(Format format, const uint8_t* row, int k, int lane, uint8_t* panel) {
   std::vector<int> sizes = field_sizes(format);
   int num_blocks = round_up(k, kBlock) / kBlock;
@@ -118,7 +118,7 @@ void pack_block_row(Format format, const uint8_t* row, int k, int lane, uint8_t*
         field += kPanel * size;
         row += size;
       }
-      // The kernels add minimums, which Q4_K subtracts.
+      // The kernels add minimums, whereas Q4_K subtracts them.
       if (format == Format::kQ4K) shared[(kPanel + lane) * 2 + 1] ^= 0x80;
       auto* words = const_cast<uint8_t*>(block.words(panel, b));
       has_nibbles(format) ? pack_nibbles(row, lane, words) : pack_bytes(row, lane, words);
@@ -145,7 +145,7 @@ void midstream_pack(int format_number, bool has_blocks, const void* source, int 
   int64_t row_bytes = has_blocks ? midstream_row_bytes(format_number, k) : static_cast<int64_t>(k) * 4;
   std::memset(packed, 0, packed_bytes(format, n, k));
   for (int i = 0; i < n; ++i) {
-    if (row_order[i] < 0) continue;  // a row of zeros
+    if (row_order[i] < 0) continue;  // the row stays zero
     const uint8_t* row = static_cast<const uint8_t*>(source) + row_order[i] * row_bytes;
     uint8_t* panel = static_cast<uint8_t*>(packed) + i / kPanel * panel_bytes(format, k);
     if (has_blocks) {

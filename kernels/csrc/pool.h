@@ -1,4 +1,4 @@
-// A thread team with the scratch memory of its threads.
+// A pool of threads with their scratch memory.
 #pragma once
 #include "draw.h"
 #include "linear.h"
@@ -12,7 +12,7 @@ struct MidstreamPool {
   std::vector<midstream::DrawScratch> draw_scratch;
   std::vector<float> rows;  // padded copy of an input
 
-  // Before reserve(), for every layer that is to run.
+  // Called before reserve(), for every layer that will run.
   void use(const MidstreamLinear& weight) {
     for (const MidstreamLinear* part = &weight; part; part = part->next) quantized.has_orders |= part->input_order != nullptr;
   }

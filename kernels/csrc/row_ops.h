@@ -1,4 +1,4 @@
-// Operations on single rows: norms, rotary embedding, and the step from floats to the cache's element type.
+// Operations on single rows: norms, activations, rotary embedding, and conversion to the cache's element type.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -16,7 +16,8 @@ inline uint16_t to_bf16(float x) {
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// out[width] = x / rms(x) * weight. Whole vectors first, then the rest one by one: the order depends on width only.
+// out[width] = x / rms(x) * weight. Whole vectors are summed first, then the remaining elements one by one, so the order depends
+// only on the width.
 inline void rms_norm_row(const float* x, const float* weight, int width, float eps, float* out) {
   int whole = width / kLanes * kLanes;
   F squares = zero();
@@ -28,7 +29,7 @@ inline void rms_norm_row(const float* x, const float* weight, int width, float e
   for (int i = whole; i < width; ++i) out[i] = x[i] * inverse * weight[i];
 }
 
-// out[width] = (x - mean) / deviation * weight, in an order that depends on width only.
+// out[width] = (x - mean) / deviation * weight. The order of summation depends only on the width.
 inline void layer_norm_row(const float* x, const float* weight, int width, float eps, float* out) {
   int whole = width / kLanes * kLanes;
   F total = zero();
@@ -47,7 +48,7 @@ inline void layer_norm_row(const float* x, const float* weight, int width, float
   for (int i = 0; i < width; ++i) out[i] = (x[i] - mean) * inverse * weight[i];
 }
 
-// Gives x / rms(x), in place.
+// Divides x by its root mean square, in place.
 inline void unit_row(float* x, int width, float eps) {
   float sum = 0;
   for (int i = 0; i < width; ++i) sum += x[i] * x[i];
@@ -55,7 +56,7 @@ inline void unit_row(float* x, int width, float eps) {
   for (int i = 0; i < width; ++i) x[i] *= inverse;
 }
 
-// tanh by a function of the vector type, so that all rows have the same bits.
+// Computes tanh with vector operations, so that the bits do not depend on the position in a row.
 inline F tanh(F x) {
   F sign = sub(zero(), set1(1.0f)), size = max(x, mul(x, sign));
   F shrunk = exp(mul(size, set1(-2.0f)));
@@ -63,7 +64,7 @@ inline F tanh(F x) {
   return as_float(bit_or(as_int(y), bit_and(as_int(x), set1_int(0x80000000u))));
 }
 
-// x = cap * tanh(x / cap), n numbers.
+// x[i] = cap * tanh(x[i] / cap), for n elements.
 inline void bend_row(float* x, int n, float cap) {
   for (int i = 0; i < n; i += kLanes) {
     float part[kLanes] = {};
@@ -74,7 +75,7 @@ inline void bend_row(float* x, int n, float cap) {
   }
 }
 
-// out[width] = activation(gate[width]) * up[width]; numbers of activations are those of api.h.
+// out[width] = activation(gate[width]) * up[width]. Activations are numbered as in api.h.
 inline void activate_row(int activation, const float* gate, const float* up, int width, float* out) {
   for (int i = 0; i < width; i += kLanes) {
     float gates[kLanes] = {}, ups[kLanes] = {};
@@ -105,7 +106,8 @@ inline void activate_row(int activation, const float* gate, const float* up, int
   }
 }
 
-// Turns dim leading numbers of one head in place, in pairs (2 i, 2 i + 1) or (i, i + dim / 2); cos and sin have dim / 2 values.
+// Rotates the first `dim` elements of one head in place, in pairs (2 i, 2 i + 1) or (i, i + dim / 2). cos and sin have dim / 2
+// elements.
 inline void rotate_head(float* head, const float* cos, const float* sin, int dim, bool is_interleaved) {
   int half = dim / 2;
   if (is_interleaved) {
@@ -123,7 +125,7 @@ inline void rotate_head(float* head, const float* cos, const float* sin, int dim
   }
 }
 
-// out = x as integers up to most, times the scale that is returned; NaN for a row that has one.
+// Quantizes x to integers of magnitude at most `most`, and returns the scale; NaN if x contains NaN.
 template <class T> inline float quantize_head(const float* x, int dim, T most, T* out) {
   float largest = 0, total = 0;
   for (int d = 0; d < dim; ++d) largest = std::max(largest, std::fabs(x[d])), total += x[d];
@@ -132,7 +134,7 @@ template <class T> inline float quantize_head(const float* x, int dim, T most, T
   return largest / static_cast<float>(most) + 0.0f * total;
 }
 
-// The place of the first of the highest of n numbers, or of the first NaN.
+// Returns the index of the highest of n numbers, the first if there are several; if there are NaNs, the index of the first one.
 inline int find_highest(const float* x, int n) {
   constexpr int kTogether = 4;
   int whole = n / (kTogether * kLanes) * (kTogether * kLanes);

@@ -20,7 +20,7 @@ bool request_tiles() { return kHasTiles; }
 
 namespace {
 
-// What a panel's blocks are as tiles: pairs of nibbles as bfloat16 integers q, and what makes weights of them.
+// Conversions of blocks to tiles: pairs of nibbles become integers q as bfloat16; a weight is scale * q + minimum.
 
 template <class Block> struct NibbleTiles {
   [[gnu::always_inline]] static I to_bf16(I word) { return nibbles_to_bf16(word); }
@@ -29,7 +29,7 @@ template <class Block> struct NibbleTiles {
 };
 
 template <Input input> struct Mx4Tiles {
-  static constexpr bool kIsSigned = input == Input::kHalves;  // as in dot_panel.cpp; sums of 32 products stay below 2^24
+  static constexpr bool kIsSigned = input == Input::kHalves;  // as in dot_panel.cpp; sums of 32 products are less than 2^24
   [[gnu::always_inline]] static I to_bf16(I word) { return kIsSigned ? mx4_to_bf16(word) : mx4_plus_12_to_bf16(word); }
   static F scale(const uint8_t* panel, int b, int v) { return Mx4Block::scale(panel, b, v); }
   static F minimum(const uint8_t* panel, int b, int v) { return kIsSigned ? zero() : mul(scale(panel, b, v), set1(-12.0f)); }
@@ -78,12 +78,12 @@ template <Input input> [[gnu::always_inline]] inline void multiply_block(const u
   multiply.template operator()<3>();
 }
 
-// Blocks of one tile of rows.
+// A range of blocks of one tile of rows.
 struct Chunk {
   int row, first_block, count;
 };
 
-// sums += scale * products + minimum * sums of inputs, for R rows from r0 on and two vectors of channels from v0 on.
+// sums += scale * products + minimum * sum of inputs, for R rows from r0 on, and for two vectors of channels from v0 on.
 template <int R>
 [[gnu::noinline]] void add_products(const Chunk& chunk, const QuantizedRows& rows, const TileScratch& scratch, int r0, int v0,
                                     float* sums) {
@@ -136,7 +136,7 @@ void sum_tiles(Format format, const uint8_t* panel, int m, const QuantizedRows& 
   }
 }
 
-// Adds the products of a block of BF16 weights, which lie in memory as tiles do, and of all parts of the inputs.
+// Adds the products of a block of BF16 weights, which have the layout of tiles in memory, with all parts of the inputs.
 [[gnu::always_inline]] inline void add_bf16_block(const uint32_t* inputs, const uint8_t* block) {
   load_tile<4>(inputs, 64);
   load_tile<5>(inputs + kTileBytes / 4, 64);
@@ -154,7 +154,7 @@ void sum_tiles(Format format, const uint8_t* panel, int m, const QuantizedRows& 
 }
 
 void sum_bf16_tiles(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums) {
-  constexpr int kChunk = 6, kWords = kTileBytes / 4 * num_parts(Input::kFloats);  // weights stay in the first-level cache
+  constexpr int kChunk = 6, kWords = kTileBytes / 4 * num_parts(Input::kFloats);  // weights that fit in the L1 cache
   for (int first = 0; first < rows.num_blocks; first += kChunk)
     for (int row = 0; row < m; row += kTileRows) {
       float* out = sums + row * kPanel;

@@ -1,4 +1,5 @@
-// Tile registers of AMX: eight of 16 rows of 64 bytes, of one thread. The first hold sums and inputs, the last ones weights.
+// AMX tile registers. A thread has eight, each with 16 rows of 64 bytes. The first ones contain sums and inputs, the last ones
+// weights.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -16,12 +17,13 @@ constexpr bool kHasTiles = true;
 constexpr bool kHasTiles = false;
 #endif
 
-// Asks the system for the right to use them, for all threads of the process; false where it or the processor has none.
+// Requests permission to use tiles for all threads of the process; returns false if the system or the processor does not support
+// them.
 bool request_tiles();
 
 #if defined(__AVX512F__)
 
-// Sets the rows of sums and inputs; weights have kTileRows.
+// Sets the number of rows of sums and inputs; weights have kTileRows rows.
 inline void configure_tiles(int rows, int num_weights) {
   alignas(64) uint8_t config[64] = {1};
   for (int i = 0; i < 8; ++i) {
@@ -30,7 +32,7 @@ inline void configure_tiles(int rows, int num_weights) {
   }
   asm volatile("ldtilecfg %0" ::"m"(config));
 }
-// Afterwards a thread's state is small again when the system switches to another.
+// Releases the tiles, so that a context switch need not save them.
 inline void release_tiles() { asm volatile("tilerelease"); }
 
 template <int tile> inline void clear_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(tile)); }
@@ -40,14 +42,15 @@ template <int tile> inline void load_tile(const void* p, int64_t stride) {
 template <int tile> inline void store_tile(void* p, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(tile) : "memory");
 }
-// sum[r][c] += over i of left[r][2 i] * right[i][2 c] + left[r][2 i + 1] * right[i][2 c + 1]: bfloat16s, sums in float32.
+// Adds to sum[r][c], for all i: left[r][2 i] * right[i][2 c] + left[r][2 i + 1] * right[i][2 c + 1]. Factors are bfloat16, sums
+// float32.
 template <int sum, int left, int right> inline void multiply_tiles() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sum), "i"(left), "i"(right));
 }
 
 #else
 
-// The same in plain C++, slow, so that what uses tiles can be tested on any machine.
+// A slow emulation in plain C++, so that code that uses tiles can be tested on any machine.
 struct Tile {
   uint8_t bytes[kTileRows][64];
 };
