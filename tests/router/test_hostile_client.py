@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import random
-import statistics
 import string
 import time
 from collections import Counter
@@ -222,9 +221,9 @@ async def test_nothing_that_a_client_sends_harms_another(cluster: Cluster, round
     assert by_grpc["INVALID_ARGUMENT"] > NUM_MESSAGES // 50
     assert grown < MAX_GROWTH_BYTES
     assert after
-    # Clients and services share one event loop here, and the times alone are those of an idle loop. Medians are
-    # compared, not maxima, because the machine may stall for seconds.
-    assert statistics.median(beside) <= max(3 * max(alone), 3.0)
+    # Clients and services share one event loop here, and the times alone are those of an idle loop. The machine may
+    # stall for seconds, so a tenth may take longer.
+    assert sorted(beside)[len(beside) * 9 // 10] <= max(3 * max(alone), 3.0)
 
 
 async def own_first_token(cluster: Cluster, client: AsyncClient) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import statistics
 import time
 from collections import Counter
 from pathlib import Path
@@ -90,8 +89,8 @@ async def test_idle_streams_of_one_client_cost_the_others_nothing(cluster: Clust
         assert (await probe.model_info()).model == cluster.folder.name
         for call in calls:
             call.cancel()
-    # Medians are compared, not maxima, because the machine may stall for seconds.
-    assert statistics.median(beside) <= max(3 * statistics.median(alone), 0.5)
+    # Not the slowest, because the machine may stall for seconds; `python -m benchmarks.abuse` measures more of them.
+    assert sorted(beside)[-3] <= max(3 * sorted(alone)[-3], 0.5)
 
 
 async def test_health_says_when_the_parts_that_requests_need_do_not_answer(cluster: Cluster) -> None:
