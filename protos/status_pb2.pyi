@@ -509,6 +509,7 @@ class RouterStatus(google.protobuf.message.Message):
     NUM_LIVE_DETOKENIZERS_FIELD_NUMBER: builtins.int
     IS_DRAINING_FIELD_NUMBER: builtins.int
     PROBLEMS_FIELD_NUMBER: builtins.int
+    USAGE_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     num_open_streams: builtins.int
     num_detokenizers: builtins.int
@@ -517,6 +518,10 @@ class RouterStatus(google.protobuf.message.Message):
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Reasons why the router is unhealthy, such as stalled loops."""
+
+    @property
+    def usage(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ClientUsage]:
+        """Usage of clients with quotas in the last minute. The routers of a cell learn each other's usage in this way."""
 
     def __init__(
         self,
@@ -527,10 +532,57 @@ class RouterStatus(google.protobuf.message.Message):
         num_live_detokenizers: builtins.int = ...,
         is_draining: builtins.bool = ...,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
+        usage: collections.abc.Iterable[global___ClientUsage] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["is_draining", b"is_draining", "num_detokenizers", b"num_detokenizers", "num_live_detokenizers", b"num_live_detokenizers", "num_open_streams", b"num_open_streams", "problems", b"problems", "router_id", b"router_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["is_draining", b"is_draining", "num_detokenizers", b"num_detokenizers", "num_live_detokenizers", b"num_live_detokenizers", "num_open_streams", b"num_open_streams", "problems", b"problems", "router_id", b"router_id", "usage", b"usage"]) -> None: ...
 
 global___RouterStatus = RouterStatus
+
+@typing.final
+class ClientUsage(google.protobuf.message.Message):
+    """What one client has used at one router."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLIENT_FIELD_NUMBER: builtins.int
+    NUM_RUNNING_FIELD_NUMBER: builtins.int
+    INTERVALS_FIELD_NUMBER: builtins.int
+    client: builtins.str
+    num_running: builtins.int
+    @property
+    def intervals(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UsageInterval]: ...
+    def __init__(
+        self,
+        *,
+        client: builtins.str = ...,
+        num_running: builtins.int = ...,
+        intervals: collections.abc.Iterable[global___UsageInterval] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "intervals", b"intervals", "num_running", b"num_running"]) -> None: ...
+
+global___ClientUsage = ClientUsage
+
+@typing.final
+class UsageInterval(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Identifies the interval, at this router."""
+    num_requests: builtins.int
+    num_tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        num_requests: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number"]) -> None: ...
+
+global___UsageInterval = UsageInterval
 
 @typing.final
 class CellStatus(google.protobuf.message.Message):

@@ -118,9 +118,10 @@ async def serve(config: RouterConfig) -> None:
             num_live_detokenizers=pool.num_live,
             is_draining=server.draining.is_set(),
             problems=progress.problems(),
+            usage=quotas.usage(),
         )
 
-    status = StatusFeed(cells, folder.name, router_status, server.draining, watchers=watchers)
+    status = StatusFeed(cells, folder.name, router_status, server.draining, watchers=watchers, on_routers=quotas.learn)
     add_servicers(server, front, prompts, cells, status, router_id)
     bodies = BodyReader(BodyBudget(max_body_bytes(folder, config.max_body_bytes, config.max_message_bytes)))
     kept = KeptRequests(cells, config.unavailable_timeout_s)

@@ -35,6 +35,8 @@ ALLOWED: dict[tuple[str, str] | str, str] = {
     ("SchedulerMessage", "heartbeat_ack"): "a worker only checks that a message arrived",
     "LedgerEntry": "the router shows all of its fields as JSON",
     "RouterStatus": "the scheduler passes it unchanged to the other routers",
+    "ClientUsage": "a part of RouterStatus",
+    "UsageInterval": "a part of RouterStatus",
 }
 
 _MUTATORS = {"CopyFrom", "MergeFrom", "SetInParent", "add", "append", "extend", "insert", "update", "get_or_create"}

@@ -5,20 +5,23 @@ the bucket for requests, and its prompt and output tokens from the bucket for to
 may become negative; new requests are then rejected until it is positive again. This way actual usage is counted, and no
 running request is ended.
 
-Each router counts separately, across all of its front doors.
+A router counts across all of its front doors. Routers of the same cells report their usage to each other through the
+schedulers (usage_reports), so a quota holds for all of them together, with a delay of about two seconds.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import Counter
 
 from midstream.errors import OverloadedError
 from midstream.telemetry import Metrics
+from protos import status_pb2
 from router.authentication import Caller, Quota
+from router.pipeline.usage_reports import UsageReports, UsageSeen
 
 _PERIOD_S = 60.0
 _BUSY_RETRY_MS = 1000
@@ -52,30 +55,33 @@ class _Rate:
 class Account:
     """The quota usage of one client."""
 
-    def __init__(self, client: str, quota: Quota, clock: Callable[[], float]) -> None:
+    def __init__(self, client: str, quota: Quota, clock: Callable[[], float], used: Iterable[UsageSeen] = ()) -> None:
+        """`used` is what the client has used at other routers in the last minute, oldest first."""
         self.quota = quota
         self.num_running = 0
         self._client = client
         self._clock = clock
-        now = clock()
-        self._requests = _Rate("requests", quota.requests_per_minute, now) if quota.requests_per_minute else None
-        self._tokens = _Rate("tokens", quota.tokens_per_minute, now) if quota.tokens_per_minute else None
+        began = clock() - _PERIOD_S
+        self._requests = _Rate("requests", quota.requests_per_minute, began) if quota.requests_per_minute else None
+        self._tokens = _Rate("tokens", quota.tokens_per_minute, began) if quota.tokens_per_minute else None
+        for seen in used:
+            self.take(seen)
 
-    def admit(self) -> None:
-        """Count a new request.
+    def admit(self, num_running_elsewhere: int = 0) -> None:
+        """Count a new request; `num_running_elsewhere` is the client's number of requests at other routers.
 
         Raises:
             OverloadedError: A quota is exhausted; the message begins with the quota's name.
         """
         now = self._clock()
         limit = self.quota.max_concurrent
-        if limit and self.num_running >= limit:
-            message = f"max_concurrent: {self._client} has reached its limit of {limit} running requests on this router"
+        if limit and self.num_running + num_running_elsewhere >= limit:
+            message = f"max_concurrent: {self._client} has reached its limit of {limit} running requests"
             raise OverloadedError(message, retry_after_ms=_BUSY_RETRY_MS)
         for rate in (self._requests, self._tokens):
             wait_s = rate.seconds_until(1, now) if rate is not None else 0.0
             if rate is not None and wait_s > 0:
-                message = f"{rate.name}_per_minute: {self._client} has used its limit of {rate.limit} on this router"
+                message = f"{rate.name}_per_minute: {self._client} has used its limit of {rate.limit}"
                 raise OverloadedError(message, retry_after_ms=max(math.ceil(wait_s * 1000), _MIN_RETRY_MS))
         if self._requests is not None:
             self._requests.take(1, now)
@@ -84,6 +90,13 @@ class Account:
         """Charge tokens."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, self._clock())
+
+    def take(self, seen: UsageSeen) -> None:
+        """Count what the client has used at another router."""
+        if self._requests is not None:
+            self._requests.take(seen.num_requests, seen.at)
+        if self._tokens is not None:
+            self._tokens.take(seen.num_tokens, seen.at)
 
     def headers(self) -> dict[str, str]:
         """Return OpenAI's rate limit headers."""
@@ -123,6 +136,7 @@ class Quotas:
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._accounts: dict[str, Account] = {}
+        self._reports = UsageReports(clock)
         self._requests: Counter = metrics.counter("client_requests", "Requests by authenticated client.", ("client",))
         self._refused: Counter = metrics.counter(
             "client_refused_requests", "Requests rejected for exceeding a quota.", ("client", "quota")
@@ -141,12 +155,14 @@ class Quotas:
             return Admission(self, "")
         account = self._account(caller)
         try:
-            account.admit()
+            account.admit(self._reports.num_running_elsewhere(caller.name))
         except OverloadedError as error:
             self._refused.labels(caller.name, error.message.partition(":")[0]).inc()
             raise
         self._requests.labels(caller.name).inc()
         account.num_running += 1
+        if caller.quota != Quota():
+            self._reports.count(caller.name, num_requests=1, num_running=account.num_running)
         return Admission(self, caller.name)
 
     def headers(self, caller: Caller) -> dict[str, str]:
@@ -155,20 +171,36 @@ class Quotas:
 
     def leave(self, client: str) -> None:
         """Decrement the client's number of running requests."""
-        self._accounts[client].num_running -= 1
+        account = self._accounts[client]
+        account.num_running -= 1
+        if account.quota != Quota():
+            self._reports.count(client, num_running=account.num_running)
 
     def charge(self, client: str, prompt: int, output: int) -> None:
         """Charge tokens."""
-        self._accounts[client].charge(prompt + output)
+        account = self._accounts[client]
+        account.charge(prompt + output)
+        if account.quota != Quota():
+            self._reports.count(client, num_tokens=prompt + output, num_running=account.num_running)
         if prompt:
             self._tokens.labels(client, "prompt").inc(prompt)
         if output:
             self._tokens.labels(client, "output").inc(output)
 
+    def usage(self) -> list[status_pb2.ClientUsage]:
+        """Return the usage at this router, to be reported to the others."""
+        return self._reports.own()
+
+    def learn(self, routers: Iterable[status_pb2.RouterStatus]) -> None:
+        """Count the usage that other routers have reported."""
+        for client, seen in self._reports.learn(routers):
+            if client in self._accounts:
+                self._accounts[client].take(seen)
+
     def _account(self, caller: Caller) -> Account:
         account = self._accounts.get(caller.name)
         if account is None or account.quota != caller.quota:
-            replacement = Account(caller.name, caller.quota, self._clock)
+            replacement = Account(caller.name, caller.quota, self._clock, self._reports.seen(caller.name))
             replacement.num_running = account.num_running if account is not None else 0
             account = self._accounts[caller.name] = replacement
         return account

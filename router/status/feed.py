@@ -42,12 +42,16 @@ class StatusFeed:
         draining: asyncio.Event,
         interval_s: float = _INTERVAL_S,
         watchers: StreamLimits | None = None,
+        on_routers: Callable[[list[status_pb2.RouterStatus]], None] = lambda _: None,
     ) -> None:
-        """`router` returns the router's own status; `watchers` limits the streams, which end when `draining` is set."""
+        """`router` returns the router's own status; `watchers` limits the streams, which end when `draining` is set;
+        `on_routers` is called with the status of the other routers after each poll.
+        """
         self._cells = cells
         self._model = model
         self._router = router
         self._draining = draining
+        self._on_routers = on_routers
         self._interval_s = interval_s
         self._samples = Samples()
         self._parts = Parts()
@@ -130,6 +134,9 @@ class StatusFeed:
             if len(cells) > 1:
                 for group in answer.groups:
                     group.group_id = f"{answer.cell}/{group.group_id}"
+        others = {it.router_id: it for answer in answered.values() for it in answer.routers}
+        others.pop(router.router_id, None)
+        self._on_routers(list(others.values()))
         silent = [self._names.get(cell.name, cell.name) for cell in cells if cell.name not in answered]
         self._samples.add(time.time(), answered)
         parts = [part for answer in answered.values() for part in cell_parts(answer)]

@@ -66,6 +66,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self.num_blocks = 64
         self.status = status_pb2.CellStatus()
         self.status_requests: list[status_pb2.GetCellStatusRequest] = []
+        self.routers: dict[str, status_pb2.RouterStatus] = {}
         self.loras: list[loads_pb2.LoraInfo] = []
         self.keeps_watchers = False
         self.changed = asyncio.Event()
@@ -173,6 +174,9 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self.status_requests.append(request)
         answer = status_pb2.CellStatus()
         answer.CopyFrom(self.status)
+        self.routers[request.router.router_id] = request.router
+        self.changed.set()
+        answer.routers.extend(self.routers.values())
         for group in answer.groups:
             if request.max_map_cells:
                 group.block_map.blocks_per_cell = 1

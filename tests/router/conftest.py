@@ -176,12 +176,18 @@ class Cluster:
             receive=self.slots.read,
         )
         metrics = Metrics()
-        quotas = Quotas(metrics)
+        quotas, router_id = Quotas(metrics), f"router-{len(self.runners)}"
         front = FrontDoor(runner, RouterMetrics(metrics), server.draining, quotas=quotas)
         status = StatusFeed(
-            cells, self.folder.name, lambda: RouterStatus(router_id="r"), server.draining, 0.05, watchers
+            cells,
+            self.folder.name,
+            lambda: RouterStatus(router_id=router_id, usage=quotas.usage()),
+            server.draining,
+            0.05,
+            watchers,
+            on_routers=quotas.learn,
         )
-        add_servicers(server, front, self.prompts, cells, status, "r")
+        add_servicers(server, front, self.prompts, cells, status, router_id)
         bodies = BodyReader(BodyBudget(4 << 20))
         chat = chat or ChatModel.of(self.folder, self.prompts.tokenizer)
         kept = KeptRequests(cells, unavailable_timeout_s)

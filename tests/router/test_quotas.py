@@ -141,6 +141,26 @@ async def test_a_quota_holds_over_all_doors_and_answers_say_what_is_left(cluster
     assert 'client_refused_requests_total{client="alice",quota="requests_per_minute"} 2.0' in metrics
 
 
+async def test_a_quota_holds_over_two_routers(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = [await router_with(cluster, tmp_path, "max_concurrent=1") for _ in range(2)]
+
+    def num_polls() -> int:
+        return sum(request.router.router_id == "router-2" for request in cluster.scheduler.status_requests)
+
+    async with AsyncClient([first.address], token=ALICE) as client, AsyncClient([second.address], token=ALICE) as other:
+        stream = client.generate(token_ids=[1], request_id="a")
+        reading = asyncio.create_task(stream.result())
+        await cluster.scheduler.until(lambda: any(it.usage for it in cluster.scheduler.routers.values()))
+        known = num_polls()
+        # A router has handled the answer to a poll before it sends the next one.
+        await cluster.scheduler.until(lambda: num_polls() >= known + 2)
+        with pytest.raises(OverloadedError, match="max_concurrent"):
+            await other.generate(token_ids=[1]).result()
+        cluster.scheduler.emit("a", [100])
+        cluster.scheduler.end("a")
+        await reading
+
+
 async def test_files_and_batches_are_their_owners(cluster: Cluster, tmp_path: Path) -> None:
     part = await router_with(cluster, tmp_path, "")
     async with api(part, ALICE) as alice, api(part, BOB) as bob:

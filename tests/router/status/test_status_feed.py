@@ -89,7 +89,11 @@ async def test_a_watcher_gets_the_state_and_then_each_new_sample_once(
     assert times == sorted(set(times))
     assert (status.requests.num_queued, status.counts.num_finished_by_reason["stop"]) == (5, 2)
     assert [(group.group_id, group.HasField("block_map")) for group in status.groups] == [("w", True)]
-    assert {part.kind: part.name for part in status.parts} == {"router": "r", "scheduler": HOSTILE, "worker": "w"}
+    assert {part.kind: part.name for part in status.parts} == {
+        "router": "router-1",
+        "scheduler": HOSTILE,
+        "worker": "w",
+    }
 
 
 async def test_schedulers_draw_maps_only_while_somebody_watches(
