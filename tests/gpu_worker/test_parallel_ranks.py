@@ -204,7 +204,7 @@ def note_passes(runner: ModelRunner, patch: pytest.MonkeyPatch) -> list[list[int
 
 
 def test_running_ahead_is_refused_where_it_cannot_work(tiny_folder: Path) -> None:
-    with pytest.raises(ConfigError, match="needs a GPU"):
+    with pytest.raises(ConfigError, match="requires a GPU"):
         make_runner(tiny_folder, kernels="native", run_ahead="on")
 
 

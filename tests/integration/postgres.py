@@ -50,6 +50,11 @@ def postgres_server() -> Iterator[str]:
         shutil.rmtree(folder)
 
 
+def is_installed() -> bool:
+    """Return whether PostgreSQL is installed."""
+    return shutil.which(_program("initdb")) is not None
+
+
 def _program(name: str) -> str:
     places = [*sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)]
     return shutil.which(name, path=os.pathsep.join([*map(str, places), os.environ["PATH"]])) or name

@@ -60,6 +60,7 @@ class Harness:
         settings = {"tokens_per_block": 4, "vocab_size": VOCAB, "max_sequence_length": 4096, "scheduler_epoch": 7}
         self.config = CoreConfig(**(settings | config))
         chosen = scheduler or SimpleScheduler(CAPACITY_SCHEDULERS[capacity](), MICRO_BATCH_SCHEDULERS[batching]())
+        self.scheduler = chosen
         self.core = SchedulerCore(self.config, chosen)
         self.now_ns = 1_000_000_000
         self._attention_windows = attention_windows

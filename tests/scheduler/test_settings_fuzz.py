@@ -1,5 +1,7 @@
 """Random settings: accepted requests end correctly, others are rejected at once with the reason, and no request stalls.
 
+Some combinations have a journal of one of the kinds; their scheduler is lost once, and recovers from it.
+
 The fake model checks each step against the contents of its KV cache, and the harness checks that each token is the
 successor of the previous one. A failing seed is printed and can be run alone: pytest
 tests/scheduler/test_settings_fuzz.py --first-seed 123 --combinations 1
@@ -8,20 +10,41 @@ tests/scheduler/test_settings_fuzz.py --first-seed 123 --combinations 1
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
+from midstream.clock import SteadyClock
 from midstream.config import SchedulerConfig
+from protos import generation_pb2 as pb
 from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS
+from scheduler.core.core import SchedulerCore
+from scheduler.core.effects import Effect
+from scheduler.core.events import Event, Submitted
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.core.request import FinishReason
 from scheduler.core.request_spec import RetentionRange
+from scheduler.journal import is_entry
+from scheduler.journal.log import LogStore
+from scheduler.journal.log_folder import LogFolder
+from scheduler.journal.postgres import PostgresStore
+from scheduler.journal.sqlite import SqliteStore
+from scheduler.journal.store import Store
+from scheduler.journal.threaded import ThreadedJournal
+from scheduler.journal.writer import RowWriter
 from scheduler.service import check, core_config
+from scheduler.wire.requests import spec_from_proto
+from tests.integration.postgres import is_installed, postgres_server
 from tests.scheduler.cell import MODEL
-from tests.scheduler.harness import MS, Harness
+from tests.scheduler.fake_group import FakeGroup
+from tests.scheduler.harness import LIMITS, MS, Harness
 
+CLOCK = SteadyClock()
 PREFIX = list(range(7, 47))
 # Errors that an accepted request may end with if no worker is large enough.
 TOO_LARGE = ("at most", "does not fit", "tokens of KV cache", "large enough in every respect")
@@ -65,6 +88,57 @@ def draw_group(draw: random.Random, config: SchedulerConfig) -> dict[str, Any]:
     }
 
 
+def draw_journal(draw: random.Random, folder: Path, server: str) -> Store | None:
+    """Return an empty journal of a random kind; `server` is a PostgreSQL server, or nothing if there is none."""
+    kind = draw.choice(("off",) * 7 + ("sqlite", "log", "postgres" if server else "log"))
+    name = folder / f"journal{draw.getrandbits(63)}"
+    if kind == "sqlite":
+        return SqliteStore(name)
+    if kind == "log":
+        return LogStore(LogFolder(name), SqliteStore(name.with_suffix(".sqlite")))
+    if kind == "postgres":
+        with psycopg.connect(server, autocommit=True) as connection:
+            connection.execute(f"CREATE SCHEMA {name.name}".encode())
+        return PostgresStore(f"{server} options='-c search_path={name.name}'", "a scheduler")
+    return None
+
+
+class Journaled(Harness):
+    """A core that writes to a journal, and can be replaced by one that recovers from it."""
+
+    def __init__(self, journal: Store | None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.journal = journal
+        self._writer: RowWriter | None = None
+        if journal is not None:
+            self._open(journal)
+
+    def _open(self, journal: Store) -> None:
+        contents, self._writer = ThreadedJournal(journal, LIMITS, "", CLOCK)._open()
+        self.config = replace(self.config, scheduler_epoch=contents.scheduler_epoch)
+        self.core = SchedulerCore(self.config, self.scheduler)
+        for request in contents.requests:
+            self.handle(replace(request, time_ns=self.now_ns))
+        self._writer.know(self.core.lifecycle.requests.values())
+
+    def handle(self, event: Event) -> list[Effect]:
+        effects = super().handle(event)
+        entries = [effect for effect in effects if is_entry(effect)]
+        if self.journal is not None and self._writer is not None and entries:
+            transaction = self._writer.transaction(entries)  # type: ignore[arg-type]
+            transaction.rewritten = self._writer.rows(self.journal.stale(self._writer.live_bytes))
+            self.journal.write(transaction)
+        return effects
+
+    def lose_scheduler(self) -> dict[str, FakeGroup]:
+        """Recover from the journal; return the groups, which must register again."""
+        assert self.journal is not None
+        groups, self.groups = self.groups, {}
+        self.journal.close()
+        self._open(self.journal)
+        return groups
+
+
 def draw_request(draw: random.Random, number: int) -> dict[str, Any]:
     num_shared = draw.choice((0, 0, 4, 17, 30))
     own = [100 + number % 3 * 100 + index for index in range(draw.choice((1, 1, 3, 9, 20)))]
@@ -89,15 +163,46 @@ def draw_request(draw: random.Random, number: int) -> dict[str, Any]:
     return spec
 
 
+def request_of(request_id: str, spec: dict[str, Any]) -> pb.GenerateRequest:
+    """Return the message for a request that was drawn."""
+    return pb.GenerateRequest(
+        request_id=request_id,
+        token_ids=pb.TokenIds(values=spec["prompt"]),
+        max_tokens=spec["max_tokens"],
+        sampling=pb.SamplingConfig(
+            num_return_sequences=spec.get("num_sequences", 1), beam_width=spec.get("beam_width", 1)
+        ),
+        speculative=pb.SpeculativeConfig(num_draft_tokens=spec.get("num_draft_tokens", 0)),
+        stopping=pb.StoppingConfig(ignore_eos=True),
+        output=pb.OutputConfig(prompt_log_probs=None if spec["is_cacheable"] else 0),
+        priority=spec["priority"],
+        client_id=spec["client_id"],
+        cache_salt=spec["cache_salt"],
+        detached=spec["is_detached"],
+        kv_retention=pb.KvRetentionConfig(
+            token_ranges=[
+                pb.KvRetentionConfig.TokenRange(
+                    start=item.start,
+                    end=item.end,
+                    priority=item.priority,
+                    duration_ms=None if item.duration_ns is None else item.duration_ns // MS,
+                )
+                for item in spec.get("retention", ())
+            ]
+        ),
+    )
+
+
 class Run:
     """One combination of settings, and a few different requests."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, folder: Path, server: str) -> None:
         self.draw = draw = random.Random(seed)
         self.config = draw_config(draw)
         check(self.config)
         settings = asdict(core_config(self.config, MODEL, 7))
-        self.harness = Harness(
+        self.harness = Journaled(
+            draw_journal(random.Random(-seed), folder, server),
             capacity=self.config.capacity_policy,
             batching=self.config.batching_type,
             **settings | {"max_sequence_length": 300, "vocab_size": 1000, "model_fingerprint": ""},
@@ -114,7 +219,8 @@ class Run:
         request_id = f"r{len(self.max_tokens)}"
         spec = draw_request(self.draw, len(self.max_tokens))
         self.max_tokens[request_id] = spec["max_tokens"]
-        self.harness.submit(request_id, **spec)
+        message = request_of(request_id, spec)
+        self.harness.handle(Submitted(self.harness.now_ns, spec_from_proto(message, LIMITS, self.harness.now_ns)))
         if request_id in self.harness.refused:
             assert self.harness.refused[request_id].failure.message
         elif self.harness.core.groups and request_id not in self.harness.ended:
@@ -150,6 +256,11 @@ class Run:
         else:
             self.harness.leave(name)
 
+    def lose_scheduler(self) -> None:
+        for name, group in self.harness.lose_scheduler().items():
+            self.harness.add_group(name, after=group, **self.groups[name])
+        self.harness.turn()
+
     def run(self) -> None:
         self.harness.add_group("g", **self.groups["g"])
         for _ in range(self.draw.randint(5, 12)):
@@ -161,8 +272,10 @@ class Run:
         for name in self.groups:
             if name not in self.harness.groups:
                 self.harness.add_group(name, **self.groups[name])
-        for _ in range(5000):
+        for count in range(5000):
             self.step()
+            if count == 10 and self.harness.journal is not None:
+                self.lose_scheduler()
             is_busy = any(group.plans or group.fetches for group in self.harness.groups.values())
             if not is_busy and not self.harness.wait_for_groups():
                 break
@@ -184,11 +297,34 @@ class Run:
                 assert len(harness.tokens[request_id, sequence.index]) == self.max_tokens[request_id]
 
 
-def test_every_request_ends_or_is_refused_under_any_settings(request: pytest.FixtureRequest) -> None:
+@pytest.fixture
+def server() -> Iterator[str]:
+    """Return the connection string of a PostgreSQL server; empty if PostgreSQL is not installed."""
+    if not is_installed():
+        yield ""
+        return
+    with postgres_server() as conninfo:
+        yield conninfo
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """Return a folder in memory if there is one, because waiting for a disk would take most of the time."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else tmp_path) as folder:
+        yield Path(folder)
+
+
+def test_every_request_ends_or_is_refused_under_any_settings(
+    request: pytest.FixtureRequest, memory: Path, server: str
+) -> None:
     first = request.config.getoption("--first-seed")
     for seed in range(first, first + request.config.getoption("--combinations")):
         try:
-            Run(seed).run()
+            run = Run(seed, memory, server)
+            run.run()
+            if run.harness.journal is not None:
+                run.harness.journal.close()
         except BaseException:
             print(f"pytest tests/scheduler/test_settings_fuzz.py --first-seed {seed} --combinations 1")
             raise
