@@ -150,6 +150,7 @@ async def test_a_quota_holds_over_two_routers(cluster: Cluster, tmp_path: Path) 
     async with AsyncClient([first.address], token=ALICE) as client, AsyncClient([second.address], token=ALICE) as other:
         stream = client.generate(token_ids=[1], request_id="a")
         reading = asyncio.create_task(stream.result())
+        await cluster.scheduler.until(lambda: "a" in cluster.scheduler.requests)
         await cluster.scheduler.until(lambda: any(it.usage for it in cluster.scheduler.routers.values()))
         known = num_polls()
         # A router has handled the answer to a poll before it sends the next one.
