@@ -95,6 +95,32 @@ def test_another_waits_for_the_lease_and_gets_it_at_once_when_it_is_given_back(
     first.close()
 
 
+def test_a_lease_lasts_by_the_databases_clock_and_ends_even_if_that_was_set_back(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database's clock decides when a lease expires. Once it was set back by an hour, leases from before would
+    last an hour longer, so a standby takes one that is not renewed; this process uses no wall clock.
+    """
+    first, second, elapsed_s = PostgresStore(database, "first"), PostgresStore(database, "second"), 0.0
+    first.take_over(least_epoch=1)
+
+    def wait(seconds: float) -> None:
+        nonlocal elapsed_s
+        elapsed_s += seconds
+        if elapsed_s < 5 * LEASE_S:
+            first.check()
+            connection.execute("UPDATE midstream_writer SET lease_until = lease_until + interval '1 hour'")
+
+    monkeypatch.setattr(postgres, "time", SimpleNamespace(monotonic=lambda: elapsed_s, sleep=wait))
+    with psycopg.connect(database, autocommit=True) as connection:
+        second.take_over(least_epoch=1)
+    assert 6.5 * LEASE_S < elapsed_s < 7.5 * LEASE_S
+    with pytest.raises(DeposedError):
+        first.check()
+    first.close()
+    second.close()
+
+
 def test_a_newer_schema_is_refused(database: str) -> None:
     store = PostgresStore(database, "a")
     store.take_over(1)
