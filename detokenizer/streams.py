@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from detokenizer.feed_messages import Opened, SequenceEnd
@@ -164,7 +164,13 @@ class OutputStream:
         if self._opened is None or sequence_index >= len(self._sequences):
             return
         sequence = self._sequences[sequence_index]
-        if token_offset >= sequence.text.num_tokens and sequence.text.stop_at is None and not sequence.has_ended:
+        num_known, rows = sequence.text.num_tokens - token_offset, extras.log_probs
+        is_open = sequence.text.stop_at is None and not sequence.has_ended
+        if is_open and num_known > 0 and rows is not None and len(rows.token_log_probs) > num_known:
+            # A client may resume between these tokens, so each row is sent with its token.
+            sequence.early.append((sequence.text.num_tokens, Extras(rows.without(num_known))))
+            extras = replace(extras, log_probs=rows.first(num_known))
+        if is_open and num_known <= 0:
             # The token of these outputs arrives with the next batch, and may follow a stop word.
             sequence.early.append((token_offset, extras))
         else:

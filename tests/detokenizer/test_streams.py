@@ -115,6 +115,21 @@ def test_a_request_for_its_prompt_alone_has_the_prompts_outputs(*, is_reopened: 
     assert chunk.cumulative_log_prob is None
 
 
+def test_each_row_of_a_block_of_log_probabilities_is_sent_with_its_token() -> None:
+    """Otherwise a client that resumes between the tokens would get the later rows twice."""
+    stream = OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20)
+    stream.open(Opened(1, TextRules(), is_streaming=True, return_all=False))
+    stream.add_outputs(0, 0, Extras(LogProbs((-1.0, -2.0, -3.0), 0, (), (), (1, 2, 3))))
+    rows = []
+    for offset, tokens in ((0, [0]), (1, [1, 2])):
+        stream.push(Feed(), 0, offset, tokens)
+        (chunk,) = stream.take()
+        assert chunk.extras is not None
+        assert chunk.extras.log_probs is not None
+        rows.append(chunk.extras.log_probs.token_log_probs)
+    assert rows == [(-1.0,), (-2.0, -3.0)]
+
+
 def report(token: int) -> Extras:
     """Return the log probability and the logits of a token."""
     logits = Tensor("generation_logits", "float32", (1, 1), bytes(4), 4 * token, is_last=False)
