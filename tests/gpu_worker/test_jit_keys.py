@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+import pytest
+import torch
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.gpu.model import TINY, random_decoder, random_runner
+from gpu_worker.lora.adapter import zero_adapter
+from tests.gpu_worker.launch_keys import BLOCKS_EACH, MOST_TOKENS, NUM_ROWS, new_keys, trace
+
+CPU = torch.device("cpu")
 
 
-def test_random_steps_need_no_kernel_that_the_warm_up_did_not() -> None:
-    command = [sys.executable, "-m", "tests.gpu_worker.jit_keys"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert found["new"] == []
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_random_steps_need_no_kernel_that_the_warm_up_did_not(
+    monkeypatch: pytest.MonkeyPatch, cuda_graphs: bool
+) -> None:
+    """Without graphs, every number of tokens and of sequences is launched as it is, as steps are that no graph fits."""
+    keys = trace(monkeypatch)
+    runner = random_runner(
+        TINY,
+        random_decoder(TINY, CPU, torch.float32),
+        CPU,
+        runs_ahead=True,
+        max_batch_size=NUM_ROWS,
+        max_num_tokens=MOST_TOKENS,
+        max_kv_tokens=NUM_ROWS * BLOCKS_EACH * 16,
+        max_sequence_length=BLOCKS_EACH * 16,
+        num_threads=1,
+        adapter_bytes=1 << 20,
+        cuda_graphs=cuda_graphs,
+    )
     # These are two norms, rotary embedding, KV write, activation and sampling; attention for prompts and for single
     # queries, split and combined; and two kernels for LoRA.
-    assert found["warm"] >= 11
+    assert len(keys.seen) >= 11
+    assert new_keys(keys, runner, 150, runner.adapters.add(zero_adapter(runner.model.description))) == []

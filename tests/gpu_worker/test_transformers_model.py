@@ -32,6 +32,7 @@ from midstream.model.families import SERVED_FAMILIES
 from midstream.model.folder import open_model_folder, prepare_model_folder
 from protos import generation_pb2 as pb
 from tests.gpu_worker.adapters import make_lora
+from tests.gpu_worker.launch_keys import BLOCKS_EACH, MOST_TOKENS, NUM_ROWS, VOCAB_SIZE, new_keys, trace
 from tests.gpu_worker.test_models import TOLERANCE, Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
 from tests.gpu_worker.whole import Whole, outputs
@@ -366,6 +367,26 @@ def test_recorded_steps_equal_those_that_run_eagerly(gemma2: tuple[torch.nn.Modu
         assert (graphs.best(3) is None) == (make_recorder is None)
     assert torch.equal(logits[0][0], logits[1][0])
     assert torch.equal(logits[0][1], logits[1][1])
+
+
+def test_random_steps_need_no_kernel_that_the_warm_up_did_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as in test_jit_keys, with this implementation and without graphs."""
+    make_tiny_model(tmp_path, "Llama", vocab_size=VOCAB_SIZE, num_hidden_layers=1)
+    keys = trace(monkeypatch)
+    config = WorkerConfig(
+        device="cpu",
+        kernels="torch",
+        implementation="transformers",
+        cuda_graphs=False,
+        max_batch_size=NUM_ROWS,
+        max_num_tokens=MOST_TOKENS,
+        max_kv_tokens=NUM_ROWS * BLOCKS_EACH * 16,
+        max_sequence_length=BLOCKS_EACH * 16,
+        num_threads=1,
+    )
+    runner = ModelRunner(config, open_model_folder(str(tmp_path)), runs_ahead=True)
+    assert {"_store", "attend", "combine", "decode", "_draw"} <= {name for name, _ in keys.seen}
+    assert new_keys(keys, runner, 60) == []
 
 
 def test_a_model_that_reads_back_runs_without_graphs(

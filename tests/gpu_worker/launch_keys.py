@@ -1,38 +1,30 @@
-"""Print the Triton kernels that random steps would compile after a warm-up: `python -m tests.gpu_worker.jit_keys`.
+"""The keys under which Triton caches compiled kernels, for random steps of a runner on the GPU code path.
 
-Kernels are not run: each launch is recorded with the key under which Triton caches compiled code (types, pointer
-alignment, integers that are 1 or multiples of 16, constants), and PyTorch's operations compute the results. The program
-runs as a separate process because Triton must not be in interpreter mode.
+Kernels are not run: each launch is recorded with its key (types, pointer alignment, integers that are 1 or multiples of
+16, constants), and PyTorch's operations compute the results.
 """
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "0"
-
-import json
 import types
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
-import triton
+import pytest
+from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from benchmarks.gpu.compiled import NoDevice
-from benchmarks.gpu.model import TINY, random_decoder, random_runner
 from gpu_worker import limits
 from gpu_worker.batch.step import AdapterRef, NewSequence, SamplingParams, Step
-from gpu_worker.lora.adapter import zero_adapter
 from gpu_worker.model_runner import ModelRunner
 from kernels import dispatch
 from kernels import triton as operations
 from kernels.triton import attention
 
-CPU = torch.device("cpu")
+VOCAB_SIZE = 300
 NUM_ROWS, BLOCKS_EACH, MOST_TOKENS = 6, 8, 32
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -48,14 +40,18 @@ class Keys:
 
     def __init__(self) -> None:
         self.seen: set[tuple[str, str]] = set()
-        self._binders: dict[int, Callable[..., Any]] = {}
+        self._binders: dict[str, Callable[..., Any]] = {}
 
-    def launch(self, function: JITFunction) -> Callable[..., object]:
+    def launch(self, function: JITFunction | InterpretedFunction) -> Callable[..., object]:
         """Return a function that records the launches of `function`."""
+        if function.__name__ not in self._binders:
+            compiled = function
+            if isinstance(function, InterpretedFunction):
+                compiled = JITFunction(function.fn, **function.kwargs)
+            self._binders[function.__name__] = compiled.create_binder()[-1]
 
         def record(*args: object, **kwargs: object) -> None:
-            binder = self._binders.setdefault(id(function), function.create_binder()[-1])
-            _, specialization, options = binder(*args, debug=False, **kwargs)
+            _, specialization, options = self._binders[function.__name__](*args, debug=False, **kwargs)
             self.seen.add((function.__name__, f"{specialization} {options}"))
 
         return record
@@ -89,7 +85,7 @@ def record_at_once(run: Callable[[], object]) -> Callable[[], None]:
     return replay
 
 
-def random_steps(generator: np.random.Generator, num_steps: int, lora: AdapterRef) -> list[Step]:
+def random_steps(generator: np.random.Generator, num_steps: int, lora: AdapterRef | None) -> list[Step]:
     """Plan random steps in which sequences, some with an adapter, start, are prefilled in chunks alongside decodes, and
     end.
     """
@@ -107,7 +103,7 @@ def random_steps(generator: np.random.Generator, num_steps: int, lora: AdapterRe
             new.append(
                 NewSequence(
                     row=free[0],
-                    token_ids=generator.integers(0, TINY["vocab_size"], lengths[free[0]]).astype(np.int32),
+                    token_ids=generator.integers(0, VOCAB_SIZE, lengths[free[0]]).astype(np.int32),
                     num_prompt_tokens=lengths[free[0]],
                     block_ids=np.arange(BLOCKS_EACH, dtype=np.int32) + free[0] * BLOCKS_EACH,
                     sampling=SAMPLINGS[int(generator.integers(len(SAMPLINGS)))],
@@ -138,40 +134,26 @@ def random_steps(generator: np.random.Generator, num_steps: int, lora: AdapterRe
     return steps
 
 
-def make_runner() -> ModelRunner:
-    """Return a warmed-up runner that uses the GPU code path."""
-    return random_runner(
-        TINY,
-        random_decoder(TINY, CPU, torch.float32),
-        CPU,
-        runs_ahead=True,
-        max_batch_size=NUM_ROWS,
-        max_num_tokens=MOST_TOKENS,
-        max_kv_tokens=NUM_ROWS * BLOCKS_EACH * 16,
-        max_sequence_length=BLOCKS_EACH * 16,
-        num_threads=1,
-        adapter_bytes=1 << 20,
-    )
-
-
-def main() -> None:
-    """Print one JSON object: the number of keys after the warm-up, and the keys that are new after that."""
-    keys = Keys()
-    driver.set_active(NoDevice())
-    JITFunction.__getitem__ = lambda function, grid: keys.launch(function)
+def trace(patch: pytest.MonkeyPatch) -> Keys:
+    """Make this process use the GPU code path on a CPU, and record the launches of kernels."""
+    keys, nothing = Keys(), types.SimpleNamespace()
+    nothing.get_current_target = lambda: GPUTarget("cuda", 90, 32)
+    patch.setattr(type(driver), "active", nothing)
+    for kind in (JITFunction, InterpretedFunction):
+        patch.setattr(kind, "__getitem__", lambda function, grid: keys.launch(function))
     names = [name for name in operations.__all__ if name != "segment_keys_for"]
     traced = types.SimpleNamespace(**{name: with_results(name) for name in names})
-    vars(dispatch).update(triton=traced, _takes_triton=lambda x: True)
-    vars(attention).update(_num_processors=lambda device: 132)
-    vars(limits).update(recorder_for=lambda device: lambda: record_at_once)
-    runner = make_runner()
+    patch.setattr(dispatch, "triton", traced, raising=False)
+    patch.setattr(dispatch, "_takes_triton", lambda x: True)
+    patch.setattr(attention, "_num_processors", lambda device: 132)
+    patch.setattr(limits, "recorder_for", lambda device: lambda: record_at_once)
+    return keys
+
+
+def new_keys(keys: Keys, runner: ModelRunner, num_steps: int, lora: AdapterRef | None = None) -> list[tuple[str, str]]:
+    """Return the keys that random steps of a warmed-up runner add; close the runner."""
     warm = set(keys.seen)
-    lora = runner.adapters.add(zero_adapter(runner.model.description))
-    for step in random_steps(np.random.default_rng(0), 150, lora):
+    for step in random_steps(np.random.default_rng(0), num_steps, lora):
         runner.run_step(step)
     runner.close()
-    print(json.dumps({"triton": triton.__version__, "warm": len(warm), "new": sorted(keys.seen - warm)}))
-
-
-if __name__ == "__main__":
-    main()
+    return sorted(keys.seen - warm)
