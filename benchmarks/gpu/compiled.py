@@ -41,6 +41,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.gpu.report import Report
 from kernels import Activation, BlockWeight, KvScales
 from kernels import triton as operations
 from kernels.block_weight import KINDS
@@ -180,16 +181,36 @@ def write_table(num_processes: int) -> None:
     """
     used = {key for capability in CAPABILITIES for keys in keys_of_cases(capability).values() for key in keys}
     kept = [line for line in read_table() if line["key"] in used]
-    context = multiprocessing.get_context("spawn")
     # A process keeps every kernel that it compiled, for all capabilities.
     for capability in CAPABILITIES:
         jobs = [(capability, case, keys) for case, keys in missing(capability).items()]
-        with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-            for i, made in enumerate(pool.map(_compile, jobs), 1):
-                kept += made
-                _save(kept)
-                print(f"{i} of {len(jobs)}: {jobs[i - 1][:2]}", flush=True)
+        for i, made in enumerate(_compile_all(jobs, num_processes), 1):
+            kept += made
+            _save(kept)
+            print(f"{i} of {len(jobs)}: {jobs[i - 1][:2]}", flush=True)
     _save(kept)
+
+
+def fill_cache(report: Report) -> None:
+    """Compile all cases for the GPU of this machine, in one process per processor, into Triton's cache on disk, where
+    the benchmark's other parts find them.
+    """
+    major, minor = torch.cuda.get_device_capability()
+    capability = 10 * major + minor
+    jobs = [
+        (capability, case, keys)
+        for case, keys in keys_of_cases(capability).items()
+        if (case, capability) not in CANNOT_COMPILE
+    ]
+    num_processes = os.cpu_count() or 1
+    num_kernels = sum(len(made) for made in _compile_all(jobs, num_processes))
+    report.note("kernels compiled", f"{num_kernels} in {num_processes} processes")
+
+
+def _compile_all(jobs: list[tuple[int, str, set[str]]], num_processes: int) -> Iterator[list[dict[str, Any]]]:
+    """Yield the lines of each job, in order: capability, case, and keys of the kernels to compile."""
+    with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_compile, jobs)
 
 
 def write_table_with(version: str) -> int:

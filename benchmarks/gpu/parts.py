@@ -21,6 +21,7 @@ class Part:
 
 
 PARTS = {
+    "compile": Part("compiled:fill_cache", 90),
     "runner": Part("checks:check_runner_and_sampling", 90, needs_gpu=False),
     "ceilings": Part("measurements:measure_ceilings", 30),
     "decode": Part("steps:measure_decode", 60, needs_gpu=False),

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,8 +28,10 @@ from benchmarks.gpu.model import (
 )
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.timing import seconds
-from gpu_worker.batch.step import GREEDY, NewSequence, SamplingParams, Step
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import GREEDY, IntArray, NewSequence, SamplingParams, Step
 from gpu_worker.cuda_graphs import GraphDecoder, recorder_for
+from gpu_worker.features import Feature
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter, LoraPair, module_shapes
 from gpu_worker.lora.inputs import AdapterTokens
@@ -37,6 +39,7 @@ from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.decoder import TorchDecoder
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.models.families import describe
+from gpu_worker.sampling.guided import Constraints, Guides
 
 LEAST_DECODE = {1: 0.85, 256: 0.80}
 MOST_SAMPLED, LEAST_MIXED, LEAST_PREFILL, MOST_GAP = 0.03, 0.9, 0.60, 0.03
@@ -91,6 +94,8 @@ class Bench:
         self.size, self.batch_size = size, batch_size
         self.blocks_each = -(-tokens_each // TOKENS_PER_BLOCK)
         decoder = random_decoder(size.config, size.device, size.dtype)
+        if size.device.type == "cpu":
+            settings["num_threads"] = 1  # tiny operations take longer in several threads
         self.runner: ModelRunner = random_runner(
             size.config,
             decoder,
@@ -185,20 +190,47 @@ def measure_dependent_launch(report: Report) -> None:
     report.surplus(name, times[1] / times[0] - 1, None, _ms(times[1]))
 
 
+class RandomMasks:
+    """A stand-in for the grammar process, which would need a tokenizer: a random mask for each row with a grammar."""
+
+    def __init__(self, rows: Rows, vocab_size: int) -> None:
+        self._rows = rows
+        self._mask = np.random.default_rng(0).integers(1, 256, -(-vocab_size // 8)).astype(np.uint8)
+        self._asked: list[int] = []
+
+    def ask(self, sampled: IntArray, others: list[int]) -> bool:
+        """Remember the sampled rows with a grammar; return whether there are any."""
+        self._asked = [row for row in sampled.tolist() if self._rows.features[row] & Feature.GUIDED]
+        return bool(self._asked)
+
+    def answer(self) -> Constraints:
+        """Return the masks of these rows."""
+        return Constraints(dict.fromkeys(self._asked, self._mask))
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def measure_sampled(report: Report) -> None:
     """Measure the overhead of each kind of sampling relative to a greedy step."""
     size = sizes()
-    batches = (min(size.batches), max(size.batches))
-    bench = Bench(size, max(batches), size.context + 2 * size.num_steps)
-    for batch_size in batches:
+    bench = Bench(size, max(size.batches), size.context + 2 * size.num_steps)
+    runner = bench.runner
+    runner._guides = cast("Guides", RandomMasks(runner._rows, size.description.vocab_size))
+    for batch_size in size.batches:
         bench.start(batch_size, size.context)
         greedy_s = bench.decode_seconds()
-        for name, sampling in _SAMPLINGS.items():
+        for name, sampling in {**_SAMPLINGS, "grammar": GREEDY}.items():
             bench.start(batch_size, size.context, sampling)
+            if name == "grammar":
+                runner._rows.features[:batch_size] |= np.uint16(Feature.GUIDED)
             took = bench.decode_seconds()
-            most = MOST_SAMPLED if name.startswith(("temperature", "top")) else None
+            is_limited = name.startswith(("temperature", "top")) and batch_size in LEAST_DECODE
             report.surplus(
-                f"overhead relative to greedy: {name}, batch {batch_size}", took / greedy_s - 1, most, _ms(took)
+                f"overhead relative to greedy: {name}, batch {batch_size}",
+                took / greedy_s - 1,
+                MOST_SAMPLED if is_limited else None,
+                _ms(took),
             )
 
 

@@ -169,7 +169,7 @@ def test_steps_of_a_tiny_model_run() -> None:
         steps.measure_drafts,
     ):
         measure(report)
-    assert len(report.rows) == 2 + 8 + 1 + 1 + 3 + 1 + 1 + 1
+    assert len(report.rows) == 2 + 10 + 1 + 1 + 3 + 1 + 1 + 1
 
 
 def test_it_needs_neither_grpc_nor_zeromq() -> None:
@@ -188,6 +188,11 @@ sys.meta_path.insert(0, Absent())
 import benchmarks.gpu.__main__, benchmarks.gpu.part, benchmarks.gpu.checks, benchmarks.gpu.measurements
 import benchmarks.gpu.against_transformers, benchmarks.gpu.steps
 import gpu_worker.model_runner, gpu_worker.models.loader, midstream.config, midstream.model.folder
+import importlib
+from benchmarks.gpu.parts import PARTS
+for part in PARTS.values():
+    module, _, function = part.function.partition(":")
+    assert callable(getattr(importlib.import_module("benchmarks.gpu." + module), function))
 assert "grpc" not in sys.modules and "google.protobuf" not in sys.modules
 """
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
