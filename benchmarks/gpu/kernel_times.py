@@ -33,14 +33,37 @@ def measure_attention(report: Report) -> None:
     for batch_size, context in ((1, 1024), (1, 32768), (64, 1024), (64, 4096)):
         _measure_decode_attention(report, batch_size, context)
     _measure_uneven_attention(report)
-    batch_size, length = 8, 2048
+    _measure_prefill_attention(report, 8, 2048)
+
+
+def _measure_prefill_attention(report: Report, batch_size: int, length: int) -> None:
     q, keys, values, tables = _attention_case(batch_size, length, length)
-    took = seconds(lambda: operations.paged_attention(q, keys, values, *tables, 0.1))
-    rate = 2 * batch_size * length * (length + 1) * HEADS * HEAD_DIM / took
-    report.note(
-        f"prefill attention, {batch_size} × {length}, Triton",
-        f"{took * 1e6:.0f} µs, {rate / report.figures['matmul']:.0%} of the matrix-product rate",
-    )
+    variants: dict[str, Callable[[], object]] = {
+        "Triton": lambda: operations.paged_attention(q, keys, values, *tables, 0.1)
+    }
+    for backend in attention_choice.installed(torch.cuda.get_device_capability()).values():
+        # A package that needs larger blocks copies the small ones.
+        for size in (TOKENS_PER_BLOCK, _LARGE_BLOCK):
+            case = AttentionCase(q.dtype, q.dtype, HEADS, KV_HEADS, HEAD_DIM, size)
+            if backend.refusal(case) is None:
+                cache, others = _in_blocks(size, keys, values, tables)
+                attend = functools.partial(backend, q, *cache, *others, 0.1, None, 0.0, length)
+                variants[f"{backend.name}, blocks of {size}"] = attend
+    for name, run in variants.items():
+        took = seconds(run)
+        rate = 2 * batch_size * length * (length + 1) * HEADS * HEAD_DIM / took
+        report.note(
+            f"prefill attention, {batch_size} × {length}, {name}",
+            f"{took * 1e6:.0f} µs, {rate / report.figures['matmul']:.0%} of the matrix-product rate",
+        )
+
+
+def _in_blocks(
+    size: int, keys: Tensor, values: Tensor, tables: tuple[Tensor, Tensor, Tensor]
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Return the caches in blocks of `size` tokens, and tables of as many of them; which ones does not affect times."""
+    shape, every = (-1, size, KV_HEADS, HEAD_DIM), size // TOKENS_PER_BLOCK
+    return (keys.view(shape), values.view(shape)), (tables[0][:, ::every].contiguous() // every, *tables[1:])
 
 
 def _attention_case(
@@ -69,11 +92,7 @@ def _measure_decode_attention(report: Report, batch_size: int, context: int) -> 
         "int8 KV": lambda: operations.paged_attention(q, *units, *tables, 0.1, scales=scales),
         "float8 KV": lambda: operations.paged_attention(q, *floats, *tables, 0.1, scales=scales),
     }
-    # The blocks of the step are consecutive, so the numbers of larger blocks are every sixteenth number divided by 16.
-    shape = (-1, _LARGE_BLOCK, KV_HEADS, HEAD_DIM)
-    large = keys.view(shape), values.view(shape)
-    every = _LARGE_BLOCK // TOKENS_PER_BLOCK
-    others = (tables[0][:, ::every].contiguous() // every, *tables[1:])
+    large, others = _in_blocks(_LARGE_BLOCK, keys, values, tables)
     case = AttentionCase(q.dtype, q.dtype, HEADS, KV_HEADS, HEAD_DIM, _LARGE_BLOCK, has_single_queries=True)
     for backend in attention_choice.installed(torch.cuda.get_device_capability()).values():
         if backend.refusal(case) is None:

@@ -155,14 +155,18 @@ class Bench:
         return self.step_seconds(Step(repeat_generation=True) for _ in range(self.size.num_steps))
 
 
-def _limit_s(report: Report, size: Sizes, batch_size: int, context: int) -> float:
-    """Return the time to read the weights and the KV cache once; NaN if the bandwidth is unknown."""
-    num_bytes = weight_bytes(size.description, 2) + kv_bytes(size.description, batch_size * context, 2)
-    return num_bytes / report.figures.get("bandwidth", float("nan"))
+def _limit_s(report: Report, size: Sizes, num_tokens: int, context: int) -> float:
+    """Return the time to read the KV cache of `context` tokens once and to multiply `num_tokens` rows by all matrices,
+    which takes at least as long as reading these; NaN if the device's rates are unknown.
+    """
+    bandwidth, rate = (report.figures.get(name, float("nan")) for name in ("bandwidth", "matmul"))
+    weights = weight_bytes(size.description, 2)
+    products = 2 * (weights // 2) * num_tokens
+    return max(weights / bandwidth, products / rate) + kv_bytes(size.description, context, 2) / bandwidth
 
 
 def measure_decode(report: Report) -> None:
-    """Measure greedy decode at each batch size, relative to the time to read the weights and the KV cache once."""
+    """Measure greedy decode at each batch size, relative to the limit of the device."""
     size = sizes()
     bench = Bench(size, max(size.batches), size.context + 2 * size.num_steps)
     for batch_size in size.batches:
@@ -170,8 +174,8 @@ def measure_decode(report: Report) -> None:
         took = bench.decode_seconds()
         report.figures[f"decode {batch_size}"] = took
         detail = f" ({took * 1e3:.2f} ms, {batch_size / took:.0f} tok/s)"
-        name = f"fraction of the memory limit: greedy decode, batch {batch_size}, context {size.context}"
-        limit_s = _limit_s(report, size, batch_size, size.context + size.num_steps)
+        name = f"fraction of the limit: greedy decode, batch {batch_size}, context {size.context}"
+        limit_s = _limit_s(report, size, batch_size, batch_size * (size.context + size.num_steps))
         report.share(name, limit_s / took, LEAST_DECODE.get(batch_size), detail)
 
 
@@ -258,8 +262,8 @@ def measure_mixed(report: Report) -> None:
 
     took = bench.step_seconds(steps())
     report.share(
-        f"token rate relative to decode alone: {num_rows} decodes with a prompt of {prompt} tokens",
-        (num_rows + prompt) / took / (num_rows / alone),
+        f"rate of decoded tokens relative to decode alone: {num_rows} decodes with a prompt of {prompt} tokens",
+        alone / took,
         LEAST_MIXED,
         _ms(took),
     )
@@ -281,7 +285,7 @@ def measure_prefill(report: Report) -> None:
 
 
 def measure_long_context(report: Report) -> None:
-    """Measure a short query and verified drafts over a long cached context, relative to the memory limit."""
+    """Measure a short query and verified drafts over a long cached context, relative to the limit of the device."""
     size = sizes()
     decoder = random_decoder(size.config, size.device, size.dtype)
     for num_queries in (1, 5, size.query):
@@ -289,8 +293,8 @@ def measure_long_context(report: Report) -> None:
         graphs.capture()
         inputs = step_inputs(1, num_queries, size.long_context, size.description.vocab_size)
         took = _seconds(size, graphs, inputs)
-        limit_s = _limit_s(report, size, 1, size.long_context)
-        name = f"fraction of the memory limit: {num_queries} queries over {size.long_context} tokens"
+        limit_s = _limit_s(report, size, num_queries, size.long_context)
+        name = f"fraction of the limit: {num_queries} queries over {size.long_context} tokens"
         report.share(name, limit_s / took, None, _ms(took))
 
 
