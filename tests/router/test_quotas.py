@@ -148,17 +148,17 @@ async def test_a_quota_holds_over_two_routers(cluster: Cluster, tmp_path: Path) 
         return sum(request.router.router_id == "router-2" for request in cluster.scheduler.status_requests)
 
     async with AsyncClient([first.address], token=ALICE) as client, AsyncClient([second.address], token=ALICE) as other:
-        stream = client.generate(token_ids=[1], request_id="a")
-        reading = asyncio.create_task(stream.result())
-        await cluster.scheduler.until(lambda: "a" in cluster.scheduler.requests)
+        reading = asyncio.create_task(client.generate(token_ids=[1]).result())
+        await cluster.scheduler.until(lambda: bool(cluster.scheduler.requests))
+        (request_id,) = cluster.scheduler.requests
         await cluster.scheduler.until(lambda: any(it.usage for it in cluster.scheduler.routers.values()))
         known = num_polls()
         # A router has handled the answer to a poll before it sends the next one.
         await cluster.scheduler.until(lambda: num_polls() >= known + 2)
         with pytest.raises(OverloadedError, match="max_concurrent"):
             await other.generate(token_ids=[1]).result()
-        cluster.scheduler.emit("a", [100])
-        cluster.scheduler.end("a")
+        cluster.scheduler.emit(request_id, [100])
+        cluster.scheduler.end(request_id)
         await reading
 
 
