@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from midstream.errors import InvalidArgumentError
+from midstream.model.folder import ModelFolder
 from midstream.rpc.open_files import raise_open_files_limit
 from midstream.security.host_header import AllowedHosts
 from router.authentication import Authenticator, TokenFile
-from router.protocols.body_budget import BodyBudget
+from router.protocols.body_budget import BodyBudget, max_body_bytes
 from router.protocols.body_reader import BodyReader
 from router.protocols.http_server import HostCheckedApp, HttpPort
 from router.protocols.openai.body import Body
@@ -133,6 +135,29 @@ def test_the_bytes_of_a_body_are_given_back() -> None:
         held.add(100)
         assert budget.num_bytes == 100
     assert budget.num_bytes == 0
+
+
+def test_the_size_of_a_body_is_limited_by_the_context(folder: ModelFolder) -> None:
+    assert max_body_bytes(folder, 0, 64 << 20) == (2 << 20) + 128 * 8192
+    assert max_body_bytes(folder, 100, 64 << 20) == 100
+    assert max_body_bytes(folder, 0, 1 << 20) == 1 << 20
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_body_that_is_too_large_is_refused_before_it_has_arrived(*, is_chunked: bool) -> None:
+    num_read = 0
+
+    async def receive() -> Any:
+        nonlocal num_read
+        num_read += 1
+        return {"type": "http.request", "body": b" " * 60, "more_body": True}
+
+    headers = [] if is_chunked else [(b"content-length", b"101")]
+    request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
+    budget = BodyBudget(100)
+    with pytest.raises(InvalidArgumentError, match="more than 100 bytes"):
+        await BodyReader(budget).read(request, lambda body: body)
+    assert (num_read, budget.num_bytes) == (2 if is_chunked else 0, 0)
 
 
 async def test_unfinished_bodies_of_one_client_leave_room_for_others(cluster: Cluster, tmp_path: Path) -> None:
