@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -130,6 +131,17 @@ async def test_a_token_opens_one_connection() -> None:
             with pytest.raises(OSError, match="rejected"):
                 await connect(FramesOffer(port=offer.port, unix_name=offer.unix_name, token=wrong), Peer())
         assert len(server.connections) == 1
+
+
+@pytest.mark.parametrize(("uid", "is_taken"), [(os.geteuid(), True), (0, True), (os.geteuid() + 1, False)])
+async def test_a_unix_socket_is_for_processes_of_the_same_user(
+    monkeypatch: pytest.MonkeyPatch, uid: int, *, is_taken: bool
+) -> None:
+    monkeypatch.setattr(FrameConnection, "peer_uid", lambda _: uid)
+    async with serving() as server:
+        with contextlib.nullcontext() if is_taken else pytest.raises(OSError, match="rejected"):
+            await connect(server.offer(lambda _: Peer()), Peer())
+        assert len(server.connections) == is_taken
 
 
 async def test_what_nobody_offered_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
