@@ -130,7 +130,7 @@ async def _leave(
             async for chunk in stream:
                 result.add(chunk)
     except TimeoutError:
-        fate = "left by its client"
+        fate = "abandoned by its client"
     except DeadlineError:
         fate = "past its deadline"
     except MidstreamError as error:

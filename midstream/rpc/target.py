@@ -42,7 +42,7 @@ def plain_problem(details: str) -> str:
     if found is not None:
         address, problem = found.groups()
         if "refused" in problem:
-            return f"nothing listens at {address}; is the service running, and is this its gRPC port?"
+            return f"nothing listens on {address}; is the service running, and is this its gRPC port?"
         if "HTTP/2" in problem or "http1" in problem:
             return f"the server at {address} does not speak gRPC; is it an HTTP port, or does it need TLS?"
         return f"cannot connect to {address}: {problem}"

@@ -45,7 +45,7 @@ class CostFit:
         self._targets = [0.0] * 3
 
     def add(self, num_context_tokens: int, num_generation_rows: int, duration_us: float) -> None:
-        """Add one step."""
+        """Add a recorded step."""
         self.num_steps += 1
         features = (1.0, float(num_context_tokens), float(num_generation_rows))
         for row, left in enumerate(features):

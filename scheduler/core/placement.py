@@ -199,7 +199,7 @@ class Placement:
             return True
         if any(membership.is_suspect(other) for other in group.active):
             return False
-        # After a death other requests go first: one successful step clears the group's record.
+        # After a death, requests that are not suspect run first: one successful step clears the group's record.
         return not standing.num_deaths or all(membership.is_suspect(other) for other in self._queue)
 
     def refuse_impossible(self, request: Request) -> bool:

@@ -1,4 +1,4 @@
-"""Running components with low limits, and their metrics."""
+"""Runs the components with low limits, and reads their metrics."""
 
 from __future__ import annotations
 

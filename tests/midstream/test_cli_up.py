@@ -160,7 +160,7 @@ def test_addresses_that_grpc_knows_are_taken(target: str) -> None:
     [
         (
             "connections to all backends failing; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused",
-            "nothing listens at 127.0.0.1:1;",
+            "nothing listens on 127.0.0.1:1;",
         ),
         (
             "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:8000: Failed parsing HTTP/2 (",
@@ -173,5 +173,5 @@ def test_addresses_that_grpc_knows_are_taken(target: str) -> None:
         ("the router drains", "the router drains"),
     ],
 )
-def test_what_grpc_says_of_connections_becomes_plain(details: str, words: str) -> None:
+def test_connection_errors_of_grpc_are_readable(details: str, words: str) -> None:
     assert plain_problem(details).startswith(words)

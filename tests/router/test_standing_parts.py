@@ -71,7 +71,7 @@ async def test_a_peer_that_hangs_is_noticed_within_the_keepalives_time(cluster: 
         assert time.monotonic() - began < 40
 
 
-# This is sooner than gRPC's own keepalive would detect the failure.
+# gRPC's own keepalive would take longer to detect the failure.
 MOST_S = 14
 TEXT = "What stood still goes on 🫠 elsewhere."
 

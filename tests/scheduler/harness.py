@@ -230,7 +230,7 @@ class Harness:
         )
 
     def turn(self) -> list[str]:
-        """Take one turn after the workers have reported stored blocks; return the planned steps."""
+        """Run one turn after the workers have reported stored blocks; return the planned steps."""
         for group in self.groups.values():
             if (beat := group.take_beat(self.now_ns)) is not None:
                 self.handle(beat)
@@ -239,21 +239,21 @@ class Harness:
         return self.plans[before:]
 
     def finish_step(self, name: str = "g") -> None:
-        """Run the oldest step of a group and deliver its result, without taking a turn."""
+        """Run the oldest step of a group and deliver its result, without running a turn."""
         self.handle(self.groups[name].run(self.now_ns))
 
     def fetch(self, name: str, most: int | None = None) -> list[str]:
-        """Execute the oldest fetch of a group, in whole or in part, and take a turn."""
+        """Execute the oldest fetch of a group, in whole or in part, and run a turn."""
         self.handle(self.groups[name].fetch(self.now_ns, self.groups.values(), most))
         return self.turn()
 
     def step(self, name: str = "g") -> list[str]:
-        """Run the oldest step of a group, deliver its result, and take a turn; return the planned steps."""
+        """Run the oldest step of a group, deliver its result, and run a turn; return the planned steps."""
         self.finish_step(name)
         return self.turn()
 
     def advance(self, milliseconds: int) -> list[str]:
-        """Advance the clock, then take a turn."""
+        """Advance the clock, then run a turn."""
         self.now_ns += milliseconds * MS
         return self.turn()
 

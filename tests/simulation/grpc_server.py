@@ -118,7 +118,7 @@ class Server:
         self._handlers.update({f"/{service}/{name}": handler for name, handler in handlers.items()})
 
     def add_insecure_port(self, address: str) -> int:
-        """Set the address to listen at."""
+        """Set the address to listen on."""
         self._addresses.append(address)
         return int(address.rpartition(":")[2])
 

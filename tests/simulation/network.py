@@ -112,7 +112,7 @@ class Network:
         self.connections.pop(connection, None)
 
     def bind(self, address: str, listener: Any) -> None:
-        """Listen at an address, replacing any previous listener."""
+        """Listen on an address, replacing any previous listener."""
         process = running()
         self.listeners[address] = listener
 

@@ -205,7 +205,7 @@ class Sockets:
         self._ports = itertools.count(_FIRST_FREE_PORT)
 
     def listen(self, make: Make, host: str, port: int) -> Listener:
-        """Listen at an address; port 0 picks a free port."""
+        """Listen on an address; port 0 picks a free port."""
         return Listener(self._network, (host, port or next(self._ports)), make)
 
     async def connect(self, make: Make, host: str, port: int) -> tuple[End, Any]:
@@ -215,7 +215,7 @@ class Sockets:
         while True:
             listener: Listener | None = network.listeners.get(f"{host}:{port}")
             if listener is None or process.is_dead:
-                raise ConnectionRefusedError(f"no process listens at {host}:{port}")
+                raise ConnectionRefusedError(f"no process listens on {host}:{port}")
             if not network.is_parted(process, listener.process):
                 break
             await asyncio.sleep(_RECONNECT_S)
