@@ -72,7 +72,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
     ("mark", "kind"),
     [("<!-- run -->", "run"), ("<!-- run: all -->", "all"), ("<!-- not run: slow -->", "not run"), ("A text.", "")],
 )
-def test_the_line_before_a_fence_is_its_mark(mark: str, kind: str) -> None:
+def test_the_line_before_a_code_block_labels_it(mark: str, kind: str) -> None:
     (block,) = blocks_of("a.md", f"# A\n{mark}\n```sh\nmidstream status\n```\n")
     assert block == Block("a.md", 3, "sh", "midstream status\n", kind)
 

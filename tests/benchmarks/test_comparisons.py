@@ -31,7 +31,7 @@ def test_the_ratio_of_the_best_rounds() -> None:
     assert ratio.best == 2.5
 
 
-def test_the_best_peer_is_the_one_with_the_best_round() -> None:
+def test_the_best_peer_has_the_best_round() -> None:
     some = measured("a", 10, 10, 10) + measured("b", 1, 20, 1) + measured("c", 5, 5, 5)
     ratio = ratio_of(Comparison("mixed", "a", ("b", "c", "absent"), 1.0, 2.0), some)
     assert ratio is not None
@@ -44,14 +44,14 @@ def test_rounds_that_only_one_finished_do_not_count() -> None:
     assert (ratio.median, ratio.num_rounds) == (1.0, 1)
 
 
-def test_a_gap_four_times_shorter_is_a_ratio_of_four() -> None:
+def test_a_quarter_of_the_gap_gives_a_ratio_of_four() -> None:
     some = measured("a", 1.0, gap_ms=25.0) + measured("b", 1.0, gap_ms=100.0)
     ratio = ratio_of(Comparison("mixed", "a", ("b",), 4.0, 6.0, is_gap=True), some)
     assert ratio is not None
     assert ratio.median == pytest.approx(4.0)
 
 
-def test_half_the_processor_time_is_a_ratio_of_two() -> None:
+def test_half_the_processor_time_gives_a_ratio_of_two() -> None:
     def costing(peer: str, seconds: float) -> Measurement:
         return Measurement(0, peer, 9.0, Figures("mixed", 10.0, 1.0, processor_s=seconds))
 
@@ -64,14 +64,14 @@ def test_half_the_processor_time_is_a_ratio_of_two() -> None:
     assert unknown.in_processor_time is None
 
 
-def test_nothing_is_said_about_what_was_not_measured() -> None:
+def test_values_that_were_not_measured_are_omitted() -> None:
     comparison = Comparison("mixed", "a", ("b",), 1.0, 2.0)
     assert ratio_of(comparison, measured("a", 1.0)) is None
     assert ratio_of(comparison, measured("b", 1.0)) is None
     assert median_figure([], "a", "mixed") is None
 
 
-def test_all_that_is_compared_is_measured() -> None:
+def test_all_compared_values_are_measured() -> None:
     for comparison in COMPARISONS:
         assert comparison.workload in PEERS[comparison.ours].workloads
         assert any(name in PEERS and comparison.workload in PEERS[name].workloads for name in comparison.peers)

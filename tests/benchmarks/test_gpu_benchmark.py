@@ -37,7 +37,7 @@ def runner(request: pytest.FixtureRequest) -> ModelRunner:
     return random_runner(TINY, decoder, CPU, runs_ahead=request.param, **settings)
 
 
-def test_requests_together_give_what_each_gives_alone(runner: ModelRunner) -> None:
+def test_concurrent_requests_give_the_output_of_each_alone(runner: ModelRunner) -> None:
     requests = mixed_workload(9, TINY["vocab_size"], longest_prompt=50, longest=20)
     together = drive(runner, requests, max_batch=4, max_tokens=16)
     assert [len(tokens) for tokens in together] == [request.num_tokens for request in requests]
@@ -66,7 +66,7 @@ def test_the_8b_model_has_8_billion_weights() -> None:
     assert weight_bytes(describe(CONFIG_8B), 1) + 128256 * 4096 == pytest.approx(8.03e9, rel=1e-3)
 
 
-def test_limits_and_what_misses_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_and_values_that_violate_them(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(1.0)
     report.note("device", "none")
     report.share("decode", 0.81, 0.80)
@@ -132,7 +132,7 @@ def table(output: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.usefixtures("parts")
-def test_a_part_that_fails_spoils_no_other() -> None:
+def test_a_failed_measurement_does_not_affect_others() -> None:
     result = run_benchmark()
     assert result.returncode == 1
     assert table(result.stdout) == [
@@ -147,7 +147,7 @@ def test_a_part_that_fails_spoils_no_other() -> None:
 
 
 @pytest.mark.usefixtures("parts")
-def test_it_prints_what_it_has_when_time_ends() -> None:
+def test_it_prints_partial_results_at_the_time_limit() -> None:
     result = run_benchmark("--parts", "passes,knows", "--budget-s", "9")
     assert table(result.stdout) == [("passes", "no time left"), ("knows", "no time left")]
     assert run_benchmark("--parts", "passes").returncode == 0

@@ -34,7 +34,7 @@ def append_to(file: Path, word: str) -> Step:
     return Step(f"Write {word}", (("/bin/sh", "-c", f"echo {word} >> {file}"),))
 
 
-def test_a_step_that_two_peers_share_runs_once_and_never_again(tmp_path: Path) -> None:
+def test_an_installation_step_shared_by_two_peers_runs_once(tmp_path: Path) -> None:
     paths, file = Paths(tmp_path / "home", tmp_path), tmp_path / "written"
     shared = append_to(file, "shared")
     peers = [FakePeer("a", (shared, append_to(file, "a"))), FakePeer("b", (shared, append_to(file, "b")))]
@@ -51,7 +51,7 @@ def test_a_changed_step_runs_again(tmp_path: Path) -> None:
     assert file.read_text().split() == ["old", "new"]
 
 
-def test_a_failed_step_stops_its_own_peers_alone(tmp_path: Path) -> None:
+def test_a_failed_step_stops_only_its_own_peers(tmp_path: Path) -> None:
     paths, file = Paths(tmp_path / "home", tmp_path), tmp_path / "written"
     broken = Step("Fail", (("/bin/sh", "-c", "exit 7"),))
     peers = [
@@ -65,6 +65,6 @@ def test_a_failed_step_stops_its_own_peers_alone(tmp_path: Path) -> None:
     assert file.read_text().split() == ["c"]
 
 
-def test_requirements_without_extras_and_those_left_out() -> None:
+def test_requirements_without_extras_and_exclusions() -> None:
     wanted = ["torch==2.13.0+cpu; platform_machine == 'x86_64'", "torchvision", "numpy>=2", 'pandas; extra == "bench"']
     assert without(wanted, ["torch", "torchvision"]) == ["numpy>=2"]

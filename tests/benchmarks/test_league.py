@@ -40,7 +40,7 @@ async def test_a_row_counts_what_is_complete_and_what_is_identical() -> None:
     assert (hurt["complete"], hurt["identical"], hurt["errors"]) == (4, 2, ["ValueError: the stream broke off"])
 
 
-async def test_the_fault_comes_while_streams_are_open() -> None:
+async def test_the_fault_occurs_while_streams_are_open() -> None:
     seen: list[int] = []
     system, requests = System(), make_requests(4, 5)
     outcomes = await run_round(system.stream, requests, lambda: seen.append(1))
@@ -48,7 +48,7 @@ async def test_the_fault_comes_while_streams_are_open() -> None:
     assert [outcome.texts[0].endswith("end") for outcome in outcomes] == [True] * 4
 
 
-def test_the_end_of_a_server_is_that_of_children_without_a_parent(tmp_path: Path) -> None:
+def test_orphaned_children_end_with_their_server(tmp_path: Path) -> None:
     server = Server("a server", ["bash", "-c", "sleep 600 & echo $!; wait"], 1, tmp_path / "log")
     server.start()
     while not (text := server.log.read_text()).endswith("\n"):

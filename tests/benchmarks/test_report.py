@@ -20,7 +20,7 @@ MEASURED = [
 RATIO = Ratio(Comparison("mixed", "midstream", ("vllm",), 1.3, 1.6), "vllm", 1.45, 1.5, 1.4, 1.6, 3, 1.25)
 
 
-def test_figures_are_best_and_median_and_what_was_not_measured_stays_empty() -> None:
+def test_results_are_best_and_median_and_empty_if_not_measured() -> None:
     _, ours, peers = report.figures_table(LABELS, MEASURED)
     assert ours == ["Midstream", "", "1,600 / 1,500", "", "", ""]
     assert peers == ["vLLM", "", "1,000 / 1,000", "", "", ""]
@@ -41,7 +41,7 @@ def test_tables_as_markdown_and_text() -> None:
     assert report.as_text(rows) == "a     b\nlong  1"
 
 
-def test_only_what_lies_between_the_markers_changes() -> None:
+def test_only_text_between_the_markers_changes() -> None:
     page = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
     expected = f"before\n{report.BEGIN}\n\nnew\n\n{report.END}\nafter\n"
     assert report.between_markers(page, "new") == expected
@@ -52,7 +52,7 @@ def test_a_page_without_markers_gets_them_at_its_end() -> None:
     assert report.between_markers("a page\n", "new") == f"a page\n\n{report.BEGIN}\n\nnew\n\n{report.END}\n"
 
 
-def test_the_page_names_who_did_not_run_and_shows_a_plot(tmp_path: Path) -> None:
+def test_the_page_names_peers_that_did_not_run_and_shows_a_plot(tmp_path: Path) -> None:
     report.write(tmp_path, LABELS, MEASURED, [RATIO], {"vllm": "ended by SIGILL"})
     page = (tmp_path / report.PAGE).read_text(encoding="utf-8")
     assert "- vLLM: ended by SIGILL" in page
@@ -61,12 +61,12 @@ def test_the_page_names_who_did_not_run_and_shows_a_plot(tmp_path: Path) -> None
     assert (tmp_path / report.PLOT).read_text(encoding="utf-8").startswith("<?xml")
 
 
-def test_figures_from_a_busy_machine_are_provisional() -> None:
+def test_results_from_a_busy_machine_are_provisional() -> None:
     busy = [Measurement(0, "midstream", 0.25, MEASURED[0].figures)]
     assert "**Provisional:** other programs kept up to 0.2 cores busy" in report.section(LABELS, busy, [], {})
 
 
-def test_the_machine_is_named_by_what_kernels_choose_by(tmp_path: Path) -> None:
+def test_the_machine_is_named_by_the_features_that_select_kernels(tmp_path: Path) -> None:
     cpu_info = tmp_path / "cpuinfo"
     cpu_info.write_text("model name : Some CPU\nflags : fpu avx2 avx512f avx512_bf16\n\nmodel name : Some CPU\n")
     assert "cores of Some CPU (avx2, avx512f, avx512-bf16)" in describe_machine(cpu_info)

@@ -37,7 +37,7 @@ for process in (running, left):
 """
 
 
-def test_what_is_measured_again_takes_the_place_of_what_was(tmp_path: Path) -> None:
+def test_new_measurements_replace_old_ones(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     assert read_results(path) == []
     write_results(merged([FIRST, SECOND], [AGAIN]), path)
@@ -49,7 +49,7 @@ def test_measurements_survive_json(tmp_path: Path) -> None:
     assert read_results(tmp_path / "results.json") == [FIRST]
 
 
-def test_processor_time_is_of_all_that_was_started() -> None:
+def test_processor_time_includes_all_started_processes() -> None:
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
     )

@@ -69,7 +69,7 @@ def test_a_round_is_the_same_each_time_and_differs_from_the_next() -> None:
     assert prompts(0).isdisjoint(it.token_ids for it in rounds.warm_up().requests)
 
 
-def test_a_quick_round_is_a_quarter() -> None:
+def test_a_quick_round_has_a_quarter_of_the_requests() -> None:
     whole, quick = (rounds.round_workload("mixed", 0, is_quick=is_quick) for is_quick in (False, True))
     assert [it.token_ids for it in quick.requests] == [it.token_ids for it in whole.requests]
     assert {it.max_tokens for it in quick.requests} == {32}
@@ -89,7 +89,7 @@ def test_throughput_counts_output_or_input() -> None:
     assert Workload("prefill", requests, 2, counts_input=True).num_counted_tokens == 4
 
 
-def test_a_line_of_figures_is_read() -> None:
+def test_a_line_of_results_is_read() -> None:
     assert parse_figures(LINE) == Figures("single", 64.0, 2.0, None, (1.0, 2.5))
 
 
@@ -107,7 +107,7 @@ def answering(folder: Path, name: str, times: int = 100) -> FakePeer:
     return FakePeer(fake_peer(folder / name, f"{lines}; echo 'no AVX-512 here' >&2; exit 3").script, name)
 
 
-def test_a_peer_stays_loaded_and_gives_its_figures(tmp_path: Path) -> None:
+def test_a_peer_stays_loaded_and_reports_its_results(tmp_path: Path) -> None:
     with rounds.PeerProcess(answering(tmp_path, "fake"), Paths(tmp_path, tmp_path)) as process:
         assert process.run(rounds.warm_up()) == parse_figures(LINE)
         assert process.run(rounds.warm_up()) == parse_figures(LINE)
@@ -124,7 +124,7 @@ def test_a_peer_that_fails_says_why_and_is_not_tried_again(tmp_path: Path) -> No
     assert [(it.round, it.peer) for it in measured] == [(0, "one"), (0, "other"), (1, "other"), (2, "other")]
 
 
-def test_a_peer_killed_by_a_signal_is_named_so(tmp_path: Path) -> None:
+def test_a_peer_killed_by_a_signal_is_reported_as_such(tmp_path: Path) -> None:
     with (
         rounds.PeerProcess(fake_peer(tmp_path, "kill -ILL $$"), Paths(tmp_path, tmp_path)) as process,
         pytest.raises(rounds.PeerFailedError, match=r"^ended by SIGILL: it printed nothing$"),
@@ -144,7 +144,7 @@ def test_peers_take_turns_and_each_begins_a_round(tmp_path: Path) -> None:
     assert (tmp_path / "order").read_text(encoding="utf-8").split() == ["first", "second", *names]
 
 
-def test_no_round_begins_that_would_end_too_late(tmp_path: Path) -> None:
+def test_no_round_begins_that_would_exceed_the_time_limit(tmp_path: Path) -> None:
     measured, _ = rounds.run_rounds(
         [answering(tmp_path, "fake")],
         ["single"],

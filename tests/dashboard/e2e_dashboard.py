@@ -59,7 +59,7 @@ def changes(page: Browser, selector: str) -> bool:
     return True
 
 
-def test_numbers_are_there_and_move(page: Browser) -> None:
+def test_metrics_are_exported_and_change(page: Browser) -> None:
     page.wait_for("return Number(document.querySelector('#tile-tokens').innerText) > 0", limit_s=60)
     assert page.number("#tile-requests") > 0
     assert page.number("#tile-kv") > 0
@@ -118,9 +118,7 @@ def test_everything_fits_a_small_screen(page: Browser) -> None:
         assert page.run("return document.documentElement.scrollWidth") <= 1280
 
 
-def test_a_name_that_is_markup_stays_text_and_its_death_is_shown(
-    page: Browser, hostile: subprocess.Popen[bytes]
-) -> None:
+def test_a_name_with_markup_is_shown_as_text(page: Browser, hostile: subprocess.Popen[bytes]) -> None:
     page.wait_for(f"{_STATE_OF} === '● serving'", HOSTILE, limit_s=60)
     assert page.run("return document.querySelectorAll('main img, main script').length") == 0
     assert page.run("return document.title") == "Midstream"
@@ -159,7 +157,7 @@ def test_pictures_can_be_taken(page: Browser, service: Service, tmp_path: Path) 
     (folder / "top.svg").write_text(drawing, encoding="utf-8")
 
 
-def test_when_its_router_dies_the_page_says_so_and_comes_back(page: Browser, service: Service) -> None:
+def test_the_page_reports_the_death_of_its_router_and_reconnects(page: Browser, service: Service) -> None:
     os.kill(service.processes("router")[0]["pid"], signal.SIGKILL)
     page.wait_for("return document.querySelector('#link').dataset.state === 'lost'")
     assert "trying again" in page.text("#link")

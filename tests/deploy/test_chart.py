@@ -46,7 +46,7 @@ def test_the_chart_lints(values: str) -> None:
     assert linted.returncode == 0, linted.stdout + linted.stderr
 
 
-def test_its_files_are_what_kustomize_makes_now(tmp_path: Path) -> None:
+def test_its_files_equal_the_output_of_kustomize(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(CHART.parent / "generate.py"), str(tmp_path)], check=True)
     made = {path.name: path.read_text() for path in tmp_path.iterdir()}
     committed = {path.name: path.read_text() for path in (CHART / "files").iterdir()}
@@ -75,7 +75,7 @@ def test_without_other_values_it_is_the_overlay(overlay: str, flags: tuple[str, 
     assert ours == theirs
 
 
-def test_values_change_what_they_name() -> None:
+def test_values_change_the_corresponding_settings() -> None:
     objects = chart("gpu")
     worker, router = objects["Deployment", "worker"], objects["Deployment", "router"]
     pod = worker["spec"]["template"]
@@ -121,7 +121,7 @@ def test_a_changed_setting_rolls_out() -> None:
         assert container["envFrom"][0] == {"configMapRef": {"name": after}}
 
 
-def test_a_release_lives_in_its_namespace() -> None:
+def test_all_objects_are_in_the_namespace_of_the_release() -> None:
     objects = chart("keda", "--namespace", "elsewhere")
     assert {item["metadata"]["namespace"] for item in objects.values()} == {"elsewhere"}
     (trigger,) = objects["ScaledObject", "router"]["spec"]["triggers"]
@@ -134,7 +134,7 @@ def test_a_release_lives_in_its_namespace() -> None:
 @pytest.mark.parametrize(
     "flags", ["acelerator=cpu", "accelerator=tpu", "settings.MAX_QUEUE_SIZE=7", "replicas.worker=-1"]
 )
-def test_a_value_that_is_not_known_is_refused(flags: str) -> None:
+def test_an_unknown_value_is_rejected(flags: str) -> None:
     made = helm("template", "midstream", str(CHART), "--set", flags)
     assert made.returncode != 0
     assert "values don't meet the specifications of the schema" in made.stderr

@@ -23,7 +23,7 @@ def containerfile(name: str) -> str:
 
 
 @pytest.mark.parametrize("part", EXPOSED)
-def test_an_image_runs_its_part_without_rights(part: str) -> None:
+def test_an_image_runs_without_privileges(part: str) -> None:
     last_stage = containerfile(part).rpartition("\nFROM ")[2]
     assert f'ENTRYPOINT ["python", "-P", "-m", "midstream.{part}"]' in last_stage
     assert "\nUSER 65532:65532\n" in last_stage
@@ -35,14 +35,14 @@ def test_an_image_runs_its_part_without_rights(part: str) -> None:
 
 
 @pytest.mark.parametrize("part", EXPOSED)
-def test_an_image_holds_its_own_packages_alone(part: str) -> None:
+def test_an_image_contains_only_its_own_packages(part: str) -> None:
     copied = set(re.findall(r"^COPY (\w+) \1$", containerfile(part), re.MULTILINE))
     assert copied == {"protos", "midstream", part} | ({"kernels"} if part == "gpu_worker" else set())
     extras = {"gpu_worker": "worker", "scheduler": "scheduler,postgres"}.get(part, part)
     assert f"'.[{extras},tracing]'" in containerfile(part)
 
 
-def test_a_worker_image_can_have_further_attention_kernels() -> None:
+def test_a_worker_image_can_include_more_attention_kernels() -> None:
     build_stage = containerfile("gpu_worker").rpartition("\nFROM ")[0]
     assert "\nARG ATTENTION=\n" in build_stage
     assert '".[$ATTENTION]"' in build_stage

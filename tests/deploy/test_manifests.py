@@ -34,7 +34,7 @@ def references(pod: Manifest) -> set[tuple[str, str]]:
     return found
 
 
-def test_what_pods_need_exists(rendered: Rendered) -> None:
+def test_objects_that_pods_refer_to_exist(rendered: Rendered) -> None:
     existing = {(item["kind"], item["metadata"]["name"]) for item in rendered.objects}
     assert set(rendered.pods()) == {"router", "scheduler", "detokenizer", "worker"}
     for pod in rendered.pods().values():
@@ -94,7 +94,7 @@ def test_each_part_may_lose_one_pod_at_a_time(rendered: Rendered) -> None:
             assert chosen == (part == budget["metadata"]["name"])
 
 
-def test_rolling_updates_keep_what_must_stay(rendered: Rendered) -> None:
+def test_rolling_updates_keep_the_required_replicas(rendered: Rendered) -> None:
     for part in ("router", "detokenizer"):
         strategy = rendered.get("Deployment", part)["spec"]["strategy"]
         assert strategy["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
@@ -123,7 +123,7 @@ def test_autoscalers_have_their_target_and_metric(overlay: str) -> None:
         check_behaviour(spec["behavior"])
 
 
-def test_keda_takes_the_autoscalers_place() -> None:
+def test_keda_replaces_the_autoscaler() -> None:
     rendered = render("keda")
     assert rendered.names("HorizontalPodAutoscaler") == set()
     assert rendered.names("ScaledObject") == {"router", "detokenizer", "worker"}
@@ -154,7 +154,7 @@ def test_a_worker_group_is_the_worker_on_several_nodes() -> None:
     assert "worker" not in render("multinode").names("Deployment")
 
 
-def test_prefill_and_decode_workers_are_the_worker_with_roles() -> None:
+def test_prefill_and_decode_workers_differ_only_in_their_role() -> None:
     alone, rendered = render("cpu").get("Deployment", "worker"), render("roles")
     for name, role in (("worker", "prefill"), ("worker-decode", "decode")):
         label, given = {"midstream/role": role}, rendered.get("Deployment", name)

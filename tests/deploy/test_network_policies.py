@@ -73,7 +73,7 @@ ALLOWED = {
 }
 
 
-def test_only_what_must_be_is_reached(rendered: Rendered) -> None:
+def test_network_policies_permit_only_required_connections(rendered: Rendered) -> None:
     policies, everyone = rendered.all("NetworkPolicy"), peers(rendered)
     ports = {part: set(ports_of(pod).values()) | {22} for part, pod in rendered.pods().items()}
     reached = {
@@ -98,7 +98,7 @@ def test_decode_workers_alone_reach_the_blocks_of_prefill_workers() -> None:
         assert may_reach(policies, everyone[name], everyone["scheduler"], 50053)
 
 
-def test_the_endpoint_picker_reads_the_load_of_routers_alone() -> None:
+def test_the_endpoint_picker_reads_only_the_load_of_routers() -> None:
     rendered = render("inference-gateway")
     policies, everyone = rendered.all("NetworkPolicy"), peers(rendered)
     picker = Peer("picker", {"inferencepool": "midstream-epp"}, everyone["router"].namespace)
@@ -120,7 +120,7 @@ def test_spans_go_to_the_collector(rendered: Rendered) -> None:
         assert not may_reach(policies, everyone[part], everyone["stranger"], 4317)
 
 
-def test_names_are_resolved_by_the_cluster_alone(rendered: Rendered) -> None:
+def test_names_are_resolved_only_by_the_cluster(rendered: Rendered) -> None:
     system = {"kubernetes.io/metadata.name": "kube-system"}
     dns, other = Peer("dns", {"k8s-app": "kube-dns"}, system), Peer("other", {"k8s-app": "other"}, system)
     policies, everyone = rendered.all("NetworkPolicy"), peers(rendered)

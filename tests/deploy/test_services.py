@@ -54,7 +54,7 @@ def test_prefill_and_decode_workers_have_their_roles() -> None:
     )
 
 
-def test_parts_listen_where_their_ports_say(rendered: Rendered) -> None:
+def test_components_listen_on_the_declared_ports(rendered: Rendered) -> None:
     expected = {
         "router": {"grpc"},
         "scheduler": {"grpc", "zmq", "frames"},
@@ -75,7 +75,7 @@ def test_parts_listen_where_their_ports_say(rendered: Rendered) -> None:
         assert annotations["prometheus.io/port"] == str(config.http_port)
 
 
-def test_parts_dial_services_that_exist(rendered: Rendered) -> None:
+def test_components_connect_to_services_that_exist(rendered: Rendered) -> None:
     router, detokenizer = config_of(rendered, "router"), config_of(rendered, "detokenizer")
     worker = config_of(rendered, "worker")
     assert isinstance(router, RouterConfig)
@@ -121,7 +121,7 @@ def action_of(probe: Manifest) -> Manifest:
     return {kind: probe[kind] for kind in ("grpc", "httpGet", "exec", "tcpSocket") if kind in probe}
 
 
-def test_probes_ask_what_is_served(rendered: Rendered) -> None:
+def test_probes_use_endpoints_that_exist(rendered: Rendered) -> None:
     for part, pod in rendered.pods().items():
         container = container_of(pod)
         for name in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -152,7 +152,7 @@ def test_grace_outlasts_the_longest_drain(rendered: Rendered) -> None:
         assert (pause >= 5) == (part in ("router", "detokenizer"))
 
 
-def test_what_the_overlays_are_for() -> None:
+def test_overlays_differ_in_device_journal_and_replicas() -> None:
     cpu, gpu = config_of(render("cpu"), "worker"), config_of(render("gpu"), "worker")
     assert isinstance(cpu, WorkerConfig)
     assert isinstance(gpu, WorkerConfig)

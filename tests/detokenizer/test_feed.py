@@ -25,7 +25,7 @@ def streams_of(feed: SchedulerFeed) -> list[OutputStream]:
     return streams
 
 
-async def test_what_one_stream_cannot_take_fails_that_stream_alone() -> None:
+async def test_an_invalid_tensor_fails_only_its_own_stream() -> None:
     tensor = generation_pb2.Tensor(name="t", dtype=77)  # type: ignore[arg-type]  # unknown
     bad = pb.FeedBatch(outputs=[pb.FeedOutputs(stream=1, tensors=[tensor])])
     pool = FeedPool("127.0.0.1:1", "d", (2,), 1 << 20, lambda _: None)

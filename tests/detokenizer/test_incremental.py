@@ -165,7 +165,7 @@ def test_other_decoders_survive_any_cutting(other: Tokenizer, ids: list[int], cu
 
 
 @given(ids=st.lists(st.integers(0, len(OTHER_WORDS) + 1), max_size=30), cuts=CUTS)
-def test_a_decoder_that_changes_earlier_text_gives_what_depends_on_tokens_alone(
+def test_a_decoder_that_changes_earlier_text_gives_text_that_depends_only_on_tokens(
     tmp_path_factory: pytest.TempPathFactory, ids: list[int], cuts: list[int]
 ) -> None:
     """`do n't` becomes `don't` when its last token arrives, after `do n` has been sent."""
@@ -181,7 +181,7 @@ def test_text_of_words_without_a_decoder_by_hand(tmp_path: Path) -> None:
     assert decoder.finish() == ""
 
 
-def test_a_run_that_forms_no_character_does_not_wait_for_ever(tmp_path: Path) -> None:
+def test_bytes_that_form_no_character_are_not_held_forever(tmp_path: Path) -> None:
     factory = decoder_factory(other_tokenizer(tmp_path, DECODERS["bytes and more"]))
     ids, decoder = [OTHER_WORDS.index("æ")] * 100, factory.open(skip_special_tokens=True)
     text = "".join(decoder.decode((token_id,)) for token_id in ids)
@@ -189,7 +189,7 @@ def test_a_run_that_forms_no_character_does_not_wait_for_ever(tmp_path: Path) ->
     assert text + decoder.finish() == "\ufffd" * 100
 
 
-def test_a_missing_or_damaged_tokenizer_names_the_file(tmp_path: Path) -> None:
+def test_a_missing_or_damaged_tokenizer_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')

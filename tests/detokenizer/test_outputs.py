@@ -52,7 +52,7 @@ def test_rows_behind_a_stop_word_do_not_count() -> None:
     assert cursor.cumulative_log_prob == -1.0
 
 
-def test_tensors_end_where_the_sequence_does() -> None:
+def test_tensors_end_with_the_sequence() -> None:
     """Tensors of tokens after a stop word are never sent, whether or not these tokens were computed."""
     prompt = replace(piece(0, 5), name="context_logits")
     assert OutputCursor().new(Extras(tensors=(prompt, piece(0, 4))), 0, 0, 3) == Extras(tensors=(prompt, piece(0, 3)))

@@ -33,7 +33,7 @@ WORDS = st.lists(st.text(alphabet="ab日", min_size=1, max_size=4), min_size=1, 
 
 
 @given(pieces=st.lists(LETTERS, max_size=6), words=WORDS, keep=st.booleans())
-def test_it_finds_what_a_search_of_the_whole_text_finds(pieces: list[str], words: tuple[str, ...], keep: bool) -> None:
+def test_it_finds_the_same_as_a_search_of_the_whole_text(pieces: list[str], words: tuple[str, ...], keep: bool) -> None:
     before, word = naive("".join(pieces), words)
     shown, match = scan(pieces, words, keep=keep)
     assert match == word
@@ -41,7 +41,7 @@ def test_it_finds_what_a_search_of_the_whole_text_finds(pieces: list[str], words
 
 
 @given(pieces=st.lists(LETTERS, max_size=6), words=WORDS)
-def test_it_holds_back_the_longest_possible_beginning_and_no_more(pieces: list[str], words: tuple[str, ...]) -> None:
+def test_it_holds_back_only_the_longest_possible_beginning(pieces: list[str], words: tuple[str, ...]) -> None:
     scanner = StopWordScanner(stop_words(words), keep_match=False)
     text = shown = ""
     for piece in pieces:
@@ -62,7 +62,7 @@ def test_by_hand() -> None:
     assert scan(["xa", "bc"], ("ab",), keep=True) == (["x", "ab"], "ab")
 
 
-def test_a_match_that_may_not_stop_is_text() -> None:
+def test_a_match_is_text_while_stopping_is_not_allowed() -> None:
     scanner = StopWordScanner(stop_words(("END",)), keep_match=False)
     assert scanner.scan("an END", can_stop=False) == "an END"
     assert scanner.scan(" here EN", can_stop=False) == " here "

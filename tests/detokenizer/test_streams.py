@@ -49,7 +49,7 @@ def taken(stream: OutputStream) -> dict[int, tuple[list[int], list[float]]]:
     return result
 
 
-def test_log_probabilities_come_once_when_the_feed_begins_anew() -> None:
+def test_log_probabilities_are_delivered_once_after_a_new_feed() -> None:
     upstream = Feed()
     stream = OutputStream(1, "r", 1, 0, (), ROUTER, cast("DecoderFactory", None), 1 << 20)
     feed(stream, upstream, 3)
@@ -98,7 +98,7 @@ def test_outputs_of_tokens_behind_a_stop_word_are_dropped_whenever_they_come() -
 
 
 @pytest.mark.parametrize("is_reopened", [False, True])
-def test_a_request_for_its_prompt_alone_has_the_prompts_outputs(*, is_reopened: bool) -> None:
+def test_a_prompt_only_request_has_the_prompts_outputs(*, is_reopened: bool) -> None:
     """The outputs arrive without a token; the log probability of the sampled token is not part of the output."""
     rules = TextRules(prompt_ids=(0, 1))
     opened = Opened(1, rules, is_streaming=True, return_all=False)

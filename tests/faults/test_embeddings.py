@@ -198,7 +198,7 @@ async def check_batch(rig: Rig, model: Any, folder: ModelFolder) -> None:
     assert batch.usage.total_tokens == answer["usage"]["prompt_tokens"]
 
 
-async def test_whatever_dies_the_vectors_come_once(rig: Rig, model: Any, folder: ModelFolder) -> None:
+async def test_vectors_are_delivered_once_after_any_death(rig: Rig, model: Any, folder: ModelFolder) -> None:
     inputs: list[Any] = [*TEXTS, *IDS]
     tokenizer, expected = Tokenizer(folder.path), unit(states(model, folder, inputs, is_mean=True))
     num_tokens = [len(tokenizer.encode(item)) if isinstance(item, str) else len(item) for item in inputs]

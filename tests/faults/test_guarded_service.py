@@ -60,7 +60,7 @@ async def ask(client: AsyncClient, request_id: str = "", sampling: SamplingParam
     return await client.generate("The stream", sampling=sampling, request_id=request_id, timeout_s=100).result()
 
 
-async def test_a_token_or_a_certificate_lets_a_caller_in_and_each_has_its_own_requests(guarded: Guarded) -> None:
+async def test_tokens_and_certificates_identify_callers_with_separate_requests(guarded: Guarded) -> None:
     async with guarded.alice() as alice, guarded.carol() as carol:
         results = await asyncio.gather(ask(alice, "the same"), ask(carol, "the same"))
         assert len(results[0].token_ids) == NUM_TOKENS
@@ -71,7 +71,9 @@ async def test_a_token_or_a_certificate_lets_a_caller_in_and_each_has_its_own_re
         assert (await alice.resume("hers", timeout_s=20).result()).text == results[0].text
 
 
-async def test_nobody_else_gets_through_any_door(guarded: Guarded, tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_other_callers_are_rejected_by_every_api(
+    guarded: Guarded, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     ca = guarded.authority.ca
     stranger = Authority(tmp_path_factory.mktemp("stranger"))
     mallory = stranger.issue("mallory")
@@ -95,7 +97,7 @@ async def test_nobody_else_gets_through_any_door(guarded: Guarded, tmp_path_fact
         assert len((await alice.server_info()).worker_groups) == 1
 
 
-async def test_a_clients_certificate_opens_no_inner_port(guarded: Guarded) -> None:
+async def test_a_clients_certificate_is_not_accepted_on_internal_ports(guarded: Guarded) -> None:
     carol = guarded.authority.issue("carol")
     spy = Tls(carol.cert, carol.key, guarded.authority.ca)
 
@@ -148,7 +150,7 @@ async def test_a_client_learns_nothing_of_anothers_prompts(guarded: Guarded) -> 
                 assert await call.code() is status
 
 
-async def test_an_admin_aborts_anothers_request_by_its_inner_id_and_others_do_not(guarded: Guarded) -> None:
+async def test_only_an_admin_aborts_the_requests_of_others(guarded: Guarded) -> None:
     tls = Tls(ca=guarded.authority.ca)
     alice_inner = Caller("alice", is_authenticated=True).scope("long")
     async with (
@@ -165,7 +167,7 @@ async def test_an_admin_aborts_anothers_request_by_its_inner_id_and_others_do_no
             await bob.unload_lora("any")
 
 
-async def test_https_asks_for_the_token(guarded: Guarded) -> None:
+async def test_https_requires_the_token(guarded: Guarded) -> None:
     def complete(**headers: str) -> str:
         body = json.dumps({"prompt": "The stream", "max_tokens": 20, "temperature": 0.9, "seed": 4}).encode()
         url = f"https://127.0.0.1:{guarded.ports['http']}/v1/completions"
@@ -184,7 +186,7 @@ async def test_https_asks_for_the_token(guarded: Guarded) -> None:
 
 
 @pytest.mark.parametrize("kind", ["30,000 nestings in a grammar", "half a million values"])
-async def test_a_guide_that_abuses_is_refused_and_its_neighbour_goes_on(guarded: Guarded, kind: str) -> None:
+async def test_an_abusive_guide_is_rejected_and_its_neighbour_continues(guarded: Guarded, kind: str) -> None:
     name, text = BAD[kind]
     guide = pb.GuidedDecodingConfig(guide_type=pb.GuideType.Value(f"GUIDE_TYPE_{name}"), guide=text)
     request = pb.GenerateRequest(prompt="The stream", guided_decoding=guide)
@@ -196,7 +198,7 @@ async def test_a_guide_that_abuses_is_refused_and_its_neighbour_goes_on(guarded:
         assert len((await neighbour).token_ids) == NUM_TOKENS
 
 
-async def test_parts_that_die_come_back_behind_their_locks(guarded: Guarded) -> None:
+async def test_restarted_components_authenticate_again(guarded: Guarded) -> None:
     async with guarded.alice() as alice:
         expected = await ask(alice, sampling=LONG)
         stream = alice.generate("The stream", sampling=LONG, timeout_s=150)

@@ -93,7 +93,7 @@ LARGE = MAX_METADATA_BYTES + 1
         (b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"b" * (LARGE // 2) + b"\r\n\r\n", b"200"),
     ],
 )
-async def test_what_is_not_body_is_limited_over_http(sent: bytes, answer: bytes) -> None:
+async def test_http_data_besides_the_body_is_limited(sent: bytes, answer: bytes) -> None:
     num_calls = 0
 
     async def page(scope: Any, receive: Any, send: Any) -> None:

@@ -92,13 +92,13 @@ def test_templates_that_explode_are_ended_and_the_next_conversation_is_rendered(
 
 
 @pytest.mark.parametrize("source", ["{{ '%99999999999d' % 1 }}", "{{ 'x' | center(99999999999) }}"])
-def test_a_template_that_explodes_while_it_is_compiled_is_refused_or_rendered_no_better(source: str) -> None:
+def test_a_template_that_explodes_at_compile_time_is_rejected(source: str) -> None:
     """Jinja evaluates constant expressions at compile time."""
     with pytest.raises(MidstreamError), closing(ChatTemplate(source, {})) as template:
         template.render(USER)
 
 
-def test_what_escapes_from_the_sandbox_finds_no_files_no_network_and_no_secrets() -> None:
+def test_code_that_escapes_the_template_sandbox_has_no_files_network_or_secrets() -> None:
     code = (
         "import os, socket\n"
         "from router.pipeline.template_renderer import _confine\n"
@@ -155,7 +155,7 @@ def test_a_configuration_out_of_bounds_is_refused_by_name(folder: Path, fields: 
     assert next(iter(fields)) in str(raised.value)
 
 
-def test_a_tokenizer_with_code_of_its_own_is_refused(folder: Path) -> None:
+def test_a_tokenizer_with_custom_code_is_rejected(folder: Path) -> None:
     change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_evil.Tokenizer", None]})
     with pytest.raises(ConfigError, match=r"tokenizer_config.json.*auto_map"):
         open_model_folder(str(folder))
@@ -219,7 +219,7 @@ def test_inflated_headers_of_safetensors_are_refused(tmp_path: Path, make: Calla
         SafetensorsFiles([path])
 
 
-def test_a_worker_does_not_take_memory_by_what_a_configuration_says(folder: Path) -> None:
+def test_a_configuration_cannot_make_a_worker_allocate_memory(folder: Path) -> None:
     """The dimensions are within bounds, but do not match the weights."""
     change(folder / "config.json", hidden_size=1 << 20, intermediate_size=1 << 22, num_hidden_layers=512)
     from gpu_worker.model_runner import ModelRunner
@@ -278,15 +278,13 @@ def replaced(pattern: str, content: str) -> dict[str, object]:
         {"decoder": {"type": "Sequence", "decoders": [replaced("a", "aaaa")] * 20}},
     ],
 )
-def test_a_tokenizer_that_explodes_is_refused_by_a_process_that_lives_on(
-    folder: Path, fields: dict[str, object]
-) -> None:
+def test_a_tokenizer_that_explodes_is_rejected_without_a_crash(folder: Path, fields: dict[str, object]) -> None:
     change(folder / "tokenizer.json", **fields)
     with pytest.raises(ConfigError, match=r"tokenizer|normalizer|decoder"):
         Tokenizer(folder)
 
 
-def test_what_ends_the_process_that_loads_a_tokenizer_ends_its_own_alone(
+def test_a_tokenizer_that_crashes_crashes_only_the_checking_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bomb = {"type": "Sequence", "normalizers": [replaced("a", "a" * 1000)] * 4}
@@ -296,6 +294,6 @@ def test_what_ends_the_process_that_loads_a_tokenizer_ends_its_own_alone(
         Tokenizer(folder)
 
 
-def test_an_ordinary_normalizer_is_no_bomb(folder: Path) -> None:
+def test_an_ordinary_normalizer_is_accepted(folder: Path) -> None:
     change(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}]})
     assert Tokenizer(folder).encode("plain text")

@@ -136,7 +136,7 @@ def alone(request: pb.GenerateRequest, runner: ModelRunner) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("kind", "transport", "layout"), CASES)
-async def test_whatever_dies_at_any_token_the_output_is_the_same(
+async def test_the_output_is_identical_after_any_death_at_any_token(
     kind: str, transport: str, layout: str, rig: Rig, runner: ModelRunner
 ) -> None:
     expected = await rig.run(request_of(kind, "undisturbed"), {})

@@ -60,7 +60,7 @@ async def test_ten_times_overload_is_refused_at_once_and_the_admitted_keep_their
         await read(stub, 7, NUM_TOKENS)
 
 
-async def test_slow_readers_cost_bounded_memory_and_are_cut_and_nobody_else_notices(pressed: Pressed) -> None:
+async def test_slow_readers_use_bounded_memory_and_are_disconnected(pressed: Pressed) -> None:
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
     address = f"127.0.0.1:{pressed.parts.router_port}"
     long = request(5, 7500, prompt=range(1000, 1300))
@@ -101,7 +101,7 @@ async def until_idle(pressed: Pressed) -> None:
         assert await asyncio.to_thread(pressed.metric, "kv_cache_usage_perc") == 0
 
 
-def test_a_client_has_its_share_of_streams_and_the_router_its_most() -> None:
+def test_streams_are_limited_per_client_and_per_router() -> None:
     limits = StreamLimits(max_streams=3, max_streams_per_client=2)
     releases = [limits.take("a"), limits.take("a")]
     with pytest.raises(OverloadedError, match="this client has reached its limit of 2"):

@@ -98,7 +98,7 @@ def deltas(events: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("is_background", [False, True])
-async def test_whatever_dies_at_any_token_the_events_are_the_same(rig: Rig, is_background: bool) -> None:
+async def test_the_events_are_identical_after_any_death_at_any_token(rig: Rig, is_background: bool) -> None:
     undisturbed = Reader(rig, is_background=is_background)
     await rig.disturb(undisturbed.read(), {})
     for rotation in ROTATIONS:

@@ -52,7 +52,7 @@ async def test_a_journal_with_a_torn_tail_and_a_damaged_record_costs_no_token(
     await all_blocks_are_back(processes)
 
 
-async def test_detokenizers_come_and_go_under_load(processes: Processes, client: AsyncClient) -> None:
+async def test_detokenizers_are_added_and_removed_under_load(processes: Processes, client: AsyncClient) -> None:
     await processes.kill("detokenizer-1")
     streams = Streams(client, FIRSTS, 200)
     await streams.reach(20)
@@ -221,9 +221,7 @@ async def unsteady_link(port: int) -> AsyncIterator[tuple[int, asyncio.Event]]:
             writer.transport.abort()
 
 
-async def test_a_link_that_is_slow_repeats_and_is_cut_loses_and_doubles_nothing(
-    processes: Processes, client: AsyncClient
-) -> None:
+async def test_a_faulty_link_neither_loses_nor_duplicates_messages(processes: Processes, client: AsyncClient) -> None:
     for name in ("worker-0", "worker-1"):
         await processes.kill(name)
     direct = processes.worker_port

@@ -73,7 +73,7 @@ async def test_mutual_tls_takes_only_clients_of_the_authority(authority: Authori
 
 
 @pytest.mark.parametrize("part", ["router", "scheduler", "detokenizer", "worker"])
-async def test_the_certificate_of_a_part_is_no_clients(authority: Authority, part: str) -> None:
+async def test_a_components_certificate_is_not_accepted_from_clients(authority: Authority, part: str) -> None:
     """The certificate is rejected over gRPC and HTTPS, whether it names the kind of component as a URI or as a DNS
     name.
     """
@@ -212,7 +212,7 @@ async def test_https_with_client_certificates_and_their_rotation(authority: Auth
         assert await asyncio.to_thread(fetch, f"{url}/v1/models", context) == (200, "dora")
 
 
-async def test_https_asks_for_a_certificate_also_where_callers_need_no_name(authority: Authority) -> None:
+async def test_https_requires_a_certificate_even_for_anonymous_callers(authority: Authority) -> None:
     identity, dora = authority.issue("router"), authority.issue("dora")
     tls = Tls(identity.cert, identity.key, authority.ca, require_client_cert=True)
     async with http_port(Authenticator(), tls) as port:
@@ -238,7 +238,9 @@ async def test_https_asks_for_a_certificate_also_where_callers_need_no_name(auth
         ("URI:spiffe://midstream/detokenizer", False),
     ],
 )
-async def test_an_inner_port_takes_the_parts_that_it_names(authority: Authority, names: str, is_router: bool) -> None:
+async def test_an_internal_port_accepts_the_configured_components(
+    authority: Authority, names: str, is_router: bool
+) -> None:
     server, caller = authority.issue("scheduler"), authority.issue("caller", hosts=names)
     config = SchedulerConfig(tls=True, tls_cert=server.cert, tls_key=server.key, tls_ca=authority.ca)
     peers = PeerNames("router, gateway.example", "router_names")
@@ -253,13 +255,13 @@ async def test_an_inner_port_takes_the_parts_that_it_names(authority: Authority,
             assert (await refusal(channel)).code() is grpc.StatusCode.PERMISSION_DENIED
 
 
-def test_no_key_of_the_command_is_for_others_to_read(tmp_path: Path) -> None:
+def test_the_keys_of_the_command_are_private(tmp_path: Path) -> None:
     made = midstream("certificates", "alice", "--output", str(tmp_path))
     assert made.returncode == 0, made.stderr
     assert {path.stat().st_mode & 0o077 for path in tmp_path.glob("*.key")} == {0}
 
 
-async def test_the_commands_certificates_are_those_of_parts_and_clients(tmp_path: Path) -> None:
+async def test_the_command_creates_certificates_for_components_and_clients(tmp_path: Path) -> None:
     made = midstream("certificates", "scheduler", "router", "alice", "--output", str(tmp_path))
     assert made.returncode == 0, made.stderr
     ca = str(tmp_path / "ca.pem")

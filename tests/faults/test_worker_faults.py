@@ -75,7 +75,7 @@ async def test_a_worker_killed_in_a_chunked_prompt_gives_its_blocks_back(
     await all_blocks_are_back(processes)
 
 
-async def test_a_worker_that_stands_still_is_given_up_and_what_it_says_later_is_dropped(
+async def test_a_suspended_worker_is_replaced_and_its_later_messages_are_dropped(
     processes: Processes, client: AsyncClient
 ) -> None:
     before = (await processes.stats()).num_stale_messages

@@ -136,7 +136,7 @@ def test_only_workers_with_a_known_key_register(guarded: Guarded) -> None:
     worker.stop()
 
 
-def test_a_key_that_is_let_in_counts_at_the_next_attempt(guarded: Guarded) -> None:
+def test_an_added_key_is_accepted_at_the_next_attempt(guarded: Guarded) -> None:
     make_key_pair(guarded.keys, "newcomer")
     newcomer = guarded.worker("newcomer")
     refused = guarded.metric("num_refused_connections_total")
@@ -159,7 +159,7 @@ def test_a_key_that_is_let_in_counts_at_the_next_attempt(guarded: Guarded) -> No
     link.join()
 
 
-def test_a_key_that_was_taken_away_does_not_connect_again(guarded: Guarded) -> None:
+def test_a_removed_key_cannot_reconnect(guarded: Guarded) -> None:
     make_key_pair(guarded.keys, "leaver")
     allow(guarded.keys, guarded.allowed, "leaver")
     leaver = guarded.worker("leaver").start()
@@ -196,7 +196,7 @@ BAD_SECRETS = ["", "nowhere", "a.key", "empty.key_secret", "zero.key_secret", "z
 
 
 @pytest.mark.parametrize("secret", [*BAD_SECRETS, "mixed.key_secret"])
-def test_neither_side_starts_with_a_bad_secret(keys: Path, secret: str) -> None:
+def test_no_side_starts_with_an_invalid_secret(keys: Path, secret: str) -> None:
     path = str(keys / secret) if secret else ""
     with pytest.raises(ConfigError) as raised:
         WorkerKeys.from_config(SchedulerConfig(curve=True, curve_secret_key=path, curve_worker_keys=str(keys)))

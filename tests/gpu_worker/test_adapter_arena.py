@@ -43,7 +43,7 @@ def added(arena: AdapterArena, *placed: PlacedAdapter | None, layer: int = 0) ->
     return y[:, 0].tolist()
 
 
-def test_adapters_move_together_when_the_room_is_in_pieces() -> None:
+def test_adapters_are_compacted_if_free_space_is_fragmented() -> None:
     arena = AdapterArena(describe(TINY), 4 * ONE_PAIR * 4, 16, torch.float32, CPU)
     first, second, third, fourth = (arena.place(adapter(value, 2)) for value in (1.0, 2.0, 3.0, 4.0))
     assert added(arena, third, None, first, fourth) == pytest.approx([6, 0, 2, 8])

@@ -102,9 +102,7 @@ def test_the_loss_of_the_worker_changes_nothing(
     assert [outputs(item) for item in made] == alone
 
 
-def test_a_prefix_is_shared_with_the_same_adapter_and_the_same_embeddings_alone(
-    runner: ModelRunner, folder: Path
-) -> None:
+def test_a_prefix_is_shared_only_with_equal_adapter_and_embeddings(runner: ModelRunner, folder: Path) -> None:
     whole, tokens = Whole(runner, END_IDS), prompt(64, seed=5)
     first = whole.run([request(runner, folder, f"a{kind}", kind, tokens) for kind in KINDS])
     assert [item.num_cached_tokens for item in first] == [0] * len(KINDS)

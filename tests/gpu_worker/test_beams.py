@@ -66,7 +66,7 @@ def request_of(number: int, prompt: list[int], search: dict[str, Any]) -> pb.Gen
     )
 
 
-def test_sequences_and_scores_are_those_of_transformers(
+def test_sequences_and_scores_equal_those_of_transformers(
     runner: ModelRunner, transformers_model: Any, prompts: list[list[int]], end_ids: tuple[int, ...]
 ) -> None:
     """All prompts and searches run here in one batch, whereas transformers runs them one at a time."""
@@ -144,7 +144,7 @@ def test_beams_are_the_same_alone_paused_moved_and_recovered(
 
 
 @pytest.mark.parametrize("num_steps", range(1, 5))
-def test_what_is_said_of_the_prompt_comes_once_whichever_part_is_lost(
+def test_prompt_outputs_are_reported_once_despite_losses(
     runner: ModelRunner, end_ids: tuple[int, ...], tmp_path: Path, num_steps: int
 ) -> None:
     """The prompt takes three steps. A worker dies in each of these steps, and in each later step."""
@@ -202,7 +202,7 @@ def expected_way(model: Any, prompt: list[int], end_ids: tuple[int, ...], **sett
         )
 
 
-def test_what_beams_report_is_what_transformers_had_along_their_way(
+def test_beam_outputs_equal_those_of_transformers_along_each_path(
     runner: ModelRunner, transformers_model: Any, prompts: list[list[int]], end_ids: tuple[int, ...]
 ) -> None:
     """A token's logits are those of the beam that it extended, not of the row in which the beam ended."""
@@ -293,7 +293,7 @@ def test_beams_follow_a_grammar_as_those_of_transformers_do(
 
 
 @pytest.mark.parametrize("is_guided", [False, True])
-def test_what_beams_report_is_the_same_whichever_part_is_lost(
+def test_beam_outputs_are_identical_despite_losses(
     runner: ModelRunner, end_ids: tuple[int, ...], tmp_path: Path, prompts: list[list[int]], is_guided: bool
 ) -> None:
     def make(name: str, *, has_tensors: bool) -> pb.GenerateRequest:

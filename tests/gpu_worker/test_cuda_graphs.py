@@ -170,7 +170,7 @@ def test_steps_that_are_too_large_run_eagerly() -> None:
     assert graphs.best(2) is None
 
 
-def test_block_tables_cross_whole_or_by_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_tables_are_sent_whole_or_as_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In logits [a, b], b is the sum of the two blocks of a row. At most as many changes are sent as the shape has
     rows.
     """

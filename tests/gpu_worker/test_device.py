@@ -52,12 +52,12 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
         ("cuda", Ranks(rank=1, world_size=2, local_rank=1, tensor_size=2), "cuda:1"),
     ],
 )
-def test_the_device_is_made_the_current_one(chosen: list[torch.device], name: str, ranks: Ranks, taken: str) -> None:
+def test_the_device_becomes_the_current_one(chosen: list[torch.device], name: str, ranks: Ranks, taken: str) -> None:
     assert loader.use_device(WorkerConfig(device=name), ranks) == torch.device(taken)
     assert chosen == [torch.device(taken)]
 
 
-def test_a_device_that_is_not_there_is_refused(chosen: list[torch.device]) -> None:
+def test_a_missing_device_is_rejected(chosen: list[torch.device]) -> None:
     with pytest.raises(ConfigError, match="no device 'cuda:2'"):
         loader.use_device(WorkerConfig(device="cuda:2"))
     assert chosen == []

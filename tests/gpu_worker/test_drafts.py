@@ -73,7 +73,7 @@ def prompt() -> list[int]:
     return tokenizer.encode(TEXT).ids
 
 
-def test_what_followed_the_last_tokens_before_is_the_draft() -> None:
+def test_prompt_lookup_drafts_the_tokens_after_an_earlier_match() -> None:
     tokens = ints([1, 2, 3, 4, 1, 2, 3, 5, 9, 2, 3])
     assert look_up(tokens, 3, 4).tolist() == [5, 9, 2, 3]
     assert look_up(tokens, 3, 1).tolist() == [5]

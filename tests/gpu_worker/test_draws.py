@@ -24,7 +24,7 @@ CUT = [SamplingParams(top_k=3), SamplingParams(top_p=0.5, min_p=0.1), SamplingPa
 
 
 @pytest.mark.parametrize("params", [WARM, CUT])
-def test_recorded_draws_are_the_samplers(params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_draws_equal_the_samplers(params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "triton", operations, raising=False)
     rows, places = Rows(4, 64, 16, 64, 50), ints([0, 1, 2])
     for row, sampling in enumerate([*params, SamplingParams(seed=9)]):

@@ -150,7 +150,7 @@ def test_drawn_tokens_are_among_those_that_transformers_leaves(
     assert min(num_others.values()) > 0
 
 
-def test_what_is_reported_is_what_transformers_computes(
+def test_reported_outputs_equal_those_of_transformers(
     runner: ModelRunner, transformers_model: Any, prompts: list[list[int]]
 ) -> None:
     output_config = pb.OutputConfig(

@@ -397,7 +397,7 @@ def test_triton_kernels_under_the_decoder_give_the_same_logits(
         assert float((found - one).abs().max()) <= TOLERANCE * max(1.0, float(one.abs().max()))
 
 
-def test_the_table_of_models_says_how_it_is_served(runner: ModelRunner) -> None:
+def test_the_table_of_models_states_how_it_is_served(runner: ModelRunner) -> None:
     model = runner.model
     served = next(item for item in SERVED_FAMILIES if model.description.architecture in item.types)
     assert served.is_own

@@ -44,7 +44,7 @@ def test_every_type_stands_for_what_its_definition_says(name: str) -> None:
     )
 
 
-def test_a_scale_that_q4_1_cannot_hold_is_left_alone() -> None:
+def test_a_scale_out_of_range_of_q4_1_is_not_changed() -> None:
     rows = torch.zeros(1, 18, dtype=torch.uint8)
     rows[:, :2] = torch.tensor([16384.0], dtype=torch.float16).view(torch.uint8)
     assert from_gguf(KINDS.Q4_0, rows) is None

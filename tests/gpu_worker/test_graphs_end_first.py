@@ -62,7 +62,7 @@ def communicator(monkeypatch: pytest.MonkeyPatch) -> Communicator:
     return made
 
 
-def test_a_runner_lets_go_of_its_graphs(communicator: Communicator) -> None:
+def test_a_runner_releases_its_graphs(communicator: Communicator) -> None:
     decoder = random_decoder(TINY, CPU, torch.float32)
     runner = random_runner(TINY, decoder, CPU, runs_ahead=True, max_batch_size=2, max_num_tokens=8, max_kv_tokens=64)
     assert communicator.num_recorded
@@ -91,7 +91,7 @@ class FakeGroup:
         return next(self._commands).SerializeToString()
 
 
-def test_a_follower_lets_go_of_its_graphs(communicator: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_releases_its_graphs(communicator: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     description, decoder = describe(TINY), random_decoder(TINY, CPU, torch.float32)
     config = WorkerConfig(device="cpu", max_batch_size=2, max_num_tokens=8)
     graphs = GraphDecoder(

@@ -126,7 +126,7 @@ def check(guide: Guide, text: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_ends_follows_its_guide(machine: Machine, tokenizer: Tokenizer, temperature: float) -> None:
+def test_ended_outputs_match_their_guides(machine: Machine, tokenizer: Tokenizer, temperature: float) -> None:
     for row in range(6):
         machine.add(row, GUIDES[row % 3], seed=row, temperature=temperature)
     machine.add(6, None, seed=6, temperature=temperature)
@@ -137,7 +137,7 @@ def test_what_ends_follows_its_guide(machine: Machine, tokenizer: Tokenizer, tem
     assert machine.constraints([6]) == Constraints()
 
 
-def test_a_row_rebuilt_from_its_tokens_goes_on_as_before(machine: Machine) -> None:
+def test_a_row_rebuilt_from_its_tokens_continues_unchanged(machine: Machine) -> None:
     machine.add(0, GUIDES[0], seed=40)
     machine.run([0])
     whole = machine.output(0)
@@ -197,7 +197,9 @@ def test_a_guide_over_which_the_process_dies_is_refused_alone(
     assert sum(deadly.text in texts for texts in asked) == count
 
 
-def test_an_end_of_ones_own_comes_only_where_the_guide_is_fulfilled(machine: Machine, tokenizer: Tokenizer) -> None:
+def test_a_custom_end_token_is_possible_only_after_the_guide_is_complete(
+    machine: Machine, tokenizer: Tokenizer
+) -> None:
     end = tokenizer.encode("!")[0]
     machine.add(0, GUIDES[1], seed=60, end_ids=(end,))
     while end not in machine.output(0):
@@ -224,7 +226,7 @@ def opened(row: int, kind: str, text: str) -> dict[str, Any]:
     return {"row": row, "is_sampled": True, "guide": [kind, text], "end_ids": [2], "tokens": []}
 
 
-def test_a_guide_that_is_not_compiled_yet_keeps_nobody_waiting(server: child.GrammarServer) -> None:
+def test_a_guide_that_is_being_compiled_delays_no_other_request(server: child.GrammarServer) -> None:
     """One of two guides takes a second to compile; the mask of the other guide is available at once."""
     slow = opened(0, "json_schema", json.dumps({"enum": [f"value {i}" for i in range(20_000)]}))
     states, masks = server.masks([slow, opened(1, "regex", "quick")])

@@ -89,7 +89,7 @@ def test_a_chunk_samples_only_at_the_last_known_token(batch: InputBatch) -> None
     assert inputs_of(prepared)["sampled"] == [2]
 
 
-def test_generation_repeats_less_what_leaves_plus_what_comes(batch: InputBatch) -> None:
+def test_the_next_generation_step_differs_by_ended_and_new_sequences(batch: InputBatch) -> None:
     def rows(**fields: Any) -> list[int]:
         return prepare(batch, **fields).sampled_rows.tolist()  # type: ignore[no-any-return]
 
@@ -153,7 +153,7 @@ def test_rows_grow_when_a_higher_number_comes(batch: InputBatch) -> None:
     assert inputs_of(prepare(batch, generation_rows=[9, 2]))["token_ids"] == [15, 3]
 
 
-def test_a_failed_row_keeps_its_place_in_the_answer(batch: InputBatch) -> None:
+def test_a_failed_row_keeps_its_position_in_the_result(batch: InputBatch) -> None:
     failed = sequence(1, [1, 2], [9], error=UnsupportedError("no"))
     prepared = prepare(
         batch,
@@ -218,7 +218,7 @@ def test_clear_forgets_everything(batch: InputBatch) -> None:
     assert prepare(batch, repeat_generation=True).sampled_rows.tolist() == []
 
 
-def test_a_full_sequence_writes_its_last_place_again() -> None:
+def test_a_full_sequence_overwrites_its_last_position() -> None:
     rows = Rows(num_rows=1, max_sequence_length=4, tokens_per_block=4, num_blocks=1, vocab_size=100)
     rows.add(sequence(0, [1, 2, 3], [0]))
     for token in (4, 5):

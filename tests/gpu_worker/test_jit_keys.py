@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_random_steps_need_no_kernel_that_the_warm_up_did_not(
+def test_the_warm_up_compiles_every_kernel_that_random_steps_need(
     monkeypatch: pytest.MonkeyPatch, cuda_graphs: bool
 ) -> None:
     """Without graphs, every number of tokens and of sequences is launched as it is, as steps are that no graph fits."""

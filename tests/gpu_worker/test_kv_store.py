@@ -77,7 +77,7 @@ def test_hashed_blocks_of_a_dead_worker_are_copied_and_others_are_missing(tmp_pa
     store.close()
 
 
-def test_what_several_left_is_put_together(tmp_path: Path) -> None:
+def test_blocks_of_several_dead_workers_are_combined(tmp_path: Path) -> None:
     leave_pool(tmp_path)
     store, memory = heir_of(tmp_path)
     with worker(tmp_path):
@@ -86,7 +86,7 @@ def test_what_several_left_is_put_together(tmp_path: Path) -> None:
     store.close()
 
 
-def test_nobody_looks_into_the_pool_of_a_worker_that_lives(tmp_path: Path) -> None:
+def test_pools_of_living_workers_are_not_read(tmp_path: Path) -> None:
     store, memory = heir_of(tmp_path)
     with worker(tmp_path) as process:
         assert fetch(store, memory, 5) == [0]
@@ -105,13 +105,13 @@ def test_blocks_of_another_kind_are_not_taken(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_worker_that_ends_in_peace_leaves_nothing(tmp_path: Path) -> None:
+def test_a_worker_that_exits_normally_leaves_no_files(tmp_path: Path) -> None:
     store, _ = heir_of(tmp_path)
     store.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_last_worker_to_end_removes_what_dead_ones_left(tmp_path: Path) -> None:
+def test_the_last_worker_to_exit_removes_pools_of_dead_ones(tmp_path: Path) -> None:
     store, _ = heir_of(tmp_path)
     last, _ = heir_of(tmp_path)
     leave_pool(tmp_path, "another")
@@ -131,7 +131,9 @@ def test_files_of_others_are_neither_opened_nor_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["letter.kv", "pipe"]
 
 
-def test_what_dead_workers_left_makes_room_for_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pools_of_dead_workers_are_removed_if_a_new_pool_needs_the_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave_pool(tmp_path)
     (left,) = tmp_path.iterdir()
     monkeypatch.setattr(
@@ -142,7 +144,7 @@ def test_what_dead_workers_left_makes_room_for_a_pool(tmp_path: Path, monkeypatc
     store.close()
 
 
-def test_what_is_left_is_removed_once_all_had_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_pools_are_removed_after_a_delay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_pool(tmp_path)
     (left,) = tmp_path.iterdir()
     with worker(tmp_path) as other:
@@ -155,7 +157,7 @@ def test_what_is_left_is_removed_once_all_had_their_time(tmp_path: Path, monkeyp
         store.close()
 
 
-def test_a_damaged_file_is_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_file_is_skipped(tmp_path: Path) -> None:
     leave_pool(tmp_path)
     (left,) = tmp_path.iterdir()
     os.truncate(left, 100)
@@ -171,7 +173,7 @@ def test_a_pool_without_room_is_not_shared(tmp_path: Path, caplog: pytest.LogCap
     assert list(tmp_path.iterdir()) == []
 
 
-def test_room_that_living_pools_have_not_taken_yet_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_space_of_living_pools_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpu_worker.kv.shared_store.shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 30))
     leave_pool(tmp_path)
     assert kv_store._room(tmp_path) == 1 << 30

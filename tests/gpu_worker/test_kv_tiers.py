@@ -104,7 +104,7 @@ def test_kinds_never_share_a_block(tmp_path: Path) -> None:
     assert other.num_damaged == 1
 
 
-def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_is_evicted_first(tmp_path: Path) -> None:
     folder = tier(tmp_path / "tier", num_blocks=3)
     for value in (1, 2, 3):
         assert folder.put(value, block(value))
@@ -114,7 +114,7 @@ def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
     assert [value for value in (1, 2, 3, 4) if value in folder] == [1, 3, 4]
 
 
-def test_use_is_remembered_when_all_workers_ended(tmp_path: Path) -> None:
+def test_usage_is_kept_after_all_workers_exit(tmp_path: Path) -> None:
     folder = tier(tmp_path / "tier", num_blocks=3)
     for value in (1, 2, 3):
         folder.put(value, block(value))
@@ -156,7 +156,7 @@ def test_workers_find_each_others_blocks(tmp_path: Path) -> None:
     assert other.take_news() == {5: False}
 
 
-def test_a_full_disk_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_affect_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise OSError(28, "No space left on device")
 

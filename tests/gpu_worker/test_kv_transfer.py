@@ -160,7 +160,7 @@ def seal(value: int, contents: Bytes) -> bytes:
     return checksum(block_header(KIND, value, len(contents)), contents)
 
 
-def test_a_cut_link_is_taken_up_where_it_was_cut(open_fetcher: Open) -> None:
+def test_an_interrupted_link_resumes_where_it_stopped(open_fetcher: Open) -> None:
     pool = new_pool()
     fill(pool)
     cuts = [HASHES[2]]
@@ -184,7 +184,7 @@ def test_a_cut_link_is_taken_up_where_it_was_cut(open_fetcher: Open) -> None:
     assert len(link.asked) == num_asked
 
 
-def test_what_does_not_verify_is_missing(open_fetcher: Open) -> None:
+def test_blocks_that_fail_verification_count_as_missing(open_fetcher: Open) -> None:
     """With MIDSTREAM_ALL_CORRUPTIONS=1, the test runs 10,000 corruptions."""
     pool, rng = new_pool(), random.Random(5)
     fill(pool)
@@ -221,7 +221,7 @@ def _flipped(contents: Bytes, rng: random.Random) -> Bytes:
     return flipped
 
 
-def test_the_oldest_are_dropped_for_want_of_room_and_an_epoch_begins_with_none(open_fetcher: Open) -> None:
+def test_the_oldest_are_dropped_at_the_limit_and_an_epoch_begins_empty(open_fetcher: Open) -> None:
     pool = new_pool()
     fill(pool)
     fetcher = open_fetcher(

@@ -157,7 +157,7 @@ def bytes_of(folder: Path, model: torch.nn.Module, name: str) -> int:
     return sum(padded_rank(rank) * (inputs + outputs) * 4 for inputs, outputs, rank in pairs)
 
 
-def test_adapters_in_use_stay_and_the_least_recently_used_one_goes(
+def test_the_least_recently_used_idle_adapter_is_evicted(
     model_folder: tuple[torch.nn.Module, Path],
 ) -> None:
     model, folder = model_folder

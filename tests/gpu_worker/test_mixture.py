@@ -137,7 +137,7 @@ def test_the_loss_of_the_scheduler_changes_nothing(
     assert sum(request.num_recoveries for request in made) > 50
 
 
-def test_what_is_reported_is_what_transformers_and_peft_compute(
+def test_reported_outputs_equal_those_of_transformers_and_peft(
     requests: list[pb.GenerateRequest],
     alone: list[list[Contents]],
     transformers_model: torch.nn.Module,

@@ -49,7 +49,7 @@ def request(name: str, *probes: str) -> pb.GenerateRequest:
     return made
 
 
-def test_what_they_compute_is_reported(tiny: tuple[torch.nn.Module, ModelRunner]) -> None:
+def test_probe_values_are_reported(tiny: tuple[torch.nn.Module, ModelRunner]) -> None:
     """Values are reported for the prompt and the output, in a batch with other requests, with prompt chunks of at most
     4 tokens.
     """
@@ -71,7 +71,7 @@ def test_what_they_compute_is_reported(tiny: tuple[torch.nn.Module, ModelRunner]
         assert torch.allclose(output, values[len(PROMPT) - 1 :], atol=2e-3)
 
 
-def test_one_that_fails_fails_its_own_request(tiny: tuple[torch.nn.Module, ModelRunner]) -> None:
+def test_one_that_fails_fails_only_its_own_request(tiny: tuple[torch.nn.Module, ModelRunner]) -> None:
     _, runner = tiny
     bad, good = Whole(runner, (2,)).run([request("a", "raises"), request("b", "TopKLogits")])
     assert bad.failure is not None
@@ -79,7 +79,7 @@ def test_one_that_fails_fails_its_own_request(tiny: tuple[torch.nn.Module, Model
     assert contents(good)[0].array("TopKLogits", 3).shape == (4, 3)
 
 
-def test_one_that_a_worker_lacks_is_named(tiny: tuple[torch.nn.Module, ModelRunner]) -> None:
+def test_one_missing_on_a_worker_is_named(tiny: tuple[torch.nn.Module, ModelRunner]) -> None:
     _, runner = tiny
     wanted = request("a")
     wanted.output.additional_outputs.add(name="nothing", probe_width=1)
@@ -89,7 +89,7 @@ def test_one_that_a_worker_lacks_is_named(tiny: tuple[torch.nn.Module, ModelRunn
 
 
 @pytest.mark.parametrize("place", ["nowhere:Nothing", "json:JSONDecoder"])
-def test_what_is_no_probe_is_refused(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_that_is_not_a_probe_is_rejected(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, mine=place)
     with pytest.raises(ConfigError, match="mine"):
         load_output_probes(SHAPE["num_hidden_layers"])

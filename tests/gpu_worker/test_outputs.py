@@ -111,7 +111,7 @@ def test_they_equal_transformers(tiny_folder: Path, runner: ModelRunner) -> None
     np.testing.assert_allclose(log_probs.gather(1, likeliest), log_probs.topk(3).values, atol=1e-3)
 
 
-def test_they_are_the_same_bits_however_the_prompt_is_split(runner: ModelRunner) -> None:
+def test_the_split_of_the_prompt_changes_no_bits(runner: ModelRunner) -> None:
     def flat(outputs: list[StepOutput]) -> list[float]:
         return [value for step in outputs for item in step.prompt_log_probs for value in item.token_log_probs]
 
@@ -123,14 +123,14 @@ def test_they_are_the_same_bits_however_the_prompt_is_split(runner: ModelRunner)
         assert flat(parts) == flat(whole)
 
 
-def test_asking_changes_no_token_and_neighbours_report_nothing(runner: ModelRunner) -> None:
+def test_requested_outputs_change_no_token_and_appear_only_in_that_request(runner: ModelRunner) -> None:
     driver = Driver(runner)
     outputs = run(driver, 64, beside=20)
     assert {tensor.row for step in outputs for tensor in step.tensors} == {0}
     assert Driver(runner).run_alone(PROMPT, NUM_NEW, STEERED) == driver.output(0)
 
 
-def test_a_rebuilt_sequence_reports_what_follows(runner: ModelRunner) -> None:
+def test_a_rebuilt_sequence_reports_later_outputs(runner: ModelRunner) -> None:
     driver = Driver(runner)
     whole = joined(run(driver, 64))
     driver = Driver(runner)
@@ -175,7 +175,7 @@ def test_large_tensors_cross_the_wire_in_pieces() -> None:
     assert (ids.dtype, ids.data) == (pb.Tensor.DTYPE_INT32, b"\x07\0\0\0")
 
 
-def test_what_is_asked_for_comes_from_the_wire() -> None:
+def test_output_params_are_read_from_the_message() -> None:
     config = pb.OutputConfig(prompt_log_probs=0, return_generation_logits=True)
     config.additional_outputs.add(name="hidden_states.12", gather_context=True)
     config.additional_outputs.add(name="topk_logits.4")

@@ -69,7 +69,7 @@ def test_all_followers_read_all_frames_in_order() -> None:
         reader.thread.join(LIMIT_S)
 
 
-def test_a_frame_is_not_written_over_before_it_is_read() -> None:
+def test_a_frame_is_not_overwritten_before_it_is_read() -> None:
     near, far = socket.socketpair()
     reader = Reader(far)
     sender = FrameSender([near], num_bytes=4096)
@@ -97,13 +97,13 @@ def lifelines() -> Iterator[Lines]:
     far.close()
 
 
-def test_the_end_of_a_rank_is_noticed(lifelines: Lines) -> None:
+def test_the_end_of_a_rank_is_detected(lifelines: Lines) -> None:
     _, _, far, lost = lifelines
     far.shutdown(socket.SHUT_RDWR)
     assert lost.get(timeout=LIMIT_S) == "rank 1 disconnected"
 
 
-def test_an_expected_end_is_no_loss(lifelines: Lines) -> None:
+def test_an_expected_exit_is_not_a_loss(lifelines: Lines) -> None:
     one, other, _, lost = lifelines
     one.expect_end()
     other.leave()
@@ -111,7 +111,7 @@ def test_an_expected_end_is_no_loss(lifelines: Lines) -> None:
     assert lost.empty()
 
 
-def test_a_rank_that_asks_for_the_end_is_heard(
+def test_a_rank_can_request_the_end(
     lifelines: Lines,
 ) -> None:
     one, other, _, lost = lifelines
@@ -122,7 +122,7 @@ def test_a_rank_that_asks_for_the_end_is_heard(
     assert lost.empty()
 
 
-def test_a_process_that_does_not_get_on_is_lost(lifelines: Lines) -> None:
+def test_a_process_without_progress_is_lost(lifelines: Lines) -> None:
     one, _, _, lost = lifelines
     one.watch(lambda: True)
     assert lost.get(timeout=LIMIT_S) == "a step is stuck"

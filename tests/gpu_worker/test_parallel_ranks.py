@@ -203,7 +203,7 @@ def note_passes(runner: ModelRunner, patch: pytest.MonkeyPatch) -> list[list[int
     return passes
 
 
-def test_running_ahead_is_refused_where_it_cannot_work(tiny_folder: Path) -> None:
+def test_running_ahead_is_rejected_if_not_possible(tiny_folder: Path) -> None:
     with pytest.raises(ConfigError, match="requires a GPU"):
         make_runner(tiny_folder, kernels="native", run_ahead="on")
 
@@ -300,7 +300,7 @@ def reports_of(runner: ModelRunner, adapted: Path) -> list[StepOutput]:
     return made
 
 
-def test_adapters_virtual_tokens_and_reports_equal_one_ranks(
+def test_adapters_virtual_tokens_and_outputs_equal_those_of_one_rank(
     runners: tuple[ModelRunner, ModelRunner], adapted: Path
 ) -> None:
     wanted, found = (reports_of(runner, adapted) for runner in runners)

@@ -33,7 +33,7 @@ def embedded() -> DecoderDescription:
     return describe(open_model_folder("smollm2").config)
 
 
-def test_torchruns_variables_give_the_place_in_the_grid() -> None:
+def test_the_variables_of_torchrun_define_the_rank() -> None:
     ranks = Ranks.from_environment(WorkerConfig(pipeline_parallel=2), TORCHRUN)
     assert (ranks.tensor_size, ranks.tensor_rank, ranks.stage, ranks.local_rank) == (4, 1, 1, 1)
     assert Ranks.from_environment(WorkerConfig(), {}).is_alone

@@ -127,7 +127,7 @@ def test_an_ill_shaped_adapter_is_refused_by_file_and_tensor(
         {"rank_pattern": {"(a*)*b": 4}},
     ],
 )
-def test_what_is_computed_otherwise_is_refused_by_name(
+def test_adapter_settings_that_are_not_supported_are_named(
     tmp_path: Path, description: DecoderDescription, config: dict[str, object]
 ) -> None:
     folder = write(tmp_path / "x", {**CONFIG, **config}, good_tensors())
@@ -135,7 +135,7 @@ def test_what_is_computed_otherwise_is_refused_by_name(
         read(folder, description)
 
 
-def test_files_that_are_none(tmp_path: Path, description: DecoderDescription) -> None:
+def test_invalid_files(tmp_path: Path, description: DecoderDescription) -> None:
     with pytest.raises(InvalidArgumentError, match=r"nowhere/adapter_config.json is missing"):
         read(tmp_path / "nowhere", description)
     folder = write(tmp_path / "x", "[1", good_tensors())

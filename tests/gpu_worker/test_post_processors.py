@@ -64,7 +64,7 @@ def sample(processors: dict[str, PostProcessor], *rows: tuple[str, str], **sampl
     return Sampler(state, processors).sample(logits, ints(range(len(rows))))
 
 
-def test_they_come_from_installed_packages(processors: dict[str, PostProcessor]) -> None:
+def test_they_are_found_in_installed_packages(processors: dict[str, PostProcessor]) -> None:
     assert {"count_up", "count_up_together", "raises", "wrong_shape"} <= processors.keys()
 
 
@@ -75,7 +75,7 @@ def test_each_request_has_its_own(processors: dict[str, PostProcessor]) -> None:
     assert sampled.errors == ()
 
 
-def test_they_are_given_the_request_id(processors: dict[str, PostProcessor]) -> None:
+def test_they_receive_the_request_id(processors: dict[str, PostProcessor]) -> None:
     class Notes(LogitsPostProcessor):
         def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
             seen.append((client_id, request_id, tokens.tolist()))
@@ -100,7 +100,7 @@ def test_they_are_given_the_request_id(processors: dict[str, PostProcessor]) -> 
     assert together == [(["bo", "cy"], ["request-1", "request-3"])]
 
 
-def test_a_setting_names_further_ones(processors: dict[str, PostProcessor]) -> None:
+def test_additional_names_can_be_configured(processors: dict[str, PostProcessor]) -> None:
     found = load_post_processors("mine=polite_logits:CountUp,batched=polite_logits:CountUpTogether")
     assert {"count_up", "mine", "batched"} <= found.keys()
     assert sample(found, ("mine", "bob"), ("batched", "al")).token_ids.tolist() == [6, 5]
@@ -109,7 +109,7 @@ def test_a_setting_names_further_ones(processors: dict[str, PostProcessor]) -> N
             load_post_processors(bad)
 
 
-def test_steering_comes_after_it(processors: dict[str, PostProcessor]) -> None:
+def test_steering_is_applied_after_the_post_processor(processors: dict[str, PostProcessor]) -> None:
     assert sample(processors, ("count_up", "bob"), bad_words=((6,),)).token_ids.tolist() == [7]
 
 
@@ -121,7 +121,7 @@ def test_steering_comes_after_it(processors: dict[str, PostProcessor]) -> None:
         (("count_up_together", "mallory"), "not for mallory"),
     ],
 )
-def test_one_that_fails_fails_its_own_request(
+def test_one_that_fails_fails_only_its_own_request(
     processors: dict[str, PostProcessor], bad: tuple[str, str], message: str
 ) -> None:
     sampled = sample(processors, ("count_up_together", "carol"), bad, ("count_up", "al"), ("", ""))
@@ -134,7 +134,7 @@ def test_one_that_fails_fails_its_own_request(
     assert [token for i, token in enumerate(sampled.token_ids.tolist()) if i != 1] == [8, 5, 7]
 
 
-def test_what_is_not_a_post_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_that_is_not_a_post_processor_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     class EntryPoint:
         name = "mine"
 

@@ -90,7 +90,7 @@ def test_a_table_gives_the_same_bits_as_the_adapter_in_whatever_chunks(
     assert run(runner, tokens, 100, prompt_table=-table) != named
 
 
-def test_virtual_tokens_stand_where_their_ids_do(
+def test_virtual_tokens_have_the_positions_of_their_ids(
     model_folder: tuple[torch.nn.Module, Path], runner: ModelRunner
 ) -> None:
     """A table that contains the embeddings of real tokens gives the same output as those tokens."""
@@ -145,7 +145,7 @@ def test_a_table_is_read_from_its_parts(dtype: str, kind: torch.dtype) -> None:
         table_of([parts[1]])
 
 
-def test_a_step_waits_for_no_table_that_was_lost() -> None:
+def test_a_step_does_not_wait_for_a_lost_table() -> None:
     messages = AdapterMessages(no_adapters(), lambda: None)
     new = NewSequence(row=0, token_ids=ints([1]), num_prompt_tokens=1, prompt_table_key="k")
     part = pb.Tensor(dtype=pb.Tensor.DTYPE_FLOAT32, shape=[1, 2], data=b"\0" * 8, is_last=True)

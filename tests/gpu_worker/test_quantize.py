@@ -25,7 +25,7 @@ from tests.gpu_worker.tiny_models import make_tiny_model
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])
-def test_the_library_reads_what_is_written(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_reads_what_we_write(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny_model(tmp_path / "source", "Qwen2")
     monkeypatch.setattr(quantize, "_SHARD_BYTES", 20_000)  # so that there are several files
     assert quantize_folder(open_model_folder(str(tmp_path / "source")), tmp_path / "made", weights) == 3 * 7
@@ -54,7 +54,7 @@ def test_the_library_reads_what_is_written(weights: str, tmp_path: Path, monkeyp
         assert bool(((values - original).abs() <= step * (1.01 if weights == "int4" else 0.51)).all())
 
 
-def test_what_is_not_quantized_again(tmp_path: Path) -> None:
+def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "source", "Llama")
     source = open_model_folder(str(tmp_path / "source"))
     quantize_folder(source, tmp_path / "made", "int8")

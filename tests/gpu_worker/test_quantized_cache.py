@@ -27,7 +27,7 @@ def pool(dtype: torch.dtype, device: torch.device = CPU) -> KvCache:
 
 
 @pytest.mark.parametrize(("dtype", "device"), [(FLOAT8, CPU), (FLOAT8, META), (torch.int8, META)])
-def test_a_block_takes_a_byte_a_number_and_a_scale_a_head(dtype: torch.dtype, device: torch.device) -> None:
+def test_a_block_has_one_byte_per_element_and_one_scale_per_head(dtype: torch.dtype, device: torch.device) -> None:
     kv, d = pool(dtype, device), describe(TINY)
     heads = d.num_layers * TOKENS_PER_BLOCK * d.num_kv_heads
     assert kv.num_bytes == 8 * block_bytes(d, TOKENS_PER_BLOCK, dtype) == 8 * 2 * heads * (d.head_dim + 4)
@@ -118,7 +118,7 @@ def test_a_rows_tokens_do_not_depend_on_its_neighbours() -> None:
         ("f8", "cuda", (8, 0), "has no float8"),
     ],
 )
-def test_what_a_device_does_not_take_is_refused(
+def test_cache_types_that_a_device_does_not_support_are_rejected(
     monkeypatch: pytest.MonkeyPatch, kv: str, device: str, capability: tuple[int, int], reason: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -135,7 +135,7 @@ def test_what_a_device_does_not_take_is_refused(
         ("cuda", (9, 0), {}, ""),
     ],
 )
-def test_where_float8_activations_are_refused(
+def test_float8_activations_are_rejected_if_not_supported(
     monkeypatch: pytest.MonkeyPatch, device: str, capability: tuple[int, int], settings: dict[str, bool], reason: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -144,7 +144,7 @@ def test_where_float8_activations_are_refused(
         loader._check_activations(config, torch.device(device))
 
 
-def test_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_types_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     taken = [
         loader._kv_dtype(WorkerConfig(kv=kv), torch.device("cuda"), torch.bfloat16) for kv in ("auto", "int8", "f8")

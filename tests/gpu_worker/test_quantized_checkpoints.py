@@ -47,7 +47,7 @@ def set_config(folder: Path, **settings: Any) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_what_is_not_known_of_a_method_is_named(folder: Path, settings: dict[str, Any], named: str) -> None:
+def test_unknown_quantization_settings_are_named(folder: Path, settings: dict[str, Any], named: str) -> None:
     set_config(folder, quantization_config=settings)
     with pytest.raises(UnsupportedError, match=rf"{named}.*; use the checkpoint in bfloat16.*--weights int8") as raised:
         make_runner(folder)
@@ -55,7 +55,7 @@ def test_what_is_not_known_of_a_method_is_named(folder: Path, settings: dict[str
 
 
 @pytest.mark.parametrize("place", ["compression_config", "text_config.quantization_config"])
-def test_the_place_of_the_settings_is_named(folder: Path, place: str) -> None:
+def test_the_source_of_a_setting_is_named(folder: Path, place: str) -> None:
     settings: dict[str, Any] = {"quant_method": "sparseml"}
     for name in reversed(place.split(".")):
         settings = {name: settings}
@@ -99,9 +99,7 @@ def test_models_of_transformers_code_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "shown"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")]
 )
-def test_a_weight_of_fewer_bits_is_named_though_the_configuration_says_nothing(
-    folder: Path, dtype: torch.dtype, shown: str
-) -> None:
+def test_a_quantized_weight_is_named_even_without_a_configuration(folder: Path, dtype: torch.dtype, shown: str) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)
     name = next(name for name, tensor in tensors.items() if tensor.dim() == 2 and "embed" not in name)

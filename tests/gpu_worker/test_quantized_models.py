@@ -159,7 +159,7 @@ def test_experts_of_gpt_oss_are_computed_as_stored(tmp_path: Path, monkeypatch: 
     assert {expert.gate_up.weight.format for expert in layer.mixture.experts} == {"mxfp4"}
 
 
-def test_modules_that_are_left_alone_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_excluded_from_quantization_are_read_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tiny_model(tmp_path, "Llama", **SIZES)
     quantize_model(tmp_path, model, "w4a16", left_alone="down_proj")
     assert read(tmp_path, "model.layers.0.mlp.down_proj.weight").format == "f32"
@@ -170,7 +170,7 @@ def test_modules_that_are_left_alone_are_read_as_they_are(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("name", ["gptq-order", "awq", "mxfp4", "w8a8"])
-def test_parts_of_ranks_are_those_of_the_whole(
+def test_the_shards_of_ranks_equal_parts_of_the_whole(
     name: str, quantized: Callable[[str], tuple[torch.nn.Module, Path]]
 ) -> None:
     folder = open_model_folder(str(quantized(name)[1]))
@@ -191,9 +191,7 @@ def test_parts_of_ranks_are_those_of_the_whole(
 
 
 @pytest.mark.parametrize("name", ["gptq-order", "w8a16", "mxfp4", "fp8-blocks"])
-def test_layers_of_blocks_as_a_gpu_has_them(
-    name: str, quantized: Callable[[str], tuple[torch.nn.Module, Path]]
-) -> None:
+def test_layers_of_blocks_on_a_gpu(name: str, quantized: Callable[[str], tuple[torch.nn.Module, Path]]) -> None:
     folder = open_model_folder(str(quantized(name)[1]))
     qkv = next(DecoderWeights(folder, describe(folder.config), "auto").layers()).qkv
     assert qkv is not None

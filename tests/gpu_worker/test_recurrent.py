@@ -96,7 +96,7 @@ def test_bits_depend_neither_on_the_cache_nor_on_pauses_chunks_or_the_loss_of_a_
     assert [contents(item) for item in made] == alone
 
 
-def test_a_hit_ends_where_a_state_is(folders: Any) -> None:
+def test_a_prefix_hit_ends_at_a_stored_state(folders: Any) -> None:
     """States exist at the ends of full blocks, both of prompts and of outputs."""
     whole = Whole(make_runner(folders("qwen3_next")[1]), ())
     tokens = list(range(3, 53))
@@ -165,7 +165,7 @@ def test_a_block_outside_of_the_pool_has_its_state(folders: Any, name: str) -> N
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 12, 64])
-def test_a_fold_is_the_sum(size: int) -> None:
+def test_fold_equals_a_sum(size: int) -> None:
     x = torch.arange(3.0 * size * 5).view(3, size, 5)
     assert torch.equal(recurrence.fold(x, 1), x.sum(1))
     assert torch.equal(recurrence.fold(x, -1), x.sum(-1))

@@ -132,7 +132,7 @@ def plan(choices: list[int], kinds: int) -> list[Step]:
 
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(choices=st.lists(st.integers(0, 5), min_size=4, max_size=24), kinds=st.sampled_from([2, 4]))
-def test_tokens_are_those_of_steps_in_turn(
+def test_tokens_equal_those_of_sequential_steps(
     runners: tuple[ModelRunner, ModelRunner], choices: list[int], kinds: int
 ) -> None:
     steps = plan(choices, kinds)
@@ -288,7 +288,7 @@ def test_adapters_are_exchanged_between_steps_in_flight(runners: tuple[ModelRunn
     assert runner.adapters.num_device_bytes == one
 
 
-def test_a_draft_model_proposes_by_its_own_graphs_what_it_does_without(tiny_folder: Path) -> None:
+def test_a_draft_model_proposes_the_same_with_and_without_graphs(tiny_folder: Path) -> None:
     drafted = SamplingParams(temperature=0.0, num_draft_tokens=3, max_ngram_size=0)
     rows = ints([0, 1])
     steps = [
@@ -380,7 +380,7 @@ def test_broken_logits_fail_their_row_alone(
         assert output.token_ids[1] > 0
 
 
-def test_arrays_cross_in_one_copy() -> None:
+def test_arrays_are_transferred_in_one_copy() -> None:
     buffers = PinnedBuffers(CPU, 16)
     arrays = [np.array([2**40, -1]), np.array([0.5, 2.0], dtype=np.float32), np.array([[1, 2], [3, 4]], dtype=np.int32)]
     sent = buffers.send_arrays(arrays)
@@ -415,7 +415,7 @@ class FakeRunner:
         return StepOutput(EMPTY, (), (), 0.0)
 
 
-def test_the_loop_launches_what_is_there_before_it_waits_for_a_result() -> None:
+def test_the_loop_launches_available_steps_before_it_waits_for_a_result() -> None:
     inbox: queue.SimpleQueue[int] = queue.SimpleQueue()
     runner = FakeRunner()
     steps = StepsInFlight[int, FakeLaunched](runner, inbox)

@@ -117,7 +117,7 @@ def test_draws_follow_transformers_distribution(params: dict[str, Any], processo
     [({"top_k": 1}, 1), ({"top_k": 2}, 2), ({"top_p": 0.5}, 1), ({"top_p": 0.51}, 2), ({"min_p": 0.5}, 2)],
     ids=str,
 )
-def test_what_is_kept_of_four_tokens(params: dict[str, Any], kept: int) -> None:
+def test_top_k_top_p_and_min_p_of_four_tokens(params: dict[str, Any], kept: int) -> None:
     """The probabilities of the tokens are 0.5, 0.25, 0.125 and 0.125."""
     logits = torch.full((1, VOCAB_SIZE), -torch.inf)
     logits[0, :4] = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
@@ -167,7 +167,7 @@ def test_the_bias_comes_before_the_penalties() -> None:
         ({"embedding_bias": ((3, 3.4e38),), "repetition_penalty": 1e-3}, {3}),
     ],
 )
-def test_the_largest_values_that_are_allowed_give_a_token(
+def test_the_largest_permitted_values_give_a_token(
     params: dict[str, Any], wanted: set[int], temperature: float
 ) -> None:
     """These values used to overflow, which made the step fail for all requests."""
@@ -189,7 +189,7 @@ def test_end_tokens_are_held_back_until_min_tokens() -> None:
     assert sample(logits, params, output=[4, 4]) == [7]
 
 
-def test_log_probs_are_the_models_own() -> None:
+def test_log_probs_are_those_of_the_raw_logits() -> None:
     logits = random_logits(2)
     rows = make_rows(SamplingParams(temperature=0.0, log_probs=3, embedding_bias=((11, 100.0),)), GREEDY)
     sampled = Sampler(rows).sample(logits, ints([0, 1]))
@@ -235,7 +235,7 @@ def test_a_choice_does_not_depend_on_the_rest_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize("has_triton", [False, True])
-def test_what_is_chosen_on_the_device_is_what_is_sampled(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_chosen_on_the_device_equal_the_samplers(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if has_triton:
         monkeypatch.setattr(dispatch, "triton", operations, raising=False)
         monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)

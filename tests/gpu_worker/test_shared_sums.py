@@ -59,7 +59,7 @@ def test_every_rank_gets_the_bits_of_the_sum_in_rank_order(size: int, shapes: li
         assert all(torch.equal(found[rank][number], expected) for rank in range(size))
 
 
-def test_a_fast_rank_overwrites_nothing_that_a_slow_one_reads() -> None:
+def test_a_fast_rank_does_not_overwrite_data_that_a_slow_one_reads() -> None:
     counts = torch.arange(300, dtype=torch.float32)
 
     def run(sums: SharedSums, rank: int) -> list[Tensor]:
@@ -69,7 +69,7 @@ def test_a_fast_rank_overwrites_nothing_that_a_slow_one_reads() -> None:
         assert torch.equal(torch.stack(results), (6 * counts)[:, None].expand(-1, 50))
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for_forever() -> None:
+def test_waiting_for_a_missing_rank_has_a_time_limit() -> None:
     memory = memory_for(2)
     first, second = (SharedSums(memory, rank, 2, 0.05) for rank in range(2))
     with ThreadPoolExecutor(1) as pool:
@@ -107,7 +107,7 @@ def test_a_rank_without_memory_does_not_leave_the_others_waiting(monkeypatch: py
     assert find_memory(store, "second") is None
 
 
-def test_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supported_machines_and_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert [can_share(size) for size in (1, 2, MAX_RANKS, MAX_RANKS + 1)] == [False, True, True, False]
     monkeypatch.setattr("platform.machine", lambda: "aarch64")

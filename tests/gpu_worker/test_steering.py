@@ -51,7 +51,7 @@ def test_no_ngram_repeats_as_in_transformers(size: int) -> None:
     assert expected.isinf().any()
 
 
-def test_bad_words_end_nowhere_as_in_transformers() -> None:
+def test_bad_words_without_an_end_behave_as_in_transformers() -> None:
     words = [[3], [1, 2], [2, 1, 2], [0, 0, 0, 0, 5], [7, 8]]
     generator = np.random.default_rng(1)
     tokens = [[0, 2], [2, 1], [0, 2, 1], [0, 0, 0, 0], [0, 7], *(generator.integers(0, 3, 12).tolist() for _ in "abcd")]
@@ -63,7 +63,7 @@ def test_bad_words_end_nowhere_as_in_transformers() -> None:
     assert steered(logits, rows)[2].isinf().nonzero().flatten().tolist() == [2, 3]
 
 
-def test_a_word_longer_than_what_is_known_bans_nothing() -> None:
+def test_a_word_longer_than_the_text_bans_nothing() -> None:
     assert bad_word_ends(ints([5]), ((5, 5, 6), (9, 6))) == []
     assert repeated_ngram_ends(ints([5]), 3).tolist() == []
     assert repeated_ngram_ends(ints([5, 6, 5]), 2).tolist() == [6]
@@ -78,7 +78,7 @@ def test_top_p_decays_from_token_to_token() -> None:
     assert top_p.tolist() == pytest.approx([0.8, 0.4, 0.2, 0.15, 0.8, 0.4, 0.2])
 
 
-def test_a_decayed_top_p_is_what_is_drawn_with() -> None:
+def test_a_decayed_top_p_is_used_for_the_draw() -> None:
     """The probabilities are 0.5, 0.3 and 0.2: a top_p of 1 keeps all three tokens, and 0.4 only the first."""
     decaying = [SamplingParams(top_p=1.0, top_p_decay=0.4, top_p_min=0.4, seed=seed) for seed in range(60)]
     logits = torch.full((60, VOCAB_SIZE), -torch.inf)
@@ -88,7 +88,7 @@ def test_a_decayed_top_p_is_what_is_drawn_with() -> None:
         assert set(Sampler(rows).sample(logits, ints(range(60))).token_ids.tolist()) == kept
 
 
-def test_virtual_tokens_of_a_prompt_are_passed_over() -> None:
+def test_virtual_tokens_of_a_prompt_are_skipped() -> None:
     rows = make_rows([[1, 1]], [SamplingParams(repetition_penalty=2.0, no_repeat_ngram_size=1)])
     rows.tokens[0, :2] = [VOCAB_SIZE, 3]
     logits = torch.ones(1, VOCAB_SIZE)

@@ -38,7 +38,7 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return made
 
 
-def test_memory_is_clear_before_it_is_used_and_small_sums_are_taken(memories: list[Tensor]) -> None:
+def test_shared_memory_is_cleared_and_used_for_small_sums(memories: list[Tensor]) -> None:
     made = symmetric_sum(RANKS, GROUP, torch.bfloat16, CPU)
     assert made is not None
     assert not memories[1].any()
@@ -55,7 +55,7 @@ def test_memory_is_clear_before_it_is_used_and_small_sums_are_taken(memories: li
 
 @pytest.mark.usefixtures("memories")
 @pytest.mark.parametrize("num_agreed", [0, 1])
-def test_all_ranks_leave_it_if_one_lacks_it(monkeypatch: pytest.MonkeyPatch, num_agreed: int) -> None:
+def test_shared_sums_are_used_only_if_all_ranks_support_them(monkeypatch: pytest.MonkeyPatch, num_agreed: int) -> None:
     """A rank that failed before the rendezvous does not come to it, so the others must not wait for it there."""
     answers, num_met = iter([1] * num_agreed + [0]), 0
     rendezvous = symmetric.rendezvous

@@ -159,7 +159,7 @@ def test_a_prepared_folder_generates_what_transformers_does(gemma2: tuple[Any, P
         assert outputs(answer) == [expected[0, len(tokens) :].tolist()]
 
 
-def test_native_models_run_so_if_that_is_wanted(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_models_can_run_with_transformers_code(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = []
     for implementation in ("native", "transformers"):
         runner = make_runner(tiny_folder, implementation=implementation, kv="f32")
@@ -197,7 +197,7 @@ def test_int8_rows_by_hand() -> None:
     assert scale.tolist() == pytest.approx([0.01, 0.0])
 
 
-def test_the_states_of_a_model_that_predicts_several_are_those_it_goes_on_with(tmp_path: Path) -> None:
+def test_reported_hidden_states_of_gemma3n_are_the_active_ones(tmp_path: Path) -> None:
     name, settings = FAMILIES["gemma3n"]
     model: Any = make_tiny_model(tmp_path, name, **settings)
     driver = Driver(make_runner(tmp_path, implementation="transformers"))
@@ -210,7 +210,7 @@ def test_the_states_of_a_model_that_predicts_several_are_those_it_goes_on_with(t
     assert is_close(found["context_hidden_states.4"], states[4][0])
 
 
-def test_virtual_tokens_leave_the_inputs_of_each_layer_to_the_sequences_beside_them(tmp_path: Path) -> None:
+def test_virtual_tokens_do_not_change_the_inputs_of_other_sequences(tmp_path: Path) -> None:
     name, settings = FAMILIES["gemma3n"]
     model: Any = make_tiny_model(tmp_path, name, **settings)
     driver = Driver(make_runner(tmp_path, implementation="transformers"))
@@ -272,7 +272,9 @@ def test_a_lora_adapter_is_refused_as_it_is_read(gemma2: tuple[torch.nn.Module, 
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused(family: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_settings_with_wrong_results_are_rejected(
+    family: str, settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     make_tiny_model(tmp_path, family, **settings)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512} | config))
@@ -288,7 +290,7 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
         make_runner(tmp_path, implementation="transformers")
 
 
-def test_what_we_do_not_compute_runs_by_transformers_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_models_without_native_code_use_that_of_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If the native implementation is requested, the model is rejected. Such models cannot be sharded across ranks."""
     make_tiny_model(tmp_path, "GPTNeoX")
     with caplog.at_level(logging.INFO):
@@ -369,7 +371,9 @@ def test_recorded_steps_equal_those_that_run_eagerly(gemma2: tuple[torch.nn.Modu
     assert torch.equal(logits[0][1], logits[1][1])
 
 
-def test_random_steps_need_no_kernel_that_the_warm_up_did_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_compiles_every_kernel_that_random_steps_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same as in test_jit_keys, with this implementation and without graphs."""
     make_tiny_model(tmp_path, "Llama", vocab_size=VOCAB_SIZE, num_hidden_layers=1)
     keys = trace(monkeypatch)

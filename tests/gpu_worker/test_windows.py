@@ -93,7 +93,7 @@ def test_tokens_under_pressure_are_those_of_transformers(folders: Any, name: str
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
-def test_what_the_cache_keeps_of_windowed_sequences_serves_others(folders: Any, name: str) -> None:
+def test_cached_blocks_of_windowed_sequences_are_reused(folders: Any, name: str) -> None:
     """The same prompts run again after blocks outside the window were freed, and after the loss of the worker."""
     model, folder = folders(name)
     whole = Whole(make_runner(folder, kv="f32", max_kv_tokens=2048, max_batch_size=32), ())
@@ -126,7 +126,7 @@ NARROWED: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("name", NARROWED)
-def test_a_setting_below_the_models_window_is_what_layers_attend_to(tmp_path: Path, name: str, kernels: str) -> None:
+def test_a_setting_below_the_models_window_limits_attention(tmp_path: Path, name: str, kernels: str) -> None:
     family, settings, narrow_family, narrow_settings = NARROWED[name]
     whole_model = make_tiny_model(tmp_path, family, **settings)
     config = getattr(transformers, f"{narrow_family}Config")(**{**SHAPE, **narrow_settings, "sliding_window": NARROW})
@@ -189,7 +189,7 @@ def test_sink_tokens_are_attended_to_beside_the_window(
     ("settings", "field"),
     [({"sink_token_length": 4}, "sink_token_length"), ({"max_attention_window": 8, "kernels": "native"}, "kernels")],
 )
-def test_sink_tokens_are_refused_where_they_cannot_be(tmp_path: Path, settings: dict[str, Any], field: str) -> None:
+def test_sink_tokens_are_rejected_if_not_supported(tmp_path: Path, settings: dict[str, Any], field: str) -> None:
     """Sink tokens are rejected without a window, and with the native kernels."""
     make_tiny_model(tmp_path, "Llama")
     with pytest.raises(ConfigError) as raised:
@@ -219,7 +219,7 @@ def test_blocks_of_another_window_are_not_taken_over(tmp_path: Path) -> None:
     assert len(set(names)) == 4
 
 
-def test_a_setting_above_a_layers_window_leaves_it() -> None:
+def test_a_setting_above_a_layers_window_does_not_change_it() -> None:
     assert narrowed((5, None, 16), 8) == (5, 8, 8)
     assert narrowed((5, None, 16), 0) == (5, None, 16)
 
@@ -254,7 +254,7 @@ def test_native_windows_are_those_of_transformers(config: dict[str, Any], window
 
 
 @pytest.mark.parametrize("setting", [{"layer_types": [SLIDING]}, {"sliding_window": -1}, {"sliding_window": "many"}])
-def test_windows_that_make_no_sense_are_refused(setting: dict[str, Any]) -> None:
+def test_invalid_windows_are_rejected(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):
         describe(SHAPE | {"model_type": "qwen2", "use_sliding_window": True} | setting)
 

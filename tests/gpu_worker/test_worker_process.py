@@ -66,7 +66,7 @@ def run_prompt(scheduler: ScriptedScheduler, num_tokens: int) -> list[int]:
     return tokens
 
 
-def test_it_offers_what_it_has(scheduler: ScriptedScheduler, tiny_folder: Path) -> None:
+def test_it_offers_its_features(scheduler: ScriptedScheduler, tiny_folder: Path) -> None:
     with worker_process(scheduler.address, tiny_folder, "--group-id", "g7") as process:
         offer = scheduler.receive("register", lambda register: register.group_id == "g7")
         assert offer.model_fingerprint == open_model_folder(str(tiny_folder)).fingerprint
@@ -192,7 +192,7 @@ def test_a_restarted_or_silent_scheduler_gets_a_registration(tiny_folder: Path, 
         second.close()
 
 
-def test_sigterm_finishes_what_is_at_hand_and_leaves(tiny_folder: Path) -> None:
+def test_sigterm_finishes_current_work_and_exits(tiny_folder: Path) -> None:
     scripted = ScriptedScheduler()
     with worker_process(scripted.address, tiny_folder) as process:
         scripted.register(epoch=1)
@@ -223,9 +223,7 @@ def test_it_serves_health_and_metrics(tiny_folder: Path) -> None:
     scripted.close()
 
 
-def test_a_worker_takes_over_what_a_dead_one_computed(
-    tiny_folder: Path, tmp_path: Path, tiny_runner: ModelRunner
-) -> None:
+def test_a_worker_adopts_the_blocks_of_a_dead_one(tiny_folder: Path, tmp_path: Path, tiny_runner: ModelRunner) -> None:
     prompt = [(7 * place) % 300 + 5 for place in range(40)]  # 2.5 blocks
     flags = ("--shared-kv-folder", str(tmp_path))
     scripted = ScriptedScheduler()
@@ -265,7 +263,7 @@ def test_a_wrong_setting_is_named(tiny_folder: Path, tmp_path: Path) -> None:
             assert message in log
 
 
-def test_memory_is_what_the_system_and_pytorch_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_reported_by_the_system_and_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = memory_usage(torch.device("cpu"))
     assert usage.cpu_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
     assert (usage.gpu_bytes, usage.pinned_bytes) == (0, 0)

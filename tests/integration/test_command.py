@@ -85,7 +85,7 @@ def test_top_shows_every_part_through_a_router_alone(service: Service) -> None:
     assert re.search(r"worker-1 +\d+ of \d+ sequences", result.stdout)
 
 
-def test_the_dashboard_has_a_state_to_show(service: Service) -> None:
+def test_the_dashboard_gets_a_state(service: Service) -> None:
     address = service.processes("router")[0]["addresses"]["http"]
     with urllib.request.urlopen(f"http://{address}/dashboard/feed", timeout=30) as feed:
         state = json.loads(feed.readline().removeprefix(b"data: "))

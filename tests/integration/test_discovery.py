@@ -117,7 +117,7 @@ async def lag_until(holds: Callable[[], Awaitable[bool]]) -> float:
     return time.monotonic() - started
 
 
-async def test_a_router_finds_detokenizers_that_come_and_go(cluster: Cluster, stub: Stub) -> None:
+async def test_a_router_discovers_added_and_removed_detokenizers(cluster: Cluster, stub: Stub) -> None:
     async def has_live(number: int) -> bool:
         return await asyncio.to_thread(cluster.num_live_detokenizers) == number
 
@@ -136,7 +136,7 @@ async def test_a_router_finds_detokenizers_that_come_and_go(cluster: Cluster, st
     print(f"a detokenizer was added after {came_s:.1f} s and removed after {left_s:.1f} s")
 
 
-async def test_routers_and_detokenizers_find_schedulers_that_come_and_go(cluster: Cluster, stub: Stub) -> None:
+async def test_routers_and_detokenizers_discover_added_and_removed_schedulers(cluster: Cluster, stub: Stub) -> None:
     async def has(hosts: set[str]) -> bool:
         return await cells(stub) == hosts
 

@@ -104,7 +104,7 @@ async def test_every_choice_echoes_the_prompts_log_probabilities_streamed_or_not
         assert choice.text == "".join(choice.logprobs.tokens or [])
 
 
-async def test_a_conversation_gives_the_native_calls_tokens(doors: Doors) -> None:
+async def test_a_conversation_gives_the_same_tokens_as_the_native_call(doors: Doors) -> None:
     native = await collect(doors.native, chat(str(QUESTION[0].get("content")), max_tokens=12))
     extra = {"return_token_ids": True}
     whole = await doors.openai.chat.completions.create(
@@ -222,7 +222,7 @@ async def until_active(doors: Doors) -> None:
     "leave",
     [leave_native, leave_openai, leave_openai_stream, leave_kserve, leave_kserve_stream, leave_openengine],
 )
-async def test_a_client_that_leaves_frees_its_blocks_within_a_second(doors: Doors, leave: Leave) -> None:
+async def test_a_disconnect_frees_the_blocks_within_a_second(doors: Doors, leave: Leave) -> None:
     """The best of three attempts counts, since the machine may be busy."""
     took = []
     for _ in range(3):

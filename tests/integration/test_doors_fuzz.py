@@ -205,7 +205,7 @@ def _is_message(kind: type[Message], data: bytes) -> bool:
     return True
 
 
-async def test_random_messages_on_every_grpc_door(doors: Doors) -> None:
+async def test_random_messages_to_every_grpc_api(doors: Doors) -> None:
     rng = random.Random(3)
     methods = {
         "/midstream.v1.Midstream/Generate": pb.GenerateRequest(prompt="so", max_tokens=4),

@@ -77,7 +77,7 @@ def address(service: Service) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
-def test_it_shows_what_it_is_for(
+def test_an_example_prints_the_expected_output(
     address: str, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = FOLDER / f"{name}.py"
@@ -118,5 +118,5 @@ def test_a_service_that_lacks_what_it_needs_is_explained(
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
 
 
-def test_none_is_missing() -> None:
+def test_no_example_is_missing() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == SHOWN.keys()

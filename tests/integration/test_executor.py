@@ -99,7 +99,7 @@ async def test_asynchronous_streaming_and_result(executor: GenerationExecutor, e
     assert (await executor.generate_async(PROMPT, GREEDY).aresult(timeout=60)).text == expected[0]
 
 
-def test_a_batch_with_parameters_of_their_own(executor: GenerationExecutor) -> None:
+def test_a_batch_with_separate_parameters(executor: GenerationExecutor) -> None:
     params = [SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in (2, 5, 3)]
     results = executor.generate([PROMPT, "One, two, three,", PROMPT[:2]], params)
     assert [len(result.result().token_ids) for result in results] == [2, 5, 3]
@@ -130,7 +130,7 @@ def test_a_request_that_takes_too_long_is_aborted(executor: GenerationExecutor) 
     executor.abort_request(result.request.id)  # the request has ended, so there is nothing to do
 
 
-def test_what_the_service_refuses_is_raised_by_the_result(executor: GenerationExecutor) -> None:
+def test_the_result_raises_the_services_error(executor: GenerationExecutor) -> None:
     result = executor.generate_async(PROMPT, SamplingParams(temperature=-1.0))
     with pytest.raises(InvalidArgumentError, match="temperature"):
         result.result(timeout=60)
@@ -231,7 +231,7 @@ def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tu
     assert len(iterations) >= len(tokens[3])
 
 
-def test_it_starts_and_stops_services_of_its_own(expected: tuple[str, list[int]]) -> None:
+def test_it_starts_and_stops_its_own_services(expected: tuple[str, list[int]]) -> None:
     config = ExecutorConfig(
         max_batch_size=4,
         scheduler_config=SchedulerConfig(policy=CapacitySchedulerPolicy.MAX_UTILIZATION),
@@ -246,7 +246,7 @@ def test_it_starts_and_stops_services_of_its_own(expected: tuple[str, list[int]]
         executor.generate_async(PROMPT, GREEDY)
 
 
-def test_arguments_that_do_not_go_together() -> None:
+def test_conflicting_arguments() -> None:
     with pytest.raises(ConfigError, match="elsewhere"):
         GenerationExecutor.create("smollm2", tokenizer_dir="elsewhere")
     with pytest.raises(InvalidArgumentError, match="executor_config"):

@@ -77,7 +77,7 @@ async def asking(
 
 
 @pytest.mark.parametrize(("feature", "door", "cell"), CELLS)
-async def test_a_feature_through_a_door(asking: Asking, feature: str, door: str, cell: str) -> None:
+async def test_a_feature_through_each_api(asking: Asking, feature: str, door: str, cell: str) -> None:
     if cell != WORKS:
         with pytest.raises(RefusedError, match=cell.removeprefix("refused ")):
             await asking.ask(door, feature)

@@ -77,7 +77,7 @@ def guided(kind: str, text: str, prompt: str = "Describe a fox.", **sampling: An
     return request
 
 
-async def test_words_that_are_banned_do_not_come(client: AsyncClient, tokenizer: Tokenizer) -> None:
+async def test_banned_words_are_not_generated(client: AsyncClient, tokenizer: Tokenizer) -> None:
     plain = await client.generate(messages=STORY, sampling=greedy()).result()
     words = re.findall(r"[a-z]{4,}", plain.text)[:3]
     steered = await client.generate(messages=STORY, sampling=greedy(bad_words=words)).result()
@@ -91,7 +91,7 @@ async def test_words_that_are_banned_do_not_come(client: AsyncClient, tokenizer:
     assert pair not in [again.token_ids[i : i + 2] for i in range(len(again.token_ids))]
 
 
-async def test_no_ngram_comes_twice(client: AsyncClient) -> None:
+async def test_no_ngram_is_repeated(client: AsyncClient) -> None:
     prompt = "red fox, blue cat, " * 5 + "red fox,"
     plain = await client.generate(prompt, sampling=greedy(max_tokens=12)).result()
     steered = await client.generate(prompt, sampling=greedy(max_tokens=12, no_repeat_ngram_size=2)).result()
@@ -188,7 +188,9 @@ async def test_beams_report_what_they_are_scored_by(client: AsyncClient) -> None
     assert extras_of(rest).log_probs == extras_of(result).log_probs.without(2)  # type: ignore[union-attr]
 
 
-async def test_all_so_far_and_the_prompt_first(client: AsyncClient, tokenizer: Tokenizer) -> None:
+async def test_delivered_output_is_cumulative_and_includes_the_prompt(
+    client: AsyncClient, tokenizer: Tokenizer
+) -> None:
     prompt = "The capital of France is"
     ids = tokenizer.encode(prompt)
     plain = await client.generate(prompt, sampling=greedy(max_tokens=8)).result()
@@ -202,7 +204,7 @@ async def test_all_so_far_and_the_prompt_first(client: AsyncClient, tokenizer: T
     assert chunks[-1].text == prompt + plain.text
 
 
-async def test_json_follows_its_schema_in_100_of_100(client: AsyncClient) -> None:
+async def test_json_matches_its_schema_in_100_of_100(client: AsyncClient) -> None:
     requests = [guided("JSON_SCHEMA", json.dumps(SCHEMA), temperature=1.0, seed=seed) for seed in range(100)]
     for request in requests:
         request.max_tokens = 160  # longer than any output that the schema allows

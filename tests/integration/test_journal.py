@@ -49,7 +49,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-async def test_streams_go_on_when_the_scheduler_is_killed(tmp_path: Path, kind: str) -> None:
+async def test_streams_continue_after_a_kill_of_the_scheduler(tmp_path: Path, kind: str) -> None:
     with running(Parts(tmp_path, "--journal", kind, step_ms=STEP_MS)) as parts:
         async with parts.stub() as stub:
             half_way = asyncio.Event()
@@ -66,7 +66,7 @@ async def test_streams_go_on_when_the_scheduler_is_killed(tmp_path: Path, kind: 
     assert '"num_unfinished": 3' in parts.log("scheduler")
 
 
-async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_on(tmp_path: Path, kind: str) -> None:
+async def test_a_scheduler_with_a_full_disk_yields_to_its_successor(tmp_path: Path, kind: str) -> None:
     with running(Parts(tmp_path, "--journal", kind, step_ms=STEP_MS)) as parts:
         async with parts.stub() as stub:
             # The limit must not apply to the scheduler's log file, so the journal must be larger than that.
@@ -99,9 +99,7 @@ def _remove_journal(folder: Path) -> None:
             path.unlink()
 
 
-async def test_a_journal_that_is_deleted_in_use_is_begun_anew_and_a_successor_goes_on(
-    tmp_path: Path, kind: str
-) -> None:
+async def test_a_journal_deleted_while_in_use_is_recreated_and_a_successor_continues(tmp_path: Path, kind: str) -> None:
     with running(Parts(tmp_path, "--journal", kind, step_ms=STEP_MS)) as parts:
         async with parts.stub() as stub:
             half_way = asyncio.Event()

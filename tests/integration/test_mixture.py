@@ -70,7 +70,7 @@ def assert_equal(index: int, found: list[dict[str, object]], expected: list[dict
         assert not different, (index, number, different, one["token_ids"], other["token_ids"])
 
 
-async def test_any_mixture_gives_each_the_bits_that_it_gives_alone_also_when_a_worker_is_killed(
+async def test_any_mixture_gives_the_bits_of_each_request_alone_despite_kills(
     service: Service, client: AsyncClient, stub: Stub, tmp_path: Path
 ) -> None:
     tokenizer = Tokenizer(open_model_folder("smollm2").path)

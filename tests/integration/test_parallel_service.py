@@ -56,7 +56,7 @@ async def test_two_ranks_give_one_ranks_text(parallel: Service, prompt: list[int
     assert answer.text == tokenizer.decode(expected[-1])
 
 
-async def test_a_killed_rank_ends_the_group_and_no_stream(
+async def test_a_killed_rank_ends_the_group_but_no_stream(
     parallel: Service, prompt: list[int], expected: list[list[int]]
 ) -> None:
     """The second stage is killed while it computes steps of several streams."""

@@ -78,7 +78,7 @@ def tokens_of(streams: list[Timed]) -> list[list[int]]:
 
 
 @pytest.mark.timeout(3600 if NUM_KILLS > 2 else 400)
-async def test_roles_apart_and_together_give_the_same_tokens_and_a_death_in_a_transfer_changes_none(
+async def test_separate_roles_give_the_same_tokens_even_after_a_death_during_transfer(
     service: Service, tmp_path: Path
 ) -> None:
     expected = tokens_of(await answers(service, PROMPTS))

@@ -85,7 +85,7 @@ def test_clients_need_the_key_and_find_the_name(served: Service, ports: tuple[in
     assert KEY not in " ".join(" ".join(process.cmdline()) for process in psutil.Process(os.getpid()).parents())
 
 
-def test_a_browser_finds_pages_and_monitoring_a_version(served: Service, ports: tuple[int, int]) -> None:
+def test_browsers_get_pages_and_monitoring_gets_a_version(served: Service, ports: tuple[int, int]) -> None:
     for path, words in (("/", "New conversation"), ("/docs", "Midstream API"), ("/dashboard", "Tokens per second")):
         status, text = get(ports[1], path)
         assert status == 200
@@ -114,7 +114,7 @@ def test_a_second_service_on_the_same_port_is_refused_with_the_cure(
     assert "0: any free one" in result.stderr
 
 
-def test_readiness_says_that_the_only_worker_stands_still(served: Service, ports: tuple[int, int]) -> None:
+def test_readiness_fails_if_the_only_worker_hangs(served: Service, ports: tuple[int, int]) -> None:
     assert get(ports[1], "/health")[0] == 200
     (worker,) = served.processes("gpu_worker")
     os.kill(worker["pid"], signal.SIGSTOP)

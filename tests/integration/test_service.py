@@ -51,7 +51,7 @@ async def test_64_concurrent_streams_complete(stub: Stub) -> None:
     assert {answer.final.finish_reason for answer in answers} == {pb.FINISH_REASON_LENGTH}
 
 
-async def test_the_answer_does_not_depend_on_what_runs_beside_it(stub: Stub) -> None:
+async def test_the_output_does_not_depend_on_concurrent_requests(stub: Stub) -> None:
     alone = await collect(stub, chat("Name a river.", max_tokens=32))
     beside = [collect(stub, tokens([500 + index] * (30 * index + 1), max_tokens=40)) for index in range(8)]
     *_, together = await asyncio.gather(*beside, collect(stub, chat("Name a river.", max_tokens=32)))
@@ -59,7 +59,7 @@ async def test_the_answer_does_not_depend_on_what_runs_beside_it(stub: Stub) -> 
     assert together.text == alone.text
 
 
-async def test_a_seed_decides(stub: Stub) -> None:
+async def test_the_seed_determines_the_output(stub: Stub) -> None:
     def request(seed: int) -> pb.GenerateRequest:
         return chat("Tell me a story.", max_tokens=24, sampling=pb.SamplingConfig(temperature=1, seed=seed))
 
@@ -77,7 +77,7 @@ async def test_a_stop_word_ends_the_text_before_it(stub: Stub) -> None:
     assert cut.final.matched_stop_word == stop
 
 
-async def test_200_requests_that_finish_leave_or_expire_give_every_block_back(service: Service) -> None:
+async def test_200_requests_that_finish_abort_or_expire_release_all_blocks(service: Service) -> None:
     rng = random.Random(200)
     first, second = service.routers()
     async with stub_of(first) as one, stub_of(second) as other:
@@ -151,7 +151,7 @@ async def test_an_unknown_model_is_not_found(stub: Stub) -> None:
     assert _field_of(caught.value) == "model"
 
 
-async def test_the_model_says_what_it_is(stub: Stub) -> None:
+async def test_the_model_reports_its_properties(stub: Stub) -> None:
     info = await stub.GetModelInfo(loads_pb2.GetModelInfoRequest())
     assert (info.model, info.architecture, info.vocab_size) == ("smollm2", "llama", 49_152)
     assert (info.max_sequence_length, info.hidden_size, info.num_layers) == (8192, 576, 30)

@@ -61,7 +61,7 @@ def test_rows_come_back_and_compaction_replaces_commits(database: str) -> None:
     store.close()
 
 
-def test_a_deposed_writer_leaves_nothing(database: str) -> None:
+def test_a_deposed_writer_writes_nothing(database: str) -> None:
     old, new = PostgresStore(database, "same name"), PostgresStore(database, "same name")
     epoch = old.take_over(least_epoch=1)
     assert new.take_over(least_epoch=1) == epoch + 1
@@ -76,7 +76,7 @@ def test_a_deposed_writer_leaves_nothing(database: str) -> None:
     new.close()
 
 
-def test_another_waits_for_the_lease_and_gets_it_at_once_when_it_is_given_back(
+def test_a_released_lease_passes_to_the_waiting_scheduler_at_once(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = time.monotonic()
@@ -132,7 +132,7 @@ def test_a_newer_schema_is_refused(database: str) -> None:
     store.close()
 
 
-async def test_a_standby_takes_over_while_the_old_scheduler_stands_still(database: str, tmp_path: Path) -> None:
+async def test_a_standby_takes_over_from_a_suspended_scheduler(database: str, tmp_path: Path) -> None:
     flags = ("--journal", "postgres", "--journal-url", database)
     (tmp_path / "old").mkdir()
     (tmp_path / "new").mkdir()

@@ -97,7 +97,7 @@ async def test_a_refused_request_says_why(stub: Stub, collector: Collector) -> N
     assert "other" in span.error
 
 
-async def test_what_clients_do_not_want_traced_is_not(stub: Stub, collector: Collector) -> None:
+async def test_requests_that_clients_do_not_sample_are_not_traced(stub: Stub, collector: Collector) -> None:
     unwanted = TraceParent(secrets.randbits(128), secrets.randbits(64), is_sampled=False)
     wanted = TraceParent(secrets.randbits(128), secrets.randbits(64))
     for client in (unwanted, wanted):

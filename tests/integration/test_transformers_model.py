@@ -149,7 +149,7 @@ async def refusal(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
     return raised.value.code(), str(fields.get("midstream-field", ""))
 
 
-async def test_lora_is_refused_at_every_door_and_not_advertised(
+async def test_lora_is_rejected_by_every_api_and_not_advertised(
     gemma2: tuple[Any, Path], gemma2_service: Service, tmp_path: Path
 ) -> None:
     make_lora(gemma2[0], tmp_path / "lora", seed=1, r=4, target_modules=["q_proj"])

@@ -106,7 +106,7 @@ def test_helper_processes_import_nothing_from_there(folder: Path, monkeypatch: p
     assert not (folder.parent / "imported").exists()
 
 
-def test_of_pythonpath_the_entries_stay_that_do_not_depend_on_the_working_folder() -> None:
+def test_pythonpath_entries_independent_of_the_working_folder_stay() -> None:
     environment = python_environment({"PYTHONPATH": ":/plugins:.:lib", "HOME": "/home/user"})
     assert environment == {
         "PYTHONPATH": f"{Path(midstream.__file__).parents[1]}:/plugins",

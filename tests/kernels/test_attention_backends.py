@@ -155,7 +155,7 @@ def test_they_compute_paged_attention(
         ("flashinfer", HOPPER, {"block_size": 8}, "blocks of a multiple of 16 tokens, not 8"),
     ],
 )
-def test_a_request_for_what_cannot_work_is_refused_with_the_reason(
+def test_an_impossible_request_is_rejected_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, package: str, capability: tuple[int, int], change: dict[str, Any], reason: str
 ) -> None:
     setting = "flashinfer" if package == "flashinfer" else "flash-attn"
@@ -176,7 +176,7 @@ def test_a_cpu_worker_refuses_them(tmp_path: Path) -> None:
         make_runner(tmp_path, attention="flash-attn")
 
 
-def test_what_can_compute_single_queries_only_leaves_prompts_to_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_limited_to_single_queries_does_not_compute_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "flashinfer")
     choice = requested("flashinfer", CASE, HOPPER)
     assert choice.backend(replace(CASE, has_single_queries=True), 3) is not None
@@ -184,7 +184,7 @@ def test_what_can_compute_single_queries_only_leaves_prompts_to_ours(monkeypatch
     assert requested("flashinfer", CASE, BLACKWELL).backend(CASE, 300) is not None
 
 
-def test_small_blocks_are_copied_only_for_prompts_that_hide_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_blocks_are_copied_only_for_prompts_that_amortize_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "2")
     small = replace(CASE, block_size=16)
     choice = requested("flash-attn", small, AMPERE)
@@ -254,7 +254,7 @@ def test_the_fastest_by_measurement_is_chosen_for_each_kind_of_step() -> None:
     assert str(choice) == "a for 8 x 1, b for 64 x 1, b for 1 x 64"
 
 
-def test_a_package_that_fails_here_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_package_that_fails_on_this_machine_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
     def time(run: Callable[[], object]) -> float:
         run()
         return 1.0

@@ -10,7 +10,7 @@ from tests.kernels import exact
 from tests.kernels.paged import paged_batch
 
 
-def test_a_cpu_takes_the_references() -> None:
+def test_a_cpu_uses_the_reference_kernels() -> None:
     batch = paged_batch([20, 9], [4, 1], 4)
     q, cache = torch.randn(5, 4, 8), torch.randn(batch.num_blocks, 4, 2, 8)
     tables = (batch.block_tables, batch.query_starts, batch.context_lens)

@@ -28,7 +28,7 @@ def avx512_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_build_that_crashes_is_passed_over_with_a_warning(avx512_path: Path) -> None:
+def test_a_build_that_crashes_is_skipped_with_a_warning(avx512_path: Path) -> None:
     program = "__attribute__((constructor)) static void start() { __builtin_trap(); }"
     subprocess.run(["g++", "-shared", "-xc++", "-", "-o", str(avx512_path)], input=program, text=True, check=True)
     with pytest.warns(UserWarning, match="running the avx2 kernels .*avx512: its check ended with SIGILL"):
@@ -37,9 +37,7 @@ def test_a_build_that_crashes_is_passed_over_with_a_warning(avx512_path: Path) -
     assert chosen.isa == "avx2"
 
 
-def test_a_build_that_computes_something_else_is_passed_over(
-    avx512_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_with_wrong_results_is_skipped(avx512_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "find_crash", lambda path, isa: "its Q4_1 linear layer differs from the reference")
     with pytest.warns(UserWarning, match="running the avx2 kernels .*avx512: its Q4_1 linear layer differs"):
         chosen = load_library()
@@ -48,7 +46,7 @@ def test_a_build_that_computes_something_else_is_passed_over(
 
 
 @pytest.mark.parametrize(("name", "found"), [("pack", "linear layer"), ("decoder_forward", "decoder")])
-def test_the_check_notices_work_that_is_not_done(name: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_detects_skipped_work(name: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lazy = Library(build("avx2"), "avx2")
     assert find_difference(lazy) is None
     monkeypatch.setattr(lazy, name, lambda *_: None)
@@ -68,7 +66,7 @@ def test_a_check_that_passed_is_not_run_again(avx512_path: Path, monkeypatch: py
     assert [command[1:] for command in commands] == [["-P", "-m", "kernels.cpu.self_check", str(avx512_path), "avx512"]]
 
 
-def test_the_variable_names_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_selects_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIDSTREAM_CPU_ISA", "reference")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -80,7 +78,7 @@ def test_the_variable_names_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
         load_library()
 
 
-def test_set_up_builds_what_the_processor_runs() -> None:
+def test_setup_builds_for_the_processor() -> None:
     assert builds_for(ISA_NEEDS["amx"] | ISA_NEEDS["avxvnni"]) == ["avx512", "avx2"]
     assert builds_for(ISA_NEEDS["avxvnni"]) == ["avxvnni", "avx2"]
     assert builds_for(ISA_NEEDS["avx2"]) == builds_for(frozenset()) == ["avx2"]

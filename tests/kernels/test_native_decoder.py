@@ -163,7 +163,7 @@ def test_a_nan_in_an_integer_cache_stays_in_its_sequence(name: str) -> None:
 
 
 @each_build
-def test_layers_may_be_run_in_parts(name: str) -> None:
+def test_layers_can_run_in_parts(name: str) -> None:
     decoder = random_decoder(DIMS, 3)
     batch = paged_batch([20], [20], block_size=16)
     whole = torch.randn(20, DIMS.hidden_size)
@@ -247,7 +247,7 @@ WIDE = dataclasses.replace(DIMS, hidden_size=96)
 
 @each_build
 @pytest.mark.parametrize("weight_format", [WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q4_1, WeightFormat.Q8_0])
-def test_a_choice_in_one_call_is_that_of_its_parts(name: str, weight_format: WeightFormat) -> None:
+def test_a_choice_in_one_call_equals_the_choice_in_parts(name: str, weight_format: WeightFormat) -> None:
     decoder = random_decoder(WIDE, 2)
     batch = paged_batch([20, 1, 30], [20, 1, 30], block_size=16)
     table, values = embeddings(weight_format, 50, 96)

@@ -152,7 +152,7 @@ def test_the_highest_sums_of_tiles_are_exact(name: str) -> None:
 
 @each_build
 @pytest.mark.parametrize("num_rows", [1, 4, 20])
-def test_the_highest_sums_of_int16_weights_fit(name: str, num_rows: int) -> None:
+def test_the_largest_sums_of_int16_weights_do_not_overflow(name: str, num_rows: int) -> None:
     """Weights of 32 levels of 2,046 get close to the largest possible sum; all inputs have the largest value."""
     packed = PackedLinear(
         library(name), [torch.full((70, 64), 2046 / 2048)], WeightFormat.INT16, input_format=InputFormat.INT16

@@ -7,7 +7,7 @@ from tests.kernels import exact
 from tests.kernels.paged import paged_batch
 
 
-def test_rms_norm_of_a_hand_worked_row() -> None:
+def test_rms_norm_of_a_row_computed_by_hand() -> None:
     x = torch.tensor([[3.0, 4.0]])  # mean square 12.5
     out = rms_norm(x, torch.tensor([1.0, 2.0]), 0.0)
     torch.testing.assert_close(out, torch.tensor([[3 / 12.5**0.5, 8 / 12.5**0.5]]))
@@ -58,7 +58,7 @@ def test_elementwise_rows_do_not_depend_on_the_batch() -> None:
         assert torch.equal(activate(x[begin:end], "silu"), gated[begin:end])
 
 
-def test_a_soft_cap_bends_scores() -> None:
+def test_a_soft_cap_limits_scores() -> None:
     batch = paged_batch([20, 3], [4, 3], block_size=16)
     q, cache = torch.randn(7, 4, 8) * 3, torch.randn(batch.num_blocks, 16, 2, 8)
     tables = (batch.block_tables, batch.query_starts, batch.context_lens)

@@ -73,7 +73,7 @@ def test_a_gpu_accepts_the_layout_of_the_matrices() -> None:
     assert (out.shape, out.device.type, out.dtype) == ((5, 48), "cuda", torch.bfloat16)
 
 
-def test_what_float8_products_take() -> None:
+def test_float8_products_check_types_and_shapes() -> None:
     x = torch.zeros(1, 96).bfloat16()
     assert can_scale(x, float8_weight(48, 96))
     assert not can_scale(x.float(), float8_weight(48, 96))

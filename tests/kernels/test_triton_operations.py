@@ -70,7 +70,7 @@ def test_rotary(tokens: int, heads: int, half: int, rest: int, is_interleaved: b
     has_norm=st.booleans(),
     kind=st.sampled_from([torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn]),
 )
-def test_norm_rotary_and_kv_write_in_one(
+def test_the_fused_norm_rotary_and_kv_write(
     group: int, half: int, rest: int, is_interleaved: bool, has_norm: bool, kind: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -155,7 +155,7 @@ def test_each_row_has_its_own_matrix(
 
 
 @pytest.mark.parametrize("dtype", list(EPSILON))
-def test_experts_gate_up_and_activation_in_one(dtype: torch.dtype) -> None:
+def test_the_fused_gate_up_and_activation_of_experts(dtype: torch.dtype) -> None:
     """The result has the bits of the two separate operations, and batch-invariant those of one row alone."""
     x, weight = torch.randn(30, 40).to(dtype), torch.randn(3, 2 * 37, 40).to(dtype)
     bias, experts = torch.randn(3, 2 * 37).to(dtype), torch.arange(60, dtype=torch.int32) % 3
@@ -181,7 +181,7 @@ def test_kv_goes_to_its_slots_and_padding_nowhere() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.int8, 0.01), (torch.float8_e4m3fn, 0.08)])
-def test_quantized_kv_is_near_what_was_stored(dtype: torch.dtype, error: float) -> None:
+def test_quantized_kv_is_close_to_the_stored_values(dtype: torch.dtype, error: float) -> None:
     k, v = torch.randn(2, 3, 2, 24).unbind()
     k[1] = 0
     caches = torch.zeros(2, 2, 4, 2, 24).to(dtype)
@@ -215,7 +215,7 @@ def test_linear(rows: int, inner: int, outer: int, biased: bool) -> None:
 
 @pytest.mark.parametrize("dtype", list(EPSILON))
 @pytest.mark.parametrize("kind", ["f", "int8", "int4", "float8"])
-def test_gate_up_and_activation_in_one(kind: str, dtype: torch.dtype) -> None:
+def test_the_fused_gate_up_and_activation(kind: str, dtype: torch.dtype) -> None:
     """There are few or many rows; batch-invariant results have the bits of one row alone, and of the two separate
     operations.
     """

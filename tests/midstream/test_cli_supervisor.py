@@ -117,7 +117,7 @@ async def test_the_pause_before_a_restart_grows_until_the_process_has_served(tmp
     await run.end()
 
 
-async def test_a_process_that_hangs_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_hangs_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_MAX_HANG_S", 0.5)
     monkeypatch.setattr(health, "_TIMEOUT_S", 0.5)
     run = Run(tmp_path, {"worker-0": "gpu_worker"})
@@ -129,7 +129,7 @@ async def test_a_process_that_hangs_is_started_anew(tmp_path: Path, monkeypatch:
     await run.end()
 
 
-async def test_a_process_that_only_waits_for_others_is_left_alone(
+async def test_a_process_that_only_waits_for_others_is_not_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_MAX_HANG_S", 0.0)
@@ -150,7 +150,7 @@ async def test_a_process_that_cannot_start_ends_the_run_and_its_log_is_shown(tmp
     assert state.phase is ProcessPhase.FAILED
 
 
-async def test_kill_ends_what_does_not_stop(tmp_path: Path) -> None:
+async def test_kill_ends_processes_that_do_not_stop(tmp_path: Path) -> None:
     run = Run(tmp_path, {"router-0": "router"}, mode="stubborn")
     await run.ready.wait()
     run.stop.set()
@@ -159,7 +159,7 @@ async def test_kill_ends_what_does_not_stop(tmp_path: Path) -> None:
     await run.end()
 
 
-async def test_in_a_hurry_open_streams_are_ended_soon_and_nothing_is_killed(
+async def test_a_fast_shutdown_ends_open_streams_and_kills_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "HURRIED_STOP_S", 0.2)
@@ -182,7 +182,7 @@ async def test_one_supervisor_per_directory(tmp_path: Path) -> None:
     second.release()
 
 
-def test_a_run_directory_is_its_owners_alone(tmp_path: Path) -> None:
+def test_a_run_directory_is_private_to_its_owner(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
     run_dir = RunDir(tmp_path / "run")
     run_dir.acquire()
@@ -190,7 +190,7 @@ def test_a_run_directory_is_its_owners_alone(tmp_path: Path) -> None:
     run_dir.release()
 
 
-async def test_the_state_read_is_the_state_written(tmp_path: Path) -> None:
+async def test_the_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = Run(tmp_path, KINDS)
     await run.until(lambda state: state.phase is ProcessPhase.READY)
     assert RunDir(tmp_path / "run").read_state() == run.supervisor.state
@@ -244,7 +244,7 @@ def test_status_shows_parts_whose_supervisor_was_killed(tmp_path: Path) -> None:
     assert "supervisor" in midstream("status", "--run-dir", str(tmp_path)).stdout
 
 
-def test_a_run_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_a_run_folder_is_private_to_its_owner(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.acquire()
     assert run_dir.path.stat().st_mode & 0o777 == 0o700

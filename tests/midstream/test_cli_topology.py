@@ -79,7 +79,7 @@ def test_default_ports_are_taken_where_they_are_free() -> None:
     assert specs["scheduler-0"].addresses["zmq"] == "127.0.0.1:50053"
 
 
-def test_no_router_takes_the_default_ports_where_others_are_asked_for() -> None:
+def test_routers_do_not_use_default_ports_if_others_are_given() -> None:
     specs = plan_processes(Topology(num_routers=2, port=0, http_port=0), is_free=lambda _: True)
     ports = {
         address.rpartition(":")[2] for spec in specs if spec.kind == "router" for address in spec.addresses.values()
@@ -109,25 +109,25 @@ def test_two_supervisors_that_start_at_once_take_different_ports() -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1, 65])
-def test_a_senseless_count_names_its_flag(count: int) -> None:
+def test_an_invalid_count_names_its_flag(count: int) -> None:
     with pytest.raises(ConfigError) as caught:
         Topology(num_detokenizers=count)
     assert caught.value.field == "--detokenizers"
 
 
-def test_the_journal_lies_where_it_is_told() -> None:
+def test_the_path_of_the_journal_is_configurable() -> None:
     specs = {spec.name: spec for spec in plan_processes(Topology(), journal_path="/run/journal")}
     assert specs["scheduler-0"].flags[-2:] == ("--journal-path", "/run/journal")
     assert "--journal-path" not in specs["router-0"].flags
 
 
-def test_the_environment_says_where_kv_blocks_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_the_folder_of_kv_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIDSTREAM_SHARED_KV_FOLDER", "")
     flags = [flag for spec in plan_processes(Topology(), 2, lambda _: True) for flag in spec.flags]
     assert "--shared-kv-folder" not in flags
 
 
-def test_the_first_workers_prefill() -> None:
+def test_the_first_workers_are_prefill_workers() -> None:
     specs = plan_processes(Topology(num_workers=3, num_prefill_workers=2), is_free=lambda _: True)
     roles = [spec.flags[spec.flags.index("--role") + 1] for spec in specs if spec.kind == "gpu_worker"]
     assert roles == ["prefill", "prefill", "decode"]

@@ -24,7 +24,7 @@ def flag(flags: tuple[str, ...], name: str) -> str:
     return flags[flags.index(name) + 1]
 
 
-def test_only_routers_leave_the_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_routers_listen_outside_the_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIDSTREAM_HOST", "0.0.0.0")
     specs = plan_processes(Topology(host="0.0.0.0", port=0, http_port=0))
     hosts = {spec.kind: flag(spec.flags, "--host") for spec in specs}
@@ -72,7 +72,7 @@ def test_a_mistyped_setting_is_named_before_anything_starts(
     assert capsys.readouterr().err == expected
 
 
-def test_hints_name_the_service_that_was_started(tmp_path: Path) -> None:
+def test_hints_contain_the_address_of_the_started_service(tmp_path: Path) -> None:
     router = ProcessState("router-0", "router", {"grpc": "127.0.0.1:1", "http": "127.0.0.1:2"}, "")
     state = RunState("smollm2", ProcessPhase.READY, 1, 0.0, (router,))
     assert f"midstream chat --run-dir {tmp_path}" in how_to_talk(state, tmp_path)
@@ -82,7 +82,7 @@ def test_hints_name_the_service_that_was_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["bench"], ["generate", "hi"], ["status"]])
-def test_without_a_service_commands_say_where_they_looked(
+def test_without_a_service_commands_name_the_address(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "--run-dir", str(tmp_path)]) == 1
@@ -91,7 +91,7 @@ def test_without_a_service_commands_say_where_they_looked(
     assert f"midstream up --detach --run-dir {tmp_path}" in output.out + output.err
 
 
-def test_bench_gives_up_on_an_address_where_nothing_listens(
+def test_bench_fails_if_nothing_listens_on_the_address(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("midstream.cli.bench.measure._CONNECT_TIMEOUT_S", 0.2)
@@ -121,12 +121,12 @@ def test_api_keys_are_written_for_routers_and_for_this_user_alone(tmp_path: Path
 
 
 @pytest.mark.parametrize("key", ["short", "two words of a key", "schlüssel-mit-umlaut", "#starts-like-a-comment"])
-def test_a_key_that_no_header_can_carry_is_refused(key: str, tmp_path: Path) -> None:
+def test_a_key_that_does_not_fit_a_header_is_rejected(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--api-key"):
         use_api_keys(run_dir_at(tmp_path), [key], {})
 
 
-def test_keys_do_not_override_a_file_of_tokens(tmp_path: Path) -> None:
+def test_keys_do_not_override_the_token_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="MIDSTREAM_AUTH_TOKENS"):
         use_api_keys(run_dir_at(tmp_path), [KEY], {"MIDSTREAM_AUTH_TOKENS": "/elsewhere"})
 
@@ -143,7 +143,7 @@ def test_keys_do_not_override_a_file_of_tokens(tmp_path: Path) -> None:
         (":50051", "lacks a port"),
     ],
 )
-def test_an_address_that_is_no_address_is_refused_in_plain_words(target: str, words: str) -> None:
+def test_an_invalid_address_is_rejected_with_a_clear_message(target: str, words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
         check_target(target)
 
@@ -151,7 +151,7 @@ def test_an_address_that_is_no_address_is_refused_in_plain_words(target: str, wo
 @pytest.mark.parametrize(
     "target", ["host:1", "127.0.0.1:50051", "[::1]:50051", "dns:///router.midstream:50051", "unix:/run/socket"]
 )
-def test_addresses_that_grpc_knows_are_taken(target: str) -> None:
+def test_addresses_in_grpc_syntax_are_accepted(target: str) -> None:
     assert check_target(target) == target
 
 

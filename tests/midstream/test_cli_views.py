@@ -23,7 +23,7 @@ class Answer:
     pace: Pace = field(default_factory=Pace)
 
 
-def test_answers_that_come_at_once_are_printed_line_by_line() -> None:
+def test_fast_responses_are_printed_line_by_line() -> None:
     output = io.StringIO()
     answers = [Answer("First?"), Answer("Second?")]
     with DemoView(answers, Console(file=output, width=200)) as view:
@@ -54,7 +54,7 @@ def test_pace_is_counted_from_the_first_chunk() -> None:
     assert str(stream) == "6 tokens, 2 tok/s, first after 0.50 s, stop"
 
 
-def test_a_run_is_told_in_lines_where_there_is_no_terminal() -> None:
+def test_without_a_terminal_a_run_prints_lines() -> None:
     output = io.StringIO()
     process = ProcessState("worker-0", "gpu_worker", {}, "log", ProcessPhase.STARTING, detail="loading")
     state = RunState("model", ProcessPhase.STARTING, 1, 0.0, (process,))

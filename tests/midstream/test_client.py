@@ -111,7 +111,7 @@ async def serving(*breaks: int, kind: Callable[[list[int]], Router] = Router) ->
     await server.stop()
 
 
-async def test_a_stream_that_breaks_goes_on_at_its_offset() -> None:
+async def test_a_broken_stream_resumes_at_its_offset() -> None:
     async with serving(0, 2, 0, 3) as (router, address), AsyncClient(address) as client:
         stream = client.generate("w", request_id="r")
         chunks = [chunk async for chunk in stream]
@@ -123,7 +123,7 @@ async def test_a_stream_that_breaks_goes_on_at_its_offset() -> None:
         assert stream.num_resumes == 4
 
 
-async def test_what_comes_twice_is_given_once() -> None:
+async def test_repeated_output_is_returned_once() -> None:
     async with serving(4) as (router, address), AsyncClient(address) as client:
         router.overlap = 3
         result = await client.generate("w").result()
@@ -140,7 +140,7 @@ async def test_another_router_takes_over() -> None:
         assert len(second.calls) >= 1
 
 
-async def test_a_dead_router_is_passed_over() -> None:
+async def test_a_dead_router_is_skipped() -> None:
     async with serving() as (_, address), AsyncClient(["127.0.0.1:1", address]) as client:
         for _ in range(2):
             assert await client.generate("w").text() == LETTERS
@@ -176,7 +176,7 @@ class Silent(Router):
 
 
 @pytest.mark.parametrize("how", ["cancel the stream", "cancel the task"])
-async def test_leaving_a_stream_ends_the_call(how: str) -> None:
+async def test_closing_a_stream_ends_the_call(how: str) -> None:
     async with serving(kind=Silent) as (router, address), AsyncClient(address) as client:
         stream = client.generate("w")
         assert (await anext(stream)).text == "m"
@@ -189,7 +189,7 @@ async def test_leaving_a_stream_ends_the_call(how: str) -> None:
         await asyncio.wait_for(router.left.wait(), 30)
 
 
-async def test_what_is_asked_for_arrives() -> None:
+async def test_all_arguments_reach_the_router() -> None:
     sampling = SamplingParams(
         max_tokens=5, temperature=0.0, seed=7, stop=("a", "b"), stop_token_ids=(3,), ignore_eos=True, log_probs=2,
         embedding_bias={4: -1.0}, exclude_input_from_output=False, num_return_sequences=2,
@@ -278,14 +278,14 @@ async def test_every_feature_has_an_argument() -> None:
         ({"prompt": "a", "sampling": SamplingParams(top_k=1.5)}, "top_k"),  # type: ignore[arg-type]
     ],
 )
-async def test_what_no_message_can_hold_is_refused_here(arguments: dict[str, Any], field: str) -> None:
+async def test_the_client_rejects_arguments_that_do_not_fit_their_field(arguments: dict[str, Any], field: str) -> None:
     async with AsyncClient() as client:
         with pytest.raises(InvalidArgumentError) as raised:
             client.generate(**arguments)
         assert raised.value.field == field
 
 
-async def test_what_the_service_says_of_itself() -> None:
+async def test_model_info_and_statistics() -> None:
     async with serving() as (_, address), AsyncClient(address) as client:
         info = await client.model_info()
         assert (info.end_ids, info.pad_id, info.features) == ((2,), 0, frozenset({"lora"}))
@@ -320,7 +320,7 @@ async def test_the_synchronous_client_does_the_same() -> None:
         await asyncio.to_thread(use, address)
 
 
-async def test_not_a_number_is_for_the_router_to_refuse() -> None:
+async def test_the_router_rejects_nan() -> None:
     async with serving() as (router, address), AsyncClient(address) as client:
         await client.generate("w", sampling=SamplingParams(temperature=math.nan)).result()
         assert math.isnan(router.requests[0].sampling.temperature)

@@ -48,7 +48,7 @@ class Stream(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         pass
 
 
-async def test_a_stream_that_is_cancelled_as_it_breaks_ends() -> None:
+async def test_a_stream_cancelled_while_it_breaks_ends() -> None:
     stream = Stream()
     running = asyncio.create_task(stream.run())
     await stream.begins.wait()
@@ -99,7 +99,7 @@ class Echo(DetokenizerServicer):
         return FramesOffer()
 
 
-async def test_where_frames_cannot_pass_grpc_is_used() -> None:
+async def test_grpc_is_used_if_frames_are_unavailable() -> None:
     server = Server("midstream.v1.Detokenizer", "127.0.0.1", 0, Progress())
     add_DetokenizerServicer_to_server(Echo(), server.grpc)
     await server.start()

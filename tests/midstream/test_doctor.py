@@ -32,7 +32,7 @@ def findings(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[
     return found
 
 
-def test_a_sound_machine_has_no_faults(
+def test_a_suitable_machine_has_no_faults(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MIDSTREAM_PORT", "0")
@@ -43,7 +43,9 @@ def test_a_sound_machine_has_no_faults(
     assert "smollm2" in found["model"]["text"]
 
 
-def test_faults_have_cures(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_have_remedies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def cannot() -> Machine:
         raise ExecutionError("ImportError: libcudart.so.13: cannot open shared object file")
 
@@ -59,7 +61,7 @@ def test_faults_have_cures(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert "ORG/NAME" in found["model"]["cure"]
 
 
-def test_without_kernels_or_with_a_gpu_that_is_not_used_it_says_what_to_do(
+def test_missing_kernels_and_unused_gpus_have_remedies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons = ["avx2: no C++ compiler (g++ or clang++) is installed"]

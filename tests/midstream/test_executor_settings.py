@@ -105,7 +105,7 @@ def test_every_section_is_a_setting_of_a_service() -> None:
         ),
     ],
 )
-def test_what_cannot_be_set_is_refused(config: ExecutorConfig, error: type[Exception]) -> None:
+def test_unsupported_settings_are_rejected(config: ExecutorConfig, error: type[Exception]) -> None:
     with pytest.raises(error):
         config.environment()
 

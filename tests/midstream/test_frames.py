@@ -89,7 +89,7 @@ async def connect(
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-async def test_messages_come_whole_and_in_order(is_local: bool) -> None:
+async def test_messages_arrive_complete_and_in_order(is_local: bool) -> None:
     async with serving() as server:
         offer = server.offer(lambda connection: Peer(connection, echoes=True))
         here = Peer()
@@ -123,7 +123,7 @@ def test_frames_are_the_same_however_their_bytes_are_cut(bodies: list[bytes], cu
     assert asyncio.run(run()) == bodies
 
 
-async def test_a_token_opens_one_connection() -> None:
+async def test_a_token_is_valid_for_one_connection() -> None:
     async with serving() as server:
         offer = server.offer(lambda _: Peer())
         await connect(offer, Peer())
@@ -144,7 +144,7 @@ async def test_a_unix_socket_is_for_processes_of_the_same_user(
         assert len(server.connections) == is_taken
 
 
-async def test_what_nobody_offered_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_without_a_valid_hello_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "_HELLO_S", 0.2)
     async with serving() as server:
         for data in (
@@ -175,7 +175,7 @@ async def test_what_nobody_offered_is_closed(monkeypatch: pytest.MonkeyPatch) ->
         struct.pack(">IB", 5, frames.Kind.MESSAGE) + b"\xff\xff\xff\xff",  # not a StreamBatch
     ],
 )
-async def test_garbage_ends_its_connection_and_no_other(data: bytes) -> None:
+async def test_garbage_ends_only_its_own_connection(data: bytes) -> None:
     async with serving() as server:
         good, bad = Peer(), Peer()
         first = await connect(server.offer(lambda connection: Peer(connection, echoes=True)), good)
@@ -220,7 +220,7 @@ async def test_a_peer_that_does_not_read_holds_back_batches_and_gets_all_of_them
         assert numbers == sorted(numbers)
 
 
-async def test_a_silent_peer_is_given_up_and_a_living_one_is_kept() -> None:
+async def test_a_silent_peer_is_dropped_and_a_responsive_one_kept() -> None:
     async with serving() as server:
         living, silent, theirs = Peer(), Peer(), Peer()
         await connect(server.offer(lambda _: Peer()), living, keepalive_s=0.05, timeout_s=3)
@@ -251,7 +251,7 @@ async def test_a_server_that_closes_has_sent_everything() -> None:
     await asyncio.wait_for(here.lost.wait(), WAIT_S)
 
 
-async def test_tls_asks_for_certificates_of_the_authority(tmp_path: Path) -> None:
+async def test_tls_requires_certificates_of_the_authority(tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path / "own"), Authority(tmp_path / "other")
 
     def shown(by: Authority, name: str, trusted: Authority) -> Tls:

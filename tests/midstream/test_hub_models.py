@@ -121,12 +121,12 @@ def test_a_model_is_downloaded_once_and_served_under_its_name(hub: str, tmp_path
     assert "acme/tiny is in" in prepare(hub, tmp_path, str(snapshot)).stdout
 
 
-def test_a_revision_is_taken(hub: str, tmp_path: Path) -> None:
+def test_a_revision_can_be_chosen(hub: str, tmp_path: Path) -> None:
     assert prepare(hub, tmp_path, "acme/tiny@v1").returncode == 0
     assert (tmp_path / "hf" / "hub" / "models--acme--tiny" / "snapshots" / OLD_COMMIT).is_dir()
 
 
-def test_a_token_opens_a_private_repository(hub: str, tmp_path: Path) -> None:
+def test_a_token_gives_access_to_a_private_repository(hub: str, tmp_path: Path) -> None:
     assert prepare(hub, tmp_path, "acme/private", HF_TOKEN=TOKEN).returncode == 0
 
 
@@ -142,7 +142,7 @@ for model in sys.argv[1:]:
 """
 
 
-def test_what_cannot_be_downloaded_is_said_with_its_cure(hub: str, tmp_path: Path) -> None:
+def test_download_errors_name_a_remedy(hub: str, tmp_path: Path) -> None:
     cures = {
         "acme/private": "set HF_TOKEN",
         "acme/none": "neither on this machine nor on the Hub",
@@ -159,7 +159,7 @@ def test_what_cannot_be_downloaded_is_said_with_its_cure(hub: str, tmp_path: Pat
         assert words in line
 
 
-def test_a_hub_that_cannot_be_reached_is_said(tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_reported(tmp_path: Path) -> None:
     result = prepare("http://127.0.0.1:1", tmp_path, "acme/tiny")
     assert result.returncode == 1
     assert "cannot be reached" in result.stderr
@@ -173,11 +173,11 @@ def test_a_hub_that_cannot_be_reached_is_said(tmp_path: Path) -> None:
         ("/models/tiny", False), ("./acme/tiny", False), ("a/b/c", False), ("tiny.gguf", False),
     ],
 )  # fmt: skip
-def test_names_are_told_from_paths(model: str, is_name: bool) -> None:
+def test_names_are_distinguished_from_paths(model: str, is_name: bool) -> None:
     assert is_hub_name(model) is is_name
 
 
-def test_a_folder_here_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_folder_takes_precedence_over_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "acme" / "tiny").mkdir(parents=True)
     assert not is_hub_name("acme/tiny")

@@ -80,7 +80,7 @@ def byte_alphabet() -> list[str]:
     return [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
 
 
-def test_a_folder_opens_with_what_its_files_say(folder: Path) -> None:
+def test_a_folder_is_read_from_its_files(folder: Path) -> None:
     model = open_model_folder(str(folder))
     assert (model.name, model.architecture, model.weights_format) == ("tiny", "llama", "safetensors")
     assert (model.vocab_size, model.hidden_size, model.num_layers, model.max_sequence_length) == (300, 32, 2, 64)
@@ -101,7 +101,7 @@ def test_sampling_defaults_are_what_generation_config_recommends(folder: Path) -
     assert open_model_folder(str(folder)).sampling_defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
-def test_the_embedded_model_has_the_sampling_of_its_card() -> None:
+def test_the_embedded_model_uses_the_sampling_defaults_of_its_card() -> None:
     assert open_model_folder("smollm2").sampling_defaults == {"temperature": 0.2, "top_p": 0.9}
 
 
@@ -113,7 +113,7 @@ def test_the_chat_template_comes_from_its_file_or_the_tokenizer_configuration(fo
     assert open_model_folder(str(folder)).chat_template == "J"
 
 
-def test_the_fingerprint_tells_weights_and_configuration_apart(folder: Path) -> None:
+def test_the_fingerprint_depends_on_weights_and_configuration(folder: Path) -> None:
     first = open_model_folder(str(folder)).fingerprint
     assert open_model_folder(str(folder)).fingerprint == first
     (folder / "midstream.json").unlink()
@@ -141,7 +141,7 @@ def test_large_weights_are_told_apart_by_samples(folder: Path, monkeypatch: pyte
     assert len(prints | {open_model_folder(str(folder)).fingerprint}) == 4
 
 
-def test_shards_are_found_through_their_index(folder: Path) -> None:
+def test_shards_are_found_by_their_index(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     index = {"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "b.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -194,7 +194,7 @@ def test_dimensions_have_the_names_that_transformers_gives_them(folder: Path, fa
     assert model.max_sequence_length == getattr(text, "max_position_embeddings", 2048)
 
 
-def test_a_language_model_may_be_described_apart(folder: Path) -> None:
+def test_a_language_model_may_have_its_own_section(folder: Path) -> None:
     outer = {"model_type": "gemma3", "hidden_size": 7, "pad_token_id": 5, "text_config": CONFIG}
     (folder / "config.json").write_text(json.dumps(outer))
     model = open_model_folder(str(folder))
@@ -215,7 +215,7 @@ def test_a_shard_outside_the_folder_is_refused(folder: Path) -> None:
         open_model_folder(str(folder))
 
 
-def test_a_model_that_is_not_there_is_named() -> None:
+def test_a_missing_model_is_named() -> None:
     with pytest.raises(ConfigError, match="no/such/model"):
         open_model_folder("no/such/model")
 
@@ -241,7 +241,7 @@ def test_a_sentence_piece_vocabulary_merges_by_score(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("ab ab").ids) == "ab ab"
 
 
-def test_services_that_start_at_once_prepare_one_folder(tmp_path: Path, home: Path) -> None:
+def test_services_that_start_concurrently_prepare_one_folder(tmp_path: Path, home: Path) -> None:
     file = write_gguf(tmp_path / "small.gguf")
     found: list[ModelFolder] = []
     threads = [threading.Thread(target=lambda: found.append(open_model_folder(str(file)))) for _ in range(4)]

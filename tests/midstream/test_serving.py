@@ -101,7 +101,7 @@ async def test_a_midstream_error_becomes_its_status_and_comes_back_as_itself(
         assert getattr(back, "retry_after_ms", None) == getattr(error, "retry_after_ms", None)
 
 
-async def test_a_slow_network_takes_one_connection_as_any_other() -> None:
+async def test_a_slow_network_needs_no_more_than_one_connection() -> None:
     server, _ = await serve(raising())
     num_connections = 0
 
@@ -123,7 +123,7 @@ async def test_a_slow_network_takes_one_connection_as_any_other() -> None:
     await server.stop()
 
 
-async def test_a_field_that_a_client_named_does_not_break_its_own_refusal() -> None:
+async def test_a_field_name_of_a_client_does_not_break_the_error() -> None:
     server, stub = await serve(raising(errors.InvalidArgumentError("no such input", field="é\n" * 30_000)))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.Abort(loads_pb2.AbortRequest())
@@ -132,7 +132,7 @@ async def test_a_field_that_a_client_named_does_not_break_its_own_refusal() -> N
     assert error_from_rpc(raised.value).field == "?" * 256
 
 
-async def test_an_unexpected_error_is_internal_and_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_error_is_internal_and_reveals_nothing(caplog: pytest.LogCaptureFixture) -> None:
     server, stub = await serve(raising(ValueError("secret path /etc/x")))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.Abort(loads_pb2.AbortRequest())
@@ -142,7 +142,7 @@ async def test_an_unexpected_error_is_internal_and_tells_nothing(caplog: pytest.
     assert "secret path" in caplog.text
 
 
-async def test_a_caller_that_leaves_ends_the_generator_at_once() -> None:
+async def test_a_caller_that_disconnects_ends_the_generator_at_once() -> None:
     servicer = raising()
     server, stub = await serve(servicer)
     call = stub.GetIterationStats(stats.GetIterationStatsRequest())
@@ -193,7 +193,7 @@ async def test_health_watch_reports_each_change() -> None:
     await server.stop()
 
 
-async def test_sigterm_lets_a_stream_finish_and_takes_nothing_new() -> None:
+async def test_sigterm_lets_streams_finish_and_rejects_new_requests() -> None:
     servicer = raising()
     server, stub = await serve(servicer)
     call = stub.GetIterationStats(stats.GetIterationStatsRequest())

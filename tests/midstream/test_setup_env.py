@@ -38,7 +38,7 @@ def test_a_step_that_fails_shows_the_end_of_its_output_and_names_the_log(
     assert "later" not in log.read_text()
 
 
-def test_a_folder_without_an_interpreter_is_no_environment(tmp_path: Path) -> None:
+def test_a_folder_without_an_interpreter_is_not_an_environment(tmp_path: Path) -> None:
     assert not has_environment(tmp_path)
     (tmp_path / "bin").mkdir()
     broken = tmp_path / "bin" / "python"

@@ -54,7 +54,7 @@ def shown(board: Board, width: int = 120) -> str:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_a_frame_says_everything_and_fits(width: int) -> None:
+def test_a_frame_contains_everything_and_fits(width: int) -> None:
     board = Board()
     board.take(state(), is_first=True)
     text = shown(board, width)
@@ -66,7 +66,7 @@ def test_a_frame_says_everything_and_fits(width: int) -> None:
         assert word in text
 
 
-def test_a_wide_frame_says_what_tiers_hold_and_what_has_moved() -> None:
+def test_a_wide_frame_shows_the_contents_of_tiers_and_transfers() -> None:
     board = Board()
     board.take(state(), is_first=True)
     text = shown(board, 200)
@@ -103,7 +103,7 @@ def test_samples_grow_and_a_new_connection_begins_anew() -> None:
     assert [sample.time_unix_ms for sample in board.samples] == [2, 3]
 
 
-def test_a_loss_and_a_silence_are_said_and_what_was_known_stays() -> None:
+def test_losses_and_silence_are_reported_and_known_state_stays() -> None:
     now = [100.0]
     board = Board(lambda: now[0])
     assert "Connecting" in shown(board)
@@ -118,6 +118,6 @@ def test_a_loss_and_a_silence_are_said_and_what_was_known_stays() -> None:
     assert board.problem == ""
 
 
-def test_with_no_service_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_service_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--once", "--address", "127.0.0.1:1"]) == 1
     assert capsys.readouterr().err.startswith("midstream top: ")

@@ -13,7 +13,7 @@ from midstream.telemetry.tracing import TraceParent, Tracer, new_trace
 TEXT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
-def test_reads_and_writes_what_w3c_says() -> None:
+def test_headers_have_the_w3c_format() -> None:
     parent = TraceParent.parse(TEXT)
     assert parent == TraceParent(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7, is_sampled=True)
     assert str(parent) == TEXT
@@ -39,12 +39,12 @@ def test_reads_and_writes_what_w3c_says() -> None:
         TEXT.replace("00f067aa0ba902b7", "0" * 16),
     ],
 )
-def test_what_is_malformed_is_no_trace(text: str) -> None:
+def test_malformed_headers_are_ignored(text: str) -> None:
     assert TraceParent.parse(text) is None
     assert TraceParent.sampled(text) is None
 
 
-def test_only_what_is_sampled_is_traced() -> None:
+def test_only_sampled_requests_are_traced() -> None:
     assert TraceParent.sampled(TEXT) == TraceParent.parse(TEXT)
     assert TraceParent.sampled(TEXT[:-2] + "00") is None
     assert not new_trace(is_sampled=False).new_child().is_sampled
@@ -60,7 +60,7 @@ def test_every_part_knows_the_schedulers_span() -> None:
     assert router.scheduler_span() != router.new_child().scheduler_span()
 
 
-def test_nothing_of_opentelemetry_is_imported_where_nothing_is_traced() -> None:
+def test_opentelemetry_is_not_imported_without_tracing() -> None:
     program = (
         "import sys, router.__main__, scheduler.service, detokenizer.__main__\n"
         "from midstream.config import RouterConfig\n"

@@ -20,7 +20,7 @@ from router.pipeline.embedder import Pooling, pooling_of
         ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, None),
     ],
 )
-def test_a_models_pooling_is_that_of_sentence_transformers(
+def test_a_models_pooling_equals_that_of_sentence_transformers(
     tmp_path: Path, modes: dict[str, bool], expected: Pooling | None
 ) -> None:
     (tmp_path / "1_Pooling").mkdir()

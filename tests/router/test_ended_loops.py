@@ -32,7 +32,7 @@ async def test_a_server_ends_with_a_loop_that_it_depends_on() -> None:
         await asyncio.wait_for(server.run_until_signal(), 20)
 
 
-async def test_a_loop_that_ends_as_the_process_drains_is_no_failure() -> None:
+async def test_a_loop_that_ends_during_draining_is_not_a_failure() -> None:
     server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress())
     await server.start()
     serving = asyncio.create_task(asyncio.Event().wait())
@@ -44,7 +44,7 @@ async def test_a_loop_that_ends_as_the_process_drains_is_no_failure() -> None:
 
 
 @pytest.mark.parametrize("method", ["poll", "_discover"])
-async def test_the_loop_of_schedulers_ends_with_what_it_runs(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+async def test_the_scheduler_loop_ends_if_one_of_its_tasks_ends(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.setattr(cells, "_POLL_S", 0.01)
     if method == "poll":
         monkeypatch.setattr(Cell, "poll", fail)
@@ -54,7 +54,7 @@ async def test_the_loop_of_schedulers_ends_with_what_it_runs(monkeypatch: pytest
         await asyncio.wait_for(Cells("127.0.0.1:1", 1 << 20).run(), 20)
 
 
-async def test_the_loop_of_detokenizers_ends_with_one_of_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_detokenizer_loop_ends_if_one_of_its_links_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DetokenizerLink, "run", fail)
     with pytest.raises(ExceptionGroup) as raised:
         await asyncio.wait_for(DetokenizerPool("127.0.0.1:1,127.0.0.1:2", 1 << 20).run(), 20)

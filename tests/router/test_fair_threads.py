@@ -45,7 +45,7 @@ def run_for(client: str, threads: FairThreads, function: Callable[[], str]) -> a
     return task
 
 
-async def test_a_client_does_not_wait_behind_all_that_another_has_sent() -> None:
+async def test_a_client_does_not_wait_for_all_requests_of_another() -> None:
     threads, gate = FairThreads(1, "test"), Gate()
     flood = [run_for("a", threads, gate.function(f"a{number}")) for number in range(5)]
     await gate.until_begun(1)
@@ -57,7 +57,7 @@ async def test_a_client_does_not_wait_behind_all_that_another_has_sent() -> None
     threads.close()
 
 
-async def test_a_client_leaves_a_thread_to_others() -> None:
+async def test_a_client_cannot_occupy_all_threads() -> None:
     threads, gate = FairThreads(2, "test", num_per_client=1), Gate()
     flood = [run_for("a", threads, gate.function(f"a{number}")) for number in range(2)]
     await gate.until_begun(1)

@@ -75,12 +75,12 @@ BAD = {
 
 
 @pytest.mark.parametrize(("kind", "text"), GOOD)
-async def test_what_can_be_followed_passes(checker: GrammarChecker, kind: str, text: str) -> None:
+async def test_valid_guides_pass(checker: GrammarChecker, kind: str, text: str) -> None:
     await checker.check(guide(kind, text))
 
 
 @pytest.mark.parametrize(("kind", "text"), BAD.values(), ids=BAD)
-async def test_abuse_fails_within_its_limit_and_the_next_one_passes(
+async def test_abusive_requests_fail_within_their_limit_and_later_ones_pass(
     strict: GrammarChecker, kind: str, text: str
 ) -> None:
     started = time.monotonic()
@@ -110,7 +110,7 @@ async def test_unique_guides_keep_the_cache_bounded(checker: GrammarChecker, mon
     assert checker.num_checked <= 50 + len(GOOD) + 2 * len(BAD)
 
 
-async def test_too_many_that_wait_are_refused(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_waiting_streams_are_rejected(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "MAX_WAITING", 0)
     with pytest.raises(OverloadedError):
         await checker.check(guide("REGEX", "never seen"))

@@ -62,7 +62,7 @@ async def exchange(port: int, data: bytes, source: str = "127.0.0.1") -> tuple[b
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n4\r\nhalf\r\n",
     ],
 )
-async def test_a_request_that_does_not_come_is_not_waited_for(sent: bytes) -> None:
+async def test_a_lost_request_is_not_awaited(sent: bytes) -> None:
     port = HttpPort(echo, "127.0.0.1", 0, head_timeout_s=0.3, body_timeout_s=0.3)
     port.start()
     answer, elapsed = await exchange(port.port, sent)
@@ -111,7 +111,9 @@ async def test_connections_of_one_address_leave_room_for_others() -> None:
         ("0.0.0.0", "llm.example", "any.example", 421),
     ],
 )
-async def test_a_name_of_another_site_is_not_answered(bound: str, names: str, host: str, status: int) -> None:
+async def test_requests_for_the_host_of_another_site_are_rejected(
+    bound: str, names: str, host: str, status: int
+) -> None:
     port = HttpPort(HostCheckedApp(echo, AllowedHosts(bound, names)), "127.0.0.1", 0)
     port.start()
     answer, _ = await exchange(port.port, f"GET / HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
@@ -129,7 +131,7 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
     assert raise_open_files_limit() <= resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 
-def test_the_bytes_of_a_body_are_given_back() -> None:
+def test_the_bytes_of_a_body_are_released() -> None:
     budget = BodyBudget(100)
     with budget.hold("a") as held:
         held.add(100)
@@ -160,7 +162,7 @@ async def test_a_body_that_is_too_large_is_refused_before_it_has_arrived(*, is_c
     assert (num_read, budget.num_bytes) == (2 if is_chunked else 0, 0)
 
 
-async def test_unfinished_bodies_of_one_client_leave_room_for_others(cluster: Cluster, tmp_path: Path) -> None:
+async def test_unfinished_bodies_of_one_client_do_not_block_others(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("token-of-a-hoarder hoarder\ntoken-of-the-probe probe\n")
     authenticator = Authenticator(tokens=TokenFile(str(tmp_path / "tokens")))
     part = await cluster.add_router(await cluster.add_detokenizer(), authenticator=authenticator)

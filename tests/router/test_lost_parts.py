@@ -97,7 +97,7 @@ async def test_a_forgotten_request_is_submitted_again(
     assert (result.text, result.token_ids) == ("the same again, to the letter", ids)
 
 
-async def test_submit_is_tried_again_while_the_scheduler_is_away(cluster: Cluster, open_client: OpenClient) -> None:
+async def test_submit_is_retried_while_the_scheduler_is_down(cluster: Cluster, open_client: OpenClient) -> None:
     router = await cluster.add_router(await cluster.add_detokenizer())
     cluster.scheduler.submit_errors = [errors.UnavailableError("starting"), errors.AbortedError("cut off")]
     collecting = asyncio.create_task(collect(open_client(router), request_id="r"))

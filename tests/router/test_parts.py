@@ -59,7 +59,7 @@ async def test_merging_and_repeats_change_nothing(bounds: list[int], taken: set[
     assert stream.offsets == [len(TEXT)]
 
 
-async def test_a_gap_is_a_lost_source() -> None:
+async def test_a_gap_counts_as_a_lost_source() -> None:
     stream = ClientStream("r", 1 << 20, from_token=3)
     stream.push(Chunk(0, 5, [1], "x"))
     with pytest.raises(UnavailableError):
@@ -68,7 +68,7 @@ async def test_a_gap_is_a_lost_source() -> None:
     assert (await stream.take())[0].token_offset == 3
 
 
-async def test_what_came_before_the_loss_is_taken_first() -> None:
+async def test_output_before_a_loss_is_delivered_before_the_error() -> None:
     stream = ClientStream("r", 1 << 20)
     stream.push(Chunk(0, 0, [1], "x"))
     stream.fail(UnavailableError("lost"))
@@ -77,7 +77,7 @@ async def test_what_came_before_the_loss_is_taken_first() -> None:
         await stream.take()
 
 
-async def test_too_much_that_waits_cuts_the_stream() -> None:
+async def test_too_much_unread_output_ends_the_stream() -> None:
     cuts: list[str] = []
     stream = ClientStream("r", 2_000, on_overflow=lambda: cuts.append("cut"))
     for offset in range(0, 2_000, 10):
@@ -144,7 +144,7 @@ async def test_the_load_of_cells_that_are_up_is_exported_under_the_names_that_ga
         await cell.close()
 
 
-async def test_like_prompts_go_to_one_cell_unless_it_is_busy() -> None:
+async def test_prompts_with_a_common_prefix_go_to_one_cell_unless_it_is_busy() -> None:
     cells = await make_cells("a:1", "b:1", "c:1")
     prompts = [[number] * 64 for number in range(30)]
     first = [cells.choose(prompt, "").name for prompt in prompts]

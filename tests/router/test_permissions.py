@@ -121,7 +121,7 @@ async def test_monitoring_without_credentials_sees_metrics_and_nothing_else(clus
     assert statuses == {"/metrics": 200, "/v1/models": 200, "/v1/completions": 401}
 
 
-async def test_only_an_admin_learns_where_adapters_lie_and_loads_them_by_path(cluster: Cluster, tmp_path: Path) -> None:
+async def test_only_an_admin_sees_paths_of_adapters_and_loads_by_path(cluster: Cluster, tmp_path: Path) -> None:
     part = await cluster.add_router(await cluster.add_detokenizer(), authenticator=authenticator(tmp_path))
     by_path = pb.GenerateRequest(prompt="a", lora=pb.LoraConfig(name="x", path="/nowhere"))
     async with AsyncClient(part.address, token=TOKENS[Role.GENERATE]) as client:
@@ -130,7 +130,7 @@ async def test_only_an_admin_learns_where_adapters_lie_and_loads_them_by_path(cl
                 await action
 
 
-def test_request_ids_and_salts_of_two_clients_never_meet() -> None:
+def test_request_ids_and_salts_of_clients_are_separate() -> None:
     alice, bob = (Caller(name, is_authenticated=True, roles=DEFAULT_ROLES) for name in ("alice", "bob"))
     root = Caller("root", is_authenticated=True, roles=ALL_ROLES)
     inner = alice.scope("id")

@@ -101,7 +101,7 @@ def api(part: Part, token: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{part.http.port}/v1", api_key=token, max_retries=0)
 
 
-async def test_a_quota_holds_over_all_doors_and_answers_say_what_is_left(cluster: Cluster, tmp_path: Path) -> None:
+async def test_a_quota_covers_all_apis_and_responses_report_the_remainder(cluster: Cluster, tmp_path: Path) -> None:
     part = await router_with(cluster, tmp_path, "requests_per_minute=2 priority=-10")
 
     async def complete(token: str, number: int) -> Any:

@@ -188,7 +188,7 @@ def test_the_widest_search_is_a_setting(folder: ModelFolder) -> None:
     ],
     ids=str,
 )
-def test_nothing_may_be_generated_where_the_prompt_is_reported(folder: ModelFolder, output: pb.OutputConfig) -> None:
+def test_prompt_outputs_do_not_require_generation(folder: ModelFolder, output: pb.OutputConfig) -> None:
     request = pb.GenerateRequest(max_tokens=0, output=output)
     check_request(request, folder)
     request.sampling.beam_width = 2
@@ -251,7 +251,7 @@ def test_a_feature_that_the_workers_lack_is_unsupported() -> None:
     check_supported(request, None)
 
 
-def test_workers_of_the_version_before_get_no_output_that_they_would_leave_out() -> None:
+def test_workers_of_the_previous_version_get_no_request_for_outputs_they_lack() -> None:
     request = output(additional_outputs=[pb.AdditionalOutput(name="token_logits.1.2")])
     check_supported(request, frozenset(FEATURES))
     with pytest.raises(UnsupportedError, match="lack token logits") as raised:

@@ -96,9 +96,7 @@ async def finish(cluster: Cluster, client: AsyncClient, stop_busy: Callable[[], 
     return time.monotonic() - began
 
 
-async def test_streams_of_a_detokenizer_that_stands_still_go_on_at_another(
-    cluster: Cluster, tokenizer: Tokenizer
-) -> None:
+async def test_streams_of_a_suspended_detokenizer_continue_on_another(cluster: Cluster, tokenizer: Tokenizer) -> None:
     parts = [await cluster.add_detokenizer(name) for name in ("first", "second")]
     async with contextlib.AsyncExitStack() as stack:
         ways = [await stack.enter_async_context(relayed(part.address)) for part in parts]
@@ -112,7 +110,7 @@ async def test_streams_of_a_detokenizer_that_stands_still_go_on_at_another(
         assert await finish(cluster, client, stop_busy, tokenizer) < MOST_S
 
 
-async def test_streams_of_a_router_that_stands_still_go_on_at_another(cluster: Cluster, tokenizer: Tokenizer) -> None:
+async def test_streams_of_a_suspended_router_continue_on_another(cluster: Cluster, tokenizer: Tokenizer) -> None:
     detokenizer = await cluster.add_detokenizer()
     parts = [await cluster.add_router(detokenizer) for _ in range(2)]
     async with contextlib.AsyncExitStack() as stack:

@@ -47,7 +47,7 @@ async def test_the_requests_of_a_flood_start_a_few_at_a_time_and_others_at_once(
     assert starts.begun == ["a", "a", "b", "a", "a"]
 
 
-async def test_a_start_that_waits_for_another_part_holds_nobody_up() -> None:
+async def test_a_start_that_waits_for_another_component_delays_no_other() -> None:
     starts = Starts(StartSlots(1, hold_s=0.01))
     tasks = [asyncio.create_task(starts.run("a")) for _ in range(3)]
     async with asyncio.timeout(10):

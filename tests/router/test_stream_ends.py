@@ -14,7 +14,7 @@ from tests.router.client_streams import PROMPT, OpenClient, collect
 from tests.router.conftest import Cluster
 
 
-async def test_a_client_that_leaves_aborts_at_once_unless_detached(cluster: Cluster, open_client: OpenClient) -> None:
+async def test_a_disconnect_aborts_at_once_unless_detached(cluster: Cluster, open_client: OpenClient) -> None:
     router = await cluster.add_router(await cluster.add_detokenizer())
     client = open_client(router)
     for request_id, detached in (("kept", True), ("left", False)):
@@ -29,9 +29,7 @@ async def test_a_client_that_leaves_aborts_at_once_unless_detached(cluster: Clus
     await cluster.scheduler.until(lambda: not any(feed.attached for feed in cluster.scheduler.feeds))
 
 
-async def test_a_client_that_is_back_at_once_is_not_aborted_though_no_detokenizer_knows_it(
-    cluster: Cluster, open_client: OpenClient
-) -> None:
+async def test_a_client_that_reconnects_at_once_is_not_aborted(cluster: Cluster, open_client: OpenClient) -> None:
     client = open_client(await cluster.add_router(unavailable_timeout_s=60.0))
     streams = [client.generate(token_ids=PROMPT, request_id=request_id) for request_id in ("back", "back", "left")]
     reading = []
@@ -65,7 +63,7 @@ async def test_abort_from_elsewhere_ends_the_stream(cluster: Cluster, open_clien
         errors.AlreadyExistsError("taken", field="request_id"),
     ],
 )
-async def test_a_refusal_comes_back_as_it_is(
+async def test_a_rejection_is_returned_unchanged(
     cluster: Cluster, open_client: OpenClient, error: errors.MidstreamError
 ) -> None:
     router = await cluster.add_router(await cluster.add_detokenizer())

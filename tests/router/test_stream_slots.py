@@ -131,7 +131,7 @@ async def test_streams_that_waited_too_long_are_not_all_refused_at_once() -> Non
     await holding.close()
 
 
-async def test_a_waiting_stream_that_is_cancelled_gives_its_slot_back() -> None:
+async def test_a_cancelled_waiting_stream_releases_its_slot() -> None:
     slots = StreamSlots(1, 1, min_idle_s=60.0)
     holding, waiting, last = (Stream(slots, "a") for _ in range(3))
     await asyncio.sleep(0)

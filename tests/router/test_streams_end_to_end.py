@@ -111,7 +111,7 @@ async def test_a_stop_word_across_tokens_ends_the_sequence(
     assert result.sequences[0].matched_stop == "\n\nQuestion"
 
 
-async def test_a_stop_word_stands_where_the_scheduler_heard_too_late(
+async def test_a_stop_word_counts_even_if_the_scheduler_learns_of_it_late(
     cluster: Cluster, open_client: OpenClient, tokenizer: Tokenizer
 ) -> None:
     router = await cluster.add_router(await cluster.add_detokenizer())
@@ -128,9 +128,7 @@ async def test_a_stop_word_stands_where_the_scheduler_heard_too_late(
     assert result.usage.completion_tokens == 3
 
 
-async def test_the_end_token_is_a_token_and_no_text(
-    cluster: Cluster, open_client: OpenClient, tokenizer: Tokenizer
-) -> None:
+async def test_the_end_token_has_no_text(cluster: Cluster, open_client: OpenClient, tokenizer: Tokenizer) -> None:
     router = await cluster.add_router(await cluster.add_detokenizer())
     ids = [*tokenizer.encode("Done."), 500]
     sampling = SamplingParams(stop_token_ids=(500,))
@@ -143,7 +141,7 @@ async def test_the_end_token_is_a_token_and_no_text(
     assert (result.text, result.token_ids, result.sequences[0].matched_stop) == ("Done.", ids, 500)
 
 
-async def test_several_sequences_keep_apart(cluster: Cluster, open_client: OpenClient, tokenizer: Tokenizer) -> None:
+async def test_several_sequences_stay_separate(cluster: Cluster, open_client: OpenClient, tokenizer: Tokenizer) -> None:
     router = await cluster.add_router(await cluster.add_detokenizer())
     texts = ["first one", "the second"]
     sampling = SamplingParams(num_return_sequences=2)
@@ -226,7 +224,7 @@ async def test_streams_spread_over_detokenizers(cluster: Cluster, open_client: O
     await asyncio.gather(*reading)
 
 
-async def test_what_the_service_says_of_itself(cluster: Cluster, open_client: OpenClient) -> None:
+async def test_model_info_and_statistics(cluster: Cluster, open_client: OpenClient) -> None:
     router = await cluster.add_router(await cluster.add_detokenizer())
     client = open_client(router)
     info = await client.model_info("smollm2")

@@ -46,7 +46,7 @@ async def test_a_client_holds_memory_of_thirty_two_unfinished_messages(cluster: 
         assert len(await first_tokens(cluster, client, 1)) == 1
 
 
-async def test_a_message_that_does_not_come_is_not_waited_for() -> None:
+async def test_a_lost_message_is_not_awaited_forever() -> None:
     slots, forever = MessageSlots(1, 1, timeout_s=0.01), asyncio.Event()
 
     async def messages(*values: bytes, stays: bool = False) -> AsyncIterator[bytes]:
@@ -62,7 +62,7 @@ async def test_a_message_that_does_not_come_is_not_waited_for() -> None:
     assert await slots.read(messages(b"one")) == b"one"
 
 
-async def test_who_waits_too_long_is_refused_and_health_checks_do_not_wait() -> None:
+async def test_waiting_has_a_time_limit_and_health_checks_do_not_wait() -> None:
     slots = MessageSlots(1, 1, timeout_s=10, wait_s=0.01)
     is_read, forever = asyncio.Event(), asyncio.Event()
 

@@ -82,7 +82,7 @@ def test_a_prompt_of_embeddings_becomes_a_table_with_all_its_rows(folder: ModelF
     assert put_table_first(request, request.token_ids.values, folder) == request.token_ids.values
 
 
-def test_a_table_goes_before_a_prompt_that_has_none_of_its_ids(folder: ModelFolder) -> None:
+def test_a_table_precedes_a_prompt_without_virtual_ids(folder: ModelFolder) -> None:
     request = tuned(tensor(rows=2))
     assert put_table_first(request, [7, 8], folder) == [VOCAB, VOCAB + 1, 7, 8]
     assert put_table_first(request, [7, VOCAB + 1, 8], folder) == [7, VOCAB + 1, 8]

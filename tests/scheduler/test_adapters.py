@@ -99,7 +99,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "journal.sqlite"
 
 
-async def test_what_is_loaded_on_all_workers_can_be_named_and_survives_the_scheduler(path: Path) -> None:
+async def test_a_loaded_adapter_survives_a_restart_of_the_scheduler(path: Path) -> None:
     async with Cell(path) as cell:
         adapter = await cell.adapters.load("a", PATH)
         assert adapter == LoadedAdapter(name="a", path=PATH, fingerprint=f"print of {PATH}", num_bytes=102, rank=8)
@@ -132,7 +132,7 @@ async def test_two_names_of_one_adapter_are_forgotten_with_the_last(path: Path) 
         assert [item[1] for item in cell.workers.sent if item[0] == "unload"] == [1, 2]
 
 
-async def test_the_same_load_at_once_is_one(path: Path) -> None:
+async def test_simultaneous_equal_loads_run_once(path: Path) -> None:
     async with Cell(path) as cell:
         first, second = await asyncio.gather(cell.adapters.load("a", PATH), cell.adapters.load("a", PATH))
         assert first == second
@@ -163,7 +163,7 @@ def different(epoch: int, name: str, path: str) -> worker_pb2.LoraResult:
         ("a", "", good, InvalidArgumentError, "path"),
     ],
 )
-async def test_what_not_all_workers_take_is_not_loaded(
+async def test_an_adapter_that_a_worker_rejects_is_not_loaded(
     path: Path, name: str, where: str, answer: Any, error: type[MidstreamError], named: str
 ) -> None:
     async with Cell(path, answer) as cell:
@@ -175,7 +175,7 @@ async def test_what_not_all_workers_take_is_not_loaded(
             assert cell.workers.sent[-1] == ("unload", 1, f"print of {PATH}")
 
 
-async def test_without_workers_or_with_others_nothing_is_loaded(path: Path) -> None:
+async def test_nothing_is_loaded_without_suitable_workers(path: Path) -> None:
     async with Cell(path) as cell:
         cell.workers.features = ()
         with pytest.raises(UnsupportedError):
@@ -185,7 +185,7 @@ async def test_without_workers_or_with_others_nothing_is_loaded(path: Path) -> N
             await cell.adapters.load("a", PATH)
 
 
-async def test_a_worker_that_dies_meanwhile_is_not_waited_for(path: Path) -> None:
+async def test_a_worker_that_dies_in_the_meantime_is_not_awaited(path: Path) -> None:
     async with Cell(path) as cell:
 
         def answer(epoch: int, name: str, where: str) -> worker_pb2.LoraResult | None:
@@ -199,7 +199,7 @@ async def test_a_worker_that_dies_meanwhile_is_not_waited_for(path: Path) -> Non
         assert cell.workers.sent[-1] == ("load", 7, "a", PATH)
 
 
-async def test_a_request_carries_what_its_adapters_stand_for(path: Path) -> None:
+async def test_a_request_contains_the_identity_of_its_adapters(path: Path) -> None:
     async with Cell(path) as cell:
         await cell.adapters.load("a", PATH)
         request = pb.GenerateRequest(request_id="r", token_ids=pb.TokenIds(values=[1, 2]), max_tokens=3)
@@ -251,7 +251,7 @@ def test_a_table_fills_the_prompt_and_the_key() -> None:
     assert len({chain_seed(spec), chain_seed(other), chain_seed(replace(spec, prompt_key=""))}) == 3
 
 
-def test_room_is_taken_once_for_all_who_use_an_adapter() -> None:
+def test_requests_with_the_same_adapter_share_its_memory() -> None:
     def spec(key: str, num_bytes: int) -> RequestSpec:
         plain = spec_from_proto(pb.GenerateRequest(token_ids=pb.TokenIds(values=[1])), LIMITS, 0)
         return replace(plain, lora_key=key, lora_bytes=num_bytes)

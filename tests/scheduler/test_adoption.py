@@ -27,7 +27,7 @@ def decoding() -> Harness:
     return harness
 
 
-def test_full_blocks_are_taken_over_and_the_rest_is_computed() -> None:
+def test_full_blocks_are_adopted_and_the_rest_is_computed() -> None:
     harness = decoding()
     heir = harness.groups["h"]
     harness.cut("g")
@@ -43,7 +43,7 @@ def test_full_blocks_are_taken_over_and_the_rest_is_computed() -> None:
     harness.check_is_empty()
 
 
-def test_neighbours_run_on_in_the_step_that_takes_over() -> None:
+def test_neighbours_continue_in_a_step_that_adopts_blocks() -> None:
     harness = decoding()
     harness.submit("b", 6, 12)
     harness.turn()
@@ -59,7 +59,7 @@ def test_neighbours_run_on_in_the_step_that_takes_over() -> None:
 
 
 @pytest.mark.parametrize("store", ["", "another host"])
-def test_a_worker_with_other_memory_computes_all(store: str) -> None:
+def test_a_worker_with_other_memory_recomputes_everything(store: str) -> None:
     harness = decoding()
     harness.cut("h")
     other = harness.add_group("h", kv_store=store)
@@ -70,7 +70,7 @@ def test_a_worker_with_other_memory_computes_all(store: str) -> None:
     harness.check_is_empty()
 
 
-def test_what_is_not_found_is_computed() -> None:
+def test_missing_blocks_are_computed() -> None:
     harness = decoding()
     heir = harness.groups["h"]
     harness.groups["g"].store = []  # the memory of the pool is lost too
@@ -96,7 +96,7 @@ def test_requests_that_share_a_prefix_wait_for_one_adoption() -> None:
     harness.check_is_empty()
 
 
-def test_a_request_that_ends_meanwhile_gives_its_blocks_back() -> None:
+def test_a_request_that_ends_in_the_meantime_releases_its_blocks() -> None:
     harness = decoding()
     harness.cut("g")
     assert harness.groups["h"].batches[0].adopted_blocks
@@ -105,7 +105,7 @@ def test_a_request_that_ends_meanwhile_gives_its_blocks_back() -> None:
     harness.check_is_empty()
 
 
-def test_a_worker_that_dies_of_it_is_not_followed_by_another() -> None:
+def test_an_adoption_that_kills_a_worker_is_not_repeated() -> None:
     """The adopted blocks may be the reason why the worker died, so the next worker recomputes them."""
     harness = decoding()
     harness.cut("g")
@@ -128,7 +128,7 @@ def test_the_next_process_of_the_only_worker_takes_over_as_well() -> None:
     harness.check_is_empty()
 
 
-def test_what_was_taken_over_is_reported_as_stored() -> None:
+def test_adopted_blocks_are_reported_as_stored() -> None:
     harness = decoding()
     harness.cut("g")
     harness.effects.clear()
@@ -151,7 +151,7 @@ def test_a_block_that_was_not_asked_for_cannot_be_missing() -> None:
     assert [effect.epoch for effect in harness.effects if isinstance(effect, EpochEnded)] == [heir.epoch]
 
 
-def test_what_was_not_found_is_work_and_not_called_cached() -> None:
+def test_blocks_not_found_count_as_work_not_as_cached() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group("g", kv_store="host", max_num_tokens=8)
     for name in "ab":
@@ -169,7 +169,7 @@ def test_what_was_not_found_is_work_and_not_called_cached() -> None:
     assert heir.model.num_context_tokens == 24
 
 
-def test_generation_goes_on_where_context_has_steps_of_its_own() -> None:
+def test_generation_continues_beside_separate_context_steps() -> None:
     harness = Harness(batching="inflight", pipeline_depth=1)
     harness.add_group("g", kv_store="host")
     harness.submit("a", PROMPT, 12)
@@ -190,7 +190,7 @@ def test_generation_goes_on_where_context_has_steps_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_is_taken_over_is_what_it_is_said_to_be(seed: int) -> None:
+def test_adopted_blocks_have_the_contents_of_their_hashes(seed: int) -> None:
     """There are few blocks and common prefixes, and workers die at any time; the fake model checks the contents of each
     block.
     """

@@ -120,7 +120,7 @@ SEARCHES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
-def test_a_search_is_what_the_plain_one_comes_to(search: dict[str, Any]) -> None:
+def test_a_search_equals_the_simple_implementation(search: dict[str, Any]) -> None:
     harness = Harness()
     harness.add_group(num_blocks=200)
     for last in range(9, 19):
@@ -186,7 +186,7 @@ def test_too_few_blocks_pause_a_search_and_it_goes_on() -> None:
         assert ends(small, name) == ends(alone, name)
 
 
-def test_a_search_sets_blocks_aside_for_all_its_beams() -> None:
+def test_a_search_reserves_blocks_for_all_its_beams() -> None:
     """Prompt and output take 3 blocks of 4 tokens. Beams share the only full block of the prompt, so the first of three
     beams takes 3 blocks and the others take 2 each.
     """
@@ -232,7 +232,7 @@ def spec_of(**fields: Any) -> RequestSpec:
     rng=st.randoms(use_true_random=False),
 )
 @settings(max_examples=30, deadline=None)
-def test_what_is_shown_begins_the_best_output_however_the_search_goes_on(
+def test_decided_tokens_begin_the_best_output_of_any_continuation(
     width: int, max_tokens: int, penalty: float, stopping: int, rate: float, rng: Random
 ) -> None:
     spec = spec_of(
@@ -276,7 +276,7 @@ def test_a_best_beam_that_nothing_can_surpass_is_shown_before_the_search_is_over
         assert search.decided.tokens[: search.num_decided].tolist() == [999][:num_shown]
 
 
-def test_a_stop_word_in_what_is_shown_ends_a_search_early() -> None:
+def test_a_stop_word_in_decided_tokens_ends_a_search_early() -> None:
     harness = Harness()
     harness.add_group()
     for name, num_sequences in (("b", 1), ("c", 2)):
@@ -296,7 +296,7 @@ def test_a_stop_word_in_what_is_shown_ends_a_search_early() -> None:
     harness.check_is_empty()
 
 
-def test_a_failed_beam_ends_its_request_alone() -> None:
+def test_a_failed_beam_ends_only_its_own_request() -> None:
     harness = Harness()
     harness.add_group(fail_token=77)
     harness.submit("b", [1, 77, 3], 5, beam_width=2)
@@ -306,7 +306,7 @@ def test_a_failed_beam_ends_its_request_alone() -> None:
     harness.check_is_empty()
 
 
-def test_where_little_is_possible_fewer_beams_go_on() -> None:
+def test_fewer_beams_continue_if_few_tokens_are_possible() -> None:
     """Ties are broken by rank and then by token; a search ends when no beam can be extended."""
     search = BeamSearch(spec_of(beam_width=3, num_sequences=3))
     step = search.choose([[(5, -1.0), (4, -1.0)]])
@@ -333,7 +333,7 @@ def test_a_search_whose_beams_all_fail_ends_with_what_was_shown() -> None:
 
 
 @pytest.mark.parametrize(("penalty", "best"), [(3e38, [5, 999]), (-3e38, [999])])
-def test_no_length_penalty_is_too_much(penalty: float, best: list[int]) -> None:
+def test_any_length_penalty_is_accepted(penalty: float, best: list[int]) -> None:
     search = BeamSearch(spec_of(max_tokens=3, length_penalty=penalty, early_stopping=0, stop_token_ids=STOPS))
     while not search.is_over:
         search.apply(search.choose([[(5, -1.0), (999, -1.5)] for _ in search.running]))

@@ -33,7 +33,7 @@ def test_released_blocks_are_free_again_and_published_ones_cached() -> None:
     assert blocks.check([[first]]) == []
 
 
-def test_a_pending_block_is_not_kept_when_its_last_owner_goes() -> None:
+def test_a_pending_block_is_released_with_its_last_owner() -> None:
     blocks = manager()
     (block,) = blocks.allocate(1, 0)
     blocks.prefix_cache.publish(block, 11)
@@ -44,7 +44,7 @@ def test_a_pending_block_is_not_kept_when_its_last_owner_goes() -> None:
     assert blocks.prefix_cache.take_changes() == []  # never reported as stored
 
 
-def test_the_block_given_back_first_is_evicted_first() -> None:
+def test_the_block_released_first_is_evicted_first() -> None:
     blocks = manager(3)
     taken = blocks.allocate(3, 0)
     for block, value in zip(taken, (11, 12, 13), strict=True):
@@ -100,7 +100,7 @@ def test_a_duration_counts_from_the_last_use() -> None:
     assert blocks.allocate(2, 160) == [other, kept]
 
 
-def test_a_duration_that_is_over_does_not_begin_again_with_a_reuse() -> None:
+def test_an_expired_duration_does_not_restart_on_reuse() -> None:
     blocks = manager(2)
     kept, other = blocks.allocate(2, 0)
     blocks.retain(kept, Retention(80, 100))

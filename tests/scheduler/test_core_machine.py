@@ -118,7 +118,7 @@ def live(seed: int) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_no_short_life_breaks_the_rules() -> None:
+def test_short_schedules_keep_the_invariants() -> None:
     chosen = settings(
         settings.get_profile("scheduler"),
         stateful_step_count=20,
@@ -128,7 +128,7 @@ def test_no_short_life_breaks_the_rules() -> None:
 
 
 @pytest.mark.timeout(3600)
-def test_no_seeded_life_breaks_the_rules(request: pytest.FixtureRequest) -> None:
+def test_seeded_schedules_keep_the_invariants(request: pytest.FixtureRequest) -> None:
     first = request.config.getoption("--first-seed")
     for seed in range(first, first + request.config.getoption("--seeds")):
         try:

@@ -19,7 +19,7 @@ MANY = 100
 WAIT_MS = 20_000
 
 
-async def test_no_message_waits_for_the_next_one_whatever_is_sent_meanwhile() -> None:
+async def test_no_message_waits_for_the_next_one() -> None:
     """A send may consume the notification of an incoming message, so that the socket's descriptor does not report the
     message.
     """

@@ -70,7 +70,7 @@ async def test_lists_are_in_order_and_by_owner(calls: DocumentCalls) -> None:
     assert await ids(owner="a", after=key("1")) == ["a2"]
 
 
-async def test_an_owner_stores_only_so_much(calls: DocumentCalls) -> None:
+async def test_the_documents_of_an_owner_have_a_size_limit(calls: DocumentCalls) -> None:
     await put(calls, key("1"), bytes(60_000))
     with pytest.raises(OverloadedError):
         await put(calls, key("2"), bytes(60_000))

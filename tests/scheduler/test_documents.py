@@ -71,7 +71,7 @@ async def opened(store: DocumentStore, hand: Hand, epoch: int = 1) -> AsyncItera
     await documents.close()
 
 
-async def test_a_document_comes_back_as_it_was_put(make: Make, hand: Hand) -> None:
+async def test_a_document_is_returned_unchanged(make: Make, hand: Hand) -> None:
     async with opened(make(), hand) as documents:
         assert await documents.get(KEY) is None
         first = await documents.put(KEY, b"\x00one\xff")
@@ -181,7 +181,7 @@ async def test_documents_outlive_their_scheduler_and_a_deposed_one_changes_nothi
             assert await new.put(KEY, b"new") is not None
 
 
-async def test_postgres_is_connected_to_again(server: str, hand: Hand) -> None:
+async def test_connections_to_postgres_are_reestablished(server: str, hand: Hand) -> None:
     journal = PostgresStore(server, "a")
     epoch = journal.take_over(least_epoch=1)
     async with opened(PostgresDocuments(server, "a"), hand, epoch) as documents:
@@ -197,7 +197,7 @@ async def test_postgres_is_connected_to_again(server: str, hand: Hand) -> None:
     journal.close()
 
 
-async def test_a_file_that_is_lost_in_use_is_begun_anew(
+async def test_a_file_deleted_while_in_use_is_recreated(
     tmp_path: Path, hand: Hand, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "new" / "documents"
@@ -213,7 +213,7 @@ async def test_a_file_that_is_lost_in_use_is_begun_anew(
         assert connection.execute("SELECT data FROM midstream_documents").fetchall() == [(b"kept",)]
 
 
-async def test_a_file_that_is_no_database_is_set_aside(tmp_path: Path, hand: Hand) -> None:
+async def test_a_file_that_is_not_a_database_is_set_aside(tmp_path: Path, hand: Hand) -> None:
     path = tmp_path / "documents"
     path.write_bytes(b"nonsense" * 1000)
     async with opened(SqliteDocuments(path), hand) as documents:

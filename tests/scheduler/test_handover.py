@@ -58,7 +58,7 @@ def test_blocks_are_fetched_as_chunks_of_the_prompt_complete_them(depth: int) ->
     harness.check_is_empty()
 
 
-def test_what_the_decode_group_holds_is_not_fetched() -> None:
+def test_blocks_that_the_decode_group_holds_are_not_fetched() -> None:
     harness, _, decode = apart()
     harness.submit("a", PROMPT, 4)
     harness.run()
@@ -83,7 +83,7 @@ def test_blocks_that_cannot_be_fetched_keep_a_request_where_it_is() -> None:
     harness.check_is_empty()
 
 
-def test_a_fetch_that_never_ends_delays_nothing() -> None:
+def test_a_fetch_that_never_ends_delays_no_request() -> None:
     harness, _, decode = apart()
     harness.submit("a", PROMPT, 8)
     harness.turn()
@@ -171,7 +171,7 @@ def test_without_a_prefill_group_a_decode_group_does_all() -> None:
     harness.check_is_empty()
 
 
-def test_a_full_decode_group_is_waited_for_on_the_prefill_group() -> None:
+def test_a_request_waits_on_the_prefill_group_for_a_full_decode_group() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group("p", role="prefill", kv_source="at p")
     harness.add_group("d", role="decode", max_batch_size=1)
@@ -189,7 +189,7 @@ def test_a_full_decode_group_is_waited_for_on_the_prefill_group() -> None:
 
 
 @pytest.mark.parametrize("spec", [{"num_sequences": 3}, {"beam_width": 3, "num_sequences": 2}])
-def test_requests_of_several_sequences_move_whole(spec: dict[str, Any]) -> None:
+def test_requests_with_several_sequences_move_as_a_whole(spec: dict[str, Any]) -> None:
     harness, _, decode = apart(depth=2)
     harness.submit("a", PROMPT, 8, **spec)
     harness.run()
@@ -198,7 +198,7 @@ def test_requests_of_several_sequences_move_whole(spec: dict[str, Any]) -> None:
     harness.check_is_empty()
 
 
-def test_what_may_not_be_cached_stays() -> None:
+def test_a_request_that_must_not_be_cached_is_not_moved() -> None:
     harness, prefill, decode = apart()
     harness.submit("a", PROMPT, 8, is_cacheable=False)
     harness.run()
@@ -206,7 +206,7 @@ def test_what_may_not_be_cached_stays() -> None:
     harness.check_is_empty()
 
 
-def test_late_and_made_up_reports_change_nothing() -> None:
+def test_late_and_invalid_reports_change_nothing() -> None:
     harness, _, decode = apart()
     connection = decode.registration.connection
     harness.handle(BlocksFetched(harness.now_ns, connection, decode.epoch, (1, 2), (3,)))

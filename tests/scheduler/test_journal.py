@@ -141,7 +141,7 @@ def test_a_scheduler_killed_at_any_token_goes_on_to_the_same_output(any_path: Pa
     assert len(set(lengths)) >= 48
 
 
-def test_what_has_ended_comes_back_as_it_was(any_path: Path) -> None:
+def test_ended_requests_are_restored_unchanged(any_path: Path) -> None:
     cell = begin(any_path)
     cell.submit("a", [5], 9)
     cell.submit("b", [70], 100)
@@ -162,7 +162,7 @@ def test_what_has_ended_comes_back_as_it_was(any_path: Path) -> None:
     assert (end.reason, end.num_tokens, end.stop_word) == (FinishReason.STOP, 2, "so")
 
 
-def test_submit_again_after_a_restart_attaches(any_path: Path) -> None:
+def test_resubmitting_after_a_restart_attaches(any_path: Path) -> None:
     cell = begin(any_path)
     cell.submit("a", [5], 4)
     cell.run()
@@ -189,7 +189,7 @@ def test_extra_outputs_come_back(any_path: Path) -> None:
     assert again.outputs == [ExtraOutput(length - 1, rows)]
 
 
-def test_what_is_forgotten_leaves_the_file(any_path: Path) -> None:
+def test_forgotten_requests_are_removed_from_the_file(any_path: Path) -> None:
     cell = begin(any_path, max_num_finished=2)
     for number in range(6):
         cell.submit(str(number), [number + 1], 3)
@@ -227,7 +227,7 @@ def test_epochs_grow_and_a_deposed_writer_is_refused(any_path: Path) -> None:
     assert new.output("a") == [6, 7, 8, 9, 10, 11, 12, 13, 14]
 
 
-def test_a_damaged_commit_ends_what_is_read_and_the_rest_is_computed_again(path: Path) -> None:
+def test_a_damaged_commit_ends_reading_and_the_rest_is_recomputed(path: Path) -> None:
     cell = begin(path)
     cell.submit("a", [5], 20)
     for _ in range(10):
@@ -247,7 +247,7 @@ def test_a_damaged_commit_ends_what_is_read_and_the_rest_is_computed_again(path:
     assert after.output("b") == [51, 52, 53]
 
 
-def test_a_damaged_request_is_left_out_by_itself(path: Path) -> None:
+def test_only_the_damaged_request_is_skipped(path: Path) -> None:
     cell = begin(path)
     cell.submit("a", [5], 20)
     cell.submit("b", [50], 20)
@@ -261,7 +261,7 @@ def test_a_damaged_request_is_left_out_by_itself(path: Path) -> None:
     assert list(after.harness.core.lifecycle.requests) == ["b"]
 
 
-def test_a_request_of_a_newer_version_is_left_out_by_itself(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_request_of_a_newer_version_is_skipped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = begin(path)
     cell.submit("a", [5], 20)
     cell.submit("b", [50], 20)
@@ -279,7 +279,7 @@ def test_a_request_of_a_newer_version_is_left_out_by_itself(path: Path, monkeypa
     assert list(after.harness.core.lifecycle.requests) == ["b"]
 
 
-def test_a_torn_tail_costs_its_transaction_alone(path: Path, tmp_path: Path) -> None:
+def test_a_torn_tail_loses_only_its_transaction(path: Path, tmp_path: Path) -> None:
     cell = begin(path)
     cell.submit("a", [5], 20)
     for _ in range(6):
@@ -295,7 +295,7 @@ def test_a_torn_tail_costs_its_transaction_alone(path: Path, tmp_path: Path) -> 
     assert after.output("a") == list(range(6, 26))
 
 
-def test_a_file_that_is_no_journal_is_set_aside(path: Path) -> None:
+def test_a_file_that_is_not_a_journal_is_set_aside(path: Path) -> None:
     path.write_bytes(b"nonsense" * 1000)
     cell = begin(path)
     assert cell.num_damaged == 1
@@ -386,7 +386,7 @@ def modes(folder: Path) -> set[int]:
     return {path.stat().st_mode & 0o777 for path in folder.iterdir()}
 
 
-def test_the_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_the_files_are_private_to_their_owner(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     store = SqliteStore(folder / "journal")
     cell = Cell(store)
@@ -403,7 +403,7 @@ def test_the_files_are_for_their_owner_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["delete", "delete the log", "truncate", "truncate the log", "replace"])
-def test_a_journal_that_is_gone_in_use_is_noticed(tmp_path: Path, how: str) -> None:
+def test_the_deletion_of_a_journal_in_use_is_detected(tmp_path: Path, how: str) -> None:
     path = tmp_path / "journal"
     store = SqliteStore(path)
     cell = Cell(store)
@@ -438,7 +438,7 @@ def test_a_journal_that_is_gone_in_use_is_noticed(tmp_path: Path, how: str) -> N
     later.close()
 
 
-def test_a_journal_that_another_has_begun_in_its_place_is_left_to_it(tmp_path: Path) -> None:
+def test_a_journal_that_another_process_recreated_is_left_to_it(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     store = SqliteStore(path)
     store.take_over(least_epoch=5)
@@ -454,7 +454,7 @@ def test_a_journal_that_another_has_begun_in_its_place_is_left_to_it(tmp_path: P
     successor.close()
 
 
-def test_a_truncated_journal_does_not_open_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_truncated_journal_is_reported_on_opening(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "journal"
     store = SqliteStore(path)
     Cell(store).submit("a", [1, 2], 2)

@@ -33,7 +33,7 @@ def test_a_new_scheduler_has_only_the_newest_tokens_computed() -> None:
     new.check_is_empty()
 
 
-def test_a_worker_whose_link_was_cut_computes_little_again() -> None:
+def test_a_worker_recomputes_little_after_a_link_failure() -> None:
     harness = Harness()
     before = harness.add_group(incarnation=5)
     harness.submit("a", PROMPT, 12)
@@ -57,7 +57,7 @@ def test_blocks_that_a_step_in_flight_may_change_are_not_kept() -> None:
     assert len(before.begin_anew().kept_blocks) == 0
 
 
-def test_a_scheduler_that_reuses_nothing_has_them_forgotten() -> None:
+def test_a_scheduler_without_reuse_makes_workers_forget_them() -> None:
     old = Harness()
     before = old.add_group()
     old.submit("a", PROMPT, 2)
@@ -71,7 +71,7 @@ def test_a_scheduler_that_reuses_nothing_has_them_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "hashes"), [((1, 1), (7, 8)), ((1, 2), (7,)), ((64,), (7,))])
-def test_what_cannot_be_kept_is_refused(blocks: tuple[int, ...], hashes: tuple[int, ...]) -> None:
+def test_invalid_kept_blocks_are_rejected(blocks: tuple[int, ...], hashes: tuple[int, ...]) -> None:
     harness = Harness()
     group = harness.add_group()
     again = replace(group.registration, connection=b"again", kept_blocks=blocks, kept_hashes=hashes)
@@ -81,7 +81,7 @@ def test_what_cannot_be_kept_is_refused(blocks: tuple[int, ...], hashes: tuple[i
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_is_kept_is_what_it_is_said_to_be(seed: int) -> None:
+def test_kept_blocks_have_the_contents_of_their_hashes(seed: int) -> None:
     """There are few blocks and common prefixes, and epochs end at any time; the fake model checks the contents of each
     block.
     """

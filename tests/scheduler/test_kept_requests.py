@@ -83,7 +83,7 @@ async def test_a_kept_request_is_read_again_after_it_was_forgotten_and_after_a_r
         assert raised.value.code() is grpc.StatusCode.ALREADY_EXISTS
 
 
-async def test_what_ended_just_before_a_restart_is_kept_then(tmp_path: Path) -> None:
+async def test_requests_that_end_just_before_a_restart_are_kept(tmp_path: Path) -> None:
     async with run_cell(**settings(tmp_path, finished_ttl_s=60.0)) as cell:
         await cell.worker()
         await cell.submit("a", [1, 2, 3], keep_s=600, detached=True)
@@ -117,7 +117,7 @@ async def test_a_deleted_request_is_gone_in_memory_and_after_a_restart(tmp_path:
             assert await read(cell, request_id) == ([], grpc.StatusCode.NOT_FOUND.value[0])
 
 
-async def test_a_kept_request_goes_when_its_time_is_over(tmp_path: Path) -> None:
+async def test_a_kept_request_expires(tmp_path: Path) -> None:
     async with run_cell(**settings(tmp_path)) as cell:
         await cell.worker()
         await cell.submit("a", [1, 2, 3], keep_s=1, detached=True)
@@ -127,7 +127,7 @@ async def test_a_kept_request_goes_when_its_time_is_over(tmp_path: Path) -> None
         assert await read(cell, "a") == ([], grpc.StatusCode.NOT_FOUND.value[0])
 
 
-async def test_a_stop_word_found_in_a_request_that_was_read_back_is_taken_in(tmp_path: Path) -> None:
+async def test_a_stop_word_in_a_restored_request_is_accepted(tmp_path: Path) -> None:
     """No detokenizer had read the request before, so it continued to its maximum length."""
     async with run_cell(**settings(tmp_path)) as cell:
         await cell.worker()
@@ -143,7 +143,7 @@ async def test_a_stop_word_found_in_a_request_that_was_read_back_is_taken_in(tmp
         assert (end.reason, end.num_tokens, end.stop_word) == (FinishReason.STOP, 2, "x")
 
 
-async def test_a_request_that_is_read_back_before_its_end_is_committed_to_be_forgotten_stays(tmp_path: Path) -> None:
+async def test_a_request_restored_before_its_removal_is_committed_stays(tmp_path: Path) -> None:
     async with run_cell(**settings(tmp_path, finished_ttl_s=60.0)) as cell:
         await cell.worker()
         await cell.submit("a", [1, 2, 3], keep_s=600, detached=True)

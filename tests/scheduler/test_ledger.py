@@ -36,7 +36,7 @@ def summary(found: list[ledger_pb2.LedgerEntry]) -> dict[str, tuple[str, int, in
     return {entry.request_id: (entry.client_id, entry.prompt_tokens, entry.completion_tokens) for entry in found}
 
 
-async def test_an_entry_says_what_was_delivered(tmp_path: Path) -> None:
+async def test_an_entry_contains_the_delivered_usage(tmp_path: Path) -> None:
     async with run_cell(**settings(tmp_path, finished_ttl_s=60.0)) as cell:
         await cell.worker()
         for number in range(3):
@@ -74,7 +74,7 @@ async def test_a_request_is_counted_once_when_the_scheduler_died_before_or_after
             assert summary(await entries(cell, 2)) == {"written": ("", 3, 4), "lost": ("", 3, 6)}
 
 
-async def test_a_request_that_ends_as_the_ledger_opens_is_counted_once(
+async def test_a_request_that_ends_while_the_ledger_opens_is_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The core has ended the request, but the end is not committed yet."""
@@ -104,7 +104,7 @@ async def test_a_request_that_ends_as_the_ledger_opens_is_counted_once(
         assert set(summary(await entries(cell, 2))) == {"a", "b"}
 
 
-async def test_a_page_that_was_written_without_an_answer_is_not_written_twice(
+async def test_a_page_whose_write_was_not_confirmed_is_not_written_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put, num_failures = Documents.put, 0
@@ -127,7 +127,7 @@ async def test_a_page_that_was_written_without_an_answer_is_not_written_twice(
         assert summary(await entries(cell, 2)) == {"a": ("", 3, 4), "b": ("", 3, 4)}
 
 
-async def test_an_amended_end_amends_the_entry(tmp_path: Path) -> None:
+async def test_an_amended_end_changes_the_ledger_entry(tmp_path: Path) -> None:
     """This also applies to a request that is read back long after it was recorded."""
     async with run_cell(**settings(tmp_path)) as cell:
         await cell.worker()

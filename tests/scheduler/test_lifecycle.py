@@ -9,7 +9,7 @@ from scheduler.core.request_spec import RequestSpec
 from tests.scheduler.harness import MS, Harness
 
 
-def test_the_same_submit_attaches_and_another_one_is_refused() -> None:
+def test_an_identical_submit_attaches_and_a_different_one_is_rejected() -> None:
     harness = Harness()
     harness.submit("a", 3, digest=b"1")
     (again,) = harness.submit("a", 3, digest=b"1")
@@ -40,7 +40,7 @@ def test_bad_requests_are_refused_by_field() -> None:
     assert {refused.failure.code for refused in harness.refused.values()} == {3}
 
 
-def test_what_no_worker_can_hold_is_refused_and_does_not_block_the_queue() -> None:
+def test_a_request_too_large_for_all_workers_is_rejected_at_once() -> None:
     harness = Harness()
     harness.add_group(num_blocks=4, max_batch_size=2)
     harness.submit("large", 10, 8)  # the request needs 17 tokens; there are 16
@@ -120,7 +120,7 @@ def test_a_stop_word_ends_its_sequence_where_it_ends() -> None:
     harness.check_is_empty()
 
 
-def test_a_stop_word_found_late_takes_the_place_of_an_end_by_length() -> None:
+def test_a_stop_word_found_late_replaces_an_end_by_length() -> None:
     harness = Harness()
     harness.add_group()
     harness.submit("a", 3, 4)
@@ -202,7 +202,7 @@ def test_finished_requests_are_kept_up_to_a_number_of_tokens() -> None:
     assert list(harness.core.lifecycle.requests) == ["e"]
 
 
-def test_a_draining_scheduler_takes_nothing_new_and_finishes_what_it_has() -> None:
+def test_a_draining_scheduler_rejects_new_requests_and_finishes_running_ones() -> None:
     harness = Harness()
     harness.add_group()
     harness.submit("a", 3)
@@ -213,7 +213,7 @@ def test_a_draining_scheduler_takes_nothing_new_and_finishes_what_it_has() -> No
     assert harness.ended == {"a": FinishReason.LENGTH}
 
 
-def test_without_a_worker_requests_wait_as_long_as_they_may() -> None:
+def test_without_a_worker_requests_wait_until_their_limit() -> None:
     harness = Harness(no_worker_timeout_ns=100 * MS)
     harness.submit("patient", 3, 1)
     harness.submit("urgent", 3, 1, deadline_ns=harness.now_ns + 30 * MS)
@@ -230,7 +230,7 @@ def test_without_a_worker_requests_wait_as_long_as_they_may() -> None:
     assert harness.ended["deadline is far"] is FinishReason.LENGTH
 
 
-def test_a_request_of_the_journal_goes_on_where_it_was() -> None:
+def test_a_recovered_request_continues() -> None:
     harness = Harness()
     harness.add_group()
     spec = RequestSpec(request_id="a", prompt=array("I", [1, 2, 3]), max_tokens=5)
@@ -241,7 +241,7 @@ def test_a_request_of_the_journal_goes_on_where_it_was() -> None:
     assert harness.tokens["a", 0] == [4, 5, 6, 7, 8]
 
 
-def test_times_of_a_request() -> None:
+def test_time_stamps_of_a_request() -> None:
     harness = Harness()
     harness.add_group()
     start = harness.now_ns
@@ -263,7 +263,7 @@ def test_times_of_a_request() -> None:
     assert totals.request_queue_time.sum_ns == 10 * MS
 
 
-def test_the_head_of_the_queue_is_not_starved_by_smaller_ones_behind() -> None:
+def test_the_head_of_the_queue_is_not_starved_by_smaller_requests() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=8)
     harness.submit("a", 4, 13)  # 4 blocks
@@ -294,7 +294,7 @@ def test_a_light_client_is_not_starved_by_a_heavy_one() -> None:
     assert max(ends.index(f"light{number}") for number in range(4)) < 16
 
 
-def test_a_request_for_its_prompt_alone_ends_without_output() -> None:
+def test_a_prompt_only_request_ends_without_output() -> None:
     """The request samples one token in its only step. The token is kept, because outputs of the prompt refer to it, but
     it is not counted as output.
     """

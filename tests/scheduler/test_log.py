@@ -210,7 +210,7 @@ def test_damage_names_file_and_offset_and_keeps_the_file(tmp_path: Path, caplog:
     scheduler.store.close()
 
 
-def test_a_torn_tail_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_torn_tail_is_not_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "journal"
     true = filled(LogFolder(path), 10, segment_bytes=1 << 16)
     file = path / "00000001.log"
@@ -226,7 +226,7 @@ def test_a_torn_tail_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     scheduler.store.close()
 
 
-def test_its_size_follows_what_is_live() -> None:
+def test_its_size_is_proportional_to_live_data() -> None:
     """Write one long-lived request and many short ones."""
     disk, segment_bytes, slack_bytes = Disk(), 4000, 8000
     scheduler = Scheduler(FolderOnDisk(disk), segment_bytes=segment_bytes, slack_bytes=slack_bytes)
@@ -255,7 +255,7 @@ def test_a_newer_log_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert [item.name for item in path.glob("*.log")] == [file.name]
 
 
-def test_an_emptied_log_does_not_open_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_emptied_log_is_reported_on_opening(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "journal"
     filled(LogFolder(path), 5)
     for file in path.glob("*.log"):
@@ -267,7 +267,7 @@ def test_an_emptied_log_does_not_open_without_a_word(tmp_path: Path, caplog: pyt
     scheduler.store.close()
 
 
-def test_it_is_its_owners_alone(tmp_path: Path) -> None:
+def test_it_is_private_to_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "new"
     filled(LogFolder(path), 2)
     assert path.stat().st_mode & 0o777 == 0o700
@@ -296,7 +296,9 @@ def replace(file: Path) -> None:
     ],
     ids=["folder deleted", "folder renamed", "lock deleted", "file deleted", "file truncated", "file replaced"],
 )
-def test_a_log_that_is_gone_in_use_is_noticed_and_begun_anew(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+def test_the_deletion_of_a_log_in_use_is_detected_and_it_is_recreated(
+    tmp_path: Path, harm: Callable[[Path], object]
+) -> None:
     path = tmp_path / "journal"
     cell = begin(path)
     cell.submit("a", [1, 2], 20)
@@ -318,7 +320,7 @@ def test_a_log_that_is_gone_in_use_is_noticed_and_begun_anew(tmp_path: Path, har
     later.store.close()
 
 
-def test_a_log_that_another_has_begun_in_its_place_is_left_to_it(tmp_path: Path) -> None:
+def test_a_log_that_another_process_recreated_is_left_to_it(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     store = LogStore(LogFolder(path))
     store.take_over(least_epoch=5)
@@ -352,7 +354,7 @@ def test_a_full_disk_fails_the_transaction_as_a_whole(tmp_path: Path) -> None:
     after.store.close()
 
 
-def test_a_lock_that_is_not_given_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_not_released_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler.journal.log_folder._LOCK_TIMEOUT_S", 0.05)
     first, second = LogFolder(tmp_path / "journal"), LogFolder(tmp_path / "journal")
     first.open()
@@ -416,7 +418,7 @@ def test_a_move_that_was_cut_off_is_made_again(tmp_path: Path, monkeypatch: pyte
     cell.store.close()
 
 
-def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_journal_is_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_text("mine", encoding="utf-8")
     with pytest.raises(ConfigError, match="is not a journal"):

@@ -26,7 +26,7 @@ from tests.scheduler.harness import MS, Harness
         ("sink_token_length", 4),
     ],
 )
-def test_a_worker_that_does_not_fit_is_told_the_field(field: str, value: object) -> None:
+def test_an_incompatible_worker_is_told_the_field(field: str, value: object) -> None:
     harness = Harness(model_fingerprint="ours")
     settings: dict[str, object] = {"model_fingerprint": "ours", field: value}
     harness.add_group(**settings)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def test_epochs_grow_with_each_registration_and_with_the_scheduler() -> None:
     assert Harness(scheduler_epoch=8).add_group().epoch > second
 
 
-def test_a_silent_worker_is_given_up_and_its_requests_go_on_elsewhere() -> None:
+def test_a_silent_worker_is_replaced_and_its_requests_continue_elsewhere() -> None:
     harness = Harness()
     harness.add_group("g")
     harness.submit("a", 3, 6)
@@ -143,7 +143,7 @@ def test_a_result_of_the_wrong_shape_ends_the_epoch(tokens: list[int]) -> None:
     harness.check_is_empty()
 
 
-def test_a_group_that_is_given_up_takes_no_memory_any_more() -> None:
+def test_an_abandoned_group_releases_its_memory() -> None:
     harness = Harness()
     harness.add_group()
     group = weakref.ref(harness.group())
@@ -153,7 +153,7 @@ def test_a_group_that_is_given_up_takes_no_memory_any_more() -> None:
     assert group() is None
 
 
-def test_a_row_that_fails_ends_its_own_request_alone() -> None:
+def test_a_row_that_fails_ends_only_its_own_request() -> None:
     harness = Harness()
     harness.add_group(fail_token=77)
     harness.submit("bad", [1, 77], 4)
@@ -196,7 +196,7 @@ def test_a_request_that_kills_workers_alone_is_ended_after_two() -> None:
     assert "2 workers" in failure.message
 
 
-def test_a_request_that_kills_workers_does_not_take_its_neighbours_along() -> None:
+def test_a_request_that_kills_workers_does_not_end_its_neighbours() -> None:
     harness = Harness(max_worker_deaths=2)
     harness.add_group()
     for number in range(5):
@@ -227,7 +227,7 @@ def test_workers_that_die_of_other_causes_quarantine_nobody() -> None:
     assert harness.core.totals.num_worker_deaths == 6
 
 
-def test_a_worker_that_leaves_is_no_death() -> None:
+def test_a_worker_that_exits_normally_is_not_a_death() -> None:
     harness = Harness()
     harness.add_group()
     harness.submit("a", 3, 6)
@@ -253,7 +253,7 @@ def test_a_closed_link_is_a_death_that_is_forgiven_when_the_same_worker_comes_ba
     assert harness.core.totals.num_worker_deaths == 6
 
 
-def test_workers_that_fall_silent_in_a_row_are_the_fault_of_a_request_from_the_second_on() -> None:
+def test_a_request_is_blamed_from_the_second_silent_worker_on() -> None:
     harness = Harness(max_worker_deaths=2, orphan_grace_ns=10**18, no_worker_timeout_ns=10**18)
     harness.submit("a", 3, 50)
     request = harness.core.lifecycle.requests["a"]
@@ -274,7 +274,7 @@ def test_workers_that_fall_silent_in_a_row_are_the_fault_of_a_request_from_the_s
     assert [group.standing.num_deaths for group in harness.core.groups] == [0, 0, 0]
 
 
-def test_a_link_that_was_made_anew_begins_a_new_epoch() -> None:
+def test_a_new_link_begins_a_new_epoch() -> None:
     harness = Harness()
     harness.add_group("g", incarnation=7)
     harness.submit("a", 3, 50)
@@ -288,7 +288,7 @@ def test_a_link_that_was_made_anew_begins_a_new_epoch() -> None:
     assert harness.core.lifecycle.requests["a"].died_on == []
 
 
-def test_nobody_speaks_for_another_worker() -> None:
+def test_a_worker_cannot_impersonate_another() -> None:
     harness = Harness()
     victim, liar = harness.add_group("g"), harness.add_group("h")
     harness.submit("a", 3, 4)

@@ -45,14 +45,14 @@ def test_an_installed_package_brings_its_own_policy() -> None:
     assert harness.plans == ["+a[0:3]", "a", "+b[0:3]", "b"]
 
 
-def test_policies_come_by_name() -> None:
+def test_policies_are_chosen_by_name() -> None:
     scheduler = load_scheduler("", "max_utilization", "inflight")
     assert isinstance(scheduler, SimpleScheduler)
     assert isinstance(scheduler.capacity_scheduler, MaxUtilization)
     assert isinstance(scheduler.micro_batch_scheduler, Inflight)
 
 
-def test_a_plugin_that_nobody_offers_is_named() -> None:
+def test_a_plugin_that_is_not_installed_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no installed package provides 'mine'") as caught:
         load_scheduler("mine", "max_utilization", "inflight")
     assert caught.value.field == "scheduler_plugin"

@@ -48,7 +48,7 @@ def test_the_last_prompt_token_is_always_computed() -> None:
     assert harness.core.lifecycle.requests["b"].num_cached_tokens == 12
 
 
-def test_whoever_waits_takes_over_when_the_writer_is_aborted() -> None:
+def test_a_waiting_sequence_takes_over_if_the_writer_is_aborted() -> None:
     harness = Harness(max_num_tokens=8, pipeline_depth=1)
     group = harness.add_group()
     harness.submit("a", [*PREFIX, 1], 2)
@@ -132,7 +132,7 @@ def test_retention_keeps_a_system_prompt() -> None:
 
 
 @pytest.mark.parametrize("length", [9, 8])  # of 8 tokens, the last block is recomputed into a new block
-def test_a_request_raises_the_retention_of_what_is_cached_already(length: int) -> None:
+def test_a_request_raises_the_retention_of_cached_blocks(length: int) -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=6)
     system = [*range(8), 500][:length]
@@ -178,7 +178,7 @@ def test_a_groups_cache_ends_with_its_epoch() -> None:
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
-def test_who_shares_what_a_failed_row_was_to_compute_starts_again(chunk: int) -> None:
+def test_sequences_that_share_blocks_of_a_failed_row_restart(chunk: int) -> None:
     """The fake model does not write the blocks of the failed row, and checks the contents of each block that is
     read.
     """

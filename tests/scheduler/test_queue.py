@@ -70,7 +70,7 @@ def test_a_client_that_was_away_does_not_catch_up() -> None:
     assert drain(queue) == "xdyze"
 
 
-def test_what_was_not_used_is_given_back() -> None:
+def test_unused_tokens_are_refunded() -> None:
     queue = RequestQueue(10)
     first = request("a", max_tokens=1000, client_id="one")
     queue.push(first)
@@ -82,7 +82,7 @@ def test_what_was_not_used_is_given_back() -> None:
     assert drain(queue) == "xby"
 
 
-def test_requests_that_ran_before_go_before_newcomers_of_their_priority() -> None:
+def test_requests_that_ran_before_precede_new_ones_of_equal_priority() -> None:
     queue = RequestQueue(2)
     old, older = request("o"), request("p")
     queue.push(request("a"))
@@ -94,7 +94,7 @@ def test_requests_that_ran_before_go_before_newcomers_of_their_priority() -> Non
     assert drain(queue) == "uopa"
 
 
-def test_a_removed_request_is_passed_over_and_its_tokens_are_not_counted() -> None:
+def test_a_removed_request_is_skipped_and_its_tokens_are_not_counted() -> None:
     queue = RequestQueue(10)
     requests = [request(name, num_prompt=5) for name in "abc"]
     for item in requests:
@@ -133,7 +133,7 @@ def test_a_request_is_charged_for_its_parts_as_they_start() -> None:
     assert drain(queue) == "y"
 
 
-def test_what_is_paused_while_a_part_of_it_waits_comes_back_whole_and_once() -> None:
+def test_a_request_paused_with_waiting_sequences_is_queued_once() -> None:
     queue = RequestQueue(10)
     large = request("L", num_sequences=4)
     queue.push(large)
@@ -146,7 +146,7 @@ def test_what_is_paused_while_a_part_of_it_waits_comes_back_whole_and_once() -> 
     assert drain(queue) == "x"
 
 
-def test_only_what_was_charged_is_given_back() -> None:
+def test_only_charged_tokens_are_refunded() -> None:
     queue = RequestQueue(10)
     large = request("L", num_sequences=4, client_id="one")
     queue.push(large)

@@ -82,12 +82,12 @@ EVENTS: list[Event] = [
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_an_event_comes_back_as_it_was(event: Event) -> None:
+def test_an_event_is_restored_unchanged(event: Event) -> None:
     record = pb.Record.FromString(encode_event(event, []).SerializeToString())
     assert decode_event(record) == event
 
 
-def test_settings_come_back_as_they_were() -> None:
+def test_settings_are_restored_unchanged() -> None:
     values: dict[str, Any] = {
         item.name: {"str": "x", "bool": False}.get(str(item.type), number + 1)
         for number, item in enumerate(dataclasses.fields(CoreConfig))
@@ -143,7 +143,7 @@ def live(path: Path, seed: int = 1, capacity: str = "max_utilization") -> Record
     return life
 
 
-def test_a_life_replays_bit_for_bit(tmp_path: Path) -> None:
+def test_a_recording_replays_bit_for_bit(tmp_path: Path) -> None:
     life = live(tmp_path / "life")
     assert life.core.totals.num_preemptions > 0
     assert set(life.core.totals.num_finished_by_reason) == {"abort", "deadline", "length"}
@@ -170,7 +170,7 @@ def test_the_first_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"step {plan.step_id} of {plan.group_id}: block_ids was [{plan.block_ids[0]}" in text
 
 
-def test_a_torn_tail_is_dropped_and_a_restart_goes_on_behind_it(tmp_path: Path) -> None:
+def test_a_torn_tail_is_dropped_and_writing_continues_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "life"
     live(path, seed=1)
     num_events, whole = replay(path).num_events, path.read_bytes()
@@ -192,7 +192,7 @@ def test_bytes_that_turned_end_the_recording_there(tmp_path: Path) -> None:
     assert 0 < sum(len(record.SerializeToString()) + 8 for record in records) <= len(data) // 2
 
 
-def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_rejected_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_text("these are my notes and not a recording")
     with pytest.raises(ConfigError, match="not a recording"):
@@ -215,7 +215,7 @@ def test_recording_stops_and_serving_goes_on_when_the_disk_is_full(
     assert len(list(read_recording(tmp_path / "life"))) == 1
 
 
-def test_what_if_answers_for_another_policy_and_pool(tmp_path: Path) -> None:
+def test_what_if_simulates_other_policies_and_pools(tmp_path: Path) -> None:
     path = tmp_path / "life"
     live(path)
     recorded = replay(path, keep_outside=True)

@@ -55,7 +55,7 @@ def test_blocks_are_new_or_reused() -> None:
     assert stats.kv_cache_hit_rate_per_request == 2 / 3
 
 
-def test_one_that_is_aborted_says_so() -> None:
+def test_an_aborted_response_reports_it() -> None:
     harness = Harness()
     harness.submit("a", 3, 3)
     harness.handle(AbortRequested(harness.now_ns, "a"))

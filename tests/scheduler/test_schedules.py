@@ -111,7 +111,7 @@ def test_without_chunked_context_a_prompt_waits_for_a_step_that_holds_all_of_it(
     assert schedule(harness) == ["+a[0:6]", "+b[0:6] | a"]
 
 
-def test_without_chunked_context_a_prompt_is_refused_that_no_workers_step_holds() -> None:
+def test_without_chunked_context_a_prompt_longer_than_any_step_is_rejected() -> None:
     harness = Harness(enable_chunked_context=False, max_num_tokens=2048)
     harness.add_group(max_num_tokens=256, num_blocks=128)
     harness.submit("long", 300, 4)
@@ -126,7 +126,7 @@ def test_without_chunked_context_a_prompt_is_refused_that_no_workers_step_holds(
 
 
 @pytest.mark.parametrize("batching", ["inflight_fused", "inflight", "static"])
-def test_without_chunked_context_what_outgrew_a_step_is_computed_in_pieces(batching: str) -> None:
+def test_without_chunked_context_a_preempted_long_sequence_is_computed_in_pieces(batching: str) -> None:
     """A worker dies when prompt and output are longer than a step; later a worker with larger steps dies, too."""
     harness = Harness(enable_chunked_context=False, batching=batching)
     harness.add_group("g", max_num_tokens=8)
@@ -157,7 +157,7 @@ def test_without_chunked_context_a_prompt_as_long_as_a_step_takes_turns_with_gen
     assert schedule(harness)[2:] == ["+b[0:8]", "a b", "+c[0:8]", "a", "a", "a", "a"]
 
 
-def test_inflight_steps_are_context_or_generation_by_turns() -> None:
+def test_inflight_steps_alternate_between_context_and_generation() -> None:
     harness = Harness(batching="inflight", pipeline_depth=1)
     harness.add_group(max_num_tokens=4)
     harness.submit("a", 3, 5)
@@ -182,7 +182,7 @@ def test_static_batches_run_in_lockstep_one_after_the_other() -> None:
     assert schedule(harness)[5:] == ["+c[0:3]", "c"]  # a new batch starts only when the previous one has finished
 
 
-def test_guaranteed_no_evict_sets_blocks_aside_for_the_longest_output() -> None:
+def test_guaranteed_no_evict_reserves_blocks_for_the_longest_output() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=4)
     harness.submit("a", 4, 5)  # 4 + 4 computed tokens, which take 2 blocks
@@ -212,7 +212,7 @@ def test_max_utilization_pauses_the_newest_and_resumes_it_with_its_tokens() -> N
     assert schedule(harness)[10:] == ["b", "b", "b"]
 
 
-def test_max_utilization_starts_what_fills_the_group_and_needs_no_further_block() -> None:
+def test_max_utilization_starts_a_request_that_fits_exactly() -> None:
     harness = Harness(capacity="max_utilization")
     harness.add_group(num_blocks=2)
     harness.submit("a", 8, 1)
@@ -229,7 +229,7 @@ def test_max_utilization_pauses_the_lower_priority_before_the_newer() -> None:
     assert harness.core.lifecycle.requests["b"].num_preemptions == 0
 
 
-def test_a_paused_request_loses_the_token_in_flight_and_makes_it_again() -> None:
+def test_a_paused_request_recomputes_the_token_in_flight() -> None:
     harness = Harness(capacity="max_utilization")
     harness.add_group(num_blocks=4)
     harness.submit("a", 4, 9)
@@ -266,7 +266,7 @@ def test_a_long_window_gives_back_the_blocks_behind_it() -> None:
 
 
 @pytest.mark.parametrize("window", [4, 5, 6, 7, 8, 9])
-def test_a_window_keeps_what_the_next_token_attends_to_and_no_block_more(window: int) -> None:
+def test_a_window_keeps_exactly_the_blocks_that_the_next_token_needs(window: int) -> None:
     harness = Harness(attention_windows=(window,), pipeline_depth=1)
     harness.add_group(num_blocks=8)
     harness.submit("a", 4, 21)
@@ -317,7 +317,7 @@ def test_clients_share_a_step_and_do_not_wait_for_each_others_long_contexts() ->
     assert schedule(harness) == ["+a[0:8]", "+x[0:6] a[8:10]", "a[10:14]", "+b[0:4]", "b[4:6]"]
 
 
-def test_generation_takes_turns_where_the_budget_is_below_the_batch() -> None:
+def test_generation_alternates_if_the_budget_is_below_the_batch() -> None:
     harness = Harness(batching="inflight", pipeline_depth=1)
     harness.add_group(max_num_tokens=2)
     for request_id in "abc":

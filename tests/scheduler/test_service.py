@@ -96,7 +96,7 @@ async def test_from_submit_to_the_last_token() -> None:
         assert feed.ended[1].perf_metrics.first_token_unix_ns > 0
 
 
-async def test_whoever_attaches_later_gets_everything_and_unknown_requests_an_error() -> None:
+async def test_late_readers_get_all_output_and_unknown_requests_an_error() -> None:
     async with run_cell() as cell:
         await cell.worker()
         await cell.submit("a", [1], 6)
@@ -136,7 +136,7 @@ async def test_a_request_whose_reader_was_lost_is_not_taken_for_unread() -> None
         assert (await cell.stub.Abort(abort)).was_running
 
 
-async def test_submit_again_attaches_and_with_other_contents_is_refused() -> None:
+async def test_resubmitting_attaches_but_other_contents_are_rejected() -> None:
     async with run_cell() as cell:
         await cell.submit("a", [1, 2], 6, timeout_ms=60_000, arrival_time_unix_ns=5)
         again = await cell.submit("a", [1, 2], 6, timeout_ms=50_000, arrival_time_unix_ns=6)
@@ -159,7 +159,7 @@ async def test_errors_name_their_field_and_overload_a_retry_hint() -> None:
         assert ("retry-after-ms", "100") in list(caught.value.trailing_metadata() or ())
 
 
-async def test_a_stop_word_frees_the_blocks_and_counts_its_tokens_alone() -> None:
+async def test_a_stop_word_frees_the_blocks_and_later_tokens_do_not_count() -> None:
     async with run_cell() as cell:
         await cell.worker(step_ms=2)
         await cell.submit("a", [1], 1000)
@@ -218,7 +218,7 @@ async def test_a_worker_lost_in_the_middle_costs_no_token(how: str) -> None:
         assert stats.num_conservation_violations == 0
 
 
-async def test_results_that_come_twice_are_taken_once() -> None:
+async def test_repeated_results_are_processed_once() -> None:
     async with run_cell() as cell:
         await cell.worker(repeat_results=True)
         await cell.submit("a", [1], 30)
@@ -228,7 +228,7 @@ async def test_results_that_come_twice_are_taken_once() -> None:
         assert feed.tokens[1] == list(range(2, 32))
 
 
-async def test_a_worker_that_does_not_fit_hears_why() -> None:
+async def test_an_incompatible_worker_is_told_why() -> None:
     async with run_cell() as cell:
         worker = await cell.worker(tokens_per_block=8)
         assert worker.rejected is not None
@@ -291,7 +291,7 @@ async def test_a_feed_begins_with_hello() -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_an_older_detokenizer_gets_no_request_that_it_would_not_serve_in_full() -> None:
+async def test_an_older_detokenizer_gets_no_request_that_it_cannot_serve_fully() -> None:
     output = generation_pb2.OutputConfig(prompt_log_probs=0)
     async with run_cell() as cell:
         await cell.submit("a", [1, 2], 0, output=output)
@@ -306,7 +306,7 @@ async def test_an_older_detokenizer_gets_no_request_that_it_would_not_serve_in_f
         assert new.opened[1].num_prompt_tokens == 2
 
 
-async def test_a_slow_reader_costs_a_cursor_and_disturbs_nobody() -> None:
+async def test_a_slow_reader_costs_a_cursor_and_delays_no_other() -> None:
     async with run_cell() as cell:
         await cell.worker(checks=False)
         slow = await Feed(cell.stub, "slow").open()
@@ -321,7 +321,7 @@ async def test_a_slow_reader_costs_a_cursor_and_disturbs_nobody() -> None:
         assert [len(tokens) for tokens in slow.tokens.values()] == [900] * 8
 
 
-async def test_an_error_about_one_workers_message_ends_its_epoch_and_nothing_else(
+async def test_an_error_in_a_workers_message_ends_only_its_epoch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with run_cell() as cell:
@@ -349,7 +349,7 @@ async def test_an_error_about_one_workers_message_ends_its_epoch_and_nothing_els
 
 
 @pytest.mark.parametrize("what", ["planning", "the loop of worker messages"])
-async def test_a_scheduler_that_cannot_go_on_ends(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_scheduler_that_cannot_continue_exits(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = SchedulerConfig(port=0, worker_port=0, journal="off")
     service = SchedulerService(config, MODEL)
     running = asyncio.create_task(service.run())

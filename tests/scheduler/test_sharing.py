@@ -55,7 +55,7 @@ def test_among_clients_a_step_is_planned_just_before_the_one_in_flight_ends() ->
     assert alone.next_plan_ns(step_of(20, 0)) == 0
 
 
-def test_a_row_is_kept_for_who_holds_less_than_an_equal_share() -> None:
+def test_a_row_is_reserved_for_a_client_below_its_share() -> None:
     for capacity in ("guaranteed_no_evict", "max_utilization"):
         harness = Harness(capacity=capacity, pipeline_depth=1)
         harness.add_group(max_batch_size=4)
@@ -70,7 +70,7 @@ def test_a_row_is_kept_for_who_holds_less_than_an_equal_share() -> None:
         harness.check_is_empty()
 
 
-def test_a_client_alone_takes_all_rows() -> None:
+def test_a_single_client_gets_all_rows() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(max_batch_size=4)
     for name in "abcd":
@@ -78,7 +78,7 @@ def test_a_client_alone_takes_all_rows() -> None:
     assert harness.turn() == ["+a[0:2] +b[0:2] +c[0:2] +d[0:2]"]
 
 
-def test_what_is_too_large_to_leave_anything_starts_when_it_fits() -> None:
+def test_a_request_that_needs_all_blocks_starts_when_they_are_free() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=16)
     harness.submit("x", 2, 3, client_id="light")
@@ -89,7 +89,7 @@ def test_what_is_too_large_to_leave_anything_starts_when_it_fits() -> None:
     assert len(harness.tokens["large", 0]) == 5
 
 
-def test_the_account_of_a_client_outlasts_an_empty_queue() -> None:
+def test_the_balance_of_a_client_survives_an_empty_queue() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(max_batch_size=1)
     harness.submit("first", 2, 100, client_id="heavy")
@@ -100,7 +100,7 @@ def test_the_account_of_a_client_outlasts_an_empty_queue() -> None:
     assert list(harness.ended) == ["first", "x", "second"]
 
 
-def test_the_head_of_a_client_that_has_its_share_blocks_nobody_else() -> None:
+def test_a_client_that_has_its_share_does_not_block_others() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=64, max_batch_size=16)  # 256 tokens
     harness.submit("one", 4, 100, client_id="heavy", num_sequences=2)  # 51 blocks
@@ -120,7 +120,7 @@ def test_the_head_of_a_client_that_has_its_share_blocks_nobody_else() -> None:
     harness.check_is_empty()
 
 
-def test_small_ones_overtake_what_waits_for_room_by_as_much_as_it_asks_for_and_no_more() -> None:
+def test_small_requests_overtake_a_waiting_large_one_up_to_its_size() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=32, max_batch_size=16)  # 128 tokens
     for number in range(60):
@@ -150,7 +150,7 @@ def steps_until_first_token(harness: Harness, request_id: str, at_most: int) -> 
     ("capacity", "reuse", "num_tokens"),
     [("guaranteed_no_evict", True, 8_000), ("max_utilization", False, 8_000), ("guaranteed_no_evict", True, 14_000)],
 )
-def test_two_large_requests_do_not_stop_new_ones(capacity: str, reuse: bool, num_tokens: int) -> None:
+def test_two_large_requests_do_not_block_new_ones(capacity: str, reuse: bool, num_tokens: int) -> None:
     harness = Harness(
         capacity=capacity,
         max_sequence_length=20_000,
@@ -187,7 +187,7 @@ def test_a_large_request_starts_in_parts_and_leaves_room() -> None:
     assert [len(harness.tokens["n", index]) for index in range(4)] == [13] * 4
 
 
-def test_what_starts_later_shares_the_prompt_of_what_runs_also_without_reuse() -> None:
+def test_later_sequences_share_a_running_prompt_even_without_reuse() -> None:
     harness = Harness(pipeline_depth=1, capacity="max_utilization", enable_block_reuse=False)
     harness.add_group(num_blocks=32, max_batch_size=3)
     harness.submit("x", 2, 2, client_id="other")

@@ -26,7 +26,7 @@ def run(fleet: Fleet, *loads: Load, policy: str = "guaranteed_no_evict", cost: C
     return simulation.measures
 
 
-def test_one_request_takes_what_the_cost_model_says() -> None:
+def test_one_request_takes_the_time_of_the_cost_model() -> None:
     load = Load(1.0, 1.0, seed=1)
     (arrival,) = load
     cost = CostModel(step_us=1000, context_token_us=10, generation_row_us=100, wire_us=0)
@@ -36,7 +36,7 @@ def test_one_request_takes_what_the_cost_model_says() -> None:
     assert measures.num_output_tokens == arrival.spec.max_tokens
 
 
-def test_prefill_and_decode_workers_take_prompts_out_of_the_way_of_tokens() -> None:
+def test_prefill_workers_keep_prompts_from_delaying_tokens() -> None:
     cost, load = CostModel(step_us=5_000, context_token_us=300), Load(10, 4, seed=2)
     fleet = Fleet(4, num_prefill_workers=2)
     apart = Simulation(fleet.core("guaranteed_no_evict", "inflight_fused"), events_of(fleet, load), cost=cost)
@@ -58,7 +58,7 @@ def test_the_split_of_workers_is_varied(capsys: pytest.CaptureFixture[str], monk
     assert simulate(["--num-workers", "1", "--prefill-workers", "1"]) == 2
 
 
-def test_a_seed_decides() -> None:
+def test_the_seed_determines_the_output() -> None:
     first, again, other = (run(Fleet(2), Load(20, 2, seed)) for seed in (1, 1, 2))
     assert first == again != other
 
@@ -110,12 +110,12 @@ REGIMES = {
 
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 @pytest.mark.parametrize("name", REGIMES)
-def test_a_client_beside_one_of_20_times_its_load_waits_at_most_twice_as_long(name: str, policy: str) -> None:
+def test_a_client_waits_at_most_twice_as_long_beside_one_with_20_times_its_load(name: str, policy: str) -> None:
     alone = median_first_token_ns(REGIMES[name], policy, 0)
     assert median_first_token_ns(REGIMES[name], policy, 20) <= 2 * alone
 
 
-def test_without_names_they_are_one_client_in_order_of_arrival() -> None:
+def test_anonymous_requests_run_in_order_of_arrival() -> None:
     regime = REGIMES["large model"]
     alone = median_first_token_ns(regime, "max_utilization", 0)
     assert median_first_token_ns(regime, "max_utilization", 20, has_clients=False) > 20 * alone
@@ -164,6 +164,6 @@ def test_the_table_shows_how_planning_grows(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("words", [["--num-workers", "5000"], ["--request-rate", "0"], ["--duration", "-1"]])
-def test_what_makes_no_sense_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_rejected(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(words) == 2
     assert words[0].removeprefix("--")[:4] in capsys.readouterr().err

@@ -55,7 +55,7 @@ def run_beside(harness: Harness, fail: Callable[[], None], max_steps: int = 3_00
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
-def test_a_worker_that_answers_wrongly_costs_no_request_its_life(lie: Lie) -> None:
+def test_a_worker_with_invalid_responses_ends_no_request(lie: Lie) -> None:
     harness = Harness(orphan_grace_ns=10**18)
     harness.add_group("good", max_batch_size=4)
     harness.add_group("bad")
@@ -78,7 +78,7 @@ def test_a_worker_that_answers_wrongly_costs_no_request_its_life(lie: Lie) -> No
     assert harness.group("bad").standing.num_faults == num_lies < 8
 
 
-def test_a_worker_that_dies_of_everything_costs_no_request_its_life() -> None:
+def test_a_worker_that_dies_at_every_request_ends_no_request() -> None:
     harness = Harness(orphan_grace_ns=10**18)
     harness.add_group("good", max_batch_size=4)
     harness.add_group("bad")
@@ -99,7 +99,7 @@ def test_a_worker_that_dies_of_everything_costs_no_request_its_life() -> None:
     assert harness.core.totals.num_quarantined == 0
 
 
-def test_a_request_that_workers_die_of_is_ended_and_the_workers_are_cleared() -> None:
+def test_a_request_that_kills_workers_is_ended_and_the_workers_are_exonerated() -> None:
     harness = Harness(orphan_grace_ns=10**18)
     for name in ("one", "two"):
         harness.add_group(name)
@@ -131,7 +131,7 @@ def test_a_request_that_workers_die_of_is_ended_and_the_workers_are_cleared() ->
     assert not any(group.is_held_off for group in harness.core.groups)
 
 
-def test_alone_a_worker_that_answers_wrongly_leaves_requests_unavailable_and_blames_none() -> None:
+def test_invalid_responses_of_the_only_worker_blame_no_request() -> None:
     harness = Harness(orphan_grace_ns=10**18, no_worker_timeout_ns=5_000 * MS)
     harness.add_group("bad")
     harness.submit("a", 3, 40)
@@ -148,7 +148,7 @@ def test_alone_a_worker_that_answers_wrongly_leaves_requests_unavailable_and_bla
     assert (failure.code, failure.message) == (UNAVAILABLE, "all workers are held off")
 
 
-def test_alone_a_worker_that_dies_of_everything_is_blamed_after_one_request() -> None:
+def test_the_only_worker_is_blamed_if_it_dies_at_every_request() -> None:
     harness = Harness(orphan_grace_ns=10**18, no_worker_timeout_ns=600_000 * MS)
     harness.add_group("bad")
     for number in range(4):
@@ -179,7 +179,7 @@ def test_pauses_double_up_to_a_minute_and_are_forgotten_after_many_good_steps() 
     assert standing.num_faults == 0
 
 
-def test_the_first_death_costs_no_pause_and_one_good_step_forgets_it() -> None:
+def test_the_first_death_causes_no_backoff_and_a_successful_step_clears_it() -> None:
     standing = Standing()
     for _ in range(5):
         standing.note_death(0, "gone")

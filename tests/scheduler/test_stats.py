@@ -91,7 +91,7 @@ def test_one_iteration_by_hand() -> None:
     assert (batch.num_ctx_tokens, batch.micro_batch_id, batch.avg_num_decoded_tokens_per_iter) == (5, 2, 1.0)
 
 
-def test_what_a_request_went_through() -> None:
+def test_performance_metrics_of_a_preempted_request() -> None:
     harness = Harness(capacity="max_utilization", pipeline_depth=1, max_num_tokens=4)
     harness.add_group(num_blocks=4)
     harness.submit("a", 6, 6)
@@ -127,7 +127,7 @@ def test_json_names_are_those_of_tensorrt_llm() -> None:
     assert set(NAMES[""].split()) <= names
 
 
-def test_no_statistics_are_made_where_nobody_reads_them() -> None:
+def test_statistics_are_not_computed_without_readers() -> None:
     harness = Harness(pipeline_depth=1)
     harness.core.report_iterations(enabled=False)
     harness.add_group()

@@ -24,7 +24,7 @@ def ask(answers: CellStatusReport, harness: Harness, router: str = "", max_map_c
     return answers.answer(request, harness.now_ns)
 
 
-def test_occupancy_counts_each_block_by_who_holds_it() -> None:
+def test_occupancy_counts_each_block_by_its_holder() -> None:
     blocks = BlockManager(7, PrefixCache())
     first, second, third, fourth = blocks.allocate(4, 0)  # blocks 0 to 3
     blocks.share([first], 0)
@@ -54,7 +54,7 @@ def test_each_request_is_counted_once_where_it_is() -> None:
     assert (counts.num_generation, counts.num_context, counts.num_queued, counts.num_paused) == (0, 0, 1, 2)
 
 
-def test_a_group_says_how_it_is() -> None:
+def test_a_group_reports_its_state() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=10, max_batch_size=4, role="decode", tier_store="host", stored_hashes=(1, 2, 3))
     harness.submit("a", [1, 2, 3, 4, 5])
@@ -72,7 +72,7 @@ def test_a_group_says_how_it_is() -> None:
     assert not group.HasField("block_map")
 
 
-def test_routers_are_told_of_each_other_while_they_ask() -> None:
+def test_routers_learn_of_each_other_while_they_report() -> None:
     harness, clock = Harness(), [0.0]
     answers = report(harness, clock)
 
@@ -90,7 +90,7 @@ def test_routers_are_told_of_each_other_while_they_ask() -> None:
     assert len(known("last")) == 256
 
 
-def test_what_was_counted_is_passed_on() -> None:
+def test_counters_are_reported() -> None:
     harness = Harness()
     harness.add_group()
     harness.submit("a", [1, 2, 3], max_tokens=4)
@@ -104,7 +104,7 @@ def test_what_was_counted_is_passed_on() -> None:
     assert (status.cell, status.scheduler_epoch, status.is_draining) == ("cell", 7, False)
 
 
-def test_a_group_that_is_held_off_says_for_how_long_and_why() -> None:
+def test_a_group_in_backoff_reports_how_long_and_why() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group()
     harness.submit("a", [1, 2])

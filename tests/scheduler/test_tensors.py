@@ -33,7 +33,7 @@ def refusals(effects: list[Any]) -> list[int]:
     return [effect.failure.code for effect in effects if isinstance(effect, Refused)]
 
 
-def test_memory_for_tensors_is_bounded_and_what_has_ended_gives_way() -> None:
+def test_memory_for_tensors_is_bounded_by_dropping_ended_requests() -> None:
     harness = Harness(max_tensor_bytes=100)
     harness.add_group()
     assert refusals(harness.submit("too-large", 3, 2, tensor_bytes=101)) == [INVALID_ARGUMENT]
@@ -73,7 +73,7 @@ def test_a_worker_that_is_not_ready_for_a_request_tries_again() -> None:
     harness.check_is_empty()
 
 
-def test_a_journal_keeps_what_was_asked_for_alone(tmp_path: Path) -> None:
+def test_a_journal_keeps_only_requested_data(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "journal.sqlite")
     store.take_over(least_epoch=1)
     limits = ModelLimits(4096, (999,), vocab_size=1000, hidden_size=8)
@@ -156,7 +156,7 @@ async def test_tensors_that_come_before_their_result_become_a_part_of_it(dispatc
     assert event.outputs == ()
 
 
-async def test_tensors_of_nobody_are_not_kept_and_those_of_a_worker_are_bounded(dispatcher: Dispatcher) -> None:
+async def test_tensors_without_a_request_are_dropped_and_a_workers_are_bounded(dispatcher: Dispatcher) -> None:
     def outputs(epoch: int, num_bytes: int) -> bytes:
         tensor = generation_pb2.Tensor(
             name="t", dtype=generation_pb2.Tensor.DTYPE_FLOAT32, shape=[1, num_bytes // 4], data=bytes(num_bytes)

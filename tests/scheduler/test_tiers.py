@@ -37,7 +37,7 @@ def test_a_new_request_begins_with_stored_blocks() -> None:
     harness.check_is_empty()
 
 
-def test_a_step_fetches_a_few() -> None:
+def test_a_step_fetches_a_limited_number_of_blocks() -> None:
     harness, group = stored(block_bytes=STEP_BYTES // 2)
     harness.submit("a", PROMPT, 4)
     harness.turn()
@@ -76,7 +76,7 @@ def test_blocks_that_are_given_back_before_they_were_fetched_are_not_written_to(
     harness.check_is_empty()
 
 
-def test_one_who_shares_computes_what_the_first_left_unfetched() -> None:
+def test_a_sharing_sequence_computes_blocks_that_the_first_did_not_fetch() -> None:
     harness, group = stored(block_bytes=STEP_BYTES)
     for name in "ab":
         harness.submit(name, PROMPT, 4)
@@ -88,7 +88,7 @@ def test_one_who_shares_computes_what_the_first_left_unfetched() -> None:
     harness.check_is_empty()
 
 
-def test_what_is_not_found_is_computed_and_not_looked_for_again() -> None:
+def test_missing_blocks_are_computed_and_not_looked_up_again() -> None:
     harness, group = stored()
     group.store.clear()
     harness.submit("a", PROMPT, 4)

@@ -52,7 +52,7 @@ def decode(message: worker_pb2.WorkerMessage) -> Any:
 
 
 @pytest.mark.parametrize("message", [result(token_ids=[1, 2]), tensor(), log_probs(), error(), registration()])
-def test_what_correct_workers_send_is_taken(message: worker_pb2.WorkerMessage) -> None:
+def test_valid_messages_are_accepted(message: worker_pb2.WorkerMessage) -> None:
     decode(message)
 
 
@@ -96,6 +96,6 @@ def test_what_correct_workers_send_is_taken(message: worker_pb2.WorkerMessage) -
         (worker_pb2.WorkerMessage(lora_result=worker_pb2.LoraResult(num_virtual_tokens=(1 << 32) - 1)), "num_virtual"),
     ],
 )
-def test_what_no_correct_worker_sends_is_refused_by_name(message: worker_pb2.WorkerMessage, field: str) -> None:
+def test_invalid_messages_are_rejected_by_field(message: worker_pb2.WorkerMessage, field: str) -> None:
     with pytest.raises(WrongMessageError, match=field):
         decode(message)

@@ -563,7 +563,7 @@ def test_the_workers_listing_runs_on_our_executor(first: dict[str, Any]) -> None
 
 
 @pytest.mark.usefixtures("in_folders")
-def test_the_results_listing_reads_our_queue(first: dict[str, Any]) -> None:
+def test_the_documented_listing_reads_our_queue(first: dict[str, Any]) -> None:
     listed = run(RESULT_CLASS)["GenerationResult"]
     executor: GenerationExecutor = first["executor"]
     params = api.SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

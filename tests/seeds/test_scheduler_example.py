@@ -87,7 +87,7 @@ def make_harness() -> Harness:
     return Harness(scheduler=SimpleScheduler(capacity, InflightFused()))
 
 
-def test_the_listed_policy_starts_what_fits_to_its_end() -> None:
+def test_the_documented_policy_starts_requests_that_fit_to_their_end() -> None:
     """With 8 blocks of 4 tokens, `a` and `b` take 3 blocks each until they end; `c` waits although its prompt would
     fit.
     """
@@ -103,7 +103,7 @@ def test_the_listed_policy_starts_what_fits_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_under_load_it_never_pauses_and_ends_everything(seed: int) -> None:
+def test_under_load_it_never_pauses_requests_and_finishes_all(seed: int) -> None:
     draw = random.Random(seed)
     harness = make_harness()
     harness.add_group(num_blocks=24, max_batch_size=6, max_num_tokens=16)

@@ -59,7 +59,7 @@ def many_streams(dice: random.Random) -> Scenario:
     return Scenario(shape=Shape(num_workers=1, num_blocks=512), jobs=work)
 
 
-def test_a_step_costs_a_message_for_each_pair_of_parts_however_many_streams(made: Counter[str]) -> None:
+def test_the_number_of_messages_per_step_does_not_depend_on_the_streams(made: Counter[str]) -> None:
     outcome = run_seed(3, trace=True, make=many_streams)
     assert not outcome.problems
     sent = Counter[tuple[str, str]]()

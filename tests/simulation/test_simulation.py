@@ -59,7 +59,7 @@ def test_a_seed_replays_event_for_event(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(21))
-def test_without_faults_output_is_as_worked_out(seed: int) -> None:
+def test_without_faults_the_output_is_as_computed_by_hand(seed: int) -> None:
     if not scenario_of(seed, random.Random(seed)).name.startswith(
         ("deadline", "poison", "same", "overload", "slow", "client")
     ):

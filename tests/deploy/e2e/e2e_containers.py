@@ -80,7 +80,7 @@ def test_images_keep_to_their_limits(cluster: Cluster) -> None:
         assert podman("exec", container, "sh", "-c", "command -v gcc g++ pip || :") == ""
 
 
-def test_nothing_is_lost_while_parts_die_and_scale(cluster: Cluster, undisturbed: list[Output]) -> None:
+def test_nothing_is_lost_while_components_die_and_scale(cluster: Cluster, undisturbed: list[Output]) -> None:
     outputs = stream(
         NUM_REQUESTS,
         MAX_TOKENS,

@@ -101,7 +101,7 @@ async def test_events_come_in_order(cluster: Cluster, client: anthropic.AsyncAnt
     ]
 
 
-async def test_reasoning_that_nobody_asked_for_is_left_out(
+async def test_reasoning_is_omitted_unless_requested(
     cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer
 ) -> None:
     call = client.messages.create(model="smollm2", max_tokens=99, messages=HI, extra_body={"request_id": "r"})
@@ -154,7 +154,7 @@ async def test_the_version_must_be_known(router: Part) -> None:
         raised.value.close()
 
 
-async def test_a_client_that_leaves_aborts(cluster: Cluster, client: anthropic.AsyncAnthropic) -> None:
+async def test_a_disconnect_aborts_the_request(cluster: Cluster, client: anthropic.AsyncAnthropic) -> None:
     stream = await client.messages.create(
         model="smollm2", max_tokens=9, messages=HI, stream=True, extra_body={"request_id": "r"}
     )
@@ -171,7 +171,7 @@ async def test_an_error_ends_a_stream(cluster: Cluster, client: anthropic.AsyncA
         _ = [event async for event in stream]
 
 
-async def test_what_is_to_be_cached_is_kept(
+async def test_cache_breakpoints_set_the_retention(
     cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer
 ) -> None:
     """A breakpoint in the system text keeps the tokens up to it; a breakpoint at the end keeps all tokens."""
@@ -253,7 +253,7 @@ def test_blocks_become_turns() -> None:
         ({"output_config": {"format": {"type": "x"}}}, "output_config.format"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
+def test_an_invalid_field_is_named(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(MidstreamError) as raised:
         read(**fields)
     assert raised.value.field == field

@@ -136,7 +136,7 @@ async def test_a_wrong_input_fails_as_a_whole_and_names_its_lines(client: openai
     assert [error.code for error in batch.errors.data] == ["empty_file"]
 
 
-async def test_a_cancelled_batch_keeps_what_is_done(
+async def test_a_cancelled_batch_keeps_finished_results(
     cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.protocols.batches.runner._CANCEL_GRACE_S", 0.0)
@@ -167,7 +167,7 @@ async def test_a_batch_ends_with_its_completion_window(
             await create(client, [line("a")], **wrong)
 
 
-async def test_a_repeated_call_returns_what_the_first_one_created(client: openai.AsyncOpenAI) -> None:
+async def test_a_repeated_call_returns_the_object_created_by_the_first(client: openai.AsyncOpenAI) -> None:
     key: Any = {"Idempotency-Key": "k"}
     file = await client.files.create(file=b"1", purpose="batch", extra_headers=key)
     assert (await client.files.create(file=b"1", purpose="batch", extra_headers=key)).id == file.id

@@ -99,7 +99,7 @@ async def test_messages(cluster: Cluster, router: Part, tokenizer: Tokenizer) ->
         assert len(cluster.scheduler.requests) == 1
 
 
-async def test_grpc_doors(cluster: Cluster, router: Part, tokenizer: Tokenizer) -> None:
+async def test_grpc_apis(cluster: Cluster, router: Part, tokenizer: Tokenizer) -> None:
     async with open_channel(router.address) as channel:
         native = cast("service_pb2_grpc.MidstreamAsyncStub", service_pb2_grpc.MidstreamStub(channel))
         engine = cast("openengine_pb2_grpc.InferenceAsyncStub", openengine_pb2_grpc.InferenceStub(channel))

@@ -76,7 +76,7 @@ async def test_a_chat_streams_and_ends_with_usage(cluster: Cluster, router: Part
     assert chunks[-1].usage.completion_tokens == len(tokenizer.encode(TEXT))
 
 
-async def test_a_client_that_leaves_aborts(cluster: Cluster, router: Part) -> None:
+async def test_a_disconnect_aborts_the_request(cluster: Cluster, router: Part) -> None:
     async with client_of(router) as client:
         stream = await client.completions.create(
             model="smollm2", prompt="Hi", stream=True, extra_body={"request_id": "r"}
@@ -200,7 +200,7 @@ async def test_a_wrong_field_is_named(router: Part) -> None:
             assert (raised.value.status_code, raised.value.param) == (status, param)
 
 
-async def test_a_prediction_is_drafts(cluster: Cluster, router: Part, tokenizer: Tokenizer) -> None:
+async def test_a_prediction_provides_drafts(cluster: Cluster, router: Part, tokenizer: Tokenizer) -> None:
     async with client_of(router) as client:
         call = client.chat.completions.create(
             model="smollm2", messages=[{"role": "user", "content": "Hi"}], extra_body={"request_id": "r"},

@@ -28,7 +28,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "s
         ({"stream_options": {"include_obfuscation": True}, "stream": True}, ["stream_options.include_obfuscation"]),
     ],
 )
-def test_what_clients_always_send_is_listed(fields: dict[str, object], ignored: list[str]) -> None:
+def test_fields_that_clients_always_send_are_listed_as_ignored(fields: dict[str, object], ignored: list[str]) -> None:
     body = Body({"model": "m", "messages": [USER], **fields})
     chat_job(body, VOCABULARY)
     assert ignored_fields(body, CHAT) == ignored
@@ -44,7 +44,7 @@ def test_what_clients_always_send_is_listed(fields: dict[str, object], ignored: 
         ({"best_of": 3}, "best_of"),  # a field of completions
     ],
 )
-def test_what_nobody_knows_is_refused(fields: dict[str, object], path: str) -> None:
+def test_unknown_fields_are_rejected(fields: dict[str, object], path: str) -> None:
     body = Body({"messages": [USER], **fields})
     chat_job(body, VOCABULARY)
     with pytest.raises(InvalidArgumentError) as raised:
@@ -52,7 +52,7 @@ def test_what_nobody_knows_is_refused(fields: dict[str, object], path: str) -> N
     assert raised.value.field == path
 
 
-def test_a_body_of_a_completion_is_read_too() -> None:
+def test_completion_bodies_are_read_too() -> None:
     body = Body({"prompt": "a", "messages": [USER]})
     completion_job(body, VOCABULARY)
     with pytest.raises(InvalidArgumentError, match="messages"):

@@ -51,7 +51,7 @@ def test_every_form_of_a_prompt_is_taken() -> None:
 @pytest.mark.parametrize(
     "field", ["suffix", "truncate_prompt_tokens", "logits_processors", "prompt_logprobs", "allowed_token_ids"]
 )
-def test_what_would_be_missed_is_refused_clearly(field: str) -> None:
+def test_unsupported_fields_that_change_the_output_are_rejected(field: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
         completion_job(Body({"prompt": "a", field: "x"}), VOCABULARY)
     assert raised.value.field == field
@@ -101,7 +101,7 @@ def test_every_choice_has_its_prompts_log_probabilities() -> None:
     assert job.shape.part(0, later)["logprobs"]["text_offset"] == [4]  # type: ignore[index]
 
 
-def test_a_token_that_is_a_part_of_a_character_is_named_by_its_bytes() -> None:
+def test_a_token_with_a_partial_character_is_shown_as_bytes() -> None:
     """Different tokens have different names, and the concatenated bytes of all tokens are the bytes of the text."""
     pieces = [b"a", b" \xf0\x9f", b"\x98\x80", b"b"]
     vocabulary = Vocabulary(pieces.__getitem__)
@@ -117,7 +117,7 @@ def test_a_token_that_is_a_part_of_a_character_is_named_by_its_bytes() -> None:
     assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == "a 😀b"
 
 
-def test_text_offsets_go_on_where_a_resumed_stream_does() -> None:
+def test_text_offsets_continue_in_a_resumed_stream() -> None:
     """After each token, even within a character, another router continues from the id of the event."""
     pieces = [b"a", b" \xf0\x9f", b"\x98", b"\x80", b"\xc3", b"\xa9b", b"\xff", b"c"]
     vocabulary, body = Vocabulary(pieces.__getitem__), Body({"prompt": "a", "logprobs": 0, "stream": True})
@@ -149,7 +149,7 @@ def test_best_of_needs_log_probabilities_and_does_not_show_them() -> None:
     assert job.shape.whole(0, Chunk(0, 0, [1], "b", extras=extras))["logprobs"] is None
 
 
-def test_a_demanded_call_is_a_grammar_and_one_left_to_the_model_is_not() -> None:
+def test_a_required_call_uses_a_grammar_and_an_optional_one_does_not() -> None:
     auto = chat(tools=TOOLS)
     assert json.loads(auto.requests[0].chat.tools_json) == TOOLS
     assert not auto.requests[0].HasField("guided_decoding")
@@ -180,7 +180,7 @@ def test_a_demanded_call_is_a_grammar_and_one_left_to_the_model_is_not() -> None
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
     ],
 )
-def test_what_contradicts_itself_is_named(fields: dict[str, object], field: str) -> None:
+def test_contradictory_fields_are_named(fields: dict[str, object], field: str) -> None:
     with pytest.raises(MidstreamError) as raised:
         chat(**fields)
     assert raised.value.field == field
@@ -246,7 +246,7 @@ def test_a_strict_tool_is_a_grammar_even_where_the_call_is_the_model_s_choice() 
     assert not chat(tools=TOOLS).requests[0].HasField("guided_decoding")
 
 
-def test_reasoning_comes_before_what_a_grammar_demands() -> None:
+def test_reasoning_precedes_text_that_a_grammar_requires() -> None:
     for fields in (
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},

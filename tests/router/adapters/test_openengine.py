@@ -142,7 +142,7 @@ async def test_a_request_that_fails_later_ends_with_an_error_event(
     assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_a_client_that_leaves_and_an_abort_end_the_request(
+async def test_disconnects_and_aborts_end_the_request(
     cluster: Cluster, inference: InferenceAsyncStub, control: ControlAsyncStub
 ) -> None:
     call = inference.Generate(oe.GenerateRequest(request_id="left", prompt="Hi"), timeout=30)
@@ -158,7 +158,7 @@ async def test_a_client_that_leaves_and_an_abort_end_the_request(
     assert failure.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_what_the_engine_says_of_itself(control: ControlAsyncStub) -> None:
+async def test_server_info_health_and_event_sources(control: ControlAsyncStub) -> None:
     server = await control.GetServerInfo(oe.GetServerInfoRequest(), timeout=30)
     assert (server.engine_name, list(server.supported_models)) == ("midstream", ["smollm2"])
     model = await control.GetModelInfo(oe.GetModelInfoRequest(model="smollm2"), timeout=30)

@@ -69,7 +69,7 @@ async def events_of(client: openai.AsyncOpenAI, response_id: str, after: int | N
 
 
 @given(st.text(alphabet="ab1_ \n\t.,\"{}'é日本한\u3000😀\u0301", max_size=80), st.integers(0, 1 << 32))
-def test_pieces_depend_on_the_text_alone(text: str, seed: int) -> None:
+def test_pieces_depend_only_on_the_text(text: str, seed: int) -> None:
     pieces, dice = Pieces(), random.Random(seed)
     whole = [*pieces.add(text), *pieces.finish()]
     assert "".join(whole) == text
@@ -122,7 +122,7 @@ async def test_text_is_created_streamed_retrieved_and_deleted(
         await client.responses.retrieve(final.id)
 
 
-async def test_the_rest_behind_any_event_is_identical_at_any_router(
+async def test_a_stream_resumed_after_any_event_is_identical_at_any_router(
     cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
 ) -> None:
     """The result does not depend on how the tokens arrive: one at a time at first, but all at once when the stream is
@@ -136,7 +136,7 @@ async def test_the_rest_behind_any_event_is_identical_at_any_router(
             assert await events_of(other, created.id, after) == whole[after + 1 :]
 
 
-async def test_a_stream_goes_on_behind_the_event_at_which_its_router_died(
+async def test_a_stream_continues_after_the_last_event_of_its_dead_router(
     cluster: Cluster, tokenizer: Tokenizer
 ) -> None:
     detokenizer = await cluster.add_detokenizer()

@@ -112,7 +112,7 @@ def test_calls_that_a_template_writes_are_read_back(name: str, calls: list[Named
 
 @settings(max_examples=60, deadline=None)
 @given(calls=CALLS)
-def test_python_literals_are_read_back(calls: list[Named]) -> None:
+def test_python_literals_are_parsed(calls: list[Named]) -> None:
     written = ", ".join(
         f"{tool}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for tool, arguments in calls
     )
@@ -145,14 +145,14 @@ FOUND = [
 
 
 @pytest.mark.parametrize(("template", "architecture", "tools", "reasoning"), FOUND)
-def test_a_model_tells_its_format(
+def test_the_format_is_derived_from_the_model(
     folder: ModelFolder, template: str | None, architecture: str, tools: str, reasoning: str
 ) -> None:
     found = format_of(replace(folder, chat_template=template, architecture=architecture))
     assert found == ModelFormat(TOOL_FORMATS.get(tools), REASONING_FORMATS.get(reasoning), tools == "openai")
 
 
-def test_a_named_format_is_taken_and_another_name_refused(folder: ModelFolder) -> None:
+def test_known_formats_are_accepted_and_others_rejected(folder: ModelFolder) -> None:
     assert format_of(replace(folder, chat_template=HERMES), "none", "think").tools is None
     assert format_of(folder, "mistral").tools is TOOL_FORMATS["mistral"]
     for names in (("x",), ("auto", "x")):
@@ -168,7 +168,7 @@ def test_a_prompt_tells_whether_the_model_thinks() -> None:
     assert not think.is_open_after("<|im_start|>assistant\n")
 
 
-def test_ids_are_the_same_each_time_and_such_as_templates_take() -> None:
+def test_call_ids_are_deterministic_and_valid_in_templates() -> None:
     for name, tools in TOOL_FORMATS.items():
         ids = [ModelFormat(tools).call_id(request, 0, index, "time") for request in "ab" for index in range(3)]
         assert ids == [ModelFormat(tools).call_id(request, 0, index, "time") for request in "ab" for index in range(3)]

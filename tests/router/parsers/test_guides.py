@@ -99,7 +99,7 @@ def test_json_comes_after_open_reasoning(tokenizer: tuple[llguidance.LLTokenizer
         assert not accepts(library, guide, text)
 
 
-def test_what_a_grammar_allows_is_a_call() -> None:
+def test_text_that_the_grammar_allows_parses_as_a_call() -> None:
     for name, (_, text) in GUIDED.items():
         parser = model_format(name.split()[0]).parser(Offer(TOOLS))
         _, _, calls = summary(joined(parser.feed(filled(text, GOOD)) + parser.finish()))

@@ -33,7 +33,7 @@ def test_a_transcript_is_read(transcript: Transcript) -> None:
 
 
 @pytest.mark.parametrize(("tools", "text"), MALFORMED, ids=lambda value: value[:40])
-def test_what_is_no_call_is_text(tools: str, text: str) -> None:
+def test_text_without_a_valid_call_stays_text(tools: str, text: str) -> None:
     for before in ("", "Before it. "):
         assert whole(model_format(tools).parser(OFFER), before + text) == [TextDelta(before + text)]
 
@@ -110,7 +110,7 @@ def test_without_tools_markup_is_text() -> None:
 
 
 @pytest.mark.parametrize("tools", FORMATS)
-def test_after_the_last_call_that_is_wanted_nothing_comes(tools: str) -> None:
+def test_calls_after_the_maximum_are_dropped(tools: str) -> None:
     for transcript in GOOD:
         if transcript.tools == tools and transcript.calls:
             _, _, calls = summary(whole(transcript.parser(max_calls=1), transcript.text))

@@ -56,7 +56,7 @@ def test_readings_that_follow_at_once_are_compared_with_one_a_second_before() ->
     assert samples.kept[-1].generated_tokens_per_s == pytest.approx(11 / 1.01)
 
 
-def test_a_scheduler_that_started_anew_counts_from_its_next_reading() -> None:
+def test_a_restarted_scheduler_counts_from_its_next_reading() -> None:
     samples = Samples()
     samples.add(100.0, {"x": cell(generated=1000)})
     samples.add(101.0, {"x": cell(epoch=2, generated=5)})
@@ -64,7 +64,7 @@ def test_a_scheduler_that_started_anew_counts_from_its_next_reading() -> None:
     assert [sample.generated_tokens_per_s for sample in samples.kept] == [0.0, 0.0, 4.0]
 
 
-def test_two_cells_are_summed_and_one_that_does_not_answer_is_left_out() -> None:
+def test_cells_are_summed_except_those_that_do_not_respond() -> None:
     samples = Samples()
     samples.add(100.0, {"x": cell(), "y": cell()})
     samples.add(101.0, {"x": cell(generated=3), "y": cell(generated=4)})
@@ -83,7 +83,7 @@ def test_latencies_are_of_the_last_ten_seconds_and_unset_without_any() -> None:
     assert not last.HasField("inter_token_p50_ms")
 
 
-def test_a_reader_gets_what_is_new_and_no_more_than_is_kept() -> None:
+def test_a_reader_gets_new_entries_that_are_still_kept() -> None:
     samples = Samples()
     for second in range(HISTORY_S + 5):
         samples.add(float(second), {})

@@ -108,7 +108,7 @@ async def test_schedulers_draw_maps_only_while_somebody_watches(
     await until(lambda: not asked[-1].max_map_cells)
 
 
-async def test_the_feed_says_the_same_over_http(part: Part) -> None:
+async def test_the_feed_over_http_has_the_same_contents(part: Part) -> None:
     status, headers, body = await get(part, "/dashboard/feed", num_events=2)
     assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
     events: list[dict[str, Any]] = [json.loads(event.removeprefix("data: ")) for event in body.split("\n\n") if event]
@@ -118,7 +118,7 @@ async def test_the_feed_says_the_same_over_http(part: Part) -> None:
     assert events[1]["groups"][0]["blockMap"]["blocksPerCell"] == 1
 
 
-async def test_the_page_loads_nothing_from_elsewhere_and_nothing_that_is_not_there(part: Part) -> None:
+async def test_the_page_loads_only_existing_files_of_its_own_site(part: Part) -> None:
     pages = ["/dashboard", *(f"/dashboard/static/{path.name}" for path in STATIC.iterdir())]
     types = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
     named = set[str]()
@@ -152,7 +152,7 @@ async def test_the_page_is_open_and_its_feed_asks_for_the_token(part: Part, tmp_
     assert body.startswith("data: ")
 
 
-async def test_when_the_scheduler_goes_it_is_lost_and_when_it_is_back_it_serves(
+async def test_a_scheduler_is_shown_as_lost_and_as_serving_after_its_return(
     part: Part, cluster: Cluster, open_client: OpenClient
 ) -> None:
     port = int(cluster.scheduler_address.rpartition(":")[2])
@@ -204,7 +204,7 @@ async def test_cells_are_added_up_and_their_groups_told_apart() -> None:
     await schedulers["one"].stop()
 
 
-async def test_a_router_that_goes_is_told_and_another_in_its_place_is_followed(
+async def test_the_board_reports_a_lost_router_and_follows_its_replacement(
     part: Part, cluster: Cluster, open_client: OpenClient
 ) -> None:
     board, port = Board(), part.server.port
@@ -217,7 +217,7 @@ async def test_a_router_that_goes_is_told_and_another_in_its_place_is_followed(
     following.cancel()
 
 
-async def test_a_router_that_drains_sends_its_watchers_away(part: Part, open_client: OpenClient) -> None:
+async def test_a_draining_router_disconnects_its_watchers(part: Part, open_client: OpenClient) -> None:
     async def watch() -> None:
         async for _ in open_client(part).status(follow=True):
             part.server.draining.set()
@@ -226,7 +226,7 @@ async def test_a_router_that_drains_sends_its_watchers_away(part: Part, open_cli
         await asyncio.wait_for(watch(), 60)
 
 
-async def test_a_draining_router_ends_the_feed_of_the_page(part: Part, cluster: Cluster) -> None:
+async def test_a_draining_router_ends_the_dashboards_feed(part: Part, cluster: Cluster) -> None:
     reading = asyncio.create_task(get(part, "/dashboard/feed"))
     await until(lambda: any(request.max_map_cells for request in cluster.scheduler.status_requests))
     part.server.draining.set()

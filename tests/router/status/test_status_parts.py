@@ -17,7 +17,7 @@ def states(parts: list[Part]) -> dict[str, str]:
     return {part.name: Part.State.Name(part.state) for part in parts}
 
 
-def test_what_went_is_lost_for_a_while_and_then_forgotten() -> None:
+def test_a_missing_component_is_lost_and_later_forgotten() -> None:
     parts = Parts()
     parts.update(0, [SCHEDULER, worker("w-0")])
     missing = parts.update(12, [SCHEDULER])[-1]
@@ -25,14 +25,14 @@ def test_what_went_is_lost_for_a_while_and_then_forgotten() -> None:
     assert states(parts.update(REMEMBERED_S + 1, [SCHEDULER])) == {"s": "SERVING"}
 
 
-def test_what_comes_back_is_not_lost() -> None:
+def test_a_component_that_returns_is_not_lost() -> None:
     parts = Parts()
     parts.update(0, [worker("w-0")])
     parts.update(1, [])
     assert states(parts.update(2, [worker("w-0")])) == {"w-0": "SERVING"}
 
 
-def test_outages_last_from_the_last_sight_to_the_next() -> None:
+def test_an_outage_lasts_until_the_component_is_seen_again() -> None:
     parts = Parts()
     parts.update(10, [SCHEDULER, worker("w-0"), worker("w-1")])
     parts.update(11, [SCHEDULER])
@@ -47,13 +47,13 @@ def test_outages_last_from_the_last_sight_to_the_next() -> None:
         assert [outage.name for outage in parts.outages(now, unix_s=now)] == names
 
 
-def test_what_drained_is_not_missed() -> None:
+def test_a_component_that_drained_is_not_lost() -> None:
     parts = Parts()
     parts.update(0, [worker("w-0", Part.DRAINING)])
     assert parts.update(1, []) == []
 
 
-def test_without_its_scheduler_nobody_knows_of_a_worker() -> None:
+def test_without_a_scheduler_workers_are_unknown() -> None:
     parts = Parts()
     parts.update(0, [SCHEDULER, worker("w-0")])
     assert states(parts.update(1, [], ["s"])) == {"s": "LOST", "w-0": "UNKNOWN"}
@@ -70,7 +70,7 @@ def test_parts_are_in_order_of_kind_and_number() -> None:
     assert [part.name for part in parts] == ["r", "s", "w-2", "w-10"]
 
 
-def test_a_part_says_what_is_wrong_with_it() -> None:
+def test_a_component_reports_its_problem() -> None:
     groups = [
         status_pb2.GroupStatus(group_id="fine", silent_ms=600, device="cpu", num_sequences=1, max_num_sequences=4),
         status_pb2.GroupStatus(group_id="first", role="prefill", device="cpu", max_num_sequences=4),
@@ -104,7 +104,7 @@ def test_a_router_without_detokenizers_is_degraded_and_a_draining_one_drains() -
     assert router_part(router).state == Part.DRAINING
 
 
-def test_a_worker_that_is_held_off_says_why() -> None:
+def test_a_worker_in_backoff_reports_why() -> None:
     group = status_pb2.GroupStatus(group_id="w", held_off_ms=8_000, last_fault="wrong result")
     (part,) = [part for part in cell_parts(status_pb2.CellStatus(groups=[group])) if part.kind == "worker"]
     assert (part.state, part.detail) == (Part.DEGRADED, "held off for 8 s: wrong result")
