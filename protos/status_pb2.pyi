@@ -115,7 +115,7 @@ class Outage(google.protobuf.message.Message):
     from_unix_ms: builtins.int
     """The last time that the component was seen."""
     until_unix_ms: builtins.int
-    """The time that it was seen again; unset if it was not."""
+    """The time at which it was seen again; unset if it has not been seen since."""
     def __init__(
         self,
         *,
