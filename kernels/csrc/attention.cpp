@@ -28,19 +28,29 @@ float to_float(int16_t x) { return x; }
 float to_float(int8_t x) { return x; }
 float to_float(uint16_t x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
 
+// The tile that follows is asked for early: its parts lie too far apart for the processor to foresee them.
+template <class T> [[gnu::always_inline]] inline void prefetch(const T* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+}
+
 // Keys of a tile [head_dim, kKeyTile], where each vector of neighbouring slots may lie elsewhere.
 template <class T> struct KeyTile {
-  const T* vectors[kTileVectors];
+  const T *vectors[kTileVectors], *following[kTileVectors];
   int64_t stride;  // elements from one d to the next
-  [[gnu::always_inline]] F operator()(int d, int key) const { return load_element(vectors[key / kLanes] + d * stride); }
+  [[gnu::always_inline]] F operator()(int d, int key) const {
+    prefetch(following[key / kLanes] + d * stride);
+    return load_element(vectors[key / kLanes] + d * stride);
+  }
 };
 
 // Values of a tile [kKeyTile, head_dim], where each vector of neighbouring slots may lie elsewhere.
 template <class T> struct ValueTile {
-  const T* slots[kTileVectors];
+  const T *slots[kTileVectors], *following[kTileVectors];
   int64_t stride;
   [[gnu::always_inline]] F operator()(int key, int d) const {
-    return load_element(slots[key / kLanes] + key % kLanes * stride + d);
+    int64_t offset = key % kLanes * stride + d;
+    prefetch(following[key / kLanes] + offset);
+    return load_element(slots[key / kLanes] + offset);
   }
 };
 
@@ -65,15 +75,21 @@ template <class T> struct CachedTile {
     return {keys + offset, values + static_cast<int64_t>(offset) * head_dim, keys + scale, values + scale};
   }
 
-  // Vectors of slots must not cross a block's end.
-  KeyTile<T> keys() const {
-    KeyTile<T> tile{{}, cache.block_size};
-    for (int v = 0; v < num_vectors(); ++v) tile.vectors[v] = slot(v * kLanes).keys;
+  // Vectors of slots must not cross a block's end. Where the next tile has fewer of them, its first one stands for the rest.
+  KeyTile<T> keys(const CachedTile& next) const {
+    KeyTile<T> tile{{}, {}, cache.block_size};
+    for (int v = 0; v < num_vectors(); ++v) {
+      tile.vectors[v] = slot(v * kLanes).keys;
+      tile.following[v] = next.slot(v < next.num_vectors() ? v * kLanes : 0).keys;
+    }
     return tile;
   }
-  ValueTile<T> values() const {
-    ValueTile<T> tile{{}, head_dim};
-    for (int v = 0; v < num_vectors(); ++v) tile.slots[v] = slot(v * kLanes).values;
+  ValueTile<T> values(const CachedTile& next) const {
+    ValueTile<T> tile{{}, {}, head_dim};
+    for (int v = 0; v < num_vectors(); ++v) {
+      tile.slots[v] = slot(v * kLanes).values;
+      tile.following[v] = next.slot(v < next.num_vectors() ? v * kLanes : 0).values;
+    }
     return tile;
   }
 
@@ -95,20 +111,19 @@ template <class T> struct CachedTile {
   }
 
   // out [head_dim, kKeyTile] as floats.
-  KeyTile<float> copy_keys(float* out) const {
+  Matrix copy_keys(float* out) const {
     if (has_whole_vectors()) {
-      KeyTile<T> tile = keys();
-      for (int d = 0; d < head_dim; ++d)
-        for (int v = 0; v < num_vectors(); ++v) store(out + d * kKeyTile + v * kLanes, tile(d, v * kLanes));
+      for (int v = 0; v < num_vectors(); ++v) {
+        const T* from = slot(v * kLanes).keys;
+        for (int d = 0; d < head_dim; ++d, from += cache.block_size) store(out + d * kKeyTile + v * kLanes, load_element(from));
+      }
     } else {
       for (int j = 0; j < count; ++j) {
         const T* from = slot(j).keys;
         for (int d = 0; d < head_dim; ++d) out[d * kKeyTile + j] = to_float(from[static_cast<int64_t>(d) * cache.block_size]);
       }
     }
-    KeyTile<float> tile{{}, kKeyTile};
-    for (int v = 0; v < kTileVectors; ++v) tile.vectors[v] = out + v * kLanes;
-    return tile;
+    return {out, kKeyTile};
   }
 
   // out [count, padded_dim] as floats; the columns from head_dim on stay as they are, zero.
@@ -123,25 +138,17 @@ template <class T> struct CachedTile {
   }
 };
 
-template <int V, class Right>
-void multiply_columns(int rows, int column, int k, const float* a, int64_t lda, const Right& b, float* c, int64_t ldc,
-                      bool accumulate) {
-  for (int row = 0; row < rows; row += kMicroRows)
-    micro_rows<V>(std::min(rows - row, kMicroRows), a + row * lda, lda, b, column, k, c + row * ldc, ldc, accumulate);
-}
-
-// c[rows, num_vectors vectors] (+)= a[rows, k] b[k, num_vectors vectors].
-template <class Right>
-void multiply_vectors(int rows, int num_vectors, int k, const float* a, int64_t lda, const Right& b, float* c, int64_t ldc,
-                      bool accumulate) {
-  int most = rows <= kWideRows ? kWideVectors : kMicroVectors;
-  for (int v = 0; v < num_vectors; v += most) {
+// c[R, num_vectors vectors] (+)= a[R, k] b[k, num_vectors vectors].
+template <int R, class Right>
+void multiply_vectors(int num_vectors, int k, const float* a, int64_t lda, const Right& b, float* c, int64_t ldc, bool accumulate) {
+  constexpr int kMost = R <= kWideRows ? kWideVectors : kMicroVectors;
+  for (int v = 0; v < num_vectors; v += kMost) {
     int column = v * kLanes;
-    switch (std::min(num_vectors - v, most)) {
-      case 1: multiply_columns<1>(rows, column, k, a, lda, b, c, ldc, accumulate); break;
-      case 2: multiply_columns<2>(rows, column, k, a, lda, b, c, ldc, accumulate); break;
-      case 3: multiply_columns<3>(rows, column, k, a, lda, b, c, ldc, accumulate); break;
-      default: multiply_columns<4>(rows, column, k, a, lda, b, c, ldc, accumulate); break;
+    switch (std::min(num_vectors - v, kMost)) {
+      case 1: micro_kernel<R, 1>(a, lda, b, column, k, c, ldc, accumulate); break;
+      case 2: micro_kernel<R, 2>(a, lda, b, column, k, c, ldc, accumulate); break;
+      case 3: micro_kernel<R, std::min(kMost, 3)>(a, lda, b, column, k, c, ldc, accumulate); break;
+      default: micro_kernel<R, kMost>(a, lda, b, column, k, c, ldc, accumulate); break;
     }
   }
 }
@@ -163,9 +170,8 @@ struct RowState {
   float* highest;  // score so far
   int stride;      // of out
 
-  // Turns num_vectors of scores, to base 2, into weights 2^(score - highest so far), and brings the sums so far to the
-  // same base. What the weights are multiplied with before they meet the values is no part of the total.
-  template <bool is_scaled> void add_scores(float* scores, int num_vectors, const float* value_scales) const {
+  // Brings the sums so far to the base that num_vectors of scores, to base 2, need.
+  void raise(const float* scores, int num_vectors) const {
     F most = load(scores);
     for (int v = 1; v < num_vectors; ++v) most = max(most, load(scores + v * kLanes));
     float next = max_lanes(most);
@@ -177,6 +183,11 @@ struct RowState {
       multiply_vector(total, shrink);
       *highest = next;
     }
+  }
+
+  // Turns these scores into weights 2^(score - highest so far). What the weights are multiplied with before they meet the
+  // values is no part of the total.
+  template <bool is_scaled> void add_scores(float* scores, int num_vectors, const float* value_scales) const {
     F base = set1(*highest == -kInfinity ? 0.0f : *highest), sum = load(total);
     for (int v = 0; v < num_vectors; ++v) {
       F weight = exp2(sub(load(scores + v * kLanes), base));
@@ -229,56 +240,82 @@ struct HeadState {
   }
 };
 
-// Takes one key tile of one head into its state.
-template <class T>
-void add_tile(const QueryTile& tile, const CachedTile<T>& cached, AttentionScratch& scratch, const HeadState& state) {
-  int rows = tile.count * tile.group, dim = tile.head_dim, stride = padded_dim(dim), num_vectors = cached.num_vectors();
-  // What many rows read is converted once; few rows convert it in registers.
-  bool is_read_often = sizeof(T) != sizeof(float) && rows > kMicroRows;
-  float* scores = scratch.scores.data();
-  auto score = [&](const auto& keys) {
-    multiply_vectors(rows, num_vectors, dim, state.q, dim, keys, scores, kKeyTile, false);
-  };
-  if (is_read_often || !cached.has_whole_vectors()) {
-    score(cached.copy_keys(scratch.keys.data()));
-  } else {
-    score(cached.keys());
-  }
-  float key_scales[kKeyTile], value_scales[kKeyTile];
-  if (kIsScaled<T>) cached.copy_scales(key_scales, value_scales);
-  int num_scores = num_vectors * kLanes, seen_by_all = tile.first_position + 1 - cached.first;
-  bool is_masked = seen_by_all < num_scores || tile.window || tile.chunk;
-  for (int row = 0; row < rows; ++row) {
-    float* row_scores = scores + row * kKeyTile;
-    if (kIsScaled<T>)
-      for (int j = 0; j < num_scores; j += kLanes) multiply_vector(row_scores + j, load(key_scales + j));
+// A key tile as its rows of queries read it.
+template <class Keys, class Values> struct ReadTile {
+  Keys keys;
+  Values values;
+  int first, count;
+  alignas(64) float key_scales[kKeyTile], value_scales[kKeyTile];
+};
+
+// R rows of a head from this one on meet a key tile.
+template <int R, bool is_scaled, class Keys, class Values>
+void add_rows(const QueryTile& tile, const ReadTile<Keys, Values>& cached, const HeadState& state, int row) {
+  // Later keys are seen by none of these rows.
+  int num_keys = std::min(cached.count, tile.first_position + (row + R - 1) / tile.group + 1 - cached.first);
+  if (num_keys <= 0) return;
+  int dim = tile.head_dim, stride = padded_dim(dim), num_vectors = (num_keys + kLanes - 1) / kLanes;
+  alignas(64) float scores[R * kKeyTile];
+  multiply_vectors<R>(num_vectors, dim, state.q + row * dim, dim, cached.keys, scores, kKeyTile, false);
+  RowState rows[R];
+  for (int r = 0; r < R; ++r) {
+    float* row_scores = scores + r * kKeyTile;
+    rows[r] = {state.out + (row + r) * stride, state.total + (row + r) * kLanes, state.highest + row + r, stride};
+    int num_scores = num_vectors * kLanes, position = tile.first_position + (row + r) / tile.group;
+    if (is_scaled)
+      for (int j = 0; j < num_scores; j += kLanes) multiply_vector(row_scores + j, load(cached.key_scales + j));
     if (tile.softcap) bend_row(row_scores, num_scores, tile.softcap * kLog2E);
-    if (is_masked) {
-      int position = tile.first_position + row / tile.group;
+    if (position + 1 - cached.first < num_scores || tile.window || tile.chunk)
       mask_scores(row_scores, cached.first, num_scores, position, tile.oldest(position));
-    }
-    RowState{state.out + row * stride, state.total + row * kLanes, state.highest + row, stride}.template add_scores<kIsScaled<T>>(
-        row_scores, num_vectors, value_scales);
+    rows[r].raise(row_scores, num_vectors);
   }
-  auto sum = [&](const auto& values) {
-    multiply_vectors(rows, stride / kLanes, cached.count, scores, kKeyTile, values, state.out, stride, true);
+  for (int r = 0; r < R; ++r)
+    rows[r].template add_scores<is_scaled>(scores + r * kKeyTile, num_vectors, cached.value_scales);
+  multiply_vectors<R>(stride / kLanes, num_keys, scores, kKeyTile, cached.values, state.out + row * stride, stride, true);
+}
+
+template <bool is_scaled, class Keys, class Values>
+void add_all_rows(const QueryTile& tile, const ReadTile<Keys, Values>& cached, const HeadState& state) {
+  int rows = tile.count * tile.group;
+  for (int row = 0; row < rows; row += kMicroRows) {
+    switch (rows - row) {
+      case 1: add_rows<1, is_scaled>(tile, cached, state, row); break;
+      case 2: add_rows<2, is_scaled>(tile, cached, state, row); break;
+      case 3: add_rows<3, is_scaled>(tile, cached, state, row); break;
+      case 4: add_rows<4, is_scaled>(tile, cached, state, row); break;
+      case 5: add_rows<5, is_scaled>(tile, cached, state, row); break;
+      default: add_rows<kMicroRows, is_scaled>(tile, cached, state, row); break;
+    }
+  }
+}
+
+// Takes one key tile of one head into its state; next is the one that follows.
+template <class T>
+void add_tile(const QueryTile& tile, const CachedTile<T>& cached, const CachedTile<T>& next, AttentionScratch& scratch,
+              const HeadState& state) {
+  int dim = tile.head_dim;
+  auto add = [&](const auto& keys, const auto& values) {
+    ReadTile<std::decay_t<decltype(keys)>, std::decay_t<decltype(values)>> read{keys, values, cached.first, cached.count};
+    if (kIsScaled<T>) cached.copy_scales(read.key_scales, read.value_scales);
+    add_all_rows<kIsScaled<T>>(tile, read, state);
   };
-  if (is_read_often || dim != stride || !cached.has_whole_vectors()) {
-    sum(cached.copy_values(scratch.values.data()));
+  // What many rows read is converted once; few rows convert it in registers.
+  if (tile.count * tile.group <= kMicroRows && cached.has_whole_vectors() && dim == padded_dim(dim)) {
+    add(cached.keys(next), cached.values(next));
   } else {
-    sum(cached.values());
+    Matrix keys = cached.copy_keys(scratch.keys.data());
+    add(keys, cached.copy_values(scratch.values.data()));
   }
 }
 
 }  // namespace
 
 void AttentionScratch::reserve(int max_rows, int num_kv_heads, int head_dim) {
-  size_t rows = static_cast<size_t>(max_rows), all_rows = rows * num_kv_heads;
+  size_t all_rows = static_cast<size_t>(max_rows) * num_kv_heads;
   size_t stride = static_cast<size_t>(padded_dim(head_dim));
   q.resize(all_rows * head_dim);
   keys.assign(static_cast<size_t>(head_dim) * kKeyTile, 0.0f);
   values.assign(kKeyTile * stride, 0.0f);
-  scores.resize(rows * kKeyTile);
   out.resize(all_rows * stride);
   highest.resize(all_rows);
   total.resize(all_rows * kLanes);
@@ -287,12 +324,15 @@ void AttentionScratch::reserve(int max_rows, int num_kv_heads, int head_dim) {
 template <class T> void attend(const HeadCache& cache, const QueryTile& tile, AttentionScratch& scratch) {
   int rows = tile.count * tile.group, dim = tile.head_dim;
   for (int h = 0; h < tile.num_kv_heads; ++h) HeadState(scratch, h, rows, dim).start(tile, h);
-  int num_keys = tile.first_position + tile.count;
-  int oldest = tile.oldest(tile.first_position);
-  for (int first = oldest / kKeyTile * kKeyTile; first < num_keys; first += kKeyTile)
-    for (int h = 0; h < tile.num_kv_heads; ++h)
-      add_tile(tile, CachedTile<T>{cache, h, dim, first, std::min(kKeyTile, num_keys - first)}, scratch,
-               HeadState(scratch, h, rows, dim));
+  int num_keys = tile.first_position + tile.count, last = (num_keys - 1) / kKeyTile * kKeyTile;
+  auto cached = [&](int first, int h) {
+    return CachedTile<T>{cache, h, dim, first, std::min(kKeyTile, num_keys - first)};
+  };
+  for (int first = tile.oldest(tile.first_position) / kKeyTile * kKeyTile; first < num_keys; first += kKeyTile)
+    for (int h = 0; h < tile.num_kv_heads; ++h) {
+      auto next = h + 1 < tile.num_kv_heads ? cached(first, h + 1) : cached(std::min(first + kKeyTile, last), 0);
+      add_tile(tile, cached(first, h), next, scratch, HeadState(scratch, h, rows, dim));
+    }
   for (int h = 0; h < tile.num_kv_heads; ++h) HeadState(scratch, h, rows, dim).finish(tile, h);
 }
 

@@ -2,9 +2,9 @@
 #pragma once
 #include <algorithm>
 #include <type_traits>
-#include <vector>
 
 #include "gemm.h"
+#include "quantized_rows.h"
 
 namespace midstream {
 
@@ -45,7 +45,7 @@ struct QueryTile {
 
 // Scratch of one thread.
 struct AttentionScratch {
-  std::vector<float> q, keys, values, scores, out, highest, total;
+  AlignedVector<float> q, keys, values, out, highest, total;
   void reserve(int max_rows, int num_kv_heads, int head_dim);  // rows of one key-value head: queries times group
 };
 
