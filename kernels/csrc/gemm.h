@@ -1,4 +1,4 @@
-// The register-blocked matrix product that everything dense runs on.
+// The register-blocked matrix product used for dense float matrices.
 #pragma once
 #include <cstdint>
 
@@ -6,7 +6,7 @@
 
 namespace midstream {
 
-// Accumulators fill the registers: 6 x 2 of 16 with AVX2, 6 x 4 of 32 with AVX-512.
+// Accumulators occupy most registers: 6 x 2 of 16 with AVX2, and 6 x 4 of 32 with AVX-512.
 constexpr int kMicroRows = 6;
 #if defined(__AVX512F__)
 constexpr int kMicroVectors = 4;
@@ -14,14 +14,14 @@ constexpr int kMicroVectors = 4;
 constexpr int kMicroVectors = 2;
 #endif
 
-// The right side of a product: operator()(i, column) is one vector of its row i, from this column on.
+// The right operand of a product: operator()(i, column) returns the vector of row i that starts at this column.
 struct Matrix {
   const float* data;
   int64_t stride;
   [[gnu::always_inline]] F operator()(int i, int column) const { return load(data + i * stride + column); }
 };
 
-// c[R, V vectors] (+)= a[R, k] b[k, V vectors from column]; each element sums over k in order.
+// c[R, V vectors] (+)= a[R, k] b[k, V vectors from `column` on]; each element is summed over k in ascending order.
 template <int R, int V, class Right>
 [[gnu::noinline]] void micro_kernel(const float* a, int64_t lda, Right b, int column, int k, float* c, int64_t ldc,
                                     bool accumulate) {
@@ -60,7 +60,7 @@ inline void micro_rows(int rows, const float* a, int64_t lda, const Right& b, in
   }
 }
 
-// c[m, n] (+)= a[m, k] b[k, n]; n is a multiple of V vectors.
+// c[m, n] (+)= a[m, k] b[k, n]; n must be a multiple of V vectors.
 template <int V, class Right>
 inline void multiply(int m, int n, int k, const float* a, int64_t lda, const Right& b, float* c, int64_t ldc,
                      bool accumulate) {

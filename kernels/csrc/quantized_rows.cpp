@@ -6,7 +6,7 @@
 namespace midstream {
 namespace {
 
-// Byte j of word i is number 8 j + i.
+// Byte j of word i is element 8 j + i.
 __m256i interleave(const __m256i* q) {
   __m256i byte = _mm256_set1_epi32(255);
   __m256i low = _mm256_or_si256(_mm256_and_si256(q[0], byte), _mm256_slli_epi32(_mm256_and_si256(q[1], byte), 8));
@@ -14,7 +14,7 @@ __m256i interleave(const __m256i* q) {
   return _mm256_or_si256(low, high);
 }
 
-// Byte i is number i.
+// Byte i is element i.
 __m256i in_order(const __m256i* q, bool is_signed) {
   __m256i low = _mm256_packs_epi32(q[0], q[1]), high = _mm256_packs_epi32(q[2], q[3]);
   __m256i bytes = is_signed ? _mm256_packs_epi16(low, high) : _mm256_packus_epi16(low, high);
@@ -25,7 +25,7 @@ __m256i pair(__m256i low, __m256i high) {
   return _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi32(0xffff)), _mm256_slli_epi32(high, 16));
 }
 
-// Words 2 i and 2 i + 1 of eight numbers 4 i .. 4 i + 3, in the low half of each 128 bits.
+// Returns, in the low half of 128-bit lane i, two words: elements 4 i and 4 i + 2, then 4 i + 1 and 4 i + 3.
 __m256i pair_alternate(__m256i q) { return pair(q, _mm256_shuffle_epi32(q, 0x0e)); }
 
 void store_words(uint32_t* words, __m256i value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), value); }
@@ -62,7 +62,7 @@ void store_halves(const __m256i* q, bool has_nibbles, uint32_t* words) {
   }
 }
 
-// The upper halves of floats.
+// Stores the upper halves of floats.
 void store_pairs(const __m256* x, bool has_nibbles, uint32_t* words) {
   for (int i = 0; i < 2; ++i) {
     __m256 low = has_nibbles ? x[i] : _mm256_shuffle_ps(x[2 * i], x[2 * i + 1], 0x88);
@@ -73,14 +73,14 @@ void store_pairs(const __m256* x, bool has_nibbles, uint32_t* words) {
   }
 }
 
-// Integers of at most eight significant bits.
+// Stores integers with at most eight significant bits as bfloat16.
 void store_bf16(const __m256i* q, bool has_nibbles, uint32_t* words) {
   __m256 x[4];
   for (int i = 0; i < 4; ++i) x[i] = _mm256_cvtepi32_ps(q[i]);
   store_pairs(x, has_nibbles, words);
 }
 
-// One row of a block of a tile, and of halves the same row of the next tile.
+// Stores one row of a block of a tile; for halves, the low bytes are stored in the same row of the next tile.
 void store_tile_row(const __m256i* q, Input input, bool has_nibbles, uint32_t* words) {
   if (input == Input::kBytes) return store_bf16(q, has_nibbles, words);
   __m256i high[4], low[4], byte = _mm256_set1_epi32(255);
@@ -92,7 +92,7 @@ void store_tile_row(const __m256i* q, Input input, bool has_nibbles, uint32_t* w
   store_bf16(low, has_nibbles, words + kTileRows * kBlock / 2);
 }
 
-// A block of floats as sums of three bfloat16s each, which hold all their 24 bits.
+// Splits each float of a block into a sum of three bfloat16s, which is exact for its 24 bits.
 void split_floats(const float* row, uint32_t* words) {
   __m256 x[4], upper = _mm256_castsi256_ps(_mm256_set1_epi32(0xffff0000));
   for (int i = 0; i < 4; ++i) x[i] = _mm256_loadu_ps(row + i * 8);
@@ -148,7 +148,7 @@ void QuantizedRows::quantize(int index, const float* row, bool has_nibbles) cons
       uint32_t* out = words + (first + b) * num_words * kRowTile + place;
       for (int i = 0; i < num_words; ++i) out[i * kRowTile] = block[i];
     }
-    // The maximum overlooks a NaN, and integers cannot hold one: the scale carries it on.
+    // The maximum ignores NaN, and integers cannot represent it, so the scale becomes NaN.
     float scale = largest / most_level + 0.0f * avx2::sum_lanes(total);
     scales[(first + b) * row_tile + place] = scale;
     sums[(first + b) * row_tile + place] = scale * avx2::sum_lanes(_mm256_cvtepi32_ps(sum));

@@ -1,4 +1,4 @@
-// Rows of activations as signed integers, for integer dot products; AVX2 in every build.
+// Rows of activations as signed integers, for integer dot products. The conversion uses AVX2 in every build.
 #pragma once
 #include <immintrin.h>
 
@@ -10,48 +10,49 @@
 
 namespace midstream {
 
-// What the input of a linear layer is rounded to; the numbers are those of kernels/cpu/linear.py.
+// The type to which the input of a linear layer is rounded, numbered as in kernels/cpu/linear.py.
 enum class Input : int { kFloats = 0, kBytes = 1, kHalves = 2 };
 
 constexpr int kSplitWords = kBlock / 2 + 2, kSplitRows = 2;
 inline int words_of_block(Input input) { return input == Input::kHalves ? kBlock / 2 : kBlock / 4; }
 constexpr int num_parts(Input input) { return input == Input::kFloats ? 3 : input == Input::kHalves ? 2 : 1; }
 
-// Rows that meet the same weights in registers: their words lie side by side. Sums fill the registers, 4 x 2 vectors of 16
-// with AVX2 (which needs others for products), 6 x 4 of 32 with AVX-512.
+// Number of rows that are multiplied by the same weights in registers; their words are adjacent. Sums occupy most registers:
+// 4 x 2 of 16 with AVX2, which needs others for products, and 6 x 4 of 32 with AVX-512.
 constexpr int kRowTile = kLanes == 16 ? 6 : 4;
 
-// Each block of kBlock numbers of a row has its own scale: the largest magnitude becomes 127, or 32,767 as halves (16 bits).
-// A word holds what meets a word of weights. Bytes: four in order, or for weights of four bits those of k = 8 j + i in byte j of word i.
-// Halves: word 2 i + j has k = 4 i + j and the one after next, or for four bits word k has k and k + 16.
+// Each block of kBlock elements of a row has its own scale: the largest magnitude becomes 127, or 32,767 for halves (16 bits). The
+// order of elements in a word is that of the weights by which they are multiplied. Bytes: four elements in order, or for weights
+// of four bits, k = 8 j + i in byte j of word i. Halves: word 2 i + j has k = 4 i + j and 4 i + j + 2, or for weights of four bits,
+// word k has k and k + 16.
 //
-// A few rows of halves may be split into bytes instead, x = 256 high + low, which takes half as many instructions to unpack weights
-// for: eight words of high bytes (signed) and eight of low ones (unsigned), as bytes lie, then the sums of both, [num_blocks, kSplitWords,
-// num_split]. The sums of products are the same.
+// Alternatively, a few rows of halves may be split into bytes, x = 256 high + low, for which unpacking the weights takes half as
+// many instructions. They are stored as eight words of high bytes (signed), eight words of low bytes (unsigned), both in the order
+// of bytes, and the sums of each: [num_blocks, kSplitWords, num_split]. The dot products are the same.
 //
-// For products of tiles, numbers are sums of one to three bfloat16s, in order or for four bits k beside k + 16: a byte itself, what a
-// half is without its low byte and the low byte, and the three parts of a float that is not rounded.
+// For tiles, elements are represented as sums of one to three bfloat16s, in order, or for weights of four bits, k next to k + 16.
+// A byte has one part, a half two (the high and the low byte), and a float, which is not rounded, three.
 struct QuantizedRows {
   uint32_t* words;  // [m / kRowTile, num_blocks, words_of_block, kRowTile]; tiles: [m / 16, num_blocks, num_parts, 16, kBlock / 2]
   float* scales;    // [m / kRowTile, num_blocks, kRowTile]; tiles: [m / 16, num_blocks, 16]
-  float* sums;      // likewise: the sum of a block's numbers as quantized
+  float* sums;      // shape of scales: the sum of the quantized elements of a block, times the scale
   int num_blocks;
   Input input;
   bool has_tiles;
   int num_split = 0;
 
-  // Those from a row on that is the first of a tile.
+  // Returns the rows from `row` on, which must be the first row of a tile.
   QuantizedRows from(int row) const {
     int64_t blocks = static_cast<int64_t>(row) * num_blocks;
     int words_of_row = has_tiles ? num_parts(input) * kBlock / 2 : words_of_block(input);
     return {words + blocks * words_of_row, scales + blocks, sums + blocks, num_blocks, input, has_tiles, num_split};
   }
 
-  // Sets one row from num_blocks * kBlock numbers.
+  // Quantizes one row of num_blocks * kBlock elements.
   void quantize(int index, const float* row, bool has_nibbles) const;
 };
 
-// Vectors and rows of tiles that cross cache lines are read half as fast.
+// Aligned to cache lines: vectors and rows of tiles that cross one are read at half the speed.
 template <class T> struct AlignedAllocator {
   using value_type = T;
   static constexpr std::align_val_t kAlignment{alignof(T) > 64 ? alignof(T) : 64};
@@ -66,7 +67,7 @@ template <class T> using AlignedVector = std::vector<T, AlignedAllocator<T>>;
 struct QuantizedScratch {
   AlignedVector<uint32_t> words;
   std::vector<float> scales, sums;
-  std::vector<float> ordered;  // rows of an input in the order of a weight's columns
+  std::vector<float> ordered;  // rows of an input, in the order of a weight's columns
   bool can_use_tiles = false, has_orders = false;
 
   void reserve(int m, int k) {
@@ -74,9 +75,9 @@ struct QuantizedScratch {
     if (has_orders && ordered.size() < blocks * kBlock) ordered.resize(blocks * kBlock);
     if (scales.size() < blocks) words.resize(blocks * (can_use_tiles ? 3 : 1) * kBlock / 2), scales.resize(blocks), sums.resize(blocks);
   }
-  // Rows for a layer that has integer products with this input, or of floats for one that has not.
+  // Returns storage for m rows: quantized to `input` for a layer with integer products, or floats for another layer.
   QuantizedRows rows(int m, int k, Format format, Input input) {
-    // Few rows of integers are faster with vectors, and have the same bits.
+    // For few rows of integers, vectors are faster than tiles, and give the same bits.
     int least = format == Format::kBF16 ? 1 : input == Input::kHalves ? 7 : 16;
     bool is_apt = format == Format::kBF16 || (has_nibbles(format) && input != Input::kFloats);
     bool has_tiles = can_use_tiles && is_apt && m >= least;

@@ -11,9 +11,9 @@
 namespace midstream {
 namespace {
 
-constexpr uint32_t kInside = 0xffff, kOnePlace = kInside + 1;  // of the gate
+constexpr uint32_t kInside = 0xffff, kOnePlace = kInside + 1;  // the two halves of the gate
 
-// The phase that this thread is in; a thread is inside one team at a time.
+// The phase of this thread, which works for one pool at a time.
 thread_local uint32_t current_phase;
 
 void pin_this_thread(int cpu) {

@@ -1,4 +1,4 @@
-// The vector type of this build, and functions of it that are the same for every width.
+// The vector type of this build, and functions that are the same for every width.
 #pragma once
 #include <cmath>
 
@@ -17,7 +17,7 @@ namespace midstream {
 
 constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// e^x within 2 ulp; exactly 1 at 0, exactly 0 below -87.3 (-inf too), NaN for NaN.
+// Returns e^x within 2 ulp: exactly 1 at 0, exactly 0 below -87.3 (including -inf), and NaN for NaN.
 inline F exp(F x) {
   F clamped = min(set1(88.0f), max(set1(-87.3365478515625f), x));
   F n = round(mul(clamped, set1(1.44269504088896341f)));
@@ -33,7 +33,7 @@ inline F exp(F x) {
   return zero_where_less(x, set1(-87.3365478515625f), mul(p, power));
 }
 
-// 2^x within 3 ulp for x up to 127; exactly 1 at 0, exactly 0 below -126 (-inf too), NaN for NaN.
+// Returns 2^x within 3 ulp for x up to 127: exactly 1 at 0, exactly 0 below -126 (including -inf), and NaN for NaN.
 inline F exp2(F x) {
   F n = round(x);
   F r = sub(x, n);

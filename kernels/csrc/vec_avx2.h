@@ -1,4 +1,4 @@
-// Vectors of 8 floats: the leaves that differ between instruction sets (AVX2 + FMA + F16C).
+// Vectors of 8 floats: the operations that differ between instruction sets, for AVX2 + FMA + F16C.
 #pragma once
 #include <immintrin.h>
 
@@ -20,21 +20,21 @@ inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
 inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
 inline F div(F a, F b) { return _mm256_div_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-// For a NaN in b the result is that NaN.
+// If b is NaN, the result is that NaN.
 inline F max(F a, F b) { return _mm256_max_ps(a, b); }
 inline F min(F a, F b) { return _mm256_min_ps(a, b); }
 inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F zero_where_less(F x, F bound, F y) { return _mm256_andnot_ps(_mm256_cmp_ps(x, bound, _CMP_LT_OQ), y); }
 inline F where_less(F x, F bound, F a, F b) { return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, bound, _CMP_LT_OQ)); }
-// Bit i says whether lane i of x reaches that of the bound.
+// Bit i is set if lane i of x is at least that of the bound.
 inline uint32_t reaching_lanes(F x, F bound) {
   return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x, bound, _CMP_GE_OQ)));
 }
-// Bit i says whether lane i of either is NaN.
+// Bit i is set if lane i of a or b is NaN.
 inline uint32_t unordered_lanes(F a, F b) {
   return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)));
 }
-// x times 2^n, for whole n such that the result is neither too large nor too small for a normal number.
+// Returns x times 2^n, for integer n such that the result is a normal number.
 inline F times_power(F x, F n) {
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
 }
@@ -49,7 +49,7 @@ inline F load_int8(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 
-// Unsigned bytes.
+// Loads unsigned bytes.
 inline I load_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 inline I set1_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
 inline I load_int(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -60,9 +60,9 @@ inline I bit_xor(I a, I b) { return _mm256_xor_si256(a, b); }
 inline I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
 template <int n> I shift_left(I a) { return _mm256_slli_epi32(a, n); }
 template <int n> I shift_right(I a) { return _mm256_srli_epi32(a, n); }
-// Has the compiler hold a vector in a register rather than read it again.
+// Makes the compiler keep a vector in a register instead of reading it again.
 inline void keep(I&) {}
-// Has the compiler compute this before what follows.
+// Makes the compiler compute the vector before the following code.
 inline void read_now(F& a) { asm volatile("" : "+x"(a)); }
 template <int n> I shift_halves_right(I a) { return _mm256_srli_epi16(a, n); }
 template <int n> I shift_right_signed(I a) { return _mm256_srai_epi32(a, n); }
@@ -72,32 +72,32 @@ inline F as_float(I a) { return _mm256_castsi256_ps(a); }
 inline I as_int(F a) { return _mm256_castps_si256(a); }
 
 #ifdef __AVXVNNI__
-// Adds to each lane the products of its four bytes: u unsigned, x signed.
+// Adds the products of the four bytes of each lane to the lane of the sum; u is unsigned, x is signed.
 constexpr bool kHasByteDots = true;
 inline I dot_bytes(I sum, I u, I x) { return _mm256_dpbusd_avx_epi32(sum, u, x); }
 inline I dot_nibbles(I sum, I u, I x) { return dot_bytes(sum, u, x); }
 inline I finish_nibbles(I sum) { return sum; }
-// Adds to each lane the products of its two signed halves.
+// Adds the products of the two signed halves of each lane to the lane of the sum.
 inline I dot_halves(I sum, I w, I x) { return _mm256_dpwssd_avx_epi32(sum, w, x); }
 constexpr bool kHasHalfPairs = false;
 #else
-// Adds to each lane the products of its four bytes: u unsigned, at most 15, x signed. After eight additions to zero, 16-bit
-// halves are nearly full; finish_nibbles makes the lane's 32-bit sum of them.
+// Adds the products of the four bytes of each lane to the 16-bit halves of the sum; u is unsigned and at most 15, x is signed.
+// The halves cannot overflow in eight additions that start at zero; finish_nibbles then adds them up to the lane's 32-bit sum.
 inline I dot_nibbles(I sum, I u, I x) {
-  // As intrinsics, GCC moves these apart until the sums of a block no longer fit the registers.
+  // If intrinsics were used, GCC would reorder them so that the sums of a block no longer fit in the registers.
   I products;
   asm("vpmaddubsw %2, %3, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(x), "x"(u));
   return sum;
 }
 inline I finish_nibbles(I sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
-// Adds to each lane the products of its two signed halves.
+// Adds the products of the two signed halves of each lane to the lane of the sum.
 inline I dot_halves(I sum, I w, I x) {
   I products;
   asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(x), "x"(w));
   return sum;
 }
-// The same for two rows, x and y, and two vectors w: four products, then four additions. Taken one by one, additions
-// would use the pipes that products need.
+// Does the same for two rows, x and y, and two vectors w: four products, then four additions. If they alternated, additions would
+// occupy the ports that products need.
 constexpr bool kHasHalfPairs = true;
 inline void dot_half_pairs(I (&x_sums)[2], I (&y_sums)[2], const I (&w)[2], I x, I y) {
   I a, b, c, d;
@@ -106,32 +106,32 @@ inline void dot_half_pairs(I (&x_sums)[2], I (&y_sums)[2], const I (&w)[2], I x,
       : "+x"(x_sums[0]), "+x"(x_sums[1]), "+x"(y_sums[0]), "+x"(y_sums[1]), "=&x"(a), "=&x"(b), "=&x"(c), "=&x"(d)
       : "x"(w[0]), "x"(w[1]), "x"(x), "x"(y));
 }
-// Dots of bytes for u up to 255 takes too many instructions here to be worth it.
+// Dot products of bytes with u up to 255 take too many instructions to be worthwhile here.
 constexpr bool kHasByteDots = false;
 inline I dot_bytes(I sum, I, I) { return sum; }
 #endif
 inline void add_dot_halves(I& sum, const uint8_t* w, I x) { sum = dot_halves(sum, load_int(w), x); }
-// The signed bytes 0 and 2, or 1 and 3, of a lane as its halves.
+// Returns the signed bytes 0 and 2, or 1 and 3, of each lane as its halves.
 inline I even_bytes(I a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
 inline I odd_bytes(I a) { return _mm256_srai_epi16(a, 8); }
 
-// Bytes of no more than four bits, each a float4 (E2M1), as integers of twice its value plus 12; 0 for those of 128 and more.
+// Converts bytes less than 16, each a float4 (E2M1), to integers of twice its value plus 12; bytes of at least 128 become 0.
 inline I mx4_bytes(I a) {
   const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), a);
 }
-// The low four bits of each half, a float4, as a signed integer of twice its value.
+// Converts the low four bits of each half, a float4, to a signed integer of twice its value.
 inline I mx4_halves(I a) {
   I codes = bit_or(bit_and(a, set1_int(0x000f000fu)), set1_int(0x80008000u));
   return _mm256_sub_epi16(mx4_bytes(codes), _mm256_set1_epi16(12));
 }
 
-// Only builds with tiles need them.
+// Used only in builds with tiles.
 inline I nibbles_to_bf16(I a) { return a; }
 inline I mx4_to_bf16(I a) { return a; }
 inline I mx4_plus_12_to_bf16(I a) { return a; }
 
-// Lane i is added to lane i + 4, then i + 2, then i + 1.
+// Adds lane i to lane i + 4, then to i + 2, then to i + 1.
 inline float sum_lanes(F x) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -143,7 +143,7 @@ inline float max_lanes(F x) {
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
 
-// Half as many doubles.
+// Vectors of half as many doubles.
 using D = __m256d;
 inline D zero_doubles() { return _mm256_setzero_pd(); }
 inline D low_doubles(F x) { return _mm256_cvtps_pd(_mm256_castps256_ps128(x)); }

@@ -53,7 +53,7 @@ inline I add_int(I x, I y) { return {avx2::add_int(x.a, y.a), avx2::add_int(x.b,
 template <int n> I shift_left(I x) { return {avx2::shift_left<n>(x.a), avx2::shift_left<n>(x.b)}; }
 template <int n> I shift_right(I x) { return {avx2::shift_right<n>(x.a), avx2::shift_right<n>(x.b)}; }
 inline void keep(I&) {}
-// Has the compiler compute this before what follows.
+// Makes the compiler compute the vector before the following code.
 inline void read_now(F&) {}
 template <int n> I shift_halves_right(I x) { return {avx2::shift_halves_right<n>(x.a), avx2::shift_halves_right<n>(x.b)}; }
 template <int n> I shift_right_signed(I x) {
