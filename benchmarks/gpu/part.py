@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def _versions(has_gpu: bool) -> str:
-    gpu = torch.cuda.get_device_name() if has_gpu else "none: nothing is measured"
+    gpu = torch.cuda.get_device_name() if has_gpu else "no GPU, so nothing is measured"
     return f"{platform.python_version()}, {torch.__version__}, {gpu}"
 
 

@@ -59,7 +59,7 @@ class KvCacheRetentionConfig:
     decode_duration_ms: int | None = None
 
     def to_proto(self) -> pb.KvRetentionConfig:
-        """Return the message."""
+        """Convert the settings to their message."""
         config = pb.KvRetentionConfig(
             decode_priority=self.decode_retention_priority, decode_duration_ms=self.decode_duration_ms
         )
@@ -86,7 +86,7 @@ class NGramDecodingConfig:
     max_matching_ngram_size: int = 3
 
     def to_proto(self) -> pb.SpeculativeConfig:
-        """Return the message."""
+        """Convert the settings to their message."""
         config = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP)
         native.set_fields(config, num_draft_tokens=self.max_draft_len, max_ngram_size=self.max_matching_ngram_size)
         return config
@@ -99,7 +99,7 @@ class DraftTargetDecodingConfig:
     max_draft_len: int = 4
 
     def to_proto(self) -> pb.SpeculativeConfig:
-        """Return the message."""
+        """Convert the settings to their message."""
         config = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_DRAFT_MODEL)
         native.set_fields(config, num_draft_tokens=self.max_draft_len)
         return config

@@ -40,7 +40,7 @@ class UsageReports:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # Interval numbers differ after a restart, since the router then counts from zero.
+        # A random start, because a restarted router counts from zero: its intervals must differ from earlier ones.
         self._first_number = secrets.randbits(40) << 20
         self._own: dict[str, status_pb2.ClientUsage] = {}  # by client, latest last
         # By router, client and interval: the highest numbers of requests and tokens, and when they were last reported.

@@ -126,7 +126,7 @@ def test_steps_and_graphs_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> 
         fake.elsewhere += 10  # memory that the driver takes for a graph
 
     memory.record(capture)
-    # The graphs are dropped, as the runner does before it allocates the pool.
+    # The runner drops the graphs before it allocates the pool.
     fake.free(60)
     fake.elsewhere -= 10
     assert (memory.step_bytes, memory.graph_bytes) == (150, 70)

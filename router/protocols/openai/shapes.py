@@ -204,10 +204,10 @@ class ChatShape:
         self._read(index, text, is_final=False)
 
     def begin_at(self, index: int, num_characters: int, partial: bytes) -> None:
-        """Do nothing: entries have no offsets."""
+        """Do nothing, since entries have no offsets."""
 
     def text_offset(self, index: int) -> tuple[int, bytes] | None:
-        """Return None: entries have no offsets."""
+        """Return None, since entries have no offsets."""
         return None
 
     def _read(self, index: int, text: str, *, is_final: bool) -> list[Event]:
