@@ -32,6 +32,9 @@ from gpu_worker.kv.cache import block_bytes
 from gpu_worker.kv.kept_blocks import KeptBlocks
 from gpu_worker.lora.sizes import usual_adapter_bytes
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.models.images import ImageEncoder
+from gpu_worker.models.loader import compute_dtype, use_device
+from gpu_worker.parallel.ranks import ALONE, Ranks
 from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped, WaitingStep
 from gpu_worker.scheduler_link.messages import FEATURES, PROTOCOL_VERSION
 from gpu_worker.scheduler_link.request_log import RequestLog
@@ -68,10 +71,13 @@ class Worker:
         self._traces = StepTraces(self._tracer) if self._tracer is not None else None
         self._requests = RequestLog()
         self._group = group
+        # Loaded first, so that its memory is not counted as free for the KV pool.
+        images = _image_encoder(config, folder, ALONE if group is None else group.ranks)
         self._runner = ModelRunner(config, folder, leader=None if group is None else group.leader)
         metrics, progress = Metrics(), Progress()
         self._loop = progress.loop("compute", _STALL_S)
-        registration = _registration(config, folder, self._runner, 1 if group is None else group.ranks.world_size)
+        world_size = 1 if group is None else group.ranks.world_size
+        registration = _registration(config, folder, self._runner, world_size, has_images=images is not None)
         tiers = self._runner.kv.tiers
         if tiers is not None:
             tiers.count(metrics)
@@ -88,6 +94,7 @@ class Worker:
             credentials,
             tiers,
             self._runner.kv.fetcher,
+            images,
         )
         most = max(MOST, self._runner.num_micro_batches)
         self._in_flight = StepsInFlight(self._runner, self._link.inbox, most)
@@ -186,8 +193,16 @@ class Worker:
             self._traces.note(step, output, waiting_s)
 
 
+def _image_encoder(config: WorkerConfig, folder: ModelFolder, ranks: Ranks) -> ImageEncoder | None:
+    """Return the encoder of a model that reads images; it computes on the same device and in the same type."""
+    if folder.image_token_id is None:
+        return None
+    device = use_device(config, ranks)
+    return ImageEncoder(folder, device, compute_dtype(config, device))
+
+
 def _registration(
-    config: WorkerConfig, folder: ModelFolder, runner: ModelRunner, world_size: int
+    config: WorkerConfig, folder: ModelFolder, runner: ModelRunner, world_size: int, *, has_images: bool
 ) -> worker_pb2.Register:
     model = runner.model
     return worker_pb2.Register(
@@ -203,7 +218,7 @@ def _registration(
         world_size=world_size,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
-        features=_features(runner),
+        features=_features(runner) + ["vision"] * has_images,
         protocol_version=PROTOCOL_VERSION,
         lora_cache_bytes=runner.adapters.device_bytes,
         kv_store=runner.kv.store_name,

@@ -105,6 +105,7 @@ class GenerateRequest(google.protobuf.message.Message):
     TRACE_PARENT_FIELD_NUMBER: builtins.int
     KEEP_S_FIELD_NUMBER: builtins.int
     ATTACHMENT_FIELD_NUMBER: builtins.int
+    IMAGES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the client, or by the router if empty. At most 128 characters. Unique among running and recently finished
     requests: submitting an id again attaches to the existing request if the contents are the same, and otherwise fails
@@ -177,6 +178,13 @@ class GenerateRequest(google.protobuf.message.Message):
     def kv_retention(self) -> global___KvRetentionConfig: ...
     @property
     def speculative(self) -> global___SpeculativeConfig: ...
+    @property
+    def images(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Image]:
+        """The images of `prompt`, which contains the model's image token once for each, in order. In `chat`, images are parts
+        of messages instead. The router replaces images by rows of a prompt-tuning table, so that the request that the
+        scheduler accepts contains none. At most 16 images.
+        """
+
     def __init__(
         self,
         *,
@@ -206,9 +214,10 @@ class GenerateRequest(google.protobuf.message.Message):
         trace_parent: builtins.str = ...,
         keep_s: builtins.int = ...,
         attachment: builtins.bytes = ...,
+        images: collections.abc.Iterable[global___Image] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "guided_decoding", b"guided_decoding", "input", b"input", "kv_retention", b"kv_retention", "lora", b"lora", "max_tokens", b"max_tokens", "output", b"output", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "arrival_time_unix_ns", b"arrival_time_unix_ns", "attachment", b"attachment", "cache_salt", b"cache_salt", "chat", b"chat", "client_id", b"client_id", "detached", b"detached", "guided_decoding", b"guided_decoding", "input", b"input", "keep_s", b"keep_s", "kv_retention", b"kv_retention", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace_parent", b"trace_parent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "arrival_time_unix_ns", b"arrival_time_unix_ns", "attachment", b"attachment", "cache_salt", b"cache_salt", "chat", b"chat", "client_id", b"client_id", "detached", b"detached", "guided_decoding", b"guided_decoding", "images", b"images", "input", b"input", "keep_s", b"keep_s", "kv_retention", b"kv_retention", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace_parent", b"trace_parent"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
     @typing.overload
@@ -235,6 +244,24 @@ class TokenIds(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
 
 global___TokenIds = TokenIds
+
+@typing.final
+class Image(google.protobuf.message.Message):
+    """An image, for models that read images (see ModelInfo.features: `vision`)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    """The contents of a PNG, JPEG, WebP or GIF file of at most 16 MiB and 2^25 pixels. Of a GIF, the first frame is used."""
+    def __init__(
+        self,
+        *,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data"]) -> None: ...
+
+global___Image = Image
 
 @typing.final
 class ChatInput(google.protobuf.message.Message):
@@ -276,6 +303,7 @@ class ChatMessage(google.protobuf.message.Message):
     TOOL_CALL_ID_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     REASONING_CONTENT_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     role: builtins.str
     content: builtins.str
     tool_calls_json: builtins.str
@@ -285,6 +313,10 @@ class ChatMessage(google.protobuf.message.Message):
     name: builtins.str
     reasoning_content: builtins.str
     """The assistant's reasoning before its answer; templates may omit it in later turns."""
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ContentPart]:
+        """Text and images in order, instead of `content`."""
+
     def __init__(
         self,
         *,
@@ -294,10 +326,32 @@ class ChatMessage(google.protobuf.message.Message):
         tool_call_id: builtins.str = ...,
         name: builtins.str = ...,
         reasoning_content: builtins.str = ...,
+        parts: collections.abc.Iterable[global___ContentPart] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "name", b"name", "parts", b"parts", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]) -> None: ...
 
 global___ChatMessage = ChatMessage
+
+@typing.final
+class ContentPart(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    IMAGE_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    @property
+    def image(self) -> global___Image: ...
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+        image: global___Image | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["image", b"image", "part", b"part", "text", b"text"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["image", b"image", "part", b"part", "text", b"text"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["text", "image"] | None: ...
+
+global___ContentPart = ContentPart
 
 @typing.final
 class SamplingConfig(google.protobuf.message.Message):

@@ -57,6 +57,47 @@ class SubmitResponse(google.protobuf.message.Message):
 global___SubmitResponse = SubmitResponse
 
 @typing.final
+class EncodeImageRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    """The contents of the image's file."""
+    def __init__(
+        self,
+        *,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data"]) -> None: ...
+
+global___EncodeImageRequest = EncodeImageRequest
+
+@typing.final
+class EncodeImageResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EMBEDDINGS_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """What replaces the image's placeholder in a prompt: contains the model's image token num_tokens times, which stands
+    for the rows of embeddings.
+    """
+    @property
+    def embeddings(self) -> protos.generation_pb2.Tensor:
+        """[num_tokens, hidden_size]."""
+
+    def __init__(
+        self,
+        *,
+        embeddings: protos.generation_pb2.Tensor | None = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["embeddings", b"embeddings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["embeddings", b"embeddings", "text", b"text"]) -> None: ...
+
+global___EncodeImageResponse = EncodeImageResponse
+
+@typing.final
 class GetRequestRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -50,6 +50,11 @@ class SchedulerStub(object):
                 request_serializer=protos_dot_loads__pb2.AbortRequest.SerializeToString,
                 response_deserializer=protos_dot_loads__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.EncodeImage = channel.unary_unary(
+                '/midstream.v1.Scheduler/EncodeImage',
+                request_serializer=protos_dot_scheduler__pb2.EncodeImageRequest.SerializeToString,
+                response_deserializer=protos_dot_scheduler__pb2.EncodeImageResponse.FromString,
+                _registered_method=True)
         self.GetRequest = channel.unary_unary(
                 '/midstream.v1.Scheduler/GetRequest',
                 request_serializer=protos_dot_scheduler__pb2.GetRequestRequest.SerializeToString,
@@ -161,6 +166,14 @@ class SchedulerServicer(object):
 
     def Abort(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EncodeImage(self, request, context):
+        """Has a worker encode an image, or returns the result of an earlier call with the same image. UNIMPLEMENTED if the
+        workers encode no images.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -297,6 +310,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=protos_dot_loads__pb2.AbortRequest.FromString,
                     response_serializer=protos_dot_loads__pb2.AbortResponse.SerializeToString,
+            ),
+            'EncodeImage': grpc.unary_unary_rpc_method_handler(
+                    servicer.EncodeImage,
+                    request_deserializer=protos_dot_scheduler__pb2.EncodeImageRequest.FromString,
+                    response_serializer=protos_dot_scheduler__pb2.EncodeImageResponse.SerializeToString,
             ),
             'GetRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRequest,
@@ -448,6 +466,33 @@ class Scheduler(object):
             '/midstream.v1.Scheduler/Abort',
             protos_dot_loads__pb2.AbortRequest.SerializeToString,
             protos_dot_loads__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EncodeImage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/EncodeImage',
+            protos_dot_scheduler__pb2.EncodeImageRequest.SerializeToString,
+            protos_dot_scheduler__pb2.EncodeImageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,14 @@ class SchedulerStub:
         protos.loads_pb2.AbortResponse,
     ]
 
+    EncodeImage: grpc.UnaryUnaryMultiCallable[
+        protos.scheduler_pb2.EncodeImageRequest,
+        protos.scheduler_pb2.EncodeImageResponse,
+    ]
+    """Has a worker encode an image, or returns the result of an earlier call with the same image. UNIMPLEMENTED if the
+    workers encode no images.
+    """
+
     GetRequest: grpc.UnaryUnaryMultiCallable[
         protos.scheduler_pb2.GetRequestRequest,
         protos.scheduler_pb2.GetRequestResponse,
@@ -154,6 +162,14 @@ class SchedulerAsyncStub:
         protos.loads_pb2.AbortRequest,
         protos.loads_pb2.AbortResponse,
     ]
+
+    EncodeImage: grpc.aio.UnaryUnaryMultiCallable[
+        protos.scheduler_pb2.EncodeImageRequest,
+        protos.scheduler_pb2.EncodeImageResponse,
+    ]
+    """Has a worker encode an image, or returns the result of an earlier call with the same image. UNIMPLEMENTED if the
+    workers encode no images.
+    """
 
     GetRequest: grpc.aio.UnaryUnaryMultiCallable[
         protos.scheduler_pb2.GetRequestRequest,
@@ -274,6 +290,16 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.loads_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.loads_pb2.AbortResponse, collections.abc.Awaitable[protos.loads_pb2.AbortResponse]]: ...
+
+    @abc.abstractmethod
+    def EncodeImage(
+        self,
+        request: protos.scheduler_pb2.EncodeImageRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.scheduler_pb2.EncodeImageResponse, collections.abc.Awaitable[protos.scheduler_pb2.EncodeImageResponse]]:
+        """Has a worker encode an image, or returns the result of an earlier call with the same image. UNIMPLEMENTED if the
+        workers encode no images.
+        """
 
     @abc.abstractmethod
     def GetRequest(

@@ -31,6 +31,7 @@ class WorkerMessage(google.protobuf.message.Message):
     LORA_RESULT_FIELD_NUMBER: builtins.int
     STEP_OUTPUTS_FIELD_NUMBER: builtins.int
     BLOCKS_FETCHED_FIELD_NUMBER: builtins.int
+    IMAGE_ENCODED_FIELD_NUMBER: builtins.int
     @property
     def register(self) -> global___Register: ...
     @property
@@ -45,6 +46,8 @@ class WorkerMessage(google.protobuf.message.Message):
     def step_outputs(self) -> global___StepOutputs: ...
     @property
     def blocks_fetched(self) -> global___BlocksFetched: ...
+    @property
+    def image_encoded(self) -> global___ImageEncoded: ...
     def __init__(
         self,
         *,
@@ -55,10 +58,11 @@ class WorkerMessage(google.protobuf.message.Message):
         lora_result: global___LoraResult | None = ...,
         step_outputs: global___StepOutputs | None = ...,
         blocks_fetched: global___BlocksFetched | None = ...,
+        image_encoded: global___ImageEncoded | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blocks_fetched", b"blocks_fetched", "heartbeat", b"heartbeat", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks_fetched", b"blocks_fetched", "heartbeat", b"heartbeat", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["register", "heartbeat", "step_result", "leave", "lora_result", "step_outputs", "blocks_fetched"] | None: ...
+    def HasField(self, field_name: typing.Literal["blocks_fetched", b"blocks_fetched", "heartbeat", b"heartbeat", "image_encoded", b"image_encoded", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks_fetched", b"blocks_fetched", "heartbeat", b"heartbeat", "image_encoded", b"image_encoded", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["register", "heartbeat", "step_result", "leave", "lora_result", "step_outputs", "blocks_fetched", "image_encoded"] | None: ...
 
 global___WorkerMessage = WorkerMessage
 
@@ -75,6 +79,7 @@ class SchedulerMessage(google.protobuf.message.Message):
     HEARTBEAT_ACK_FIELD_NUMBER: builtins.int
     PROMPT_TABLE_FIELD_NUMBER: builtins.int
     FETCH_BLOCKS_FIELD_NUMBER: builtins.int
+    ENCODE_IMAGE_FIELD_NUMBER: builtins.int
     @property
     def registered(self) -> global___Registered: ...
     @property
@@ -95,6 +100,8 @@ class SchedulerMessage(google.protobuf.message.Message):
     def prompt_table(self) -> global___PromptTablePart: ...
     @property
     def fetch_blocks(self) -> global___FetchBlocks: ...
+    @property
+    def encode_image(self) -> global___EncodeImage: ...
     def __init__(
         self,
         *,
@@ -107,10 +114,11 @@ class SchedulerMessage(google.protobuf.message.Message):
         heartbeat_ack: global___HeartbeatAck | None = ...,
         prompt_table: global___PromptTablePart | None = ...,
         fetch_blocks: global___FetchBlocks | None = ...,
+        encode_image: global___EncodeImage | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["epoch_ended", b"epoch_ended", "fetch_blocks", b"fetch_blocks", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch_ended", b"epoch_ended", "fetch_blocks", b"fetch_blocks", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["registered", "rejected", "step_batch", "load_lora", "unload_lora", "epoch_ended", "heartbeat_ack", "prompt_table", "fetch_blocks"] | None: ...
+    def HasField(self, field_name: typing.Literal["encode_image", b"encode_image", "epoch_ended", b"epoch_ended", "fetch_blocks", b"fetch_blocks", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["encode_image", b"encode_image", "epoch_ended", b"epoch_ended", "fetch_blocks", b"fetch_blocks", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["registered", "rejected", "step_batch", "load_lora", "unload_lora", "epoch_ended", "heartbeat_ack", "prompt_table", "fetch_blocks", "encode_image"] | None: ...
 
 global___SchedulerMessage = SchedulerMessage
 
@@ -198,7 +206,8 @@ class Register(google.protobuf.message.Message):
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Request features that the group supports. In addition, `recurrent_state` means that blocks contain the recurrent
-        state after their last token, so that a sequence can continue only at the end of a full block.
+        state after their last token, so that a sequence can continue only at the end of a full block, and `vision` means
+        that the group encodes images.
         """
 
     @property
@@ -336,6 +345,68 @@ class BlocksFetched(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "fetched_hashes", b"fetched_hashes", "missing_hashes", b"missing_hashes"]) -> None: ...
 
 global___BlocksFetched = BlocksFetched
+
+@typing.final
+class EncodeImage(google.protobuf.message.Message):
+    """Tells a worker with the feature `vision` to encode an image. The worker responds with ImageEncoded, and meanwhile
+    executes steps.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    ID_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    id: builtins.int
+    """Identifies the image within the epoch."""
+    data: builtins.bytes
+    """The contents of the image's file."""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        id: builtins.int = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "epoch", b"epoch", "id", b"id"]) -> None: ...
+
+global___EncodeImage = EncodeImage
+
+@typing.final
+class ImageEncoded(google.protobuf.message.Message):
+    """An encoded image, or the error. A large one is sent in several messages, of a few megabytes each."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    ID_FIELD_NUMBER: builtins.int
+    EMBEDDINGS_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    id: builtins.int
+    text: builtins.str
+    """As in EncodeImageResponse; set in the first message."""
+    @property
+    def embeddings(self) -> protos.generation_pb2.Tensor:
+        """Embeddings [num_tokens, hidden_size], or some of their rows."""
+
+    @property
+    def error(self) -> protos.generation_pb2.ErrorInfo: ...
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        id: builtins.int = ...,
+        embeddings: protos.generation_pb2.Tensor | None = ...,
+        text: builtins.str = ...,
+        error: protos.generation_pb2.ErrorInfo | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["embeddings", b"embeddings", "error", b"error"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["embeddings", b"embeddings", "epoch", b"epoch", "error", b"error", "id", b"id", "text", b"text"]) -> None: ...
+
+global___ImageEncoded = ImageEncoded
 
 @typing.final
 class Rejected(google.protobuf.message.Message):

@@ -64,11 +64,11 @@ async def serve(config: RouterConfig) -> None:
     tls, authenticator = Tls.from_config(config), Authenticator.from_config(config)
     folder = open_model_folder(config.model)
     folder = dataclasses.replace(folder, name=config.served_model_name or folder.name)
-    prompts = PromptBuilder(folder, config.num_tokenizer_threads)
+    cells = Cells(config.schedulers, config.max_message_bytes, tls, config.unavailable_timeout_s)
+    prompts = PromptBuilder(folder, config.num_tokenizer_threads, cells.encode_image)
     chat = ChatModel.of(folder, prompts.tokenizer, config.tool_parser, config.reasoning_parser)
     progress, metrics = Progress(), Metrics()
     tracer = Tracer.from_config(config, "router")
-    cells = Cells(config.schedulers, config.max_message_bytes, tls)
     pool = DetokenizerPool(config.detokenizers, config.max_message_bytes, tls, transport=config.internal_transport)
     runner = Runner(
         folder,

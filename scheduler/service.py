@@ -27,6 +27,7 @@ from scheduler.core.core import SchedulerCore
 from scheduler.core.events import DrainStarted, Recovered
 from scheduler.edge.dispatch import Dispatcher
 from scheduler.edge.engine import Engine, Observer
+from scheduler.edge.images import Images
 from scheduler.edge.kept_requests import KeptRequests
 from scheduler.edge.ledger import Ledger
 from scheduler.edge.lora_registry import Adapters
@@ -148,14 +149,24 @@ class SchedulerService:
         )
         self.dispatcher.on_adapter_result = adapters.on_result
         self.engine.on_joined = adapters.on_joined
+        images = Images(
+            groups=lambda: core.groups,
+            sender=self.dispatcher,
+            hidden_size=self.model.hidden_size,
+            max_deaths=self.config.max_worker_deaths,
+            no_worker_timeout_s=self.config.no_worker_timeout_s,
+            cache_bytes=self.config.image_cache_bytes,
+        )
+        self.dispatcher.on_image_result = images.on_result
         self.engine.recover(contents.requests)
-        self.metrics.registry.register(SchedulerCollector(core, self.dispatcher, self.journal))
+        self.metrics.registry.register(SchedulerCollector(core, self.dispatcher, self.journal, images))
         kept = KeptRequests(self.journal.documents, self.engine, self.limits, self.model.fingerprint)
         ledger = self._open_ledger(contents.requests)
         self._kept, self._ledger = kept, ledger
         servicer = SchedulerServicer(
             self.engine,
             adapters,
+            images,
             kept,
             ledger,
             self.journal.documents,

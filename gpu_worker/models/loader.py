@@ -111,7 +111,7 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, links: RankLinks | No
     _refuse_other_heads(folder)
     ranks = ALONE if links is None else links.ranks
     device = use_device(config, ranks)
-    dtype = torch.float32 if device.type == "cpu" or config.weights == "f32" else torch.bfloat16
+    dtype = compute_dtype(config, device)
     _check_activations(config, device)
     if device.type == "cuda":
         kernels.set_float8_inputs(config.activations == "f8")
@@ -268,6 +268,11 @@ def _kv_dtype(config: WorkerConfig, device: torch.device, default: torch.dtype) 
     elif dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
         raise UnsupportedError("this GPU has no float8; use int8", field="kv")
     return dtype
+
+
+def compute_dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
+    """Return the data type of computation."""
+    return torch.float32 if device.type == "cpu" or config.weights == "f32" else torch.bfloat16
 
 
 def num_threads(config: WorkerConfig) -> int:

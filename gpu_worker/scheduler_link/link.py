@@ -33,7 +33,9 @@ from gpu_worker.kv.tiers import KvTiers
 from gpu_worker.kv.transfer import BlockFetcher
 from gpu_worker.lora.cache import AdapterCache
 from gpu_worker.lora.messages import AdapterMessages
+from gpu_worker.models.images import ImageEncoder
 from gpu_worker.scheduler_link.connection import LINK_EVENTS, Dialler
+from gpu_worker.scheduler_link.images import ImageMessages
 from gpu_worker.scheduler_link.messages import decode_step, encode_result
 from midstream.security.curve import WorkerCredentials
 from midstream.telemetry import Metrics
@@ -89,6 +91,7 @@ class SchedulerLink:
         credentials: WorkerCredentials | None = None,
         tiers: KvTiers | None = None,
         fetcher: BlockFetcher | None = None,
+        images: ImageEncoder | None = None,
     ) -> None:
         """Create the link; `start` connects it.
 
@@ -102,6 +105,7 @@ class SchedulerLink:
             credentials: Keys of the connection; None for plain text.
             tiers: Tiers of the KV pool, if any.
             fetcher: Fetches blocks from other workers; None if requests to do so are to be ignored.
+            images: Encodes images; None if requests to do so are to be ignored.
         """
         self.inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self.epoch = 0
@@ -109,6 +113,7 @@ class SchedulerLink:
         self._dialler = Dialler(address, credentials)
         self._adapters = AdapterMessages(adapters, self._wake)
         self._kept, self._tiers, self._fetcher = kept, tiers, fetcher
+        self._images = None if images is None else ImageMessages(images, self._wake, metrics)
         self._outbox: deque[tuple[Step, StepOutput, float]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -169,6 +174,8 @@ class SchedulerLink:
     def join(self) -> None:
         """Wait for the thread to end, after Stopped."""
         self._thread.join()
+        if self._images is not None:
+            self._images.close()
         self._wake_reader.close()
         self._wake_writer.close()
 
@@ -253,6 +260,11 @@ class SchedulerLink:
             self._kept.finish(step.step_id, is_whole=output.is_whole)
             if not all(self._send(dealer, message) for message in messages):
                 self._end_epoch("the connection is down")
+        while self._images is not None and self._images.answers:
+            encoded = self._images.answers.popleft()
+            is_current = encoded.epoch == self.epoch
+            if is_current and not self._send(dealer, worker_pb2.WorkerMessage(image_encoded=encoded)):
+                self._end_epoch("the connection is down")
         for fetched in self._fetcher.reports() if self._fetcher is not None else ():
             if fetched.epoch == self.epoch:
                 report = worker_pb2.BlocksFetched(
@@ -323,6 +335,8 @@ class SchedulerLink:
         elif kind == "fetch_blocks":
             self._fetch(message.fetch_blocks)
         else:
+            if self._images is not None:
+                self._images.take(message, self.epoch)
             self._adapters.take(message, self.epoch)
         return None
 

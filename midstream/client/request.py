@@ -194,13 +194,19 @@ def set_input(
             request.chat.tools_json = json.dumps(tools) if tools else ""
 
 
+_TURN_TEXTS = {"role", "content", "reasoning_content", "tool_call_id", "name"}
+
+
 def _message(message: Message) -> pb.ChatMessage:
     texts = {key: value for key, value in message.items() if key != "tool_calls" and isinstance(value, str)}
     unknown = message.keys() - texts.keys() - {"tool_calls"}
-    if unknown or not texts.keys() <= set(pb.ChatMessage.DESCRIPTOR.fields_by_name):
+    if unknown or not texts.keys() <= _TURN_TEXTS:
         raise ValueError(
             "a chat turn may have the strings role, content, reasoning_content, tool_call_id and name, and a list "
             f"tool_calls; got {message}"
         )
     calls = message.get("tool_calls")
-    return pb.ChatMessage(tool_calls_json=json.dumps(calls) if calls else "", **texts)
+    turn = pb.ChatMessage(tool_calls_json=json.dumps(calls) if calls else "")
+    for name, text in texts.items():
+        setattr(turn, name, text)
+    return turn

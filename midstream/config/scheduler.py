@@ -62,6 +62,7 @@ class SchedulerConfig(GrpcServiceConfig):
     max_worker_deaths: int = setting(
         2, "Fail a request after it has crashed this many workers in a row without producing a new token."
     )
+    image_cache_bytes: int = setting(256 << 20, "Maximum size of cached embeddings of images, in bytes.")
     no_worker_timeout_s: float = setting(30.0, "Seconds that a request without a deadline waits for any worker.")
     orphan_grace_s: float = setting(30.0, "Seconds until a request without an attached client is aborted.")
     finished_ttl_s: float = setting(60.0, "Seconds that a finished request can still be resumed.")

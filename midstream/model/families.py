@@ -86,6 +86,7 @@ SERVED_FAMILIES = (
     _native("Seed-OSS", "seed_oss"),
     _native("EXAONE 4", "exaone4", notes="norms after layers, windows, layers without rotary embedding"),
     _native("ERNIE 4.5", "ernie4_5"),
+    _native("Idefics 3, SmolVLM", "idefics3", "smolvlm", notes="reads images, with transformers' vision encoder"),
     _recurrent("Qwen 3 Next", "qwen3_next", notes="gated delta nets, experts"),
     _recurrent(
         "Qwen 3.5", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", notes="gated delta nets, experts"

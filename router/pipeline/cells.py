@@ -6,6 +6,7 @@ With several cells, the router follows each one's KV events to choose between th
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Sequence
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 1.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _TRY_TIMEOUT_S = 5.0
+# Images wait for each other, and a large one takes seconds on a CPU.
+_ENCODE_TIMEOUT_S = 120.0
 # A busy scheduler may return CANCELLED when the call's deadline has passed on its side but not yet here.
 _TRIED_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
@@ -152,7 +155,10 @@ class Cell:
 class Cells:
     """All discovered cells."""
 
-    def __init__(self, targets: str, max_message_bytes: int, tls: Tls | None = None) -> None:
+    def __init__(
+        self, targets: str, max_message_bytes: int, tls: Tls | None = None, unavailable_timeout_s: float = 10.0
+    ) -> None:
+        self._unavailable_timeout_s = unavailable_timeout_s
         self.cells: dict[str, Cell] = {}
         self._max_message_bytes = max_message_bytes
         self._tls = tls
@@ -211,6 +217,29 @@ class Cells:
         if not cells:
             raise UnavailableError("no scheduler found")
         return cells[0]
+
+    async def encode_image(self, data: bytes) -> scheduler_pb2.EncodeImageResponse:
+        """Have a worker encode an image, with retries while the scheduler is unreachable.
+
+        The cell depends on the image, so that another request with the same image finds it in that cell's cache.
+
+        Raises:
+            MidstreamError: The image is refused, or no cell or no worker is available.
+        """
+        loop, name = asyncio.get_running_loop(), hashlib.blake2b(data, digest_size=16).hexdigest()
+        request = scheduler_pb2.EncodeImageRequest(data=data)
+        give_up_at, delay = loop.time() + self._unavailable_timeout_s, _FIRST_RETRY_S
+        while True:
+            cells = [cell for cell in self.cells.values() if cell.is_up] or list(self.cells.values())
+            if not cells:
+                raise UnavailableError("no scheduler found")
+            try:
+                return await choose_home(cells, name).stub.EncodeImage(request, timeout=_ENCODE_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or loop.time() + delay > give_up_at:
+                    raise error_from_rpc(error) from None
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LAST_RETRY_S)
 
     def reports(self) -> list[loads_pb2.CellLoad]:
         """Return the most recent load reports of the cells that are up."""

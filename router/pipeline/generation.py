@@ -264,7 +264,11 @@ class Runner:
         for path, field in ((request.lora.path, "lora.path"), (request.prompt_tuning.path, "prompt_tuning.path")):
             if path:
                 check_adapter_path(path, self.adapter_root, field)
-        await self._normalize(request)
+        try:
+            async with asyncio.timeout_at(deadline):  # images may wait for a worker
+                await self._normalize(request)
+        except TimeoutError:
+            raise DeadlineError("the deadline passed while the prompt was prepared") from None
         cell = self._choose_cell(request, is_keyed=is_keyed)
         try:
             check_supported(request, cell.features)

@@ -5,7 +5,7 @@ loop.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
@@ -14,6 +14,7 @@ from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from router.pipeline.chat_template import ChatTemplate
 from router.pipeline.fair_threads import FairThreads
+from router.pipeline.images import EncodeImage, PromptImages
 
 _T = TypeVar("_T")
 # Prompts shorter than this are tokenized faster than a thread pool could return the result.
@@ -23,13 +24,19 @@ _INLINE_CHARACTERS = 256
 class PromptBuilder:
     """Renders and tokenizes the prompts of one model."""
 
-    def __init__(self, folder: ModelFolder, num_threads: int) -> None:
+    def __init__(self, folder: ModelFolder, num_threads: int, encode_image: EncodeImage | None = None) -> None:
         """Load the tokenizer and the chat template.
+
+        Args:
+            folder: The model.
+            num_threads: Maximum number of prompts that are processed concurrently for one client.
+            encode_image: Has a worker encode an image; None if images are to be refused.
 
         Raises:
             ConfigError: One of them is invalid.
         """
         self.tokenizer = Tokenizer(folder.path)
+        self._images = PromptImages(folder, self.tokenizer, encode_image)
         self._max_tokens = folder.max_sequence_length
         self._template: ChatTemplate | None = None
         if folder.chat_template is not None:
@@ -49,27 +56,31 @@ class PromptBuilder:
     async def token_ids(self, request: pb.GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
         """Return the input's token ids (never empty). `add_special_tokens` applies only to text prompts.
 
+        The embeddings of images are put into the request's table of virtual tokens.
+
         Raises:
             InvalidArgumentError: The input is missing, empty or too long, or a conversation cannot be parsed.
-            UnsupportedError: The model has no chat template for a conversation, or the kind of input is unknown.
+            UnsupportedError: The model has no chat template for a conversation, or reads no images.
+            MidstreamError: An image cannot be encoded.
         """
         kind = request.WhichOneof("input")
+        texts = await self._images.encode(request)
         if kind == "token_ids":
             ids = request.token_ids.values[:]
         elif kind == "prompt":
-            self._check_length(request.prompt, "prompt")
+            prompt = self._images.expand(request.prompt, texts, "prompt")
+            self._check_length(prompt, "prompt")
             ids = await self._run(
-                len(request.prompt),
-                lambda: self.tokenizer.encode(request.prompt, add_special_tokens=add_special_tokens),
+                len(prompt), lambda: self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             )
         elif kind == "chat":
-            ids = await self._run(_INLINE_CHARACTERS + 1, lambda: self._chat_ids(request.chat))
+            ids = await self._run(_INLINE_CHARACTERS + 1, lambda: self._chat_ids(request.chat, texts))
         else:
             names = "prompt, token_ids, chat and prompt_embeddings"
             raise InvalidArgumentError(f"one of {names} must be set", field="input")
         if not ids:
             raise InvalidArgumentError("must not be empty", field=str(kind))
-        return ids
+        return self._images.number(ids, request.prompt_tuning.table.shape[0]) if texts else ids
 
     async def bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Return the token sequences of banned words: for each word, one as it is and one with a preceding space."""
@@ -85,7 +96,7 @@ class PromptBuilder:
             return function()
         return await self._threads.run(function)
 
-    def _chat_ids(self, chat: pb.ChatInput) -> list[int]:
+    def _chat_ids(self, chat: pb.ChatInput, image_texts: Sequence[str]) -> list[int]:
         if self._template is None:
             raise UnsupportedError("this model has no chat template", field="chat")
         if not chat.messages:
@@ -93,11 +104,12 @@ class PromptBuilder:
         tools = _parse(chat.tools_json, list, "chat.tools_json")
         variables = _parse(chat.template_variables_json, dict, "chat.template_variables_json")
         text = self._template.render(
-            [_message(message, i) for i, message in enumerate(chat.messages)],
+            [_message(message, i, in_parts=self._images.has_parts) for i, message in enumerate(chat.messages)],
             tools=tools,
             add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
             variables=variables,
         )
+        text = self._images.expand(text, image_texts, "chat")
         self._check_length(text, "chat")
         # The template itself adds the special tokens.
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -108,11 +120,11 @@ class PromptBuilder:
             raise InvalidArgumentError(f"is longer than the model's context of {self._max_tokens} tokens", field=field)
 
 
-def _message(message: pb.ChatMessage, index: int) -> dict[str, object]:
+def _message(message: pb.ChatMessage, index: int, *, in_parts: bool) -> dict[str, object]:
     path = f"chat.messages[{index}]"
     if not message.role:
         raise InvalidArgumentError("must be set", field=f"{path}.role")
-    turn: dict[str, object] = {"role": message.role, "content": message.content}
+    turn: dict[str, object] = {"role": message.role, "content": _content(message, path, in_parts=in_parts)}
     if message.tool_calls_json:
         turn["tool_calls"] = _parse(message.tool_calls_json, list, f"{path}.tool_calls_json")
     if message.reasoning_content:
@@ -123,6 +135,19 @@ def _message(message: pb.ChatMessage, index: int) -> dict[str, object]:
     if message.name:
         turn["name"] = message.name
     return turn
+
+
+def _content(message: pb.ChatMessage, path: str, *, in_parts: bool) -> object:
+    """Return the content of a message: text or, with `in_parts`, a list of parts."""
+    if message.parts and message.content:
+        raise InvalidArgumentError("must not be set together with parts", field=f"{path}.content")
+    for i, part in enumerate(message.parts):
+        if part.WhichOneof("part") is None:
+            raise InvalidArgumentError("must have a text or an image", field=f"{path}.parts[{i}]")
+    if not in_parts:
+        return message.content or "\n".join(part.text for part in message.parts)
+    parts = message.parts or ([pb.ContentPart(text=message.content)] if message.content else [])
+    return [{"type": "text", "text": part.text} if part.HasField("text") else {"type": "image"} for part in parts]
 
 
 def _parse(text: str, kind: type[_T], field: str) -> _T | None:

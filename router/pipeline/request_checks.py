@@ -15,6 +15,7 @@ from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from router.authentication import current_caller
 from router.permissions import Role
+from router.pipeline.images import check_images
 from router.pipeline.virtual_tokens import check_virtual_tokens, num_token_ids
 
 MAX_NAME = 128
@@ -142,6 +143,7 @@ def check_request(
         raise InvalidArgumentError(
             "must be at least 1, unless the request asks for an output for the prompt", field="max_tokens"
         )
+    check_images(request, model)
     check_virtual_tokens(request, model)
     fit_to_context(len(request.token_ids.values), None, model, "token_ids")  # before the ids are looked at
     _check_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")

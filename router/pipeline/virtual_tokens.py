@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from midstream.errors import InvalidArgumentError
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
+from router.pipeline.images import images_of
 
 _BYTES_PER_ELEMENT = {pb.Tensor.DTYPE_FLOAT32: 4, pb.Tensor.DTYPE_FLOAT16: 2, pb.Tensor.DTYPE_BFLOAT16: 2}
 
@@ -22,7 +23,7 @@ def check_virtual_tokens(request: pb.GenerateRequest, model: ModelFolder) -> Non
         InvalidArgumentError: A field is invalid; the error names it.
     """
     tuning, has_embeddings = request.prompt_tuning, request.WhichOneof("input") == "prompt_embeddings"
-    if not has_embeddings and not request.HasField("prompt_tuning"):
+    if not has_embeddings and not request.HasField("prompt_tuning") and not images_of(request):
         return
     if has_embeddings:
         if request.HasField("prompt_tuning"):
@@ -34,15 +35,17 @@ def check_virtual_tokens(request: pb.GenerateRequest, model: ModelFolder) -> Non
         if tuning.path:
             raise InvalidArgumentError("requires the name of an adapter", field="prompt_tuning.path")
         _check_tensor(tuning.table, model, "prompt_tuning.table")
-    elif not tuning.name:
+    elif request.HasField("prompt_tuning") and not tuning.name:
         raise InvalidArgumentError("must have a name or a table", field="prompt_tuning")
     if request.output.HasField("prompt_log_probs"):
         raise InvalidArgumentError(
-            "is not supported with virtual tokens, which have no log probabilities", field="output.prompt_log_probs"
+            "is not supported with images and other virtual tokens, which have no log probabilities",
+            field="output.prompt_log_probs",
         )
     if request.output.HasField("exclude_input_from_output") and not request.output.exclude_input_from_output:
         raise InvalidArgumentError(
-            "must not be false with virtual tokens, which have no text", field="output.exclude_input_from_output"
+            "must not be false with images and other virtual tokens, which have no text",
+            field="output.exclude_input_from_output",
         )
 
 

@@ -11,6 +11,8 @@ from midstream.model.folder import ModelFolder
 # Bytes for everything but the prompt (such as guides and tools), and bytes per token of the context in the most verbose
 # JSON.
 _FIXED_BYTES, _BYTES_PER_TOKEN = 2 << 20, 128
+# Additional bytes for the images of a request.
+_IMAGE_BYTES = 32 << 20
 # The budget is this number of bodies of maximum size, in total and for one client.
 _BODIES, _BODIES_PER_CLIENT = 16, 4
 _RETRY_AFTER_MS = 500
@@ -18,14 +20,18 @@ _RETRY_AFTER_MS = 500
 
 def max_body_bytes(model: ModelFolder, configured: int, max_message_bytes: int) -> int:
     """Return the size limit of HTTP bodies: the configured one, or one derived from the model's context length."""
-    by_context = _FIXED_BYTES + _BYTES_PER_TOKEN * model.max_sequence_length
+    by_context = _FIXED_BYTES + _BYTES_PER_TOKEN * model.max_sequence_length + _image_bytes(model)
     return min(configured or by_context, max_message_bytes)
 
 
 def max_request_bytes(model: ModelFolder, max_message_bytes: int) -> int:
     """Return the size limit of gRPC requests; it allows for prompts given as float32 embeddings."""
     by_context = (4 << 20) + (4 * model.hidden_size + _BYTES_PER_TOKEN) * model.max_sequence_length
-    return min(by_context, max_message_bytes)
+    return min(by_context + _image_bytes(model), max_message_bytes)
+
+
+def _image_bytes(model: ModelFolder) -> int:
+    return 0 if model.image_token_id is None else _IMAGE_BYTES
 
 
 class BodyBudget:

@@ -84,7 +84,10 @@ COMPLETIONS: Table = {
 }
 CHAT: Table = {
     "model": ("works", "the served model, or a loaded adapter"),
-    "messages": ("works", "text; `reasoning_content` of earlier messages is passed to the template"),
+    "messages": (
+        "works",
+        "text, and images as data URLs; `reasoning_content` of earlier messages is passed to the template",
+    ),
     "max_completion_tokens": ("works", "overrides `max_tokens`"),
     "max_tokens": ("works", ""),
     "logprobs": ("works", ""),
@@ -116,6 +119,7 @@ CHAT: Table = {
     "messages.tool_calls.index": ("ignored", "tool calls are taken in order"),
     "messages.tool_calls.type": ("ignored", "all tool calls are treated as function calls"),
     "messages.content.annotations": ("ignored", "from an earlier response"),
+    "messages.content.image_url.detail": ("ignored", "the model's image processor decides"),
     **_COMMON,
 }
 # Fields of /tokenize for a body with messages.

@@ -91,6 +91,7 @@ class Dispatcher:
         self.num_unsent = 0
         self.num_refused = 0
         self.on_adapter_result: Callable[[worker_pb2.LoraResult], None] = lambda _: None
+        self.on_image_result: Callable[[worker_pb2.ImageEncoded], None] = lambda _: None
         self._limits = limits
         self._heartbeat_interval_ms = heartbeat_interval_ms
         self._worker_timeout_ms = worker_timeout_ms
@@ -216,11 +217,9 @@ class Dispatcher:
             event = decode_worker_message(frames[1], connection, self._clock.now_ns())
             if isinstance(event, StepDone) and connection in self._outputs:
                 return self._with_outputs(event, self._outputs.pop(connection))
-            if isinstance(event, worker_pb2.StepOutputs):
-                self._hold_outputs(connection, event)
-                return None
-            if isinstance(event, worker_pb2.LoraResult):
-                self._take_adapter_result(connection, event)
+            if isinstance(event, worker_pb2.StepOutputs | worker_pb2.LoraResult | worker_pb2.ImageEncoded):
+                if self._epochs.get(connection) == event.epoch:
+                    self._take(connection, event)
                 return None
         except WrongMessageError as error:
             self.num_wrong += 1
@@ -235,15 +234,19 @@ class Dispatcher:
             return WorkerFailed(self._clock.now_ns(), connection, f"its message cannot be read: {error}")
         return event
 
-    def _take_adapter_result(self, connection: bytes, result: worker_pb2.LoraResult) -> None:
-        """Forward the result of an adapter command; drop it if it is not from the sender's current epoch."""
-        if self._epochs.get(connection) == result.epoch:
-            self.on_adapter_result(result)
+    def _take(
+        self, connection: bytes, message: worker_pb2.StepOutputs | worker_pb2.LoraResult | worker_pb2.ImageEncoded
+    ) -> None:
+        """Take a message of the sender's current epoch that is not an event of the core."""
+        if isinstance(message, worker_pb2.StepOutputs):
+            self._hold_outputs(connection, message)
+        elif isinstance(message, worker_pb2.LoraResult):
+            self.on_adapter_result(message)
+        else:
+            self.on_image_result(message)
 
     def _hold_outputs(self, connection: bytes, message: worker_pb2.StepOutputs) -> None:
-        """Hold outputs of the sender's current epoch until the result of their step arrives; drop others."""
-        if self._epochs.get(connection) != message.epoch:
-            return
+        """Hold outputs until the result of their step arrives."""
         held = self._outputs.get(connection)
         if held is None or (held.epoch, held.step_id) != (message.epoch, message.step_id):
             held = self._outputs[connection] = _HeldOutputs(message.epoch, message.step_id)
@@ -309,6 +312,11 @@ class Dispatcher:
         """Ask a worker to unload an adapter."""
         unload = worker_pb2.UnloadLoraAdapter(fingerprint=fingerprint, epoch=epoch)
         self._send_message(connection, worker_pb2.SchedulerMessage(unload_lora=unload))
+
+    def send_image(self, connection: bytes, epoch: int, image_id: int, data: bytes) -> None:
+        """Ask a worker to encode an image; its answer is passed to `on_image_result`."""
+        image = worker_pb2.EncodeImage(epoch=epoch, id=image_id, data=data)
+        self._send_message(connection, worker_pb2.SchedulerMessage(encode_image=image))
 
     def send_heartbeat_ack(self, connection: bytes, epoch: int) -> None:
         """Acknowledge a heartbeat."""

@@ -12,16 +12,18 @@ from midstream.telemetry import PREFIX
 from scheduler.core.core import SchedulerCore
 from scheduler.core.stats import LATENCY_BUCKETS_S, Histogram
 from scheduler.edge.dispatch import Dispatcher
+from scheduler.edge.images import Images
 from scheduler.journal import Journal
 
 
 class SchedulerCollector(Collector):
     """Exports the core's state. Runs in the metrics thread, so it only reads numbers and changes nothing."""
 
-    def __init__(self, core: SchedulerCore, dispatcher: Dispatcher, journal: Journal) -> None:
+    def __init__(self, core: SchedulerCore, dispatcher: Dispatcher, journal: Journal, images: Images) -> None:
         self._core = core
         self._dispatcher = dispatcher
         self._journal = journal
+        self._images = images
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families."""
@@ -56,6 +58,7 @@ class SchedulerCollector(Collector):
         yield _gauge(
             "num_worker_groups_held_off", "Worker groups that are held off after faults or deaths.", num_held_off
         )
+        yield _gauge("num_images_running", "Images that workers encode now.", self._images.num_running)
         info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache.", labels=("block_size", "num_gpu_blocks"))
         info.add_metric((str(core.config.tokens_per_block), str(num_blocks)), 1.0)
         yield info
@@ -104,6 +107,10 @@ class SchedulerCollector(Collector):
             "num_unsent_messages",
             "Number of messages not sent because the worker had disconnected.",
             dispatcher.num_unsent,
+        )
+        yield _counter("num_encoded_images", "Number of images that workers encoded.", self._images.num_encoded)
+        yield _counter(
+            "num_cached_images", "Number of images whose embeddings were known already.", self._images.num_cached
         )
         yield _counter("journal_commits", "Number of journal transactions.", self._journal.num_commits)
         yield _counter(

@@ -30,6 +30,7 @@ from scheduler.core.request_spec import RequestSpec
 from scheduler.edge.document_calls import DocumentCalls
 from scheduler.edge.engine import Engine
 from scheduler.edge.feed_session import FeedFrames, FeedSession
+from scheduler.edge.images import Images
 from scheduler.edge.kept_requests import KeptRequests
 from scheduler.edge.ledger import Ledger
 from scheduler.edge.lora_registry import Adapters
@@ -51,6 +52,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self,
         engine: Engine,
         adapters: Adapters,
+        images: Images,
         kept: KeptRequests,
         ledger: Ledger | None,
         documents: Documents,
@@ -67,6 +69,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         Args:
             engine: The running scheduler.
             adapters: Adapters that requests can name.
+            images: Has workers encode images.
             kept: Ended requests that are kept for a long time.
             ledger: Usage of ended requests; None if it is off.
             documents: Where routers store files and batches.
@@ -81,6 +84,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self._frames = frames
         self._engine = engine
         self._adapters = adapters
+        self._images = images
         self._kept = kept
         self._ledger = ledger
         self._model = model
@@ -104,6 +108,12 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             attached=answer.is_attached,
             num_sequences=len(answer.request.sequences),
         )
+
+    async def EncodeImage(
+        self, request: scheduler_pb2.EncodeImageRequest, context: object
+    ) -> scheduler_pb2.EncodeImageResponse:
+        """Have a worker encode an image."""
+        return await self._images.encode(request.data)
 
     async def _spec(self, request: generation_pb2.GenerateRequest) -> RequestSpec:
         now_ns = self._engine.now_ns()

@@ -103,7 +103,7 @@ def decode_event(record: pb.Record) -> Event:
     if kind == "worker_message":
         message = record.worker_message
         event = decode_worker_message(message.frame, message.connection, time_ns)
-        assert not isinstance(event, worker_pb2.LoraResult | worker_pb2.StepOutputs)
+        assert not isinstance(event, worker_pb2.LoraResult | worker_pb2.StepOutputs | worker_pb2.ImageEncoded)
         return event
     if kind in ("worker_lost", "worker_failed"):
         failed = record.worker_failed

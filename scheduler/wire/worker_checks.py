@@ -12,6 +12,7 @@ from protos import generation_pb2, worker_pb2
 
 MAX_NAME = 256
 _MAX_TEXT = 1 << 16
+_MAX_IMAGE_TEXT = 1 << 20
 _MAX_FEATURES = 256
 _MAX_BYTES = 1 << 50
 # Maximum of numbers that are summed over requests or groups and end up in 32-bit fields of other messages.
@@ -54,6 +55,8 @@ def check_worker_message(message: worker_pb2.WorkerMessage) -> None:
         _check_text("reason", message.leave.reason, _MAX_TEXT)
     elif kind == "lora_result":
         _check_adapter(message.lora_result)
+    elif kind == "image_encoded":
+        _check_image(message.image_encoded)
 
 
 def _check_registration(message: worker_pb2.Register) -> None:
@@ -144,6 +147,14 @@ def _check_adapter(result: worker_pb2.LoraResult) -> None:
     _check_range("num_bytes", (result.num_bytes,), _MAX_BYTES)
     if result.HasField("error"):
         _check_error(result.error)
+
+
+def _check_image(result: worker_pb2.ImageEncoded) -> None:
+    if result.HasField("error"):
+        _check_error(result.error)
+        return
+    _check_tensor(result.embeddings)
+    _check_text("text", result.text, _MAX_IMAGE_TEXT)
 
 
 def _check_error(error: generation_pb2.ErrorInfo) -> None:

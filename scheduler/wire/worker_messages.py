@@ -24,7 +24,7 @@ WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | WorkerLost | WorkerFa
 
 def decode_worker_message(
     frame: bytes, connection: bytes, time_ns: int
-) -> WorkerEvent | worker_pb2.LoraResult | worker_pb2.StepOutputs:
+) -> WorkerEvent | worker_pb2.LoraResult | worker_pb2.StepOutputs | worker_pb2.ImageEncoded:
     """Return the event for a worker's message.
 
     Args:
@@ -60,6 +60,8 @@ def decode_worker_message(
         )
     if kind == "lora_result":
         return message.lora_result
+    if kind == "image_encoded":
+        return message.image_encoded
     if kind == "step_outputs":
         return message.step_outputs
     raise ValueError("the message is empty")

@@ -182,6 +182,9 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
                 group.block_map.blocks_per_cell = 1
         return answer
 
+    async def EncodeImage(self, request: scheduler_pb2.EncodeImageRequest, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
+
     async def Abort(self, request: loads_pb2.AbortRequest, context: Any) -> loads_pb2.AbortResponse:  # noqa: N802
         self.aborts.append(request.request_id)
         script = self.requests.get(request.request_id)

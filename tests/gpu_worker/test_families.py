@@ -81,6 +81,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mm_tokens_per_image": 1,
         },
     ),
+    "idefics3": (
+        "Idefics3",
+        {
+            "text_config": {"model_type": "llama", "pad_token_id": 0},
+            "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        },
+    ),
     "phi3": ("Phi3", {"partial_rotary_factor": 0.75, "sliding_window": 24, "pad_token_id": 0}),
     "phi3_long": (
         "Phi3",
@@ -340,7 +347,7 @@ def test_lora_gives_the_logits_of_peft(
     d = runner.model.description
     of_ffn = {"gate", "up", "down"} if any(d.mixtures) else set()
     targets = [path.rpartition(".")[2] for path, modules in module_paths(d).items() if of_ffn.isdisjoint(modules)]
-    settings: dict[str, Any] = {"target_modules": targets, "exclude_modules": ".*vision_tower.*"}
+    settings: dict[str, Any] = {"target_modules": targets, "exclude_modules": ".*vision_(tower|model).*"}
     # transformers sums the logarithms of decays over a chunk, which is inaccurate if an adapter makes the step sizes
     # large.
     alpha = 2 if d.state_size else 8

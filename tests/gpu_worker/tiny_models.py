@@ -37,7 +37,9 @@ def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Modu
         config = config_class(**settings)
     else:
         config = config_class(**{**SHAPE, **settings})
-    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    # transformers does not list this family among the causal language models.
+    auto = transformers.AutoModelForImageTextToText if family == "Idefics3" else transformers.AutoModelForCausalLM
+    model: torch.nn.Module = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Initial weights are larger than usual, so that any mistake is visible in the logits.

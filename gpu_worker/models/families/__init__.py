@@ -17,6 +17,7 @@ from gpu_worker.models.families.glm import GLM, GLM4, GLM_MIXTURE
 from gpu_worker.models.families.gpt import GPT2, OPT, PHI, STABLELM, STARCODER2
 from gpu_worker.models.families.gpt_oss import GPT_OSS
 from gpu_worker.models.families.granite import GRANITE
+from gpu_worker.models.families.idefics3 import IDEFICS3
 from gpu_worker.models.families.lfm2 import LFM2
 from gpu_worker.models.families.llama import LLAMA, SEED_OSS
 from gpu_worker.models.families.llama4 import LLAMA4
@@ -33,7 +34,7 @@ FAMILIES = (
     LLAMA, LLAMA4, QWEN, QWEN_MIXTURE, MISTRAL, MIXTRAL, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE, GLM, GLM4,
     GLM_MIXTURE, GPT_OSS, DEEPSEEK, SMOLLM3, COHERE2, QWEN_NEXT, QWEN3_5, MAMBA2, NEMOTRON_H, GRANITE_HYBRID,
     BAMBA, FALCON_H1, LFM2, PHI, STARCODER2, STABLELM, GPT2, OPT, OLMO3, SEED_OSS,
-    EXAONE4, ERNIE4_5, MINIMAX_M2,
+    EXAONE4, ERNIE4_5, MINIMAX_M2, IDEFICS3,
 )  # fmt: skip
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.types}
 

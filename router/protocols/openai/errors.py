@@ -68,4 +68,6 @@ def param_of(field: str) -> str:
     section, dot, name = field.partition(".")
     if section == "guided_decoding":
         return "response_format"
+    if field.endswith(".image.data"):
+        return field.removeprefix("chat.").replace(".parts[", ".content[").replace(".image.data", ".image_url.url")
     return name if dot and section in ("sampling", "stopping", "output") else field.removeprefix("chat.")

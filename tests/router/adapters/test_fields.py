@@ -159,6 +159,10 @@ CHAT_EXAMPLES = COMMON_EXAMPLES | {
         turn(content=[{"type": "text", "text": "x", "annotations": [1]}]),
         turn(content=[{"type": "text", "text": "x"}]),
     ),
+    "messages.content.image_url.detail": (
+        turn(content=[{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}]),
+        turn(content=[{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]),
+    ),
 }
 
 

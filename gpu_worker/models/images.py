@@ -1,0 +1,148 @@
+"""Encodes images with transformers' own processor, vision encoder and connector, beside our decoder of the language
+model.
+
+The result is a table of virtual tokens, and the text that stands for the image in a prompt: the image token once for
+each row, among the tokens that mark the image's tiles.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
+from midstream.model.folder import ModelFolder
+from midstream.model.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# A small file may contain a huge image.
+MAX_PIXELS = 1 << 25
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+# Prefixes of the tensors of the vision encoder and the connector.
+_PARTS = ("model.vision_model.", "model.connector.")
+_FRAME, _WHOLE = "<fake_token_around_image>", "<global-img>"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """An encoded image.
+
+    Attributes:
+        embeddings: [num_tokens, hidden_size], on the CPU.
+        text: What replaces the image's placeholder in a prompt; contains the image token num_tokens times.
+    """
+
+    embeddings: Tensor
+    text: str
+
+
+class ImageEncoder:
+    """The vision encoder of one model. It is not thread-safe, but may run beside the decoder's steps."""
+
+    def __init__(self, folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
+        """Load the processor and the encoder of `folder`, which must have an image token.
+
+        Raises:
+            ConfigError: A file or tensor is missing.
+            UnsupportedError: A package that reads images is missing.
+        """
+        started = time.perf_counter()
+        assert folder.image_token_id is not None
+        self._device, self._dtype = device, dtype
+        self._image_token = Tokenizer(folder.path).token(folder.image_token_id)
+        if self._image_token is None:
+            raise ConfigError(f"tokenizer.json lacks the image token, id {folder.image_token_id}", field="model")
+        self._processor = _processor(folder)
+        self._model = _load(folder, device, dtype)
+        logger.info("loaded the vision encoder of %s in %.1f s", folder.name, time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def encode(self, data: bytes) -> EncodedImage:
+        """Encode a PNG, JPEG, WebP or GIF file, of which the first frame is used.
+
+        Raises:
+            InvalidArgumentError: `data` is not such a file, or the image is too large.
+        """
+        inputs = self._processor(images=[_decode(data)], return_tensors="pt", return_row_col_info=True)
+        features = self._model.get_image_features(
+            pixel_values=inputs["pixel_values"].to(self._device, self._dtype),
+            pixel_attention_mask=inputs["pixel_attention_mask"].to(self._device),
+        )
+        (embeddings,) = features.pooler_output
+        num_rows, num_columns = inputs["rows"][0][0], inputs["cols"][0][0]
+        return EncodedImage(embeddings.cpu().contiguous(), self._text(num_rows, num_columns, len(embeddings)))
+
+    def _text(self, num_rows: int, num_columns: int, num_tokens: int) -> str:
+        """Return the text for an image of `num_rows` x `num_columns` tiles, followed by the whole image."""
+        tile = str(self._image_token) * (num_tokens // (num_rows * num_columns + 1))
+        lines = [
+            "".join(f"{_FRAME}<row_{row}_col_{column}>{tile}" for column in range(1, num_columns + 1)) + "\n"
+            for row in range(1, num_rows + 1)
+        ]
+        gap = "\n" if lines else ""
+        return "".join(lines) + f"{gap}{_FRAME}{_WHOLE}{tile}{_FRAME}"
+
+
+def _decode(data: bytes) -> Any:
+    """Return the image in `data`, in RGB."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about damage in metadata; the size is checked here
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            num_pixels = image.width * image.height
+            if num_pixels <= MAX_PIXELS:
+                return image.convert("RGB")
+    except UnidentifiedImageError:
+        raise InvalidArgumentError(f"is not an image of the types {', '.join(FORMATS)}", field="data") from None
+    except Exception as error:  # noqa: BLE001 (decoders raise anything for a damaged file)
+        raise InvalidArgumentError(f"cannot be read as an image: {str(error)[:200]}", field="data") from None
+    raise InvalidArgumentError(f"has {num_pixels} pixels; must have at most {MAX_PIXELS}", field="data")
+
+
+def _processor(folder: ModelFolder) -> Any:
+    """Return transformers' image processor, in the variant that needs only Pillow."""
+    try:
+        import PIL  # noqa: F401 (without it, the import below yields a class that fails when it is used)
+        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+    except ImportError as error:
+        raise UnsupportedError(f"images need pillow and a newer transformers ({error})", field="model") from None
+    kinds = {"idefics3": Idefics3ImageProcessorPil, "smolvlm": SmolVLMImageProcessorPil}
+    try:
+        return kinds[folder.architecture].from_pretrained(folder.path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the image processor of {folder.path} cannot be loaded: {error}", field="model") from None
+
+
+def _load(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return transformers' model without its language model."""
+    config = transformers.AutoConfig.from_pretrained(folder.path)
+    with torch.device("meta"):
+        model: Any = transformers.AutoModel.from_config(config, dtype=dtype).eval()
+    del model.text_model
+    tensors: dict[str, Tensor] = {}
+    for path in folder.weight_files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (the file is not iterable)
+                    if name.startswith(_PARTS):
+                        tensors[name.removeprefix("model.")] = file.get_tensor(name).to(device, dtype)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
+    try:
+        model.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        raise ConfigError(f"the vision encoder of {folder.path} does not fit: {error}", field="model") from None
+    return model

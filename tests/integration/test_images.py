@@ -1,0 +1,181 @@
+"""A tiny model that reads images in the whole service: its tokens are those of transformers, whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from PIL import Image
+from transformers import Idefics3Processor
+
+from midstream.client import AsyncClient
+from protos import generation_pb2 as pb
+from protos import loads_pb2
+from tests.gpu_worker.vision_model import CHAT_TEMPLATE, TOKENS_PER_TILE, image_processor, make_vision_model, picture
+from tests.integration.service import Service, collect, eventually, stub_of
+
+MAX_TOKENS, LONG = 40, 400
+RED, BLUE = picture(60, 31, seed=1), picture(20, 50, seed=2, kind="WEBP")
+
+
+@dataclass(frozen=True)
+class Vision:
+    """The service, and transformers' model and processor."""
+
+    service: Service
+    model: Any
+    processor: Any
+
+    def expected(self, prompt: str, images: Sequence[Image.Image], max_tokens: int = MAX_TOKENS) -> list[int]:
+        """Return the tokens that transformers generates."""
+        inputs = self.processor(text=prompt, images=list(images), return_tensors="pt")
+        made = self.model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, eos_token_id=None)
+        tokens: list[int] = made[0, inputs["input_ids"].shape[1] :].tolist()
+        return tokens
+
+    def metric(self, name: str) -> float:
+        """Return a metric of the scheduler."""
+        (scheduler,) = self.service.processes("scheduler")
+        with urllib.request.urlopen(f"http://{scheduler['addresses']['http']}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        return float(next(line.split()[-1] for line in lines if line.startswith(f"midstream:{name} ")))
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
+    folder = tmp_path_factory.mktemp("model")
+    model, tokenizer = make_vision_model(folder)
+    processor = Idefics3Processor(image_processor(), tokenizer, image_seq_len=TOKENS_PER_TILE)
+    service = Service.start(
+        tmp_path_factory.mktemp("service"),
+        "--model",
+        str(folder),
+        "--workers",
+        "2",
+        MIDSTREAM_WORKER_TIMEOUT_MS="30000",
+        MIDSTREAM_KV="f32",
+    )
+    yield Vision(service, model, processor)
+    service.stop()
+
+
+def request(prompt: str, *images: bytes) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        prompt=prompt,
+        images=[pb.Image(data=data) for data in images],
+        max_tokens=MAX_TOKENS,
+        sampling=pb.SamplingConfig(temperature=0),
+        stopping=pb.StoppingConfig(ignore_eos=True),
+    )
+
+
+async def test_each_door_gives_the_tokens_of_transformers_and_encodes_an_image_once(vision: Vision) -> None:
+    wanted = vision.expected("See <image>?", [RED[0]])
+    async with stub_of(vision.service.routers()[0]) as stub:
+        assert (await collect(stub, request("See <image>?", RED[1]))).token_ids == wanted
+        assert (await collect(stub, request("See <image>?", BLUE[1]))).token_ids != wanted
+    # Two images in a chat, one of them new to the service but equal to another in the request.
+    parts: list[dict[str, Any]] = [
+        {"type": "text", "text": "What is "},
+        {"type": "image"},
+        {"type": "text", "text": " beside "},
+        {"type": "image"},
+    ]
+    prompt = vision.processor.apply_chat_template(
+        [{"role": "user", "content": parts}], chat_template=CHAT_TEMPLATE, add_generation_prompt=True
+    )
+    wanted = vision.expected(prompt, [BLUE[0], RED[0]])
+    for part, (_, data) in zip((parts[1], parts[3]), (BLUE, RED), strict=True):
+        url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+        part |= {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+    messages: Any = [{"role": "user", "content": parts}]
+    (router,) = vision.service.processes("router")
+    client = openai.AsyncOpenAI(base_url=f"http://{router['addresses']['http']}/v1", api_key="none", max_retries=0)
+    async with client:
+        answer = await client.chat.completions.create(
+            model="",
+            messages=messages,
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+        (choice,) = answer.choices
+        assert choice.model_extra is not None
+        assert choice.model_extra["token_ids"] == wanted
+        for url, reason in (
+            ("https://example.com/a.png", "not fetched"),
+            ("data:image/png;base64,AAAA", "not an image"),
+        ):
+            broken: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+            with pytest.raises(openai.BadRequestError, match=reason) as raised:
+                await client.chat.completions.create(model="", messages=broken)
+            assert raised.value.param == "messages[0].content[0].image_url.url"
+    assert vision.metric("num_encoded_images_total") == 2
+    assert vision.metric("num_cached_images_total") == 2
+
+
+async def test_images_that_do_not_fit_the_prompt_are_refused(vision: Vision) -> None:
+    both = request("<image><image>", RED[1])
+    both_texts = request("x", RED[1])
+    logs = request("<image>", RED[1])
+    logs.output.prompt_log_probs = 1
+    part = pb.ContentPart(image=pb.Image(data=b""))
+    empty = pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(role="user", parts=[part])]))
+    cases = [
+        (both, "prompt"),
+        (both_texts, "prompt"),
+        (logs, "output.prompt_log_probs"),
+        (empty, "chat.messages[0].parts[0].image.data"),
+    ]
+    async with stub_of(vision.service.routers()[0]) as stub:
+        for refused, field in cases:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await collect(stub, refused)
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert dict(raised.value.trailing_metadata() or ())["midstream-field"] == field
+
+
+async def test_the_death_of_a_worker_that_encodes_or_generates_changes_no_token(vision: Vision) -> None:
+    image, data = picture(64, 64, seed=9)
+    wanted = vision.expected("<image> is", [image], LONG)
+    async with stub_of(vision.service.routers()[0]) as stub, AsyncClient(vision.service.routers()) as client:
+
+        async def groups() -> Sequence[loads_pb2.WorkerGroupInfo]:
+            return (await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=10)).worker_groups
+
+        async def running() -> float:
+            return vision.metric("num_images_running")
+
+        def send(number: signal.Signals, group: loads_pb2.WorkerGroupInfo) -> None:
+            parts = vision.service.processes("gpu_worker")
+            os.kill(next(int(part["pid"]) for part in parts if group.group_id.endswith(str(part["name"]))), number)
+
+        # Without other requests, the first worker gets the image.
+        first = (await groups())[0]
+        send(signal.SIGSTOP, first)
+        answer = asyncio.create_task(client.stream(request("<image> is", data)).result())
+        assert await eventually(running, lambda count: count == 1, 20) == 1
+        send(signal.SIGKILL, first)
+        assert list((await answer).sequences[0].token_ids) == wanted[:MAX_TOKENS]
+
+        long = request("<image> is", data)
+        long.max_tokens = LONG
+        seen: list[int] = []
+        async for chunk in client.stream(long):
+            if not seen:
+                (busy,) = [group for group in await groups() if group.num_active_sequences]
+                send(signal.SIGKILL, busy)
+            seen += chunk.token_ids
+        assert seen == wanted
+        assert vision.metric("num_recoveries_total") == 1
+    assert json.dumps(wanted)
