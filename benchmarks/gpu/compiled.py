@@ -213,12 +213,12 @@ def _compile_all(jobs: list[tuple[int, str, set[str]]], num_processes: int) -> I
         yield from pool.map(_compile, jobs)
 
 
-def write_table_with(version: str) -> int:
+def write_table_with(version: str, num_processes: int) -> int:
     """Run `--write` with another version of Triton; return the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, f"triton=={version}"]
         subprocess.run(pip, check=True)
-        command = [sys.executable, "-m", "benchmarks.gpu.compiled", "--write"]
+        command = [sys.executable, "-m", "benchmarks.gpu.compiled", "--write", "--processes", str(num_processes)]
         return subprocess.run(command, env=os.environ | {"PYTHONPATH": folder}, check=False).returncode
 
 
@@ -285,8 +285,21 @@ def _dump(what: str, file: str) -> str:
     return subprocess.run([str(_CUOBJDUMP), what, file], capture_output=True, text=True, check=True).stdout
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
+_activations = torch.bfloat16
+
+
+def _meta(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(*shape, dtype=dtype or _activations, device="meta")
+
+
+def _with_activations(dtype: torch.dtype, run: Callable[[], object]) -> None:
+    """Run a case with activations and weights of this type instead of bfloat16."""
+    global _activations
+    _activations = dtype
+    try:
+        run()
+    finally:
+        _activations = torch.bfloat16
 
 
 def _ints(*shape: int) -> Tensor:
@@ -306,7 +319,7 @@ def _attend(
     chunk: int | None = None,
     softcap: float = 0.0,
     has_sinks: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     kv: torch.dtype | None = None,
     num_shares: int = 1,
     num_tile_splits: int = 1,
@@ -348,7 +361,7 @@ def _quantized_linear(num_rows: int) -> None:
 
 
 def _gated_linear(num_rows: int, *, is_quantized: bool = False, is_batch_invariant: bool = False) -> None:
-    weight = _meta(28672, 4096, dtype=torch.int8 if is_quantized else torch.bfloat16)
+    weight = _meta(28672, 4096, dtype=torch.int8 if is_quantized else None)
     scale = _floats(28672) if is_quantized else None
     x = _meta(num_rows, 4096)
     operations.gated_linear(x, weight, "silu", scale=scale, is_batch_invariant=is_batch_invariant)
@@ -401,7 +414,7 @@ def _store(kv: torch.dtype) -> None:
 
 
 def _rotate_and_store(kv: torch.dtype | None = None) -> None:
-    cache, scales = _meta(512, 16, 8, 128, dtype=kv or torch.bfloat16), None
+    cache, scales = _meta(512, 16, 8, 128, dtype=kv), None
     if kv is not None:
         scales = KvScales(_floats(512, 16, 8), _floats(512, 16, 8))
     q, k, v = torch.split(_meta(64, 48, 128), [32, 8, 8], dim=1)
@@ -426,7 +439,7 @@ def _grouped_linear(num_rows: int, activation: Activation | None = None) -> None
 
 
 def _add_ranks(num_ranks: int) -> None:
-    addresses = torch.empty(num_ranks, dtype=torch.int64, device="meta")
+    addresses = _meta(num_ranks, dtype=torch.int64)
     RankSum(addresses, addresses, 0, 1 << 18, torch.bfloat16)(_meta(1, 4096))
 
 
@@ -490,6 +503,20 @@ CASES: dict[str, Callable[[], object]] = {
 }
 
 
+# Cases that are compiled with float16 and float32 as well; for attention there are such cases above.
+_IN_ALL_TYPES = (
+    *("norm", "head norm", "residual norm", "rotary", "silu", "store", "norm, rotary and store", "linear", "LoRA"),
+    *("grouped linear, 8 rows", "grouped linear, 2048 rows", "int8 linear, 64 rows", "gate, up and SiLU, 1 row"),
+    *("grouped gate, up and SiLU, 8 rows", "grouped gate, up and SiLU, 2048 rows"),
+)
+CASES |= {
+    f"{case}, {name}": partial(_with_activations, dtype, CASES[case])
+    for case in _IN_ALL_TYPES
+    for name, dtype in _TYPES.items()
+    if name != "bf16"
+}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.compiled")
     parser.add_argument("names", nargs="*", metavar="NAME")
@@ -503,7 +530,7 @@ if __name__ == "__main__":
     if options.table:
         raise SystemExit(print(table()))
     if options.write and options.triton != triton.__version__:
-        raise SystemExit(write_table_with(options.triton))
+        raise SystemExit(write_table_with(options.triton, options.processes))
     if options.write:
         write_table(options.processes)
     if options.check or options.write:
