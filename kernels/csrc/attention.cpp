@@ -10,7 +10,7 @@
 namespace midstream {
 namespace {
 
-constexpr int kWideVectors = 4;  // of a micro kernel that has few rows
+constexpr int kWideVectors = 4;  // vectors of a micro kernel with at most kWideRows rows
 constexpr int kWideRows = 3;
 constexpr int kTileVectors = kKeyTile / kLanes;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -33,17 +33,17 @@ template <class T> [[gnu::always_inline]] inline void prefetch(const T* p) {
   _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
 }
 
-// Keys of a tile [head_dim, kKeyTile], where each vector of neighbouring slots may lie elsewhere.
+// The keys of a tile [head_dim, kKeyTile]. Only the slots of a vector are adjacent in memory.
 template <class T> struct KeyTile {
   const T *vectors[kTileVectors], *following[kTileVectors];
-  int64_t stride;  // elements from one d to the next
+  int64_t stride;  // distance from one d to the next, in elements
   [[gnu::always_inline]] F operator()(int d, int key) const {
     prefetch(following[key / kLanes] + d * stride);
     return load_element(vectors[key / kLanes] + d * stride);
   }
 };
 
-// Values of a tile [kKeyTile, head_dim], where each vector of neighbouring slots may lie elsewhere.
+// The values of a tile [kKeyTile, head_dim]. Only the slots of a vector are adjacent in memory.
 template <class T> struct ValueTile {
   const T *slots[kTileVectors], *following[kTileVectors];
   int64_t stride;
@@ -54,13 +54,13 @@ template <class T> struct ValueTile {
   }
 };
 
-// One key tile in the cache of one head.
+// One tile of keys and values in the cache of one head.
 template <class T> struct CachedTile {
   const HeadCache& cache;
   int head, head_dim, first, count;
 
   struct Slot {
-    const T *keys, *values;  // keys: d = 0; the next d is block_size further
+    const T *keys, *values;  // keys: the element d = 0; the next d is block_size elements further
     const T *key_scale, *value_scale;
   };
 
@@ -93,7 +93,7 @@ template <class T> struct CachedTile {
     return tile;
   }
 
-  // What integers are to be multiplied with, kKeyTile of each; nothing from count on is to be used.
+  // Copies the scales of integers, kKeyTile of each kind; those from `count` on must not be used.
   void copy_scales(float* key_scales, float* value_scales) const {
     if (has_whole_vectors()) {
       for (int v = 0; v < num_vectors(); ++v) {
@@ -110,7 +110,7 @@ template <class T> struct CachedTile {
     }
   }
 
-  // out [head_dim, kKeyTile] as floats.
+  // Converts the keys to floats: out [head_dim, kKeyTile].
   Matrix copy_keys(float* out) const {
     if (has_whole_vectors()) {
       for (int v = 0; v < num_vectors(); ++v) {
@@ -126,7 +126,7 @@ template <class T> struct CachedTile {
     return {out, kKeyTile};
   }
 
-  // out [count, padded_dim] as floats; the columns from head_dim on stay as they are, zero.
+  // Converts the values to floats: out [count, padded_dim]. The columns from head_dim on are not written; they are zero.
   Matrix copy_values(float* out) const {
     int stride = padded_dim(head_dim), whole = head_dim / kLanes * kLanes;
     for (int j = 0; j < count; ++j) {
@@ -153,7 +153,7 @@ void multiply_vectors(int num_vectors, int k, const float* a, int64_t lda, const
   }
 }
 
-// Hides the scores of keys that the query at this position does not see; oldest is the first that it sees.
+// Masks the scores of keys to which the query at this position does not attend; `oldest` is the first to which it does.
 void mask_scores(float* scores, int first_key, int num_keys, int position, int oldest) {
   int end = std::min(position + 1 - first_key, num_keys);
   int begin = std::max(oldest - first_key, 0);
@@ -165,10 +165,10 @@ void multiply_vector(float* x, F factor) { store(x, mul(load(x), factor)); }
 
 // The running softmax of one row.
 struct RowState {
-  float* out;      // sums of values times weights
-  float* total;    // sums of weights by lane
-  float* highest;  // score so far
-  int stride;      // of out
+  float* out;      // weighted sums of values
+  float* total;    // sums of weights, per lane
+  float* highest;  // highest score so far
+  int stride;      // stride of out
 
   // Brings the sums so far to the base that num_vectors of scores, to base 2, need.
   void raise(const float* scores, int num_vectors) const {
@@ -212,7 +212,7 @@ struct HeadState {
       : q(scratch.q.data() + kv_head * rows * head_dim), out(scratch.out.data() + kv_head * rows * padded_dim(head_dim)),
         highest(scratch.highest.data() + kv_head * rows), total(scratch.total.data() + kv_head * rows * kLanes) {}
 
-  // Takes the queries, scaled so that scores are to base 2.
+  // Resets the state and copies the queries, scaled so that scores are base-2 logarithms.
   void start(const QueryTile& tile, int kv_head) const {
     int rows = tile.count * tile.group;
     float scale = tile.scale * kLog2E;
@@ -299,7 +299,7 @@ void add_tile(const QueryTile& tile, const CachedTile<T>& cached, const CachedTi
     if (kIsScaled<T>) cached.copy_scales(read.key_scales, read.value_scales);
     add_all_rows<kIsScaled<T>>(tile, read, state);
   };
-  // What many rows read is converted once; few rows convert it in registers.
+  // For many rows, the tile is converted to floats once; for few rows, it is converted in registers.
   if (tile.count * tile.group <= kMicroRows && cached.has_whole_vectors() && dim == padded_dim(dim)) {
     add(cached.keys(next), cached.values(next));
   } else {
