@@ -179,3 +179,25 @@ async def test_the_death_of_a_worker_that_encodes_or_generates_changes_no_token(
         assert seen == wanted
         assert vision.metric("num_recoveries_total") == 1
     assert json.dumps(wanted)
+
+
+async def test_the_death_of_the_scheduler_while_an_image_is_encoded_changes_no_token(vision: Vision) -> None:
+    image, data = picture(33, 64, seed=11)
+    wanted = vision.expected("<image>", [image])
+    (scheduler,) = vision.service.processes("scheduler")
+    workers = vision.service.processes("gpu_worker")
+
+    async def running() -> float:
+        return vision.metric("num_images_running")
+
+    async with AsyncClient(vision.service.routers()) as client:
+        for worker in workers:
+            os.kill(worker["pid"], signal.SIGSTOP)
+        try:
+            answer = asyncio.create_task(client.stream(request("<image>", data)).result())
+            assert await eventually(running, lambda count: count == 1, 20) == 1
+            os.kill(scheduler["pid"], signal.SIGKILL)
+        finally:
+            for worker in workers:
+                os.kill(worker["pid"], signal.SIGCONT)
+        assert list((await answer).sequences[0].token_ids) == wanted
