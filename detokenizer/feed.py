@@ -25,7 +25,7 @@ from midstream.errors import ExecutionError, NotFoundError, UnavailableError, fr
 from midstream.extras import extras_from_proto
 from midstream.rpc.command_stream import CommandStream
 from midstream.rpc.discovery import Discovery
-from midstream.rpc.serving import accepts_connections
+from midstream.rpc.scheduler_epoch import scheduler_epoch
 from midstream.security.tls import Tls
 from protos import scheduler_pb2 as pb
 from protos import scheduler_pb2_grpc
@@ -202,7 +202,7 @@ class FeedPool:
             targets,
             field="schedulers",
             on_change=self._set_targets,
-            is_serving=lambda address, name: accepts_connections(address, tls, name),
+            get_epoch=lambda address, name: scheduler_epoch(address, tls, name),
         )
         self._on_detach = on_detach
         self._waiting: dict[int, OutputStream] = {}  # attached, not claimed yet

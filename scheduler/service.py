@@ -93,6 +93,7 @@ class SchedulerService:
             max_message_bytes=config.max_message_bytes,
             tls=self._tls,
             admit=_admit(config),
+            is_standby=config.standby,
         )
         self.port = self.server.port
         self.frames = FrameServer.from_config(config, self._tls)
@@ -126,6 +127,8 @@ class SchedulerService:
         self._http.start()
         contents = await self.journal.open(self._on_journal_failure)
         if self.config.standby:
+            self.server.bind()
+            self.port = self.server.port
             self.dispatcher.bind()
         core = SchedulerCore(
             core_config(self.config, self.model, contents.scheduler_epoch),
@@ -306,11 +309,19 @@ def check(config: SchedulerConfig) -> None:
 
 
 def _admit(config: SchedulerConfig) -> Admit | None:
-    """Return the admission check that restricts each method to the services allowed to call it."""
+    """Return the admission check that restricts each method to the services allowed to call it.
+
+    Both routers and detokenizers call GetLoads, to find the active scheduler.
+    """
     routers = PeerNames(config.router_names, "router_names")
     detokenizers = PeerNames(config.detokenizer_names, "detokenizer_names")
-    feeds = {f"/{SERVICE_NAME}/TokenFeed", f"/{SERVICE_NAME}/OpenTokenFeed"}
-    return admit_peers(config, lambda method: detokenizers if method in feeds else routers)
+    both = PeerNames(f"{config.router_names}, {config.detokenizer_names}", "")
+    others = {
+        f"/{SERVICE_NAME}/TokenFeed": detokenizers,
+        f"/{SERVICE_NAME}/OpenTokenFeed": detokenizers,
+        f"/{SERVICE_NAME}/GetLoads": both,
+    }
+    return admit_peers(config, lambda method: others.get(method, routers))
 
 
 def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: int) -> CoreConfig:

@@ -35,10 +35,11 @@ class Dialler:
         """Prepare the connection; `credentials` are its keys, None for plain text.
 
         Raises:
-            ConfigError: An address after `one-of:` has no port.
+            ConfigError: An address after `one-of:` is not a host or an IPv4 address with a port.
         """
         for target in _targets(address):
-            if not target.rpartition(":")[2].isdigit():
+            host, _, port = target.removeprefix("tcp://").rpartition(":")
+            if not port.isdigit() or not host or "[" in host:
                 raise ConfigError(f"{target!r} is not tcp://host:port", field="scheduler")
         self._setting = address
         self._address = ""  # the current one
@@ -119,7 +120,7 @@ def _addresses(setting: str) -> list[str]:
         host, _, port = target.removeprefix("tcp://").rpartition(":")
         try:
             infos = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             logger.warning("cannot resolve %s: %s", target, error)
             continue
         found.extend(sorted({f"tcp://{info[4][0]}:{port}" for info in infos}))

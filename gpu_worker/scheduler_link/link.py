@@ -293,6 +293,7 @@ class SchedulerLink:
         elif not self._leaving:
             if self._has_failed:
                 self._has_failed = False
+                self._dialler.note_lost()
                 self._register.incarnation = secrets.randbits(64)
                 self._kept.clear()
             self._kept.write(self._register)

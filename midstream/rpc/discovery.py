@@ -4,7 +4,7 @@ A setting is a comma-separated list of targets:
 
 - `host:port`: one address
 - `dns:///name:port`: all addresses of a name
-- `one-of:TARGET|TARGET`: of the addresses of all these targets, the one that is serving; the others are standbys
+- `one-of:TARGET|TARGET`: of all addresses of these targets, that of the active scheduler; the others are standbys
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DNS = "dns:///"
 _ONE_OF = "one-of:"
 _INTERVAL_S = 1.0
 
-IsServing = Callable[[str, str], Awaitable[bool]]
+GetEpoch = Callable[[str, str], Awaitable[int]]
 
 
 class Discovery:
@@ -33,7 +33,7 @@ class Discovery:
     """
 
     def __init__(
-        self, targets: str, *, field: str, on_change: Callable[[list[str]], None], is_serving: IsServing | None = None
+        self, targets: str, *, field: str, on_change: Callable[[list[str]], None], get_epoch: GetEpoch | None = None
     ) -> None:
         """Parse the setting. Names are resolved, and standbys checked, again every second.
 
@@ -41,14 +41,15 @@ class Discovery:
             targets: The setting.
             field: Name of the setting, for error messages.
             on_change: Called with the addresses after each change, including the first one.
-            is_serving: Returns whether an address is serving, given its host name; None if there are no standbys.
+            get_epoch: Returns the epoch of the scheduler at an address, given its host name; 0 if it is not active.
+                None if there are no standbys.
 
         Raises:
             ConfigError: The setting is empty, or a target has no port.
         """
         self._targets = [target.strip() for target in targets.split(",") if target.strip()]
         self._on_change = on_change
-        self._is_serving = is_serving
+        self._get_epoch = get_epoch
         self.addresses: list[str] = []
         self._names: dict[str, str] = {}
         self._active: dict[str, _Active] = {}
@@ -57,7 +58,7 @@ class Discovery:
             raise ConfigError("must have at least one address", field=field)
         for target in self._targets:
             if target.startswith(_ONE_OF):
-                if is_serving is None:
+                if get_epoch is None:
                     raise ConfigError("cannot contain one-of: all addresses are used", field=field)
                 self._active[target] = _Active()
             for one in _alternatives(target):
@@ -69,6 +70,10 @@ class Discovery:
         itself.
         """
         return self._names.get(address, "")
+
+    def target_of(self, address: str) -> str:
+        """Return the `one-of:` target that an address stands for; the address itself for other targets."""
+        return next((target for target, active in self._active.items() if active.address == address), address)
 
     async def run(self) -> None:
         """Follow changes until cancelled; return immediately if there can be none."""
@@ -112,35 +117,32 @@ class Discovery:
         return addresses
 
     async def _choose(self, active: _Active, addresses: list[str]) -> str:
-        assert self._is_serving is not None
-        checks = (self._is_serving(address, self.name_of(address)) for address in addresses)
-        return active.update(dict(zip(addresses, await asyncio.gather(*checks), strict=True)))
+        assert self._get_epoch is not None
+        epochs = await asyncio.gather(*(self._get_epoch(address, self.name_of(address)) for address in addresses))
+        active.update(dict(zip(addresses, epochs, strict=True)))
+        return active.address
 
 
 class _Active:
-    """The serving one of several addresses."""
+    """Follows the active one of several schedulers.
+
+    Attributes:
+        address: Its address; the last known one if none is active, or empty if none ever was.
+    """
 
     def __init__(self) -> None:
-        self._address = ""
-        self._serving_since: dict[str, int] = {}
-        self._num_updates = 0
+        self.address = ""
+        self._epoch = 0
 
-    def update(self, serving: dict[str, bool]) -> str:
-        """Return the address that is serving now; if none is, the last one, or an empty string.
+    def update(self, epochs: dict[str, int]) -> None:
+        """Update with the epoch of each address.
 
-        Of several, it is the one that began last: the other one has lost the lease, but may not know this yet.
+        Each scheduler that takes over has a higher epoch than the ones before, so a scheduler with a lower one has lost
+        its lease, although it may not know this yet.
         """
-        self._num_updates += 1
-        for address, is_serving in serving.items():
-            if not is_serving:
-                self._serving_since.pop(address, None)
-            elif address not in self._serving_since:
-                self._serving_since[address] = self._num_updates
-        since = {address: began for address, began in self._serving_since.items() if address in serving}
-        self._serving_since = since
-        if since:
-            self._address = max(since, key=lambda address: (since[address], address == self._address))
-        return self._address
+        epoch, address = max(((epoch, address) for address, epoch in epochs.items()), default=(0, ""))
+        if epoch > 0 and epoch >= self._epoch:
+            self._epoch, self.address = epoch, address
 
 
 def _alternatives(target: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -92,6 +93,17 @@ def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Server
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: {error}") from None
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise OSError if a port cannot be bound now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((host, port))
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error}") from None
 
 
 def _status(progress: Progress) -> int:

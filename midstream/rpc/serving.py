@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from midstream.errors import ExecutionError, MidstreamError
 from midstream.rpc.errors import Admit, ErrorMapper, Receive
-from midstream.rpc.health import HEALTH_SERVICE, Progress, add_health, bind
+from midstream.rpc.health import HEALTH_SERVICE, Progress, add_health, bind, check_port
 from midstream.rpc.open_files import raise_open_files_limit
 from midstream.security.secure_channel import SecureChannel
 from midstream.security.tls import Tls
@@ -46,7 +46,6 @@ _KEEPALIVE = [
 ]
 _EVENT_LOOP_BEAT_S = 0.5
 _HANDSHAKE_MS = 10_000
-_CONNECT_TIMEOUT_S = 1.0
 _Context = grpc.aio.ServicerContext[Any, Any]
 _COLLECT_INTERVAL_S = 0.1
 _next_collection = 0.0
@@ -75,8 +74,9 @@ class Server:
         admit: Admit | None = None,
         receive: Receive | None = None,
         more_services: Sequence[str] = (),
+        is_standby: bool = False,
     ) -> None:
-        """Bind the port.
+        """Bind the port, or, if `is_standby`, check that it is free.
 
         Args:
             name: Full protobuf name of the service (`midstream.v1.Scheduler`), for health and reflection.
@@ -90,6 +90,7 @@ class Server:
             admit: Called before each method with its full name.
             receive: Reads the messages of unary requests; if None, gRPC reads them.
             more_services: Full protobuf names of other services that reflection shows.
+            is_standby: Whether `bind` will be called later. Connections to a bound port would wait to be accepted.
 
         Raises:
             OSError: The port is in use.
@@ -126,7 +127,21 @@ class Server:
         add_health(self.grpc, progress, name)
         services = (name, *more_services, HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self.grpc)
-        self.port = bind(self.grpc, host, port, tls.server_credentials() if tls is not None else None)
+        self.port = port
+        self._host, self._tls = host, tls
+        if is_standby:
+            check_port(host, port)
+        else:
+            self.bind()
+
+    def bind(self) -> None:
+        """Bind the port.
+
+        Raises:
+            OSError: The port is in use.
+        """
+        credentials = self._tls.server_credentials() if self._tls is not None else None
+        self.port = bind(self.grpc, self._host, self.port, credentials)
 
     async def start(self) -> None:
         """Start to accept calls."""
@@ -256,20 +271,6 @@ def open_channel(
     return SecureChannel(
         lambda: grpc.aio.secure_channel(target, tls.channel_credentials(), options=options), tls.refresh, token
     )
-
-
-async def accepts_connections(target: str, tls: Tls | None = None, server_name: str = "") -> bool:
-    """Return whether a new connection to a server is ready within a second.
-
-    A suspended process does not complete the connection, although its kernel still accepts it.
-    """
-    async with open_channel(target, tls=tls, server_name=server_name) as channel:
-        try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                await channel.channel_ready()
-        except TimeoutError:
-            return False
-    return True
 
 
 def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:

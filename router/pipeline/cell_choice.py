@@ -26,7 +26,7 @@ class CellState(Protocol):
     """The properties of a cell on which the choice depends.
 
     Attributes:
-        name: Address of the cell.
+        name: Its name, which does not change while the cell exists.
         load: Number of its requests.
         index: Its cached prefixes.
     """

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -16,7 +17,8 @@ import grpc.aio
 from midstream.errors import DeadlineError, MidstreamError, UnavailableError
 from midstream.rpc.discovery import Discovery
 from midstream.rpc.errors import error_from_rpc
-from midstream.rpc.serving import accepts_connections, open_channel
+from midstream.rpc.scheduler_epoch import scheduler_epoch
+from midstream.rpc.serving import open_channel
 from midstream.security.tls import Tls
 from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2
 from router.pipeline.cell_choice import choose_cell, choose_home
@@ -37,7 +39,7 @@ class Cell:
     """One scheduler.
 
     Attributes:
-        name: Address of the scheduler.
+        name: Address of the scheduler, or its `one-of:` target, which remains the same when a standby takes over.
         stub: For calls that run requests, and for polls, which show whether requests would be answered.
         watch_stub: For all other calls; it has its own connection, so that watchers cannot saturate the one for
             requests.
@@ -50,11 +52,13 @@ class Cell:
         is_gone: Whether it is no longer discovered, and therefore gets no more requests.
     """
 
-    def __init__(self, name: str, max_message_bytes: int, tls: Tls | None = None, server_name: str = "") -> None:
+    def __init__(
+        self, name: str, address: str, max_message_bytes: int, tls: Tls | None = None, server_name: str = ""
+    ) -> None:
         self.name = name
-        self._channel = open_channel(name, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name)
+        open_one = partial(open_channel, address, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name)
+        self._channel, self._watch_channel = open_one(), open_one()
         self.stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._channel)  # type: ignore[assignment]
-        self._watch_channel = open_channel(name, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name)
         self.watch_stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._watch_channel)  # type: ignore[assignment]
         self.load = 0
         self.reports: Sequence[loads_pb2.CellLoad] = ()
@@ -166,7 +170,7 @@ class Cells:
             targets,
             field="schedulers",
             on_change=self._set_targets,
-            is_serving=lambda address, name: accepts_connections(address, tls, name),
+            get_epoch=lambda address, name: scheduler_epoch(address, tls, name),
         )
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -206,6 +210,10 @@ class Cells:
         if not self.cells:
             raise UnavailableError("no scheduler found")
         return choose_home(list(self.cells.values()), request_id)
+
+    def successor_of(self, cell: Cell) -> Cell | None:
+        """Return the cell that has taken the place of one that is gone; None if there is none."""
+        return next((other for other in self.cells.values() if other.name == cell.name), None)
 
     def any(self) -> Cell:
         """Return a cell that is up, for calls that any cell can answer.
@@ -274,8 +282,8 @@ class Cells:
             task.add_done_callback(self._closing.discard)
         for target in targets:
             if target not in self.cells:
-                name = self._discovery.name_of(target)
-                self.cells[target] = Cell(target, self._max_message_bytes, self._tls, name)
+                name, host = self._discovery.target_of(target), self._discovery.name_of(target)
+                self.cells[target] = Cell(name, target, self._max_message_bytes, self._tls, host)
 
 
 async def _leave(cell: Cell) -> None:

@@ -330,7 +330,8 @@ class Runner:
             except UnavailableError:
                 if not cell.is_gone or asyncio.get_running_loop().time() >= give_up_at:
                     raise
-                cell = self._choose_cell(request, is_keyed=is_keyed)
+                # The successor may have recovered the request.
+                cell = self.cells.successor_of(cell) or self._choose_cell(request, is_keyed=is_keyed)
             else:
                 return cell
 

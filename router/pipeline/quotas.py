@@ -161,8 +161,7 @@ class Quotas:
             raise
         self._requests.labels(caller.name).inc()
         account.num_running += 1
-        if caller.quota != Quota():
-            self._reports.count(caller.name, num_requests=1, num_running=account.num_running)
+        self._report(caller.name, account, num_requests=1)
         return Admission(self, caller.name)
 
     def headers(self, caller: Caller) -> dict[str, str]:
@@ -173,15 +172,13 @@ class Quotas:
         """Decrement the client's number of running requests."""
         account = self._accounts[client]
         account.num_running -= 1
-        if account.quota != Quota():
-            self._reports.count(client, num_running=account.num_running)
+        self._report(client, account)
 
     def charge(self, client: str, prompt: int, output: int) -> None:
         """Charge tokens."""
         account = self._accounts[client]
         account.charge(prompt + output)
-        if account.quota != Quota():
-            self._reports.count(client, num_tokens=prompt + output, num_running=account.num_running)
+        self._report(client, account, num_tokens=prompt + output)
         if prompt:
             self._tokens.labels(client, "prompt").inc(prompt)
         if output:
@@ -196,6 +193,13 @@ class Quotas:
         for client, seen in self._reports.learn(routers):
             if client in self._accounts:
                 self._accounts[client].take(seen)
+
+    def _report(self, client: str, account: Account, *, num_requests: int = 0, num_tokens: int = 0) -> None:
+        # A client that has lost its quota is reported until its requests have ended.
+        if account.quota != Quota() or self._reports.has(client):
+            self._reports.count(
+                client, num_running=account.num_running, num_requests=num_requests, num_tokens=num_tokens
+            )
 
     def _account(self, caller: Caller) -> Account:
         account = self._accounts.get(caller.name)

@@ -60,6 +60,10 @@ class UsageReports:
         usage.intervals[-1].num_requests += num_requests
         usage.intervals[-1].num_tokens += num_tokens
 
+    def has(self, client: str) -> bool:
+        """Return whether this router reports a client's usage."""
+        return client in self._own
+
     def own(self) -> list[status_pb2.ClientUsage]:
         """Return this router's usage in the last minute."""
         oldest = self._number() - _NUM_INTERVALS

@@ -72,8 +72,7 @@ class Parts:
 
     def outages(self, now_s: float, unix_s: float) -> Iterator[status_pb2.Outage]:
         """Yield the recent outages, oldest first; `unix_s` is the wall time at `now_s`."""
-        known = [item for item in self._outages if now_s - self._last_s(item, now_s) <= _OUTAGES_REMEMBERED_S]
-        self._outages = known[-_MAX_OUTAGES:]
+        self._outages = [item for item in self._outages if self._is_recent(item, now_s)][-_MAX_OUTAGES:]
         for outage in self._outages:
             shown = status_pb2.Outage(kind=outage.kind, name=outage.name)
             shown.from_unix_ms = round((unix_s - now_s + outage.began_s) * 1e3)
@@ -81,10 +80,10 @@ class Parts:
                 shown.until_unix_ms = round((unix_s - now_s + outage.ended_s) * 1e3)
             yield shown
 
-    def _last_s(self, outage: _Outage, now_s: float) -> float:
+    def _is_recent(self, outage: _Outage, now_s: float) -> bool:
         if outage.ended_s is not None:
-            return outage.ended_s
-        return now_s if (outage.kind, outage.name) in self._seen else outage.began_s
+            return now_s - outage.ended_s <= _OUTAGES_REMEMBERED_S
+        return (outage.kind, outage.name) in self._seen
 
     def _outage(self, key: tuple[str, str]) -> _Outage | None:
         """Return the outage of a part that is lost now."""

@@ -21,7 +21,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from midstream.clock import SteadyClock
-from midstream.rpc.health import LoopProgress
+from midstream.rpc.health import LoopProgress, check_port
 from protos import worker_pb2
 from scheduler.core.effects import EpochEnded, FetchBlocks, GroupJoined, GroupRefused, StepPlan
 from scheduler.core.events import StepDone, WorkerFailed, WorkerLost
@@ -83,7 +83,7 @@ class Dispatcher:
         A worker may send at most `max_held_bytes` of tensors before a result. `clock` provides the times of events.
 
         Raises:
-            zmq.ZMQError: The port is taken.
+            OSError: The port is in use.
         """
         self._clock = clock or SteadyClock()
         self.num_malformed = 0
@@ -116,16 +116,22 @@ class Dispatcher:
         self._authenticator = keys.secure(self._context, self._socket) if keys is not None else None
         self._host = f"[{host}]" if ":" in host else host
         self.port = port
-        if not is_standby:
+        if is_standby:
+            check_port(host, port)
+        else:
             self.bind()
 
     def bind(self) -> None:
         """Bind the port of a standby that has become active.
 
         Raises:
-            zmq.ZMQError: The port is taken.
+            OSError: The port is in use.
         """
-        self._socket.bind(f"tcp://{self._host}:{self.port}")
+        address = f"{self._host}:{self.port}"
+        try:
+            self._socket.bind(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            raise OSError(f"cannot listen on {address}: {error}") from None
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     async def run(self, on_event: Callable[[WorkerEvent], None], progress: LoopProgress) -> None:

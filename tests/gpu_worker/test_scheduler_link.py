@@ -55,6 +55,7 @@ def test_a_worker_follows_the_active_scheduler() -> None:
     second.close()
 
 
-def test_an_address_without_a_port_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'tcp://b' is not tcp://host:port"):
-        link_to("one-of:tcp://a:1|tcp://b", worker_pb2.Register())
+@pytest.mark.parametrize("target", ["tcp://b", "tcp://:1", "tcp://[::1]:1"])
+def test_an_address_after_one_of_has_a_host_and_a_port(target: str) -> None:
+    with pytest.raises(ConfigError, match="is not tcp://host:port"):
+        link_to(f"one-of:tcp://a:1|{target}", worker_pb2.Register())

@@ -116,7 +116,7 @@ def test_a_chunk_survives_the_wire() -> None:
 async def make_cells(*names: str) -> Cells:
     cells = Cells(",".join(names), 1 << 20)
     for name in names:
-        cells.cells[name] = Cell(name, 1 << 20)
+        cells.cells[name] = Cell(name, name, 1 << 20)
         cells.cells[name].is_up = True
     return cells
 
@@ -205,29 +205,36 @@ async def test_discovery_follows_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert changes == [["10.0.0.1:99", "10.0.0.2:99", "x:1"], ["10.0.0.1:99", "10.0.0.3:99", "x:1"]]
 
 
-async def test_the_active_one_of_several_addresses_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second takes over while the first still accepts connections; later neither does, then only the first."""
-    serving = iter(["a", "a", "ab", "b", "", "a"])
-    now, changes, done = "", list[list[str]](), asyncio.Event()
+async def test_the_active_scheduler_of_several_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second takes over while the first still responds, which is not used again until it has a higher epoch."""
+    rounds: list[dict[str, int]] = [
+        {"a:1": 0, "b:1": 0},
+        {"a:1": 1, "b:1": 0},
+        {"a:1": 1, "b:1": 2},
+        {"a:1": 1, "b:1": 0},
+        {"a:1": 0, "b:1": 2},
+        {"a:1": 3, "b:1": 2},
+    ]
+    asked, changes, done = dict.fromkeys("ab", 0), list[list[str]](), asyncio.Event()
 
-    async def is_serving(address: str, name: str) -> bool:
-        nonlocal now
+    async def get_epoch(address: str, name: str) -> int:
         assert name == ""
-        if address == "a:1":
-            now = next(serving, "a")
-        return address[0] in now
+        asked[address[0]] += 1
+        return rounds[min(asked[address[0]], len(rounds)) - 1][address]
 
     def note(addresses: list[str]) -> None:
         changes.append(addresses)
-        if len(changes) == 3:
+        assert found.target_of(addresses[0]) in ("one-of:a:1|b:1", "c:1")
+        if len(changes) == 4:
             done.set()
 
     monkeypatch.setattr(discovery, "_INTERVAL_S", 0.001)
-    found = Discovery("one-of:a:1|b:1,c:1", field="schedulers", on_change=note, is_serving=is_serving)
+    found = Discovery("one-of:a:1|b:1,c:1", field="schedulers", on_change=note, get_epoch=get_epoch)
     running = asyncio.create_task(found.run())
     await asyncio.wait_for(done.wait(), 30)
     running.cancel()
-    assert changes == [["a:1", "c:1"], ["b:1", "c:1"], ["a:1", "c:1"]]
+    assert changes == [["c:1"], ["a:1", "c:1"], ["b:1", "c:1"], ["a:1", "c:1"]]
+    assert asked["a"] == len(rounds)
 
 
 def test_detokenizers_have_no_standbys() -> None:
@@ -237,9 +244,35 @@ def test_detokenizers_have_no_standbys() -> None:
 
 @pytest.mark.parametrize("targets", ["", " , ", "host", "host:port", "one-of:a:1|host"])
 def test_a_setting_without_addresses_is_refused(targets: str) -> None:
-    async def never(address: str, name: str) -> bool:
-        return False
+    async def get_epoch(address: str, name: str) -> int:
+        return 0
 
     with pytest.raises(ConfigError) as raised:
-        Discovery(targets, field="schedulers", on_change=lambda _: None, is_serving=never)
+        Discovery(targets, field="schedulers", on_change=lambda _: None, get_epoch=get_epoch)
     assert raised.value.field == "schedulers"
+
+
+async def test_a_cell_stays_the_same_when_its_standby_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a repeated request goes to the successor, which has recovered the first one."""
+    epochs = {"a:1": 1, "b:1": 0, "c:1": 0, "d:1": 1}
+
+    async def epoch_of(address: str, *_: object) -> int:
+        return epochs[address]
+
+    monkeypatch.setattr("router.pipeline.cells.scheduler_epoch", epoch_of)
+    monkeypatch.setattr(discovery, "_INTERVAL_S", 0.001)
+    cells = Cells("one-of:a:1|b:1,one-of:c:1|d:1", 1 << 20)
+    running = asyncio.create_task(cells.run())
+    async with asyncio.timeout(30):
+        while set(cells.cells) != {"a:1", "d:1"}:  # noqa: ASYNC110 (set by another task)
+            await asyncio.sleep(0.001)
+        first = cells.cells["a:1"]
+        homes = [cells.home(f"r{number}").name for number in range(20)]
+        epochs["b:1"] = 2
+        while set(cells.cells) != {"b:1", "d:1"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert cells.successor_of(first) is cells.cells["b:1"]
+    assert [cells.home(f"r{number}").name for number in range(20)] == homes
+    assert len(set(homes)) == 2
+    running.cancel()
+    await asyncio.wait([running])

@@ -93,3 +93,13 @@ def test_a_client_that_is_new_at_a_router_has_what_it_left_at_others() -> None:
     second.learn([report_of("first", first)])
     clock.now += 10
     assert second.headers(alice)["x-ratelimit-reset-tokens"] == "80.000s"  # 90 - 10 tokens are missing
+
+
+def test_a_client_that_has_lost_its_quota_does_not_stay_running() -> None:
+    clock = Clock()
+    quotas = Quotas(Metrics(), clock)
+    first = quotas.admit(caller(max_concurrent=2))
+    quotas.admit(caller()).release()
+    first.release()
+    clock.now += 100
+    assert quotas.usage() == []
