@@ -230,7 +230,7 @@ async def test_model_info_and_statistics(cluster: Cluster, open_client: OpenClie
     info = await client.model_info("smollm2")
     assert (info.vocab_size, info.max_sequence_length, info.has_chat_template) == (49_152, 8192, True)
     assert (await client.server_info()).scheduler_epoch == 7
-    assert (await client.server_info()).router_id == "r"
+    assert (await client.server_info()).router_id == "router-1"
     assert [load.cell for load in await client.loads()] == [cluster.scheduler_address]
     assert [item["iter"] async for item in client.iteration_stats(follow=True)] == ["0", "1", "2"]
     with pytest.raises(errors.NotFoundError, match="is not served here"):
