@@ -64,7 +64,7 @@ def test_the_lock_is_held_for_a_small_piece_of_the_text_at_a_time(monkeypatch: p
     assert parse_long_json(data) == {"prompt": [ids, ids], "user": "x" * 100_000}
     assert len(sizes) > 4
     assert max(sizes) <= long_json._MAX_PIECE + 2
-    # A text of few values takes no time to parse, however long they are.
+    # A text of few values is parsed at once, however long they are.
     assert parse_long_json(b'["' + b"x" * 1_000_000 + b'"]') == ["x" * 1_000_000]
     assert sizes[-1] == 1_000_004
 
@@ -72,5 +72,11 @@ def test_the_lock_is_held_for_a_small_piece_of_the_text_at_a_time(monkeypatch: p
 @pytest.mark.parametrize("value", ["[]", '"x"', '{"a": 1}'])
 def test_the_number_of_values_is_limited(value: str) -> None:
     text = "[" + ",".join([value] * (long_json.MAX_VALUES + 1)) + "]"
+    with pytest.raises(ValueError, match="has more than 100000 values"):
+        parse_long_json(text.encode())
+
+
+def test_an_object_with_too_many_members_is_not_parsed_to_its_end() -> None:
+    text = "{" + '"a":1,' * (long_json.MAX_VALUES + 1) + "no JSON"
     with pytest.raises(ValueError, match="has more than 100000 values"):
         parse_long_json(text.encode())
