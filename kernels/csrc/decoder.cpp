@@ -13,10 +13,10 @@ using namespace midstream;
 
 namespace {
 
-// Rows (queries times heads of a group) that share one pass over the keys.
+// Number of rows (queries times heads of a group) that share one pass over the keys.
 constexpr int kAttentionRows = 96;
 
-// Blocks lie scattered over a cache, so that small pages would be missed at every turn. A hint: failure does not matter.
+// Blocks are scattered over the cache, so small pages would cause many TLB misses. This is only a hint; failures are ignored.
 void ask_for_huge_pages(void* start, size_t bytes) {
   constexpr uintptr_t kHugePage = 2 << 20;
   uintptr_t first = (reinterpret_cast<uintptr_t>(start) + kHugePage - 1) & ~(kHugePage - 1);
@@ -24,7 +24,7 @@ void ask_for_huge_pages(void* start, size_t bytes) {
   if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
 }
 
-// Calls body with a number of the type that the cache holds.
+// Calls body with a value of the cache's element type.
 template <class Body> auto with_element(int cache_format, Body&& body) {
   switch (cache_format) {
     case 1: return body(uint16_t{});
@@ -34,7 +34,7 @@ template <class Body> auto with_element(int cache_format, Body&& body) {
   }
 }
 
-// Puts one head of a token into its slot: numbers this far apart, and where they are integers a scale.
+// Writes one head of a token to its slot, with this stride between elements, and the scale if the cache has integers.
 template <class T> void store_slot(const float* x, int dim, T* out, int stride, T* scales, int offset) {
   if constexpr (std::is_same_v<T, int16_t> || std::is_same_v<T, int8_t>) {
     T levels[kMaxHeadDim];
@@ -167,7 +167,7 @@ void MidstreamDecoder::prepare(const MidstreamBatch& batch) {
   lora_.plan(batch, std::max({qkv_width(), 2 * dims_.ffn, dims_.hidden}));
 }
 
-// As many as have enough to do between two meetings: layers of a small model are short, where processors are many.
+// Returns the number of threads that have enough work between two barriers: small models have little work per layer.
 int MidstreamDecoder::num_threads(int num_tokens) const {
   constexpr int64_t kProductsOfThread = 1 << 18, kLinearLayers = 4;
   int64_t heads = dims_.num_heads + dims_.num_kv_heads;
@@ -176,7 +176,7 @@ int MidstreamDecoder::num_threads(int num_tokens) const {
   return static_cast<int>(std::clamp<int64_t>(num_tokens * weights / kLinearLayers / kProductsOfThread, 1, threads_.size()));
 }
 
-// A wrong index would read or write foreign memory, so every one is looked at.
+// Checks all indices, because an invalid one would read or write memory out of bounds.
 const char* MidstreamDecoder::check(const MidstreamBatch& batch) const {
   int64_t num_slots = static_cast<int64_t>(dims_.num_blocks) * dims_.block_size;
   for (int i = 0; i < batch.num_tokens; ++i) {
@@ -202,7 +202,8 @@ void MidstreamDecoder::plan_attention(const MidstreamBatch& batch) {
   int num_tiles = 0;
   for (int s = 0; s < batch.num_sequences; ++s)
     num_tiles += (batch.query_starts[s + 1] - batch.query_starts[s] + queries_per_task_ - 1) / queries_per_task_;
-  // The heads of a block lie side by side: one task for all reads memory in order, but leaves less to share out.
+  // The heads of a block are adjacent in memory. A task for all heads reads memory sequentially, but there are fewer tasks to
+  // distribute.
   int step = num_tiles >= 4 * num_threads(batch.num_tokens) ? dims_.num_kv_heads : 1;
   for (int s = 0; s < batch.num_sequences; ++s)
     for (int q = batch.query_starts[s]; q < batch.query_starts[s + 1]; q += queries_per_task_) {
@@ -230,7 +231,7 @@ void MidstreamDecoder::run_layer(int thread, int index, const MidstreamBatch& ba
   add_linear(thread, layer.down, m, gated_, layer.ffn_output_norm, hidden, lora);
 }
 
-// gated_ = activation of the gate's half of normed_ gate_up, times the other half.
+// gated_ = activation(normed_ gate) * (normed_ up)
 void MidstreamDecoder::run_gate(int thread, const MidstreamLinear& gate_up, int m, int size, const LoraRows* lora) {
   if (!dims_.activation) {
     run_linear(thread, gate_up, m, normed_, Output::kSiluMul, size, gated_.data.data(), gated_.stride, lora);
@@ -242,7 +243,7 @@ void MidstreamDecoder::run_gate(int thread, const MidstreamLinear& gate_up, int 
   });
 }
 
-// hidden += a linear layer of x, normed and scaled.
+// Adds a linear layer of x to hidden, after normalizing it (if `norm` is not null) and multiplying it by residual_scale.
 void MidstreamDecoder::add_linear(int thread, const MidstreamLinear& weight, int m, Rows& x, const float* norm, float* hidden,
                                   const LoraRows* lora) {
   if (!norm && dims_.residual_scale == 1.0f) {
@@ -261,7 +262,7 @@ void MidstreamDecoder::add_rows(int m, Rows& x, const float* norm, float* hidden
   });
 }
 
-// hidden += what the experts of each row, and the shared one, make of normed_.
+// Adds the outputs of each row's experts, and of the shared expert, for normed_ to hidden.
 void MidstreamDecoder::run_mixture(int thread, const MidstreamLayer& layer, int m, float* hidden) {
   const MidstreamMixture& mixture = *layer.mixture;
   int k = mixture.num_active, num_pairs = m * k, num_groups = plan_.max_groups(mixture, m), size = mixture.expert_size;
@@ -312,7 +313,7 @@ void MidstreamDecoder::run_mixture(int thread, const MidstreamLayer& layer, int 
   add_rows(m, added_, layer.ffn_output_norm, hidden);
 }
 
-// The deltas of the step's adapters for a linear layer of x; null, at no cost, where the step has none.
+// Computes the deltas of the step's adapters for a linear layer of x; returns null without any work if the step has none.
 const LoraRows* MidstreamDecoder::adapt(int index, const MidstreamLinear& weight, Rows& x,
                                         std::initializer_list<LoraPart> parts) {
   if (lora_.empty()) return nullptr;

@@ -1,4 +1,4 @@
-// All layers of a decoder in one call.
+// A decoder, all layers of which run in one call.
 #pragma once
 #include "attention.h"
 #include "mixture.h"
@@ -18,7 +18,7 @@ struct MidstreamDecoder {
   struct AttentionTask {
     int sequence, first_query, num_queries, kv_head, num_kv_heads;
   };
-  // A matrix of the step; columns from width to stride are zero, as linear wants its input.
+  // A matrix with one row per token of the step. Columns from width to stride are zero, as linear() requires.
   struct Rows {
     void reserve(int num_rows, int width);
     float* row(int i) { return data.data() + i * stride; }
@@ -61,9 +61,9 @@ struct MidstreamDecoder {
   std::vector<AttentionTask> tasks_;
   midstream::LoraRows lora_;
   midstream::ExpertPlan plan_;
-  const MidstreamMixture* largest_mixture_ = nullptr;  // by experts; null: there is none
+  const MidstreamMixture* largest_mixture_ = nullptr;  // the one with most experts; null if there is none
   int most_active_ = 0, most_features_ = 0, expert_features_ = 0;
   Rows normed_, qkv_, attended_, gated_, halves_, added_;
   Rows router_, gathered_, expert_halves_, expert_gated_, expert_outputs_;
-  std::vector<float> hidden_, logits_;  // of choose
+  std::vector<float> hidden_, logits_;  // used by choose()
 };

@@ -6,20 +6,20 @@
 namespace midstream {
 namespace {
 
-constexpr int kDotVectors = 2;  // times kRowTile sums
+constexpr int kDotVectors = 2;  // with kRowTile rows, the sums fit in registers
 constexpr int kRegisters = kLanes == 16 ? 32 : 16;
 constexpr int kResidentBytes = 16 * 1024;
-// In a loop of vpdpwssd that is left, GCC 12 copies each sum and stores it; the most words of a block are 16.
+// Number of words for which loops are unrolled; a block has at most 16. In a loop of vpdpwssd, GCC 12 copies and stores each sum.
 constexpr int kUnrolledWords = kRegisters == 32 ? 16 : 8;
 
-// A pointer that GCC knows nothing of: else it keeps one for each word of a block, and spends more instructions on them than
-// on the products.
+// Hides the origin of a pointer from GCC, which would otherwise keep a pointer for each word of a block, and use more
+// instructions for these than for the products.
 template <class T> [[gnu::always_inline]] inline const T* opaque(const T* pointer) {
   asm("" : "+r"(pointer));
   return pointer;
 }
 
-// How the words of weights and input are multiplied and summed in a lane.
+// The following types define how words of weights and of the input are multiplied and summed in a lane.
 
 struct NibbleProducts {
   static constexpr int kGroups = kBlock / 4, kScales = 1;
@@ -42,26 +42,26 @@ struct HalfProducts {
   static I finish(I sum) { return sum; }
 };
 
-// Of weights without a minimum.
+// For weights without a minimum.
 struct SignedHalfProducts : HalfProducts {
   static constexpr bool kHasMinimum = false;
 };
 
-// The halves of a block have scales of their own.
+// For blocks whose halves have their own scales.
 struct SplitHalfProducts : SignedHalfProducts {
   static constexpr int kScales = 2;
 };
 
-// Block b of some that share fields: its words in memory, from each of which kParts words for products are taken, and the scales and
-// minimum of a vector of channels. Part p of word i meets group(i, p) of the input. Where bytes must be unsigned, kAdded is added; those of
-// to_signed have kSignedAdded left of it.
+// The following types give access to block b of a group of blocks that share fields: to its words in memory, each of which
+// contains kParts words for products, and to the scales and minimum of a vector of channels. Part p of word i is multiplied by
+// group(i, p) of the input. If bytes must be unsigned, kAdded is added to them; to_signed leaves kSignedAdded of it.
 
 struct PanelBlock {
   const uint8_t* panel;
   int b;
 };
 
-// A word holds weights of all parts, in nibbles.
+// Each word contains weights of all parts, as nibbles.
 template <class B> struct NibbleWords : PanelBlock {
   using Block = B;
   static constexpr int group(int word, int part) { return part * (kBlock / 8) + word; }
@@ -82,7 +82,7 @@ template <class B> struct NibbleBytes : NibbleWords<B> {
 template <class B> struct NibbleHalves : NibbleWords<B> {
   using Products = HalfProducts;
   static constexpr int kParts = 4;
-  // Nibbles k and k + 16 of a block.
+  // Takes the nibbles k and k + 16 of a block.
   template <int part> [[gnu::always_inline]] static I take(I word) {
     if (part == 3) return shift_halves_right<12>(word);
     return bit_and(part ? shift_halves_right<4 * part>(word) : word, set1_int(0x000f000fu));
@@ -104,7 +104,7 @@ struct Mx4Halves : NibbleWords<Mx4Block> {
   F minimum(int) const { return zero(); }
 };
 
-// A word holds the bytes of k to k + 3.
+// Each word contains the bytes k to k + 3.
 template <class B> struct ByteWords : PanelBlock {
   using Block = B;
   using Products = ByteProducts;
@@ -119,7 +119,7 @@ template <class B> struct SignedBytes : ByteWords<B> {
   [[gnu::always_inline]] static I to_signed(I bytes) { return bit_xor(bytes, set1_int(0x80808080u)); }
 };
 
-// Bytes k and k + 2 of a word, then k + 1 and k + 3.
+// Takes the bytes k and k + 2 of a word first, then k + 1 and k + 3.
 template <class B> struct ByteHalves : ByteWords<B> {
   using Products = SignedHalfProducts;
   static constexpr int kParts = 2;
@@ -166,7 +166,7 @@ struct Q6KHalves : ByteHalves<Q6KBlock> {
   F scale(int v, int part) const { return Q6KBlock::scale(panel, b, v, part); }
 };
 
-// Words are ready for products.
+// Words are used for products as they are.
 struct Int16Halves : PanelBlock {
   using Block = Int16Block;
   using Products = SignedHalfProducts;
@@ -178,15 +178,15 @@ struct Int16Halves : PanelBlock {
   F minimum(int) const { return zero(); }
 };
 
-// Calls body(group, words of V vectors) for the groups of a block from first to end, all parts of a word one after the other. Words are
-// read once for all parts if they may stay in registers.
+// Calls body(group, words of V vectors) for the words first..end-1 of a block, and for all parts of each word in order. A word is
+// read once for all parts if may_keep, which requires free registers.
 template <int V, bool may_keep, class Dots, class Body>
 [[gnu::always_inline]] inline void for_each_group(const Dots& weights, int first_vector, int first, int end, Body&& body) {
 #pragma GCC unroll kUnrolledWords
   for (int i = first; i < end; ++i) {
     I words[V];
     auto read = [&]() __attribute__((always_inline)) {
-      // GCC would keep words for other vectors and parts, and has no registers for them.
+      // Otherwise GCC would keep words for other vectors and parts, for which there are no registers.
       asm volatile("" ::: "memory");
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
@@ -210,13 +210,13 @@ template <int V, bool may_keep, class Dots, class Body>
   }
 }
 
-// The same weights, vectors counted from a later one.
+// The same weights, with vectors counted from first_vector.
 template <class Dots> struct From {
   using Products = typename Dots::Products;
   Dots dots;
   int first_vector;
   [[gnu::always_inline]] I words(int group, int v) const {
-    // GCC would keep words for other vectors and groups, and has no registers for them.
+    // Otherwise GCC would keep words for other vectors and groups, for which there are no registers.
     if (v == 0) asm volatile("" ::: "memory");
     return dots.words(group, first_vector + v);
   }
@@ -228,7 +228,7 @@ template <class Dots> struct From {
 template <class P> struct TileDots {
   using Products = P;
   static constexpr int kParts = 1;
-  const float* channels;  // of the tile
+  const float* channels;  // the first of the tile's channels to use
   static constexpr int group(int word, int) { return word; }
   template <int> [[gnu::always_inline]] static I take(I word) { return word; }
   I word(int i, int v) const { return load_int(channels + i * kPanel + v * kLanes); }
@@ -238,7 +238,7 @@ template <class P> struct TileDots {
 
 template <class P> using TileOf = DotTile<P::kGroups, P::kScales>;
 
-// One block of the rows of a tile.
+// One block of a tile of rows.
 struct RowBlock {
   const uint32_t* words;
   const float *scales, *sums;
@@ -249,7 +249,7 @@ template <class P> [[gnu::always_inline]] inline RowBlock row_block(const Quanti
   return {opaque(rows.words + index * P::kGroups), opaque(rows.scales + index), opaque(rows.sums + index)};
 }
 
-// dots [R, V] = products of the first R rows of a tile with V vectors of channels, over that part of a block which has one scale.
+// dots [R, V] = dot products of the first R rows of a tile with V vectors of channels, over one part of a block (with one scale).
 template <int R, int V, class Dots>
 [[gnu::always_inline]] inline void multiply_block(const Dots& weights, int first_vector, int part, const RowBlock& rows, I (&dots)[R][V]) {
   using Products = typename Dots::Products;
@@ -274,7 +274,7 @@ template <int R, int V, class Dots>
   });
 }
 
-// sum(r, v) = f(sum(r, v)) where f adds the dots of that part of a block, scaled.
+// Calls sum(r, v, f) for all rows and vectors, where f adds the scaled dot products of one part of a block to its argument.
 template <int R, int V, class Dots, class Sum>
 [[gnu::always_inline]] inline void add_dots(const Dots& weights, int first_vector, int part, const RowBlock& rows, const I (&dots)[R][V],
                                             Sum&& sum) {
@@ -292,7 +292,7 @@ template <int R, int V, class Dots, class Sum>
   }
 }
 
-// sum(r, v) = f(sum(r, v)) where f adds the products of one block of the first R rows of a tile with V vectors of channels.
+// Calls sum(r, v, f) for the first R rows of a tile and V vectors of channels, where f adds the products of one part of a block.
 template <int R, int V, class Dots, class Sum>
 [[gnu::always_inline]] inline void add_block(const Dots& weights, int first_vector, const RowBlock& rows, Sum&& sum) {
   using Products = typename Dots::Products;
@@ -319,7 +319,7 @@ template <int R, int V> [[gnu::always_inline]] inline void write(const F (&sum)[
     for (int v = 0; v < V; ++v) store(sums + r * kPanel + v * kLanes, sum[r][v]);
 }
 
-// Sums in registers.
+// Keeps sums in registers.
 template <int R, int V> [[gnu::always_inline]] inline auto in(F (&sum)[R][V]) {
   return [&sum](int r, int v, auto&& add) __attribute__((always_inline)) { sum[r][v] = add(sum[r][v]); };
 }
@@ -331,7 +331,7 @@ template <class Dots> [[gnu::always_inline]] inline Dots block_of(const uint8_t*
   return dots;
 }
 
-// Few rows: weights go from memory to registers and are gone.
+// For few rows: weights are loaded into registers, and are not stored.
 template <class Dots, int R, int V> void sum_direct(const uint8_t* panel, const QuantizedRows& rows, float* sums) {
   F sum[kPanelVectors / V][R][V];
   for (auto& part : sum) clear(part);
@@ -343,8 +343,8 @@ template <class Dots, int R, int V> void sum_direct(const uint8_t* panel, const 
   for (int i = 0; i < kPanelVectors / V; ++i) write(sum[i], sums + i * V * kLanes);
 }
 
-// One row and weights whose words are ready for products: nothing but the memory limits it, so the loop stays small, which lets
-// the processor prefetch, and the scales, which lie before the words, are read before them.
+// For one row, and weights whose words are used for products as they are. This is limited only by memory bandwidth, so the loop
+// is kept small, which helps prefetching, and scales are read before the words, since they precede them in memory.
 template <class Block> void sum_ready_row(const uint8_t* panel, const QuantizedRows& rows, float* sums) {
   F sum[kPanelVectors];
   for (F& total : sum) total = zero();
@@ -384,7 +384,7 @@ template <class Dots> void sum_direct(int m, const uint8_t* panel, const Quantiz
   }
 }
 
-// Rows that are split into bytes. The sums of floats of more than one stay in memory.
+// For rows that are split into bytes. If there are several rows, their float sums are kept in memory.
 template <class Bytes, class Halves, int R> void sum_split(const uint8_t* panel, const QuantizedRows& rows, float* sums) {
   constexpr int V = kRegisters == 32 ? kPanelVectors : 2, kWords = ByteProducts::kGroups / Bytes::kParts;
   F sum[kPanelVectors / V][R][V];
@@ -441,7 +441,7 @@ template <class Bytes, class Halves> void sum_split(int m, const uint8_t* panel,
   sum_split<Bytes, Halves, 1>(panel, rows, sums);
 }
 
-// The blocks of a row from first to end; tile has those.
+// The blocks first..end-1 of a row, which are those of a tile.
 struct BlockRange {
   int first, end;
 };
@@ -496,10 +496,10 @@ void unpack(const uint8_t* panel, BlockRange range, TileOf<typename Dots::Produc
   }
 }
 
-// Blocks of a panel that stay in the first-level cache while all rows pass over them.
+// Number of blocks of a panel that fit in the L1 cache while all rows use them.
 template <class Dots> constexpr int kResidentBlocks = std::max(1, kResidentBytes / Dots::Block::kBytes);
 
-// Adds blocks to the sums of the first R rows of a tile: integer sums fill the registers over a block, sums of floats stay in memory.
+// Adds blocks to the sums of the first R rows of a tile. The integer sums of a block are in registers, float sums in memory.
 template <class Dots, int R>
 [[gnu::noinline]] void sum_registers(const uint8_t* panel, BlockRange range, const QuantizedRows& rows, int tile, float* sums) {
   if (range.first == 0) std::fill_n(sums, R * kPanel, 0.0f);

@@ -8,14 +8,14 @@
 namespace midstream {
 namespace {
 
-// Unpacked weights of this many k's stay in the first-level cache while all rows pass over them.
+// Number of blocks whose unpacked weights fit in the L1 cache while all rows use them.
 constexpr int kTileBlocks = 24 * 1024 / (kPanel * 4 * kBlock);
 
-// Rows that pass over a panel together: their input stays in the second-level cache, and the last of many rows are shared out
-// among threads. A multiple of every tile of rows.
+// Number of rows that use a panel together: their input fits in the L2 cache, and work at the end of many rows can still be
+// distributed over the threads. A multiple of all sizes of row tiles.
 constexpr int kRowGroup = 240;
 
-// Few rows: weights go from memory to registers and are gone.
+// For few rows: weights are unpacked in registers, and are not stored.
 template <class Block, int R>
 void sum_direct(const uint8_t* panel, int num_blocks, const float* x, int64_t ldx, float* sums) {
   F sum[R][kPanelVectors];
@@ -36,7 +36,7 @@ void sum_direct(const uint8_t* panel, int num_blocks, const float* x, int64_t ld
     for (int v = 0; v < kPanelVectors; ++v) store(sums + r * kPanel + v * kLanes, sum[r][v]);
 }
 
-// Many rows: weights are unpacked once into a tile that all rows use.
+// For many rows: weights are unpacked once to a tile that all rows use.
 template <class Block>
 void sum_tiled(const uint8_t* panel, int num_blocks, int m, const float* x, int64_t ldx, float* sums, float* tile) {
   for (int first = 0; first < num_blocks; first += kTileBlocks) {
@@ -69,7 +69,7 @@ void sum_floats(Format format, const uint8_t* panel, int k, int m, const float* 
   with_block(format, [&](auto block) { sum_floats<decltype(block)>(panel, k, m, x, ldx, sums, tile); });
 }
 
-// sums [m, kPanel] = x [m, k] panel [k, kPanel]; x as prepared for it where quantized is given.
+// sums [m, kPanel] = x [m, k] panel [k, kPanel]. If `quantized` is not null, it is used instead of x.
 void sum_panel(const MidstreamLinear& weight, int panel_index, int m, const float* x, int64_t ldx,
                const QuantizedRows* quantized, LinearScratch& scratch, float* sums) {
   Format format = static_cast<Format>(weight.format);
@@ -85,14 +85,14 @@ void sum_panel(const MidstreamLinear& weight, int panel_index, int m, const floa
   if (format == Format::kInt8) scale_columns(reinterpret_cast<const float*>(panel + bytes) - kPanel, m, sums);
 }
 
-// Adds columns first..first+width-1 of the deltas of m rows to a panel's sums.
+// Adds the columns first..first+width-1 of the deltas of m rows to a panel's sums.
 void add_deltas(const LoraRows& lora, int row, int m, int first, int width, float* sums) {
   for (int r = 0; r < m; ++r)
     if (const float* delta = lora.delta(row + r))
       for (int i = 0; i < width; ++i) sums[r * kPanel + i] += delta[first + i];
 }
 
-// Writes a vector of outputs. What kSiluMul multiplies with is in place of the bias.
+// Writes a vector of outputs. For kSiluMul, `bias` contains the up values, by which the activated gates are multiplied.
 template <Output output> [[gnu::always_inline]] inline void write_vector(const float* sums, const float* bias, float* out) {
   F x = load(sums);
   if (output == Output::kSiluMul) x = mul(silu(x), load(bias));
@@ -100,12 +100,12 @@ template <Output output> [[gnu::always_inline]] inline void write_vector(const f
   store(out, output == Output::kAdd ? add(load(out), x) : x);
 }
 
-// Writes one row of a panel: width columns of out.
+// Writes one row of a panel: `width` columns of out.
 template <Output output> void write_row(const float* sums, const float* bias, int width, float* out) {
   int whole = width / kLanes * kLanes, rest = width - whole;
   for (int i = 0; i < whole; i += kLanes) write_vector<output>(sums + i, bias ? bias + i : nullptr, out + i);
   if (rest == 0) return;
-  // Neither bias nor out goes on for a whole vector.
+  // bias and out end before a whole vector.
   float last_bias[kLanes] = {}, last_out[kLanes] = {};
   if (bias) std::copy_n(bias + whole, rest, last_bias);
   std::copy_n(out + whole, rest, last_out);
@@ -133,7 +133,7 @@ void LinearScratch::reserve(int max_rows, bool can_use_tiles) {
 
 namespace {
 
-// Rows of the input in the order of the weight's columns.
+// Copies the rows of the input in the order of the weight's columns.
 const float* reorder(ThreadPool& pool, QuantizedScratch& quantized, const MidstreamLinear& weight, int m, const float* x,
                      int64_t ldx) {
   float* rows = quantized.ordered.data();
@@ -145,7 +145,7 @@ const float* reorder(ThreadPool& pool, QuantizedScratch& quantized, const Midstr
   return rows;
 }
 
-// One of the weights of a layer, whose outputs begin with first_output of all.
+// Runs one of the weights of a layer; its first output is number first_output of the layer.
 void run_part(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear& weight, int m,
               const float* x, int64_t ldx, Output output, int num_outputs, float* out, int64_t ldout, const LoraRows* lora,
               int first_output) {
@@ -201,12 +201,12 @@ void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantize
 }
 
 int group_alignment(const QuantizedScratch& quantized) {
-  // Of tiles and of rows that meet in registers alike.
+  // A multiple of both kTileRows (if tiles are used) and kRowTile.
   static_assert(kRowGroup % (3 * kTileRows) == 0 && 3 * kTileRows % kRowTile == 0);
   return quantized.can_use_tiles ? 3 * kTileRows : kRowTile;
 }
 
-// That which a place is in.
+// Returns the group that contains a place.
 static const RowGroup& group_of(const RowGroup* groups, int num_groups, int place) {
   return std::upper_bound(groups, groups + num_groups, place, [](int p, const RowGroup& group) { return p < group.first; })[-1];
 }
@@ -217,7 +217,7 @@ void grouped_linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& 
   Format format = static_cast<Format>(weights->format);
   Input input = static_cast<Input>(weights->input);
   bool is_quantized = has_dots(format, input), is_gated = output == Output::kSiluMul;
-  // As many rows as a group has on average decide how to multiply; the bits are the same.
+  // The average number of rows per group determines the method; the bits do not depend on it.
   int usual_rows = std::max(1, num_rows / max_groups);
   QuantizedRows rows = quantized.rows(usual_rows, weights->k, format, is_quantized ? input : Input::kFloats);
   bool is_prepared = is_quantized || rows.has_tiles;

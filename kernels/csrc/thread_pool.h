@@ -1,4 +1,4 @@
-// A small team of threads that run one function together.
+// A pool of threads that run one function together.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace midstream {
 
-// Threads that wait for a change of some atomic: awake for some microseconds, then asleep, so that other programs get the
-// processor.
+// Threads that wait for a change of an atomic: they spin for some microseconds and then sleep, so that other programs can use
+// the processor.
 class Waiters {
  public:
-  // Returns when is_over(), which reads that atomic in sequentially consistent order.
+  // Returns when is_over() is true. is_over() must read the atomic in sequentially consistent order.
   template <class IsOver> void wait(IsOver&& is_over) {
     if (stays_awake(is_over)) return;
-    // Either this sees the change, or who made it sees that somebody is asleep.
+    // Either this thread sees the change, or the thread that made it sees that this one is asleep.
     num_asleep_.fetch_add(1);
     for (;;) {
       uint32_t seen = num_calls_.load();
@@ -25,7 +25,7 @@ class Waiters {
     }
     num_asleep_.fetch_sub(1);
   }
-  // After a sequentially consistent change.
+  // Wakes up to `most` threads. Called after a sequentially consistent change.
   void wake(int most) {
     if (num_asleep_.load()) call(most);
   }
@@ -42,7 +42,8 @@ class Waiters {
     return false;
   }
 
-  // In nanoseconds: less than sleep and waking take. A longer wait means that the others' processor is busy elsewhere.
+  // Nanoseconds to spin: less than falling asleep and waking up take. If a wait is longer, other programs are using the
+  // processors of the other threads.
   static constexpr int64_t kAwake = 20000;
   static int64_t now();
   static void relax();
@@ -55,7 +56,7 @@ class Waiters {
 
 class ThreadPool {
  public:
-  // The caller of run is thread 0; cpus, where given, has one processor for each of the other threads.
+  // The caller of run() is thread 0. If `cpus` is not null, it has one processor for each of the other threads.
   ThreadPool(int num_threads, const int* cpus);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -63,14 +64,14 @@ class ThreadPool {
 
   int size() const { return num_threads_; }
 
-  // Calls body(0) here and body(thread) on up to num_threads - 1 others, all of which go through the same calls of
-  // for_each in the same order. A thread that comes late skips what the others have done meanwhile, and one that does not
-  // come at all is not waited for, so body must do its work inside for_each. One caller at a time.
+  // Calls body(0) in this thread, and body(thread) in up to num_threads - 1 others. All threads must make the same calls of
+  // for_each in the same order. A thread that starts late skips the calls that the others have completed, and one that does not
+  // start at all is not waited for, so all work must be inside for_each. Must not be called concurrently.
   void run(int num_threads, const std::function<void(int)>& body);
   void run(const std::function<void(int)>& body) { run(num_threads_, body); }
 
-  // Inside run, called by every thread: body(i) once for each i in 0..count-1 by whichever thread is free, grain at a
-  // time; returns when all are done. Which thread it is must not change what is computed.
+  // Calls body(i) once for each i in 0..count-1, distributed over the threads in pieces of `grain`; returns when all calls have
+  // returned. Called by every thread inside run(). The result must not depend on which thread runs a piece.
   template <class Body> void for_each(int count, int grain, Body&& body) {
     if (count <= 0) return;
     if (num_active_ == 1) {
@@ -91,7 +92,8 @@ class ThreadPool {
     }
   }
 
-  // Pieces of a loop of this length such that threads seldom meet at the counter and still end together.
+  // Returns a piece size for a loop of this length that keeps contention for the counter low, but lets all threads finish at
+  // about the same time.
   int grain(int count) const { return count / (8 * num_active_) + 1; }
 
  private:
@@ -104,15 +106,15 @@ class ThreadPool {
   const int num_threads_;
   std::mutex mutex_;
   std::vector<std::thread> threads_;
-  // Set while nobody is inside: what the team runs, on how many threads, from which phase on.
+  // Changed only while no other thread is inside: the function to run, the number of threads, and the first phase.
   const std::function<void(int)>* body_ = nullptr;
   int num_active_ = 1;
   uint32_t first_phase_ = 0;
-  // Each call of for_each is a phase. The ticket is the phase, and in the low half the first piece nobody has taken.
+  // Each call of for_each is a phase. The high half of the ticket is the phase, the low half the first index not yet taken.
   alignas(64) std::atomic<uint64_t> ticket_{0};
   alignas(64) std::atomic<int> num_done_{0};
   alignas(64) std::atomic<uint32_t> num_runs_{0};
-  alignas(64) std::atomic<uint32_t> gate_{0};  // how many others are inside; in the high half how many more may enter
+  alignas(64) std::atomic<uint32_t> gate_{0};  // low half: number of other threads inside; high half: how many more may enter
   alignas(64) Waiters of_phase_, of_run_, of_gate_;
   std::atomic<bool> is_stopping_{false};
 };
