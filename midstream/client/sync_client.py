@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from midstream.chunk import Chunk
 from midstream.client.async_client import AsyncClient
@@ -47,8 +47,41 @@ class Stream:
         self._run(_cancel(self._stream))
 
 
+def _streaming(
+    method: Callable[Concatenate[AsyncClient, _P], AsyncStream],
+) -> Callable[Concatenate[Client, _P], Stream]:
+    @functools.wraps(method)
+    def call(client: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> Stream:
+        return Stream(method(client._client, *args, **kwargs), client._run)
+
+    return call
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, _P], Coroutine[Any, Any, _T]],
+) -> Callable[Concatenate[Client, _P], _T]:
+    @functools.wraps(method)
+    def call(client: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return client._run(method(client._client, *args, **kwargs))
+
+    return call
+
+
 class Client:
     """Talks to the routers of a service; use it as a context manager. Its methods are those of AsyncClient."""
+
+    generate = _streaming(AsyncClient.generate)
+    resume = _streaming(AsyncClient.resume)
+    stream = _streaming(AsyncClient.stream)
+    embed = _blocking(AsyncClient.embed)
+    abort = _blocking(AsyncClient.abort)
+    model_info = _blocking(AsyncClient.model_info)
+    server_info = _blocking(AsyncClient.server_info)
+    loads = _blocking(AsyncClient.loads)
+    request_stats = _blocking(AsyncClient.request_stats)
+    load_lora = _blocking(AsyncClient.load_lora)
+    unload_lora = _blocking(AsyncClient.unload_lora)
+    loras = _blocking(AsyncClient.loras)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Accept the arguments of AsyncClient."""
@@ -56,18 +89,6 @@ class Client:
         self._thread = threading.Thread(target=self._loop.run_forever, name="midstream-client", daemon=True)
         self._thread.start()
         self._client: AsyncClient = self._run(_open(args, kwargs))
-        self.generate = self._streaming(self._client.generate)
-        self.resume = self._streaming(self._client.resume)
-        self.stream = self._streaming(self._client.stream)
-        self.embed = self._blocking(self._client.embed)
-        self.abort = self._blocking(self._client.abort)
-        self.model_info = self._blocking(self._client.model_info)
-        self.server_info = self._blocking(self._client.server_info)
-        self.loads = self._blocking(self._client.loads)
-        self.request_stats = self._blocking(self._client.request_stats)
-        self.load_lora = self._blocking(self._client.load_lora)
-        self.unload_lora = self._blocking(self._client.unload_lora)
-        self.loras = self._blocking(self._client.loras)
 
     def __enter__(self) -> Self:
         return self
@@ -87,20 +108,6 @@ class Client:
     def iteration_stats(self) -> list[dict[str, object]]:
         """Return the latest iteration's statistics, one entry per cell."""
         return self._run(_collect(self._client))
-
-    def _streaming(self, method: Callable[_P, AsyncStream]) -> Callable[_P, Stream]:
-        @functools.wraps(method)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> Stream:
-            return Stream(method(*args, **kwargs), self._run)
-
-        return call
-
-    def _blocking(self, method: Callable[_P, Coroutine[Any, Any, _T]]) -> Callable[_P, _T]:
-        @functools.wraps(method)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            return self._run(method(*args, **kwargs))
-
-        return call
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
