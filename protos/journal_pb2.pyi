@@ -17,7 +17,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class JournalRequest(google.protobuf.message.Message):
-    """A request as it was accepted. Its key, `number`, counts requests in the order of acceptance."""
+    """An accepted request. Its key is `number`: its position in the order of acceptance."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -269,7 +269,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
     async def SubscribeKvEvents(
         self, request: stats_pb2.SubscribeKvEventsRequest, context: ServicerContext[Any, Any]
     ) -> AsyncIterator[stats_pb2.KvEventBatch]:
-        """Yield KV events from a sequence number on, or after a snapshot; `cleared` is sent in place of lost events."""
+        """Yield KV events, from a sequence number or a snapshot on; `cleared` replaces events that were lost."""
         events, tokens_per_block = self._engine.kv_events, self._engine.core.config.tokens_per_block
         expected = request.start_sequence_number or events.last_number + 1
         await context.send_initial_metadata(())

@@ -58,8 +58,7 @@ REQUESTS: dict[str, dict[str, object]] = {
 # stored and moved.
 TRANSPORTS = ("frames", "grpc")
 LAYOUTS = ("together", "tiers", "apart over TCP", "apart in shared memory")
-# Of a group of two ranks that runs ahead: its settings, and the ranks killed by turns. The limits are small, so that
-# the steps that run at the start are small.
+# Settings of a group of two ranks that runs ahead. The limits are small, so that the warm-up steps are small.
 GROUP_FLAGS = (
     *("--kernels", "torch", "--run-ahead", "on", "--num-threads", "1", "--max-batch-size", "1"),
     *("--max-num-tokens", "16", "--max-sequence-length", "96", "--max-kv-tokens", "96"),

@@ -1,4 +1,4 @@
-"""A tiny model that reads images in the whole service: its tokens are those of transformers, whoever dies."""
+"""Images through the whole service: tokens equal those of transformers, also when a process is killed."""
 
 from __future__ import annotations
 
