@@ -34,12 +34,12 @@ class InteropServicer:
     """Implements the service.
 
     Attributes:
-        cancelled: Set when a call was cancelled.
+        ended: Set when a stream or a sleeping call has ended.
         num_running: Number of running calls.
     """
 
     def __init__(self) -> None:
-        self.cancelled = asyncio.Event()
+        self.ended = asyncio.Event()
         self.num_running = 0
 
     async def empty_call(self, request: JsonObject, context: _Context) -> JsonObject:
@@ -78,22 +78,18 @@ class InteropServicer:
                 await _end_as_asked(request, context)
                 for size in request.get("sizes", ()):
                     yield {"payload": "\0" * size}
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
         finally:
             self.num_running -= 1
+            self.ended.set()
 
     async def sleeping_call(self, request: JsonObject, context: _Context) -> JsonObject:
         """Wait until the call is cancelled."""
         self.num_running += 1
         try:
             await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
         finally:
             self.num_running -= 1
+            self.ended.set()
         return {}
 
 

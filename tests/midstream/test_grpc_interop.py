@@ -219,7 +219,7 @@ async def test_a_call_that_is_cancelled_after_a_response_ends_on_the_server(rig:
         requests.close()
 
     await rig.run(case)
-    await asyncio.wait_for(rig.servicer.cancelled.wait(), WAIT_S)
+    await asyncio.wait_for(rig.servicer.ended.wait(), WAIT_S)
 
 
 async def test_a_deadline_ends_the_call_on_both_sides(rig: Rig) -> None:
@@ -230,7 +230,7 @@ async def test_a_deadline_ends_the_call_on_both_sides(rig: Rig) -> None:
         assert _code_of(lambda: unary({}, timeout=0.2)) is grpc.StatusCode.DEADLINE_EXCEEDED
 
     await rig.run(case)
-    await asyncio.wait_for(rig.servicer.cancelled.wait(), WAIT_S)
+    await asyncio.wait_for(rig.servicer.ended.wait(), WAIT_S)
 
 
 async def test_messages_over_the_limit_are_refused_and_others_are_served(rig: Rig) -> None:
@@ -292,7 +292,7 @@ async def test_calls_end_when_the_client_closes_its_connection(rig: Rig) -> None
         assert call.code() is grpc.StatusCode.CANCELLED
 
     await rig.run(case)
-    await asyncio.wait_for(rig.servicer.cancelled.wait(), WAIT_S)
+    await asyncio.wait_for(rig.servicer.ended.wait(), WAIT_S)
 
 
 @pytest.mark.skipif("MIDSTREAM_NODE_MODULES" not in os.environ, reason="MIDSTREAM_NODE_MODULES is not set")
