@@ -7,10 +7,8 @@ each row, among the tokens that mark the image's tiles.
 
 from __future__ import annotations
 
-import io
 import logging
 import time
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +17,13 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
+from gpu_worker.models.image_files import ImageFiles
+from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# A small file may contain a huge image.
-MAX_PIXELS = 1 << 25
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 # Prefixes of the tensors of the vision encoder and the connector.
 _PARTS = ("model.vision_model.", "model.connector.")
 _FRAME, _WHOLE = "<fake_token_around_image>", "<global-img>"
@@ -63,8 +59,13 @@ class ImageEncoder:
         if self._image_token is None:
             raise ConfigError(f"tokenizer.json lacks the image token, id {folder.image_token_id}", field="model")
         self._processor = _processor(folder)
+        self._files = ImageFiles()
         self._model = _load(folder, device, dtype)
         logger.info("loaded the vision encoder of %s in %.1f s", folder.name, time.perf_counter() - started)
+
+    def close(self) -> None:
+        """End the process that reads files."""
+        self._files.close()
 
     @torch.inference_mode()
     def encode(self, data: bytes) -> EncodedImage:
@@ -73,7 +74,7 @@ class ImageEncoder:
         Raises:
             InvalidArgumentError: `data` is not such a file, or the image is too large.
         """
-        inputs = self._processor(images=[_decode(data)], return_tensors="pt", return_row_col_info=True)
+        inputs = self._processor(images=[self._files.read(data)], return_tensors="pt", return_row_col_info=True)
         features = self._model.get_image_features(
             pixel_values=inputs["pixel_values"].to(self._device, self._dtype),
             pixel_attention_mask=inputs["pixel_attention_mask"].to(self._device),
@@ -91,24 +92,6 @@ class ImageEncoder:
         ]
         gap = "\n" if lines else ""
         return "".join(lines) + f"{gap}{_FRAME}{_WHOLE}{tile}{_FRAME}"
-
-
-def _decode(data: bytes) -> Any:
-    """Return the image in `data`, in RGB."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about damage in metadata; the size is checked here
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
-            num_pixels = image.width * image.height
-            if num_pixels <= MAX_PIXELS:
-                return image.convert("RGB")
-    except UnidentifiedImageError:
-        raise InvalidArgumentError(f"is not an image of the types {', '.join(FORMATS)}", field="data") from None
-    except Exception as error:  # noqa: BLE001 (decoders raise anything for a damaged file)
-        raise InvalidArgumentError(f"cannot be read as an image: {str(error)[:200]}", field="data") from None
-    raise InvalidArgumentError(f"has {num_pixels} pixels; must have at most {MAX_PIXELS}", field="data")
 
 
 def _processor(folder: ModelFolder) -> Any:

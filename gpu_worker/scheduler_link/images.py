@@ -42,7 +42,8 @@ class ImageMessages:
 
     def close(self) -> None:
         """Drop the images that are waiting."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(cancel_futures=True)
+        self._encoder.close()
 
     def _answer(self, message: worker_pb2.EncodeImage) -> None:
         try:

@@ -24,7 +24,8 @@ from typing import Any
 import llguidance
 
 from midstream.grammar.compile import GuideError, compile_guide, load_tokenizer
-from midstream.grammar.messages import OVERRUN, READY, WAITING, Guide, receive, send
+from midstream.grammar.messages import OVERRUN, READY, WAITING, Guide
+from midstream.socket_messages import receive, send
 
 MAX_COMPILED = 256
 _NUM_THREADS = 2

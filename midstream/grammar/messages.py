@@ -1,13 +1,8 @@
-"""The messages between a service and its grammar process: a JSON header and bytes, each with its length as a prefix."""
+"""What a service and its grammar process tell each other, in the form of midstream.socket_messages."""
 
 from __future__ import annotations
 
-import json
-import socket
-import struct
 from dataclasses import dataclass
-
-_LENGTHS = struct.Struct("<II")
 
 READY, WAITING, OVERRUN = "ready", "waiting", "overrun"
 
@@ -23,33 +18,3 @@ class Guide:
 
     kind: str
     text: str = ""
-
-
-def send(connection: socket.socket, header: object, data: bytes = b"") -> None:
-    """Send a message.
-
-    Raises:
-        OSError: The peer has closed the connection or does not read in time.
-    """
-    head = json.dumps(header).encode()
-    connection.sendall(_LENGTHS.pack(len(head), len(data)) + head + data)
-
-
-def receive(connection: socket.socket) -> tuple[object, bytes]:
-    """Return the next message.
-
-    Raises:
-        OSError: The peer has closed the connection or sent nothing in time.
-    """
-    head, data = _LENGTHS.unpack(_read(connection, _LENGTHS.size))
-    return json.loads(_read(connection, head)), _read(connection, data)
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        part = connection.recv(min(size - len(parts), 1 << 20))
-        if not part:
-            raise ConnectionError("the peer has closed the connection")
-        parts += part
-    return bytes(parts)

@@ -8,9 +8,10 @@ import select
 import socket
 import subprocess
 
-from midstream.grammar.messages import READY, Guide, receive, send
+from midstream.grammar.messages import READY, Guide
 from midstream.model.folder import ModelFolder
 from midstream.python_process import python_command, python_environment
+from midstream.socket_messages import receive, send
 
 MEMORY_BYTES = 2 << 30
 LIMIT_S = 2.0

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import struct
+import sys
 import zlib
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
+from gpu_worker.models import image_files
+from gpu_worker.models.image_files import ImageFiles
 from gpu_worker.models.images import ImageEncoder
 from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.model.folder import open_model_folder
@@ -30,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_image_is_encoded_as_by_transformers(family: str, size: tuple[int, int], kind: str, tmp_path: Path) -> None:
     model, _ = make_vision_model(tmp_path, family)
     image, data = picture(*size, kind=kind)
-    found = ImageEncoder(open_model_folder(str(tmp_path)), CPU, torch.float32).encode(data)
+    with closing(ImageEncoder(open_model_folder(str(tmp_path)), CPU, torch.float32)) as encoder:
+        found = encoder.encode(data)
     inputs = image_processor(family)(images=[image], return_tensors="pt", return_row_col_info=True)
     rows, columns = inputs.pop("rows")[0][0], inputs.pop("cols")[0][0]
     with torch.inference_mode():
@@ -46,20 +54,33 @@ def test_an_image_without_tiles_is_one_tile(folder: Path) -> None:
     config = folder / "preprocessor_config.json"
     text = config.read_text()
     config.write_text(text.replace('"do_image_splitting": true', '"do_image_splitting": false'))
-    found = ImageEncoder(open_model_folder(str(folder)), CPU, torch.float32).encode(picture(60, 31)[1])
+    with closing(ImageEncoder(open_model_folder(str(folder)), CPU, torch.float32)) as encoder:
+        found = encoder.encode(picture(60, 31)[1])
     config.write_text(text)
     wanted = get_image_prompt_string(0, 0, TOKENS_PER_TILE, "<fake_token_around_image>", "<image>", "<global-img>")
     assert found.text == wanted
     assert len(found.embeddings) == TOKENS_PER_TILE
 
 
-def bomb() -> bytes:
-    """Return the header of a PNG file with more pixels than are allowed."""
-    header = b"IHDR" + struct.pack(">IIBBBBB", 1 << 13, (1 << 12) + 1, 8, 2, 0, 0, 0)
+def header_of(width: int, height: int) -> bytes:
+    """Return a PNG file that has only the header of an image of this size."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = (
         struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (header, b"IDAT")
     )
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+@pytest.fixture(scope="module")
+def files() -> Iterator[ImageFiles]:
+    with closing(ImageFiles()) as files:
+        yield files
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_a_file_is_read_as_by_pillow(files: ImageFiles, kind: str) -> None:
+    image, data = picture(9, 7, kind=kind)
+    assert files.read(data).tobytes() == image.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -69,15 +90,50 @@ def bomb() -> bytes:
         (b"no image", "not an image"),
         (picture(9, 9, kind="BMP")[1], "not an image"),
         (picture(90, 90)[1][:2000], "cannot be read"),
-        (bomb(), "33562624 pixels"),
+        (header_of(1 << 13, (1 << 12) + 1), "33562624 pixels"),
+        (header_of((1 << 14) + 1, 1), "each side"),
     ],
-    ids=["empty", "text", "other_type", "cut_off", "too_large"],
+    ids=["empty", "text", "other_type", "cut_off", "too_large", "too_long"],
 )
-def test_what_is_no_image_is_refused(folder: Path, data: bytes, reason: str) -> None:
-    encoder = ImageEncoder(open_model_folder(str(folder)), CPU, torch.float32)
+def test_what_is_no_image_is_refused(files: ImageFiles, data: bytes, reason: str) -> None:
     with pytest.raises(InvalidArgumentError, match=reason) as raised:
-        encoder.encode(data)
+        files.read(data)
     assert raised.value.field == "data"
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "reason"),
+    [("MEMORY_BYTES", 1 << 26, "too much memory"), ("CPU_LIMIT_S", 0.02, "takes longer than"), ("", 0, "crashes")],
+)
+def test_an_image_that_exceeds_a_limit_is_refused_and_harms_no_other(
+    limit: str, value: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child process gets a smaller limit, or a decoder that crashes on large images."""
+    large, small = picture(2048, 2048, kind="JPEG")[1], picture(9, 9)[1]
+    code = "import ctypes, sys\nfrom gpu_worker.models import image_file_reader as reader\n"
+    if limit:
+        code += f"reader.{limit} = {value}\n"
+        monkeypatch.setattr(image_files, limit, value)
+    else:
+        code += "read = reader.read_image\n"
+        code += "reader.read_image = lambda data: read(data) if len(data) < 5000 else ctypes.string_at(0)\n"
+    (tmp_path / "child.py").write_text(f"{code}reader.main()\n")
+    command = [sys.executable, str(tmp_path / "child.py")]
+    monkeypatch.setattr(image_files, "python_command", lambda _: command)
+    with closing(ImageFiles()) as files:
+        assert files.read(small).size == (9, 9)
+        with pytest.raises(InvalidArgumentError, match=reason):
+            files.read(large)
+        assert files.read(small).size == (9, 9)
+
+
+def test_a_killed_child_is_replaced() -> None:
+    image, data = picture(9, 9)
+    with closing(ImageFiles()) as files:
+        files.read(data)
+        assert files._child is not None
+        os.kill(files._child._process.pid, signal.SIGKILL)
+        assert files.read(data).tobytes() == image.tobytes()
 
 
 def test_a_folder_without_processor_is_refused(folder: Path) -> None:
