@@ -36,6 +36,7 @@ from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
 # Tolerance, relative to the largest logit.
 TOLERANCE = 1e-4
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+WINDOW = {"use_sliding_window": True, "sliding_window": 24}
 GROUPED = {
     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 4, "topk_group": 2,
     "first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
@@ -60,11 +61,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 24}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
-    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
-    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, **WINDOW, "shared_expert_intermediate_size": 40}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, **WINDOW, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "gemma": ("Gemma", {"head_dim": 32}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
-    "gemma3_text": ("Gemma3Text", {**GEMMA, "sliding_window_pattern": 3}),
+    # transformers ignores this soft cap.
+    "gemma3_text": ("Gemma3Text", {**GEMMA, "sliding_window_pattern": 3, "attn_logit_softcapping": 5.0}),
     # In the config.json of this family, the settings of the language model are in text_config.
     "gemma3": (
         "Gemma3",
@@ -130,7 +132,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama4_text": ("Llama4Text", LLAMA4),
-    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "smollm3": ("SmolLM3", {**WINDOW, "no_rope_layer_interval": 2, "pad_token_id": 0}),
     "cohere2": ("Cohere2", {"sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 0.5}),
     "qwen3_next": (
         "Qwen3Next",
@@ -147,7 +149,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
             "head_dim": 16, "ssm_state_size": 12, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
             "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-            "moe_shared_expert_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 40, "time_step_min": 0.3,
         },
     ),
     "granite_hybrid": (
@@ -443,6 +445,23 @@ def test_a_setting_that_is_left_out_has_the_value_that_transformers_gives_it(
     assert other is not None
     tables = (rotary_table(r.settings, r.dim, 64) for r in (rotary, other))
     assert all(map(torch.equal, next(tables), next(tables)))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "left_out"),
+    [
+        ("Qwen2", {**WINDOW, "max_window_layers": 2}, "layer_types"),
+        ("Qwen2Moe", {**WINDOW, "max_window_layers": 2}, "layer_types"),
+        ("SmolLM3", WINDOW, "layer_types"),
+        ("SmolLM3", WINDOW, "no_rope_layers"),
+        ("Llama4Text", {}, "no_rope_layers"),
+    ],
+)
+def test_a_list_of_layers_that_is_left_out_or_empty_is_the_one_that_transformers_derives(
+    name: str, settings: dict[str, Any], left_out: str
+) -> None:
+    config = getattr(transformers, f"{name}Config")(**settings).to_dict()
+    assert describe({**config, left_out: None}) == describe({**config, left_out: []}) == describe(config)
 
 
 def test_soft_caps_can_be_turned_off() -> None:

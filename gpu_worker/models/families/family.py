@@ -140,13 +140,13 @@ class Settings:
         return float(value)
 
     def layers(self, name: str) -> list[Any] | None:
-        """Return a list with one entry per layer; None if the setting is missing.
+        """Return a list with one entry per layer; None if the setting is missing or empty.
 
         Raises:
             ConfigError: The list has another length.
         """
         values = self.get(name)
-        if values is None:
+        if values is None or values == []:
             return None
         num_layers = self.size("num_hidden_layers")
         if not isinstance(values, list) or len(values) != num_layers:

@@ -79,7 +79,6 @@ def _read_gemma3(config: Mapping[str, Any]) -> DecoderDescription:
         rotary=tuple(rotary.get(kind) for kind in kinds),
         windows=windows_of(s, s.get("sliding_window"), kinds),
         scale=s.number("query_pre_attn_scalar", 256) ** -0.5,
-        softcap=float(s.get("attn_logit_softcapping", 0.0)),
         logits_softcap=float(s.get("final_logit_softcapping", 0.0)),
     )
 

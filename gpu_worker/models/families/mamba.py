@@ -98,7 +98,8 @@ def _read_nemotron(config: Mapping[str, Any]) -> DecoderDescription:
         num_groups=s.size("n_groups", default=8),
         state_dim=s.size("ssm_state_size", default=128),
         kernel=s.size("conv_kernel", default=4),
-        step_limits=_limits(s),
+        # transformers ignores time_step_limit of this family.
+        step_limits=(s.number("mamba_dt_min", s.number("time_step_min", 0.001)), math.inf),
     )
     experts = None
     if "moe" in kinds:

@@ -20,6 +20,20 @@ def _windows(s: Settings, config: Mapping[str, Any]) -> tuple[int | None, ...]:
     return windows_of(s, config.get("sliding_window", 4096), kinds)
 
 
+def _mixture_windows(s: Settings, config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Return the windows of models with mixtures: in Qwen 2 MoE of every second layer, in Qwen 3 MoE of all layers."""
+    num_layers = s.size("num_hidden_layers")
+    if not s.get("use_sliding_window", False):
+        return (None,) * num_layers
+    kinds = None
+    if s.get("model_type") == "qwen2_moe":
+        end = int(s.get("max_window_layers", 28))
+        kinds = s.layers("layer_types") or [
+            "full_attention" if i % 2 or i >= end else "sliding_attention" for i in range(num_layers)
+        ]
+    return windows_of(s, config.get("sliding_window", 4096), kinds)
+
+
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
     is_3 = config.get("model_type") == "qwen3"
     s = Settings(config, **({"head_dim": 128} if is_3 else {}))
@@ -39,7 +53,7 @@ def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
     )
     return plain(
         s,
-        windows=_windows(s, config),
+        windows=_mixture_windows(s, config),
         qk_norm=None if is_qwen2 else "head",
         mixtures=_sparse(s, experts),
     )
