@@ -57,6 +57,58 @@ class SubmitResponse(google.protobuf.message.Message):
 global___SubmitResponse = SubmitResponse
 
 @typing.final
+class Submission(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    REQUEST_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Identifies the submission on this connection."""
+    @property
+    def request(self) -> protos.generation_pb2.GenerateRequest:
+        """As in SubmitRequest."""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        request: protos.generation_pb2.GenerateRequest | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["request", b"request"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number", "request", b"request"]) -> None: ...
+
+global___Submission = Submission
+
+@typing.final
+class SubmissionResult(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    RESPONSE_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    RETRY_AFTER_MS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    retry_after_ms: builtins.int
+    """After RESOURCE_EXHAUSTED: time after which to try again."""
+    @property
+    def response(self) -> global___SubmitResponse: ...
+    @property
+    def error(self) -> protos.generation_pb2.ErrorInfo: ...
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        response: global___SubmitResponse | None = ...,
+        error: protos.generation_pb2.ErrorInfo | None = ...,
+        retry_after_ms: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error", "response", b"response", "result", b"result"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "number", b"number", "response", b"response", "result", b"result", "retry_after_ms", b"retry_after_ms"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["response", "error"] | None: ...
+
+global___SubmissionResult = SubmissionResult
+
+@typing.final
 class EncodeImageRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

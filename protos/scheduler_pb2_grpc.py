@@ -45,6 +45,11 @@ class SchedulerStub(object):
                 request_serializer=protos_dot_scheduler__pb2.SubmitRequest.SerializeToString,
                 response_deserializer=protos_dot_scheduler__pb2.SubmitResponse.FromString,
                 _registered_method=True)
+        self.OpenSubmissions = channel.unary_unary(
+                '/midstream.v1.Scheduler/OpenSubmissions',
+                request_serializer=protos_dot_frames__pb2.OpenFramesRequest.SerializeToString,
+                response_deserializer=protos_dot_frames__pb2.FramesOffer.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/midstream.v1.Scheduler/Abort',
                 request_serializer=protos_dot_loads__pb2.AbortRequest.SerializeToString,
@@ -159,6 +164,14 @@ class SchedulerServicer(object):
         """Submits a request. Idempotent on request_id: a request with the same id and contents attaches to the first one;
         with other contents, the call fails with ALREADY_EXISTS. RESOURCE_EXHAUSTED if the queue is full, with the trailing
         metadata `retry-after-ms`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenSubmissions(self, request, context):
+        """Offers a connection over frames for submissions: a router sends Submission messages, and the scheduler answers each
+        with a SubmissionResult, as it would answer a call of Submit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -306,6 +319,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_scheduler__pb2.SubmitRequest.FromString,
                     response_serializer=protos_dot_scheduler__pb2.SubmitResponse.SerializeToString,
             ),
+            'OpenSubmissions': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenSubmissions,
+                    request_deserializer=protos_dot_frames__pb2.OpenFramesRequest.FromString,
+                    response_serializer=protos_dot_frames__pb2.FramesOffer.SerializeToString,
+            ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
                     request_deserializer=protos_dot_loads__pb2.AbortRequest.FromString,
@@ -439,6 +457,33 @@ class Scheduler(object):
             '/midstream.v1.Scheduler/Submit',
             protos_dot_scheduler__pb2.SubmitRequest.SerializeToString,
             protos_dot_scheduler__pb2.SubmitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenSubmissions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/OpenSubmissions',
+            protos_dot_frames__pb2.OpenFramesRequest.SerializeToString,
+            protos_dot_frames__pb2.FramesOffer.FromString,
             options,
             channel_credentials,
             insecure,

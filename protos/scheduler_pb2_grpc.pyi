@@ -34,6 +34,14 @@ class SchedulerStub:
     metadata `retry-after-ms`.
     """
 
+    OpenSubmissions: grpc.UnaryUnaryMultiCallable[
+        protos.frames_pb2.OpenFramesRequest,
+        protos.frames_pb2.FramesOffer,
+    ]
+    """Offers a connection over frames for submissions: a router sends Submission messages, and the scheduler answers each
+    with a SubmissionResult, as it would answer a call of Submit.
+    """
+
     Abort: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.AbortRequest,
         protos.loads_pb2.AbortResponse,
@@ -156,6 +164,14 @@ class SchedulerAsyncStub:
     """Submits a request. Idempotent on request_id: a request with the same id and contents attaches to the first one;
     with other contents, the call fails with ALREADY_EXISTS. RESOURCE_EXHAUSTED if the queue is full, with the trailing
     metadata `retry-after-ms`.
+    """
+
+    OpenSubmissions: grpc.aio.UnaryUnaryMultiCallable[
+        protos.frames_pb2.OpenFramesRequest,
+        protos.frames_pb2.FramesOffer,
+    ]
+    """Offers a connection over frames for submissions: a router sends Submission messages, and the scheduler answers each
+    with a SubmissionResult, as it would answer a call of Submit.
     """
 
     Abort: grpc.aio.UnaryUnaryMultiCallable[
@@ -282,6 +298,16 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         """Submits a request. Idempotent on request_id: a request with the same id and contents attaches to the first one;
         with other contents, the call fails with ALREADY_EXISTS. RESOURCE_EXHAUSTED if the queue is full, with the trailing
         metadata `retry-after-ms`.
+        """
+
+    @abc.abstractmethod
+    def OpenSubmissions(
+        self,
+        request: protos.frames_pb2.OpenFramesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.frames_pb2.FramesOffer, collections.abc.Awaitable[protos.frames_pb2.FramesOffer]]:
+        """Offers a connection over frames for submissions: a router sends Submission messages, and the scheduler answers each
+        with a SubmissionResult, as it would answer a call of Submit.
         """
 
     @abc.abstractmethod

@@ -64,12 +64,13 @@ async def serve(config: RouterConfig) -> None:
     tls, authenticator = Tls.from_config(config), Authenticator.from_config(config)
     folder = open_model_folder(config.model)
     folder = dataclasses.replace(folder, name=config.served_model_name or folder.name)
-    cells = Cells(config.schedulers, config.max_message_bytes, tls, config.unavailable_timeout_s)
+    transport = config.internal_transport
+    cells = Cells(config.schedulers, config.max_message_bytes, tls, config.unavailable_timeout_s, transport=transport)
     prompts = PromptBuilder(folder, config.num_tokenizer_threads, cells.encode_image)
     chat = ChatModel.of(folder, prompts.tokenizer, config.tool_parser, config.reasoning_parser)
     progress, metrics = Progress(), Metrics()
     tracer = Tracer.from_config(config, "router")
-    pool = DetokenizerPool(config.detokenizers, config.max_message_bytes, tls, transport=config.internal_transport)
+    pool = DetokenizerPool(config.detokenizers, config.max_message_bytes, tls, transport=transport)
     runner = Runner(
         folder,
         prompts,

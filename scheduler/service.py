@@ -60,7 +60,7 @@ class SchedulerService:
 
     Attributes:
         engine: The running core; set by `start`.
-        frames: Accepts frame connections of detokenizers; None for gRPC only.
+        frames: Accepts frame connections of detokenizers and routers; None for gRPC only.
         port: gRPC port. http_port: Port of /metrics and /health.
     """
 

@@ -1,7 +1,7 @@
-"""Client side of a stream that many requests share: it sends commands and receives batches.
+"""Client side of a connection that many requests share: it sends commands and receives batches.
 
-It is reopened whenever it breaks; subclasses then send their state again, or report a failure. It uses frames if both
-sides support them, otherwise a gRPC stream.
+It is reopened whenever it breaks; subclasses then send their state again, or report a failure. A CommandStream uses
+frames if both sides support them, otherwise a gRPC stream.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ CommandT = TypeVar("CommandT", bound=Message)
 BatchT = TypeVar("BatchT", bound=Message)
 
 
-class CommandStream(ABC, Generic[CommandT, BatchT]):
-    """The stream to one service.
+class FrameLink(ABC, Generic[CommandT, BatchT]):
+    """The frame connection to one service.
 
     Attributes:
         target: Address of the service.
         is_open: Whether commands reach the service.
-        over_frames: Whether the stream uses frames, while it is open.
+        over_frames: Whether frames are used, while it is open.
     """
 
     batch_class: ClassVar[type[Message]]
@@ -80,16 +80,14 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
         self._connection: frames.FrameConnection | None = None
         self._lost: asyncio.Future[Exception | None] | None = None
         self._num_failures = 0
-        self._commands: deque[CommandT] = deque()
-        self._wake = asyncio.Event()
-
-    @abstractmethod
-    def _call(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[CommandT, BatchT]:
-        """Call the gRPC method."""
 
     @abstractmethod
     def _ask_for_frames(self, channel: grpc.aio.Channel) -> Awaitable[frames_pb2.FramesOffer]:
-        """Request a frame connection, to be used instead of the gRPC stream."""
+        """Request a frame connection."""
+
+    @abstractmethod
+    async def _run_without_frames(self, channel: grpc.aio.Channel) -> None:
+        """Do what is possible without frames; when this returns, frames are requested again."""
 
     @abstractmethod
     def _take(self, batch: BatchT) -> None:
@@ -109,9 +107,6 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
     def _send(self, command: CommandT) -> None:
         if self._connection is not None:
             self._connection.post(command)
-        else:
-            self._commands.append(command)
-            self._wake.set()
 
     async def run(self) -> None:
         """Keep the stream open until cancelled."""
@@ -136,13 +131,12 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
                 await asyncio.sleep(_RECONNECT_S)
 
     async def _run_once(self, channel: grpc.aio.Channel) -> None:
-        self._commands.clear()
         connection = await self._connect(channel) if self._transport == "frames" else None
         self.over_frames = connection is not None
         if connection is not None:
             await self._run_frames(connection)
         else:
-            await self._run_grpc(channel)
+            await self._run_without_frames(channel)
 
     async def _connect(self, channel: grpc.aio.Channel) -> frames.FrameConnection | None:
         """Open a frame connection; return None if the other side does not support frames."""
@@ -204,7 +198,39 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(error)
 
-    async def _run_grpc(self, channel: grpc.aio.Channel) -> None:
+
+class CommandStream(FrameLink[CommandT, BatchT]):
+    """The stream to one service, over frames or gRPC."""
+
+    def __init__(
+        self,
+        kind: str,
+        target: str,
+        max_message_bytes: int,
+        tls: Tls | None,
+        server_name: str,
+        silence_s: float = 0.0,
+        *,
+        transport: str = "grpc",
+    ) -> None:
+        """See FrameLink."""
+        super().__init__(kind, target, max_message_bytes, tls, server_name, silence_s, transport=transport)
+        self._commands: deque[CommandT] = deque()
+        self._wake = asyncio.Event()
+
+    @abstractmethod
+    def _call(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[CommandT, BatchT]:
+        """Call the gRPC method."""
+
+    def _send(self, command: CommandT) -> None:
+        if self.over_frames:
+            super()._send(command)
+        else:
+            self._commands.append(command)
+            self._wake.set()
+
+    async def _run_without_frames(self, channel: grpc.aio.Channel) -> None:
+        self._commands.clear()
         call = self._call(channel)
         try:
             hello = self._hello()

@@ -23,6 +23,7 @@ from midstream.security.tls import Tls
 from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2
 from router.pipeline.cell_choice import choose_cell, choose_home
 from router.pipeline.kv_index import KvIndex
+from router.pipeline.submission_link import SubmissionLink
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,6 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _TRY_TIMEOUT_S = 5.0
 # Images wait for each other, and a large one takes seconds on a CPU.
 _ENCODE_TIMEOUT_S = 120.0
-# A busy scheduler may return CANCELLED when the call's deadline has passed on its side but not yet here.
-_TRIED_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 class Cell:
@@ -53,13 +52,22 @@ class Cell:
     """
 
     def __init__(
-        self, name: str, address: str, max_message_bytes: int, tls: Tls | None = None, server_name: str = ""
+        self,
+        name: str,
+        address: str,
+        max_message_bytes: int,
+        tls: Tls | None = None,
+        server_name: str = "",
+        *,
+        transport: str = "grpc",
     ) -> None:
         self.name = name
         open_one = partial(open_channel, address, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name)
         self._channel, self._watch_channel = open_one(), open_one()
         self.stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._channel)  # type: ignore[assignment]
         self.watch_stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._watch_channel)  # type: ignore[assignment]
+        self._submissions = SubmissionLink(address, max_message_bytes, tls, server_name, transport=transport)
+        self._submitting = asyncio.create_task(self._submissions.run(), name=f"submissions-{address}")
         self.load = 0
         self.reports: Sequence[loads_pb2.CellLoad] = ()
         self.index = KvIndex()
@@ -105,21 +113,16 @@ class Cell:
             attempt += 1
             if deadline is not None:
                 request.timeout_ms = max(int((deadline - loop.time()) * 1000), 0)
-            submit = scheduler_pb2.SubmitRequest(request=request)
             try:
-                timeout_s = min(max(give_up_at - loop.time(), 0.01), _TRY_TIMEOUT_S)
-                answer = await self.stub.Submit(submit, timeout=timeout_s)
-            except grpc.aio.AioRpcError as error:
-                if error.code() not in _TRIED_AGAIN:
-                    raise error_from_rpc(error) from None
-                is_late = deadline is not None and loop.time() >= deadline
-                if is_late and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                answer = await self._submit(request, min(max(give_up_at - loop.time(), 0.01), _TRY_TIMEOUT_S))
+            except (DeadlineError, UnavailableError) as error:
+                if isinstance(error, DeadlineError) and deadline is not None and loop.time() >= deadline:
                     raise DeadlineError("the request's deadline passed before a scheduler accepted it") from None
                 if loop.time() + delay > give_up_at:
-                    raise UnavailableError(f"the scheduler is not accepting requests: {error.details()}") from None
+                    raise UnavailableError(f"the scheduler is not accepting requests: {error.message}") from None
                 if self.is_gone:
                     raise UnavailableError(f"the scheduler at {self.name} was removed") from None
-                logger.info("submit to %s failed: %s; retrying", self.name, error.details(), extra={"attempt": attempt})
+                logger.info("submit to %s failed: %s; retrying", self.name, error.message, extra={"attempt": attempt})
             else:
                 if answer.attached:
                     extra = {"request_id": request.request_id, "attempt": attempt}
@@ -127,6 +130,23 @@ class Cell:
                 return answer
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY_S)
+
+    async def _submit(self, request: generation_pb2.GenerateRequest, timeout_s: float) -> scheduler_pb2.SubmitResponse:
+        """Submit a request once.
+
+        Raises:
+            MidstreamError: The scheduler rejected the request; UnavailableError or DeadlineError if a retry may
+                succeed.
+        """
+        if self._submissions.can_take(request):
+            return await self._submissions.submit(request, timeout_s)
+        try:
+            return await self.stub.Submit(scheduler_pb2.SubmitRequest(request=request), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.CANCELLED:
+                # A busy scheduler may return this when the deadline has passed on its side but not yet here.
+                raise UnavailableError(error.details() or "cancelled") from None
+            raise error_from_rpc(error) from None
 
     def follow(self) -> None:
         """Keep the KV index up to date from now on."""
@@ -148,10 +168,11 @@ class Cell:
             await asyncio.sleep(_POLL_S)
 
     async def close(self) -> None:
-        """Close the channels."""
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.wait([self._following])
+        """Close the connections."""
+        tasks = [task for task in (self._following, self._submitting) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         await self._channel.close()
         await self._watch_channel.close()
 
@@ -160,8 +181,16 @@ class Cells:
     """All discovered cells."""
 
     def __init__(
-        self, targets: str, max_message_bytes: int, tls: Tls | None = None, unavailable_timeout_s: float = 10.0
+        self,
+        targets: str,
+        max_message_bytes: int,
+        tls: Tls | None = None,
+        unavailable_timeout_s: float = 10.0,
+        *,
+        transport: str = "grpc",
     ) -> None:
+        """`transport` is the value of the setting `internal_transport`."""
+        self._transport = transport
         self._unavailable_timeout_s = unavailable_timeout_s
         self.cells: dict[str, Cell] = {}
         self._max_message_bytes = max_message_bytes
@@ -283,7 +312,9 @@ class Cells:
         for target in targets:
             if target not in self.cells:
                 name, host = self._discovery.target_of(target), self._discovery.name_of(target)
-                self.cells[target] = Cell(name, target, self._max_message_bytes, self._tls, host)
+                self.cells[target] = Cell(
+                    name, target, self._max_message_bytes, self._tls, host, transport=self._transport
+                )
 
 
 async def _leave(cell: Cell) -> None:

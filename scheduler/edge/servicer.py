@@ -35,6 +35,7 @@ from scheduler.edge.kept_requests import KeptRequests
 from scheduler.edge.ledger import Ledger
 from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.status import CellStatusReport, detokenizer_infos
+from scheduler.edge.submissions import Submissions
 from scheduler.journal import LoadedAdapter
 from scheduler.journal.documents import Documents
 from scheduler.wire.requests import ModelLimits, spec_from_proto
@@ -78,7 +79,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             cell: Name of this scheduler's cell.
             policies: Names of the capacity policy, the batching type and the journal, for GetServerInfo.
             max_stored_bytes: Maximum bytes of documents that one owner may store.
-            frames: Accepts frame connections of detokenizers; None for gRPC only.
+            frames: Accepts frame connections of detokenizers and routers; None for gRPC only.
         """
         super().__init__(documents, engine.now_ns, max_stored_bytes)
         self._frames = frames
@@ -96,13 +97,22 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     async def Submit(self, request: scheduler_pb2.SubmitRequest, context: object) -> scheduler_pb2.SubmitResponse:
         """Accept a request, or attach to the known request with the same id."""
-        if not request.request.request_id:
+        return await self._submit(request.request)
+
+    async def OpenSubmissions(self, request: frames_pb2.OpenFramesRequest, context: object) -> frames_pb2.FramesOffer:
+        """Offer a frame connection on which each message has the effect of Submit."""
+        if self._frames is None:
+            return frames_pb2.FramesOffer()
+        return self._frames.offer(lambda connection: Submissions(self._submit, connection))
+
+    async def _submit(self, request: generation_pb2.GenerateRequest) -> scheduler_pb2.SubmitResponse:
+        if not request.request_id:
             raise InvalidArgumentError("must not be empty", field="request_id")
-        if request.request.keep_s:
-            await self._kept.find(request.request.request_id)
-        if request.request.request_id not in self._engine.core.lifecycle.requests:
-            await self._adapters.resolve(request.request)
-        answer = await self._engine.submit(await self._spec(request.request))
+        if request.keep_s:
+            await self._kept.find(request.request_id)
+        if request.request_id not in self._engine.core.lifecycle.requests:
+            await self._adapters.resolve(request)
+        answer = await self._engine.submit(await self._spec(request))
         return scheduler_pb2.SubmitResponse(
             scheduler_epoch=self._engine.core.config.scheduler_epoch,
             attached=answer.is_attached,

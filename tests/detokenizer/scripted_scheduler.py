@@ -129,6 +129,11 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
                 self.changed.clear()
                 await self.changed.wait()
 
+    async def OpenSubmissions(  # noqa: N802
+        self, request: frames_pb2.OpenFramesRequest, context: Any
+    ) -> frames_pb2.FramesOffer:
+        return frames_pb2.FramesOffer()
+
     async def Submit(  # noqa: N802
         self, request: scheduler_pb2.SubmitRequest, context: Any
     ) -> scheduler_pb2.SubmitResponse:

@@ -155,7 +155,7 @@ class Cluster:
         chat: ChatModel | None = None,
     ) -> Part:
         authenticator, watchers = authenticator or Authenticator(), watcher_limits()
-        cells = Cells(self.scheduler_address, MAX_MESSAGE)
+        cells = Cells(self.scheduler_address, MAX_MESSAGE, transport=self.transport)
         addresses = ",".join(part.address for part in detokenizers) or "127.0.0.1:1"
         pool = DetokenizerPool(addresses, MAX_MESSAGE, transport=self.transport)
         runner = Runner(

@@ -1,0 +1,88 @@
+"""Submissions over frames: one connection per scheduler, on which many requests share a write and a wake-up."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable
+
+import grpc.aio
+
+from midstream.errors import DeadlineError, OverloadedError, UnavailableError, from_proto
+from midstream.rpc.command_stream import FrameLink
+from midstream.security.tls import Tls
+from protos import generation_pb2, scheduler_pb2_grpc
+from protos import scheduler_pb2 as pb
+from protos.frames_pb2 import FramesOffer, OpenFramesRequest
+
+_OPEN_TIMEOUT_S = 2.0
+# A scheduler responds within milliseconds. Without frames, each submission has a timeout of its own.
+_SILENCE_S = 3.0
+_ASK_AGAIN_S = 10.0
+# A longer message would delay others, and might exceed the limit on a frame, which closes the connection.
+_MAX_REQUEST_BYTES = 1 << 20
+
+
+class SubmissionLink(FrameLink[pb.Submission, pb.SubmissionResult]):
+    """The connection to one scheduler."""
+
+    batch_class = pb.SubmissionResult
+
+    def __init__(
+        self,
+        target: str,
+        max_message_bytes: int,
+        tls: Tls | None = None,
+        server_name: str = "",
+        *,
+        transport: str = "grpc",
+    ) -> None:
+        super().__init__("scheduler", target, max_message_bytes, tls, server_name, _SILENCE_S, transport=transport)
+        self._numbers = itertools.count(1)
+        self._results: dict[int, asyncio.Future[pb.SubmissionResult]] = {}
+
+    def can_take(self, request: generation_pb2.GenerateRequest) -> bool:
+        """Return whether the connection is open and the request is small enough for it."""
+        return self.is_open and request.ByteSize() <= _MAX_REQUEST_BYTES
+
+    async def submit(self, request: generation_pb2.GenerateRequest, timeout_s: float) -> pb.SubmitResponse:
+        """Submit a request once.
+
+        Raises:
+            MidstreamError: The scheduler rejected the request; UnavailableError if the connection was lost,
+                DeadlineError if there was no answer within `timeout_s`.
+        """
+        number = next(self._numbers)
+        answer: asyncio.Future[pb.SubmissionResult] = asyncio.get_running_loop().create_future()
+        self._results[number] = answer
+        self._send(pb.Submission(number=number, request=request))
+        try:
+            async with asyncio.timeout(timeout_s):
+                result = await answer
+        except TimeoutError:
+            raise DeadlineError("the scheduler did not answer in time") from None
+        finally:
+            self._results.pop(number, None)
+        if result.HasField("error"):
+            error = from_proto(result.error)
+            if isinstance(error, OverloadedError):
+                error.retry_after_ms = result.retry_after_ms
+            raise error
+        return result.response
+
+    def _ask_for_frames(self, channel: grpc.aio.Channel) -> Awaitable[FramesOffer]:
+        stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[assignment]
+        return stub.OpenSubmissions(OpenFramesRequest(), timeout=_OPEN_TIMEOUT_S)
+
+    async def _run_without_frames(self, channel: grpc.aio.Channel) -> None:
+        await asyncio.sleep(_ASK_AGAIN_S)
+
+    def _take(self, batch: pb.SubmissionResult) -> None:
+        answer = self._results.get(batch.number)
+        if answer is not None and not answer.done():
+            answer.set_result(batch)
+
+    def _lose(self) -> None:
+        for answer in self._results.values():
+            if not answer.done():
+                answer.set_exception(UnavailableError(f"the connection to the scheduler at {self.target} was lost"))
