@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import midstream
 from gpu_worker.batch.input_batch import ContextChunk, InputBatch, PreparedStep
 from gpu_worker.batch.rows import PendingTokens, Rows
 from gpu_worker.batch.staging import Copy, Readback
@@ -35,6 +34,7 @@ from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.device_memory import WarmUpMemory
 from gpu_worker.features import Feature
 from gpu_worker.kv.block_format import kind_digest
+from gpu_worker.kv.block_kind import block_kind
 from gpu_worker.kv.cache import KvCache, block_bytes
 from gpu_worker.kv.shared_store import KvStore
 from gpu_worker.kv.tiers import KvTiers, TierFolder
@@ -539,7 +539,7 @@ def _shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel)
     if model.description.latent is not None or model.description.state_size:
         logger.warning("the KV pool is not shared: latent attention and recurrent states are not supported")
         return None
-    return KvStore(Path(config.shared_kv_folder), _block_kind(config, folder, model), model.description.num_layers)
+    return KvStore(Path(config.shared_kv_folder), block_kind(config, folder, model), model.description.num_layers)
 
 
 def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, kv: KvCache, *, is_whole: bool) -> None:
@@ -560,7 +560,10 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
     if config.disk_kv_folder:
         places.append(("disk", "disk_kv_bytes", config.disk_kv_bytes, config.disk_kv_folder))
     places = [place for place in places if place[2]]
+    seal = None if kv.store is None else kv.store.seal
     if not places:
+        if seal is not None:
+            kv.use_tiers(lambda pool: KvTiers((), "", pool, seal))
         return
     if model.device.type != "cpu" or not is_whole:
         raise ConfigError(
@@ -569,12 +572,12 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
     for _, setting, _, path in places:
         if not path:
             raise ConfigError("requires shared_kv_folder", field=setting)
-    kind = _block_kind(config, folder, model)
+    kind = block_kind(config, folder, model)
     size = block_bytes(model.description, config.tokens_per_block, model.kv_dtype)
     tiers = [TierFolder(name, Path(path), kind, size, num_bytes) for name, _, num_bytes, path in places]
     host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     name = hashlib.blake2b(repr((host, places, kind)).encode(), digest_size=12).hexdigest()
-    kv.use_tiers(lambda pool: KvTiers(tiers, name, pool))
+    kv.use_tiers(lambda pool: KvTiers(tiers, name, pool, seal))
 
 
 def _open_transfers(
@@ -595,7 +598,7 @@ def _open_transfers(
 
     from gpu_worker.kv.transfer import BlockFetcher, BlockServer
 
-    kind = kind_digest(_block_kind(config, folder, model))
+    kind = kind_digest(block_kind(config, folder, model))
     if config.role == "decode":
         size = block_bytes(model.description, config.tokens_per_block, model.kv_dtype)
         kv.fetcher = BlockFetcher(kind, size, config.kv_transfer_bytes, kv.store)
@@ -605,13 +608,3 @@ def _open_transfers(
         kv.server = BlockServer(host, port, kind, kv.memory, kv.store, curve=config.curve)
     except zmq.ZMQError as error:
         raise ConfigError(f"{host}, port {port}: {error}", field="kv_transfer_host") from None
-
-
-def _block_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> str:
-    """Return a key of everything except the tokens that determines the bits of a block: code version, model and
-    settings.
-    """
-    seen = (model.description.windows, model.description.num_sink_tokens)
-    numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, seen)
-    code = (midstream.__version__, config.weights, config.activations, config.kernels, config.implementation)
-    return repr((numbers, code, type(model.decoder).__name__))

@@ -81,9 +81,9 @@ class Worker:
         tiers = self._runner.kv.tiers
         if tiers is not None:
             tiers.count(metrics)
-        for transfer in (self._runner.kv.fetcher, self._runner.kv.server):
-            if transfer is not None:
-                transfer.count(metrics)
+        for part in (self._runner.kv.store, self._runner.kv.fetcher, self._runner.kv.server):
+            if part is not None:
+                part.count(metrics)
         self._link = SchedulerLink(
             config.scheduler,
             registration,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import zlib
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,3 +34,17 @@ def checksum(header: bytes, contents: Bytes) -> bytes:
     digest = hashlib.blake2b(header, digest_size=_CHECKSUM_BYTES)
     digest.update(contents.data)
     return digest.digest()
+
+
+def seal(header: bytes, value: int, contents: Bytes) -> int:
+    """Return a short checksum of a block in a pool: CRC-32 of header and contents, and half of the block's hash.
+
+    It fits in one word, so that a process that is killed cannot leave half of it, and takes a fifth of the time of
+    `checksum`. It need not hold against anyone who could write to the pool: they could compute it as well.
+    """
+    return half_hash(value) << 32 | zlib.crc32(contents.data, zlib.crc32(header))
+
+
+def half_hash(value: int) -> int:
+    """Return the half of a block's hash that its seal contains."""
+    return value & 0xFFFFFFFF

@@ -1,10 +1,12 @@
 """KV pools in shared memory that survive their processes, so that other workers on the host can reuse their blocks.
 
-Each pool is a file in one shared-memory folder: the hashes of its blocks, then its keys, then its values. A worker
-holds a lock on its file, which the kernel releases when the process ends for any reason; until then no other process
-reads it. KeptBlocks guarantees that the hashes are valid at any moment. The file name encodes the kind of its blocks;
-blocks of one kind and hash are bit-identical whoever computes them, so a copied block equals a computed one. Files of
-dead workers are removed after a while.
+Each pool is a file in one shared-memory folder: the hashes of its blocks, their seals, then its keys, then its values.
+A worker holds a lock on its file, which the kernel releases when the process ends for any reason; until then no other
+process reads it. KeptBlocks guarantees that the hashes are valid at any moment. A seal is a checksum that a thread
+computes once a block is full; blocks of a dead worker without a valid one are not used, because whatever killed the
+worker may have changed them. The file name encodes the kind of its blocks; blocks of one kind and hash are
+bit-identical whoever computes them, so a copied block equals a computed one. Files of dead workers are removed after a
+while.
 """
 
 from __future__ import annotations
@@ -22,13 +24,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_worker.kv.block_format import Bytes, block_header, half_hash, kind_digest, seal
 from midstream.errors import ConfigError
 from midstream.security.private_folder import is_private
+
+if TYPE_CHECKING:
+    from midstream.telemetry import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +55,14 @@ class PoolMemory:
         hashes: [num_blocks], content hash of each block; 0 means unknown.
         keys, values: Bytes [num_layers, num_blocks, bytes of a block in one layer].
         states: Bytes of the recurrent states; empty if there are none, as in the pools of a store.
+        seals: [num_blocks], seals of the blocks; empty for a pool that is not in a store.
     """
 
     hashes: NDArray[np.uint64]
     keys: NDArray[np.uint8]
     values: NDArray[np.uint8]
     states: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+    seals: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
 
     def read(self, block: int, value: int) -> NDArray[np.uint8] | None:
         """Return a copy of a block's contents; None if they do not match this hash."""
@@ -77,6 +87,7 @@ class KvStore:
 
     Attributes:
         name: Identical for workers that share the folder and the kind.
+        num_damaged: Number of blocks of dead workers that failed verification.
     """
 
     def __init__(self, folder: Path, kind: str, num_layers: int) -> None:
@@ -92,6 +103,8 @@ class KvStore:
         """
         self._folder, self._num_layers = folder, num_layers
         self._kind = hashlib.blake2b(kind.encode(), digest_size=12).hexdigest()
+        self._digest = kind_digest(kind)
+        self.num_damaged = 0
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status, is_ours = folder.stat(), is_private(folder)
@@ -104,6 +117,7 @@ class KvStore:
         self._own: Path | None = None
         self._file_number = -1
         self._layer_block_bytes = 0
+        self._seals = np.empty(0, dtype=np.uint64)
         self._stopped = threading.Event()
         self._seen = set[Path]()
         threading.Thread(target=self._keep_clean, name="kv-store", daemon=True).start()
@@ -119,7 +133,9 @@ class KvStore:
                 room = _room(self._folder)
                 if room >= size:
                     self._make_file(num_blocks, size)
-                    return self._map(self._file_number, num_blocks, mmap.PROT_READ | mmap.PROT_WRITE)
+                    pool = self._map(self._file_number, num_blocks, mmap.PROT_READ | mmap.PROT_WRITE)
+                    self._seals = pool.seals
+                    return pool
                 problem = f"{room / 2**30:.2f} GiB free, but {size / 2**30:.2f} GiB needed"
         except OSError as error:
             problem = str(error)
@@ -173,17 +189,36 @@ class KvStore:
                 order = np.argsort(pool.hashes)
                 found = np.searchsorted(pool.hashes, hashes[places], sorter=order)
                 sources = order[np.minimum(found, len(order) - 1)]
-                is_there = pool.hashes[sources] == hashes[places]
-                places, sources = places[is_there], sources[is_there]
-                for left, ours in ((pool.keys, own.keys), (pool.values, own.values)):
-                    ours[:, targets[places]] = left[:, sources]
-                missing[places] = False
+                for place, source in zip(places.tolist(), sources.tolist(), strict=True):
+                    contents = self._read_sealed(pool, source, int(hashes[place]))
+                    if contents is not None:
+                        own.write(int(targets[place]), contents)
+                        missing[place] = False
                 if not missing.any():
                     break
             if not missing.all() or attempt == _NUM_TRIES - 1:
                 break
             time.sleep(_RETRY_S)
         return targets[missing]
+
+    def seal(self, block: int, value: int, contents: Bytes) -> None:
+        """Record the checksum of a block of this process's pool, whose contents `PoolMemory.read` returned."""
+        self._seals[block] = seal(block_header(self._digest, value, len(contents)), value, contents)
+
+    def _read_sealed(self, pool: PoolMemory, block: int, value: int) -> Bytes | None:
+        contents, found = pool.read(block, value), int(pool.seals[block])
+        if contents is None or found >> 32 != half_hash(value):
+            return None  # not this block, or its worker died before it was sealed
+        if found != seal(block_header(self._digest, value, len(contents)), value, contents):
+            self.num_damaged += 1
+            logger.warning("a KV block of a dead worker is corrupt and will be computed")
+            return None
+        return contents
+
+    def count(self, metrics: Metrics) -> None:
+        """Export how many blocks of dead workers failed verification."""
+        text = "KV blocks of dead workers that failed verification."
+        metrics.gauge("worker_kv_adopted_damaged", text).set_function(partial(getattr, self, "num_damaged"))
 
     @property
     def pool_name(self) -> str:
@@ -226,13 +261,13 @@ class KvStore:
         return [path for _, path in sorted(files, reverse=True)]
 
     def _map(self, file_number: int, num_blocks: int, access: int) -> PoolMemory:
-        size, start = _size(num_blocks, self._num_layers, self._layer_block_bytes), _hashes_size(num_blocks)
+        size, start = _size(num_blocks, self._num_layers, self._layer_block_bytes), 2 * _hashes_size(num_blocks)
         if os.fstat(file_number).st_size != size:
             raise ValueError("the file is corrupt")
         data = np.frombuffer(mmap.mmap(file_number, size, prot=access), dtype=np.uint8)
-        hashes = data[: num_blocks * 8].view(np.uint64)
+        hashes, seals = (data[at : at + num_blocks * 8].view(np.uint64) for at in (0, start // 2))
         keys, values = data[start:].reshape(2, self._num_layers, num_blocks, -1)
-        return PoolMemory(hashes, keys, values)
+        return PoolMemory(hashes, keys, values, seals=seals)
 
     def _keep_clean(self) -> None:
         """Remove dead workers' pools on the second scan that finds them, so that other workers have had time to copy
@@ -280,11 +315,12 @@ def _unlocked(path: Path) -> Iterator[int | None]:
 
 
 def _hashes_size(num_blocks: int) -> int:
+    """Return the bytes of the hashes, and of the seals."""
     return -(-num_blocks * 8 // _PAGE) * _PAGE
 
 
 def _size(num_blocks: int, num_layers: int, layer_block_bytes: int) -> int:
-    return _hashes_size(num_blocks) + 2 * num_layers * num_blocks * layer_block_bytes
+    return 2 * _hashes_size(num_blocks) + 2 * num_layers * num_blocks * layer_block_bytes
 
 
 def _room(folder: Path) -> int:

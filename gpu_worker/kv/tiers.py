@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -226,22 +226,30 @@ class StoreChanges:
 
 
 class KvTiers:
-    """The tiers of one pool: stores full blocks in them and fetches blocks from them.
+    """The tiers of one pool: stores full blocks in them and fetches blocks from them. Also seals the blocks of a pool
+    in shared memory.
 
     Attributes:
-        name: Identical for workers that share the tiers.
+        name: Identical for workers that share the tiers; empty if there are none.
     """
 
-    def __init__(self, tiers: Sequence[TierFolder], name: str, pool: PoolMemory) -> None:
-        """Start the thread that stores blocks.
+    def __init__(
+        self,
+        tiers: Sequence[TierFolder],
+        name: str,
+        pool: PoolMemory,
+        seal: Callable[[int, int, Bytes], None] | None = None,
+    ) -> None:
+        """Start the thread that stores and seals blocks.
 
         Args:
             tiers: The tiers, fastest first.
             name: Identical for workers that share the tiers.
             pool: The pool's blocks and their content hashes, which KeptBlocks keeps valid.
+            seal: Called with a block, its hash and its contents once it is full.
         """
         self.name = name
-        self._tiers, self._pool = tiers, pool
+        self._tiers, self._pool, self._seal = tiers, pool, seal
         self._waiting: deque[tuple[int, int]] = deque(maxlen=_MAX_WAITING)
         self._wake, self._stopped = threading.Condition(), False
         self._is_storing = False
@@ -317,11 +325,13 @@ class KvTiers:
         for tier in self._tiers:
             if tier not in lacking:
                 tier.touch(value)
-        if not lacking:
+        if not lacking and self._seal is None:
             return
         contents = self._pool.read(block, value)
         if contents is None:
             return
+        if self._seal is not None:
+            self._seal(block, value, contents)
         for tier in lacking:
             tier.put(value, contents)
 

@@ -57,6 +57,7 @@ SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penal
 _GGUF_LAYOUT = 2
 _MANIFEST = "midstream.json"
 _MANIFEST_VERSION = 1
+_AFTER_CHANGES = f"delete {_MANIFEST} if the change is intended"
 _MAX_JSON_BYTES = 256 << 20
 # Larger files are identified by samples: the first and last bytes, which include headers, and others in between.
 _MAX_DIGESTED_BYTES = 256 << 20
@@ -302,12 +303,13 @@ def _manifest(path: Path, weight_files: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(
             f"{path / _MANIFEST} was written by another version; delete it to have it created again", field="model"
         )
-    for file in (path / "config.json", *weight_files):
+    files = (path / "config.json", *weight_files)
+    for file in files:
         if manifest["files"].get(file.name) != file.stat().st_size:
-            raise ConfigError(
-                f"{file} is not the file that {_MANIFEST} describes; delete {_MANIFEST} if the change is intended",
-                field="model",
-            )
+            raise ConfigError(f"{file} is not the file that {_MANIFEST} describes; {_AFTER_CHANGES}", field="model")
+    # Weights may be replaced by others of the same size. Reading them again is needed only after a copy or a change.
+    if manifest.get("modified_ns") != _modified_ns(files) and manifest["fingerprint"] != _fingerprint(files):
+        raise ConfigError(f"{path}: files have changed since {_MANIFEST} was written; {_AFTER_CHANGES}", field="model")
     return manifest
 
 
@@ -320,17 +322,26 @@ def _write_manifest(path: Path, name: str, source: str) -> None:
 
 def _make_manifest(path: Path, name: str, source: str) -> dict[str, Any]:
     files = (path / "config.json", *_weight_files(path))
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(_file_digest(file))
     return {
         "version": _MANIFEST_VERSION,
         "name": name,
         "architecture": _read_json(path / "config.json").get("model_type"),
         "source": source,
-        "fingerprint": digest.hexdigest(),
+        "modified_ns": _modified_ns(files),
+        "fingerprint": _fingerprint(files),
         "files": {file.name: file.stat().st_size for file in files},
     }
+
+
+def _modified_ns(files: Iterable[Path]) -> dict[str, int]:
+    return {file.name: file.stat().st_mtime_ns for file in files}
+
+
+def _fingerprint(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(_file_digest(file))
+    return digest.hexdigest()
 
 
 def _file_digest(file: Path) -> bytes:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from gpu_worker.kv import block_kind
 from gpu_worker.kv.shared_store import PoolMemory
 from gpu_worker.kv.tiers import KvTiers, StoreChanges, TierFolder
 from midstream.errors import ConfigError
+from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
 
 NUM_LAYERS, LAYER_BYTES, NUM_BLOCKS = 3, 40, 8
 BLOCK_BYTES = 2 * NUM_LAYERS * LAYER_BYTES
@@ -208,3 +211,27 @@ def test_damage_is_found_counted_and_removed(tmp_path: Path) -> None:
         assert mine.num_damaged == number + 1, kind
         assert not path.exists()
         assert value not in mine
+
+
+def test_blocks_of_another_instruction_set_or_other_code_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder may be moved to another machine, and a worker may be upgraded."""
+    make_tiny_model(tmp_path / "model", "Llama")
+    kinds = set[str]()
+
+    def note() -> None:
+        runner = make_runner(tmp_path / "model", disk_kv_folder=str(tmp_path / "kv"))
+        kinds.update(path.name for path in (tmp_path / "kv").iterdir())
+        runner.close()
+
+    note()
+    note()
+    assert len(kinds) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(block_kind, "load_library", lambda: SimpleNamespace(isa="another"))
+        note()
+    assert len(kinds) == 2
+    monkeypatch.setattr(block_kind, "_code", lambda: "other code")
+    note()
+    assert len(kinds) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -162,6 +163,17 @@ def test_a_file_that_changed_since_its_manifest_is_named(folder: Path) -> None:
     open_model_folder(str(folder))
     (folder / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(ConfigError, match=r"model\.safetensors is not the file"):
+        open_model_folder(str(folder))
+
+
+def test_other_weights_of_the_same_size_are_refused_and_a_copy_is_not(folder: Path) -> None:
+    """Otherwise KV blocks that were stored for the previous weights would be used with the new ones."""
+    weights = folder / "model.safetensors"
+    fingerprint = open_model_folder(str(folder)).fingerprint
+    os.utime(weights, ns=(5, 5))
+    assert open_model_folder(str(folder)).fingerprint == fingerprint
+    weights.write_bytes(weights.read_bytes()[::-1])
+    with pytest.raises(ConfigError, match=r"files have changed since midstream\.json was written"):
         open_model_folder(str(folder))
 
 

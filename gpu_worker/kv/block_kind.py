@@ -1,0 +1,48 @@
+"""The kind of a worker's KV blocks: everything besides tokens that determines their bits."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+import gpu_worker
+import kernels
+from gpu_worker.models.loader import LoadedModel
+from kernels.cpu import load_library
+from midstream.config import WorkerConfig
+from midstream.model.folder import ModelFolder
+
+_SUFFIXES = frozenset({".py", ".cpp", ".h"})
+
+
+def block_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> str:
+    """Return a key of the model, the settings, the code and the instruction set.
+
+    Blocks of different kinds are never used in place of each other. Instruction sets differ in rounding, so a block
+    computed with one is not what another would compute.
+    """
+    seen = (model.description.windows, model.description.num_sink_tokens)
+    numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, seen)
+    settings = (config.weights, config.activations, config.kernels, config.implementation)
+    return repr((numbers, settings, type(model.decoder).__name__, _code(), _processor()))
+
+
+@functools.cache
+def _code() -> str:
+    """Return a digest of the code that computes blocks. Unlike the version, it stays the same in releases that do not
+    change this code, and differs between states of a checkout.
+    """
+    digest = hashlib.sha256()
+    for root in (Path(gpu_worker.__file__).parent, Path(kernels.__file__).parent):
+        for path in sorted(path for path in root.rglob("*") if path.suffix in _SUFFIXES):
+            digest.update(f"{path.relative_to(root)} ".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return f"{digest.hexdigest()[:32]} {torch.__version__} {version('transformers')}"
+
+
+def _processor() -> str:
+    library = load_library()
+    return f"{'reference' if library is None else library.isa} {torch.backends.cpu.get_cpu_capability()}"
