@@ -569,6 +569,9 @@ class StepBatch(google.protobuf.message.Message):
     BLOCK_HASHES_FIELD_NUMBER: builtins.int
     ADOPTED_BLOCKS_FIELD_NUMBER: builtins.int
     ADOPTED_HASHES_FIELD_NUMBER: builtins.int
+    RETAINED_HASHES_FIELD_NUMBER: builtins.int
+    RETAINED_PRIORITIES_FIELD_NUMBER: builtins.int
+    RETAINED_MS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     step_id: builtins.int
     """1, 2, 3, … within an epoch. A gap or a repetition means that messages were lost or duplicated."""
@@ -645,6 +648,16 @@ class StepBatch(google.protobuf.message.Message):
 
     @property
     def adopted_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def retained_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Blocks that tiers are to keep longer or shorter than others, by hash: parallel arrays of the priority (0 to 100; that
+        of other blocks is 35) and the time for which it holds, in milliseconds; 0: until the block is evicted.
+        """
+
+    @property
+    def retained_priorities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def retained_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -671,8 +684,11 @@ class StepBatch(google.protobuf.message.Message):
         block_hashes: collections.abc.Iterable[builtins.int] | None = ...,
         adopted_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         adopted_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        retained_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        retained_priorities: collections.abc.Iterable[builtins.int] | None = ...,
+        retained_ms: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "adopted_blocks", b"adopted_blocks", "adopted_hashes", b"adopted_hashes", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "hashed_blocks", b"hashed_blocks", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "step_id", b"step_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "adopted_blocks", b"adopted_blocks", "adopted_hashes", b"adopted_hashes", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "hashed_blocks", b"hashed_blocks", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "retained_hashes", b"retained_hashes", "retained_ms", b"retained_ms", "retained_priorities", b"retained_priorities", "step_id", b"step_id"]) -> None: ...
 
 global___StepBatch = StepBatch
 

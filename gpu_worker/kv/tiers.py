@@ -9,6 +9,9 @@ Workers of one kind on a host share the folders without locks: files are written
 block's contents are identical whichever worker computed them, and a reader keeps a file open after another process
 removes it. The index may be out of date for some seconds, which costs a miss or a redundant write.
 
+If a request asked to keep a block longer or shorter than others, an empty file beside it is named after the block's
+hash, priority and the time until which this holds, in nanoseconds since the Unix epoch.
+
 A separate thread stores blocks when they are full, so steps do not wait for it and blocks are stored before the pool
 evicts them. The worker reports the stored hashes to the scheduler, which then asks for these blocks instead of having
 them computed.
@@ -19,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import OrderedDict, deque
@@ -32,12 +36,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_worker.kv.block_format import HEAD_BYTES, HEADER_BYTES, Bytes, block_header, checksum, kind_digest
+from gpu_worker.kv.eviction import DEFAULT_RETENTION, EvictionOrder, Retention
 from gpu_worker.kv.shared_store import PoolMemory
 from midstream.errors import ConfigError
 from midstream.security.private_folder import is_private
 
 if TYPE_CHECKING:
     from midstream.telemetry import Metrics
+    from protos import worker_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +53,8 @@ _SCAN_S, _PAUSE_S = 5.0, 10.0
 _UNUSED_S = 7 * 86_400.0
 # Maximum number of blocks waiting to be stored; the oldest are dropped, since they can be computed again.
 _MAX_WAITING = 8192
+# How long an incomplete file, or a retention without its block, may belong to a process that is writing it.
+_INCOMPLETE_S = 60.0
 
 
 class TierFolder:
@@ -78,20 +86,19 @@ class TierFolder:
         self._block_bytes = block_bytes
         self._max_blocks = max_bytes // (block_bytes + HEAD_BYTES)
         self._lock = threading.Lock()
-        self._index: OrderedDict[int, None] = OrderedDict()  # least recently used blocks first
+        self._index = EvictionOrder()
+        # Retentions of blocks that are about to be stored, oldest first.
+        self._expected: OrderedDict[int, Retention] = OrderedDict()
         self._news: dict[int, bool] = {}
+        self._is_private = False
         self._paused_until = 0.0
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            is_ours = is_private(folder)
-            if is_ours:
-                self._folder.mkdir(mode=0o700, exist_ok=True)
-                os.utime(self._folder)
+            self.scan()
+            if self._is_private:
                 _remove_unused(folder)
-                self.scan()
         except OSError as error:
             raise ConfigError(f"{folder} cannot be used: {error}", field=f"{name}_kv_folder") from None
-        if not is_ours:
+        if not self._is_private:
             raise ConfigError(f"{folder} must be owned by this user with mode 700", field=f"{name}_kv_folder")
 
     def __contains__(self, value: int) -> bool:
@@ -116,28 +123,85 @@ class TierFolder:
             return news
 
     def scan(self) -> None:
-        """Read the folder, including files of other workers, in the order of their last use."""
+        """Read the folder, including files of other workers, in the order of their last use; create it if it has been
+        removed. While others can access the folder, the tier is empty.
+        """
+        self._is_private = self._make_folder()
+        order = self._read_folder() if self._is_private else EvictionOrder()
+        with self._lock:
+            before, self._index = self._index, order
+            self._news |= dict.fromkeys(set(before) - set(order), False)
+            self._news |= dict.fromkeys(set(order) - set(before), True)
+
+    def _read_folder(self) -> EvictionOrder:
         found: list[tuple[int, int]] = []
+        marks: list[tuple[int, Retention, os.DirEntry[str]]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 if entry.name.startswith("."):
                     _remove_left(entry)
                     continue
                 with contextlib.suppress(ValueError, FileNotFoundError):
-                    found.append((entry.stat().st_mtime_ns, int(entry.name, 16)))
+                    name, _, mark = entry.name.partition(".")
+                    if mark:
+                        priority, until_ns = mark.split(".")
+                        marks.append((int(name, 16), Retention(int(priority), int(until_ns)), entry))
+                    else:
+                        found.append((entry.stat().st_mtime_ns, int(name, 16)))
+        retentions: dict[int, Retention] = {}
+        now_ns, stored = time.time_ns(), {value for _, value in found}
+        for value, retention, entry in marks:
+            if value not in stored or retention.is_over(now_ns):
+                _remove_left(entry)
+            else:
+                retentions[value] = retentions.get(value, retention).raised(retention)
+        order = EvictionOrder()
+        for _, value in sorted(found):
+            order.add(value, retentions.get(value, DEFAULT_RETENTION))
+        return order
+
+    def _make_folder(self) -> bool:
+        """Create the folder if it is missing; return whether only this user can access it."""
+        parent = self._folder.parent
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_private(parent):
+            return False
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        os.utime(self._folder)  # shows that the kind is in use
+        return True
+
+    def retain(self, value: int, retention: Retention) -> None:
+        """Note that a request asked to keep a block, which is stored or will be, longer or shorter than others.
+
+        As in the pool, this only raises the retention of a block that is stored.
+        """
+        now_ns = time.time_ns()
         with self._lock:
-            before, self._index = self._index, OrderedDict((value, None) for _, value in sorted(found))
-            self._news |= dict.fromkeys(before.keys() - self._index.keys(), False)
-            self._news |= dict.fromkeys(self._index.keys() - before.keys(), True)
+            before = self._index.retention(value)
+            if before is None:
+                self._expected[value] = retention
+                self._expected.move_to_end(value)
+                if len(self._expected) > _MAX_WAITING:
+                    self._expected.popitem(last=False)
+                return
+            before = DEFAULT_RETENTION if before.is_over(now_ns) else before
+            after = before.raised(retention)
+            if after != before:
+                self._index.add(value, after)
+        if after != before:
+            self._mark(value, before, after)
 
     def put(self, value: int, contents: Bytes) -> bool:
-        """Store a block, evicting the least recently used blocks; return False if that failed or the tier is paused."""
-        if time.monotonic() < self._paused_until or not self._max_blocks:
+        """Store a block, evicting others of at most its priority; return False if that failed or the tier is paused."""
+        if time.monotonic() < self._paused_until or not self._is_private:
             return False
+        with self._lock:
+            retention = self._expected.pop(value, DEFAULT_RETENTION)
         header = block_header(self._kind, value, len(contents))
-        path, new = self._path(value), self._folder / f".{os.getpid()}-{threading.get_ident()}"
+        path, new = self._path(value), self._folder / f".{secrets.token_hex(8)}"
         try:
-            self._make_room(self._max_blocks - 1)
+            if not self._make_room(self._max_blocks - 1, retention.priority):
+                return False
             file_number = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 data: list[Any] = [header, checksum(header, contents), contents.data]
@@ -154,8 +218,9 @@ class TierFolder:
                 new.unlink(missing_ok=True)
             return False
         with self._lock:
-            self._index[value] = None
+            self._index.add(value, retention)
             self._news[value] = True
+        self._mark(value, DEFAULT_RETENTION, retention)
         self.num_stored += 1
         self.written_bytes += HEAD_BYTES + len(contents)
         return True
@@ -163,6 +228,8 @@ class TierFolder:
     def get(self, value: int) -> Bytes | None:
         """Return a block's verified contents; None if it is missing or corrupt."""
         path = self._path(value)
+        if not self._is_private:
+            return None
         try:
             data = np.fromfile(path, dtype=np.uint8)
         except FileNotFoundError:
@@ -191,26 +258,46 @@ class TierFolder:
     def touch(self, value: int) -> None:
         """Mark a block as recently used."""
         with self._lock:
-            if value in self._index:
-                self._index.move_to_end(value)
+            self._index.use(value)
         now_ns = time.time_ns()  # more precise than the kernel's timestamp of a new file
         with contextlib.suppress(OSError):
             os.utime(self._path(value), ns=(now_ns, now_ns))
 
-    def _make_room(self, max_blocks: int) -> None:
+    def _make_room(self, max_blocks: int, priority: int) -> bool:
+        """Evict blocks until this number is left; return False if the rest has a higher priority."""
         while True:
             with self._lock:
                 if len(self._index) <= max_blocks:
-                    return
-                value, _ = self._index.popitem(last=False)
+                    return True
+                if not self._index:
+                    return False
+                value, lowest = self._index.first(time.time_ns())
+                if lowest > priority:
+                    return False
+                retention = self._index.retention(value) or DEFAULT_RETENTION
+                self._index.remove(value)
                 self._news[value] = False
             self._path(value).unlink(missing_ok=True)
+            self._mark(value, retention, DEFAULT_RETENTION)
             self.num_evicted += 1
+
+    def _mark(self, value: int, before: Retention, after: Retention) -> None:
+        """Replace the file that shows a block's retention; there is none for the default. If that fails, other workers,
+        and this one after a scan, use the default.
+        """
+        old, new = (
+            None if item == DEFAULT_RETENTION else self._folder / f"{value:016x}.{item.priority}.{item.until_ns}"
+            for item in (before, after)
+        )
+        with contextlib.suppress(OSError):
+            if new is not None:
+                os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            if old is not None and old != new:
+                old.unlink(missing_ok=True)
 
     def _forget(self, value: int) -> None:
         with self._lock:
-            if value in self._index:
-                del self._index[value]
+            if self._index.remove(value):
                 self._news[value] = False
 
     def _path(self, value: int) -> Path:
@@ -251,6 +338,7 @@ class KvTiers:
         self.name = name
         self._tiers, self._pool, self._seal = tiers, pool, seal
         self._waiting: deque[tuple[int, int]] = deque(maxlen=_MAX_WAITING)
+        self._retentions: dict[int, Retention] = {}  # that the tiers do not know yet
         self._wake, self._stopped = threading.Condition(), False
         self._is_storing = False
         self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
@@ -262,6 +350,18 @@ class KvTiers:
         """
         with self._wake:
             self._waiting.extend(blocks)
+            self._wake.notify()
+
+    def receive(self, step: worker_pb2.StepBatch) -> None:
+        """Pass on the retentions of a received step. Must be called before the step fills these blocks."""
+        if not self._tiers or not step.retained_hashes:
+            return
+        asked = zip(step.retained_hashes, step.retained_priorities, step.retained_ms, strict=True)
+        now_ns = time.time_ns()
+        with self._wake:
+            for value, priority, duration_ms in asked:
+                until = Retention(priority, now_ns + duration_ms * 10**6) if duration_ms else Retention(priority)
+                self._retentions[value] = until
             self._wake.notify()
 
     def fetch(self, hashes: NDArray[np.uint64], targets: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -291,7 +391,7 @@ class KvTiers:
     def wait_until_stored(self, timeout_s: float) -> bool:
         """Wait until all queued blocks are stored or dropped; return False on timeout."""
         with self._wake:
-            return self._wake.wait_for(lambda: not self._waiting and not self._is_storing, timeout_s)
+            return self._wake.wait_for(lambda: not (self._waiting or self._retentions or self._is_storing), timeout_s)
 
     def close(self) -> None:
         """Stop storing; drop queued blocks."""
@@ -307,11 +407,17 @@ class KvTiers:
             with self._wake:
                 self._is_storing = False
                 self._wake.notify_all()
-                self._wake.wait_for(lambda: self._stopped or self._waiting, max(next_scan - time.monotonic(), 0))
+                self._wake.wait_for(
+                    lambda: self._stopped or self._waiting or self._retentions, max(next_scan - time.monotonic(), 0)
+                )
                 if self._stopped:
                     return
                 work = [self._waiting.popleft() for _ in range(min(len(self._waiting), 64))]
-                self._is_storing = bool(work)
+                retentions, self._retentions = self._retentions, {}
+                self._is_storing = bool(work or retentions)
+            for value, retention in retentions.items():
+                for tier in self._tiers:
+                    tier.retain(value, retention)
             for block, value in work:
                 self._store(block, value)
             if time.monotonic() >= next_scan:
@@ -356,9 +462,9 @@ class KvTiers:
 
 
 def _remove_left(entry: os.DirEntry[str]) -> None:
-    """Remove an incomplete file if no process can still be writing to it."""
+    """Remove an incomplete or superfluous file, unless a process may be writing what belongs to it."""
     with contextlib.suppress(OSError):
-        if time.time() - entry.stat().st_mtime > 60:
+        if time.time() - entry.stat().st_mtime > _INCOMPLETE_S:
             Path(entry.path).unlink()
 
 

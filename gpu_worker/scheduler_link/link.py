@@ -362,6 +362,8 @@ class SchedulerLink:
                 self._end_epoch("a table of virtual tokens is missing")
                 return
             self._kept.receive(message)
+            if self._tiers is not None:
+                self._tiers.receive(message)
             self._last_received = message.step_id
             self.inbox.put(WaitingStep(step, time.perf_counter()))
 

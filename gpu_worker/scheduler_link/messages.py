@@ -71,6 +71,8 @@ def decode_step(message: worker_pb2.StepBatch) -> Step:
         raise ValueError("beam or draft arrays differ in length")
     if len(step.adopted_blocks) != len(step.adopted_hashes):
         raise ValueError("adoption arrays differ in length")
+    if not len(message.retained_hashes) == len(message.retained_priorities) == len(message.retained_ms):
+        raise ValueError("retention arrays differ in length")
     return step
 
 

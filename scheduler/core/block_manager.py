@@ -40,6 +40,11 @@ class Retention:
         """
         return max(self, other, key=lambda item: (item.priority, item.duration_ns is None, item.duration_ns))
 
+    @property
+    def num_ms(self) -> int:
+        """The duration in milliseconds, at least 1; 0 if there is none."""
+        return 0 if self.duration_ns is None else max(1, self.duration_ns // 1_000_000)
+
 
 _DEFAULT = Retention(DEFAULT_RETENTION_PRIORITY, None)
 
@@ -59,6 +64,8 @@ class BlockManager:
         self._cached: dict[int, OrderedDict[int, None]] = {}
         self._cached_priority: dict[int, int] = {}
         self._retention: dict[int, Retention] = {}
+        # Hash -> retention of blocks that were retained or released since the last step, for the worker's tiers.
+        self._retained: dict[int, Retention] = {}
         # Times at which the retention of cached blocks ends, and the same times as a heap, which may contain stale
         # entries.
         self._expiry_ns: dict[int, int] = {}
@@ -161,14 +168,26 @@ class BlockManager:
     def retain(self, block: int, retention: Retention) -> None:
         """Set the retention of a block with new contents; it applies once the block is cached."""
         self._retention[block] = retention
+        self._note_retained(block)
 
     def raise_retention(self, block: int, retention: Retention, now_ns: int) -> None:
         """Raise the retention of a block that is already findable to at least `retention`, from now on."""
         self._expire_retention(now_ns)
         self._retention[block] = self._retention.get(block, _DEFAULT).raised(retention)
+        self._note_retained(block)
         if block in self._cached_priority:
             self._take_cached(block)
             self._put_cached(block, now_ns)
+
+    def _note_retained(self, block: int) -> None:
+        value = self.prefix_cache.hash_of(block)
+        if value is not None:
+            self._retained[value] = self._retention[block]
+
+    def take_retained(self) -> dict[int, Retention]:
+        """Return the retentions that were set or began since the last call, by the blocks' hashes."""
+        retained, self._retained = self._retained, {}
+        return retained
 
     def _discard(self, block: int) -> None:
         self.prefix_cache.withdraw(block)
@@ -178,6 +197,7 @@ class BlockManager:
     def _put_cached(self, block: int, now_ns: int) -> None:
         retention = self._retention.get(block, _DEFAULT)
         if retention.duration_ns is not None:
+            self._note_retained(block)  # its time begins now
             self._expiry_ns[block] = due_ns = now_ns + retention.duration_ns
             heapq.heappush(self._expiries, (due_ns, block))
             if len(self._expiries) > 2 * self.num_blocks:

@@ -142,6 +142,9 @@ class StepPlan:
     block_hashes: list[int] = field(default_factory=list)
     adopted_blocks: list[int] = field(default_factory=list)
     adopted_hashes: list[int] = field(default_factory=list)
+    retained_hashes: list[int] = field(default_factory=list)
+    retained_priorities: list[int] = field(default_factory=list)
+    retained_ms: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

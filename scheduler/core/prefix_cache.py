@@ -155,6 +155,10 @@ class PrefixCache:
         """Return whether the block is findable."""
         return block in self._hash_of
 
+    def hash_of(self, block: int) -> int | None:
+        """Return the hash of a findable block; None for other blocks."""
+        return self._hash_of.get(block)
+
     def stored_hashes(self) -> list[int]:
         """Return the hashes of all blocks that are findable and computed."""
         return [value for block, value in self._hash_of.items() if block not in self._pending]

@@ -321,6 +321,10 @@ class StepBuilder:
         for block, value in group.prefix_cache.take_news():
             plan.hashed_blocks.append(block)
             plan.block_hashes.append(value)
+        for value, retention in group.blocks.take_retained().items():
+            plan.retained_hashes.append(value)
+            plan.retained_priorities.append(retention.priority)
+            plan.retained_ms.append(retention.num_ms)
         adoption = group.adoptions.take()
         plan.adopted_blocks, plan.adopted_hashes = adoption.blocks, adoption.hashes
         generation, rows = self._write_generation()

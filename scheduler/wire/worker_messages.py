@@ -152,6 +152,9 @@ def encode_step(plan: StepPlan, limits: ModelLimits) -> bytes:
         "block_hashes",
         "adopted_blocks",
         "adopted_hashes",
+        "retained_hashes",
+        "retained_priorities",
+        "retained_ms",
     ):
         values = getattr(plan, name)
         if values:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 
 from gpu_worker.kv import block_kind
+from gpu_worker.kv.eviction import Retention
 from gpu_worker.kv.shared_store import PoolMemory
 from gpu_worker.kv.tiers import KvTiers, StoreChanges, TierFolder
 from midstream.errors import ConfigError
@@ -117,6 +121,98 @@ def test_the_least_recently_used_is_evicted_first(tmp_path: Path) -> None:
     assert [value for value in (1, 2, 3, 4) if value in folder] == [1, 3, 4]
 
 
+def values_in(folder: TierFolder, values: Iterable[int]) -> list[int]:
+    return [value for value in values if value in folder]
+
+
+def test_retention_decides_before_use(tmp_path: Path) -> None:
+    folder = tier(tmp_path / "tier", num_blocks=3)
+    folder.retain(1, Retention(80))
+    folder.retain(2, Retention(10))
+    for value in (1, 2, 3, 4):
+        assert folder.put(value, block(value))
+    assert values_in(folder, range(1, 5)) == [1, 3, 4], "the block with the lowest priority is evicted first"
+    assert folder.put(5, block(5))
+    assert values_in(folder, range(1, 6)) == [1, 4, 5], "then the least recently used one"
+    folder.retain(4, Retention(10))
+    folder.retain(4, Retention(90))
+    folder.retain(6, Retention(5))
+    assert not folder.put(6, block(6)), "a block evicts none of a higher priority"
+    assert folder.put(7, block(7))
+    assert values_in(folder, range(1, 8)) == [1, 4, 7]
+    assert folder.num_errors == 0
+
+
+def test_retention_ends_with_its_duration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tier(tmp_path / "tier", num_blocks=2)
+    now_ns = time.time_ns()
+    folder.retain(1, Retention(80, now_ns + 10**9))
+    folder.put(1, block(1))
+    folder.put(2, block(2))
+    folder.put(3, block(3))
+    assert values_in(folder, (1, 2, 3)) == [1, 3]
+    folder.retain(1, Retention(80, now_ns + 2 * 10**9))
+    monkeypatch.setattr("gpu_worker.kv.tiers.time.time_ns", lambda: now_ns + 10**9)
+    folder.put(4, block(4))
+    assert values_in(folder, (1, 3, 4)) == [1, 4], "a later request extended it"
+    monkeypatch.setattr("gpu_worker.kv.tiers.time.time_ns", lambda: now_ns + 2 * 10**9)
+    folder.put(5, block(5))
+    folder.put(6, block(6))
+    assert values_in(folder, (1, 4, 5, 6)) == [5, 6]
+
+
+def test_retention_outlives_workers(tmp_path: Path) -> None:
+    before = tier(tmp_path / "tier", num_blocks=3)
+    until_ns = time.time_ns() + 3600 * 10**9
+    before.put(1, block(1))
+    before.retain(1, Retention(80))
+    before.retain(2, Retention(60, until_ns))
+    before.retain(1, Retention(90))
+    for value in (2, 3):
+        before.put(value, block(value))
+    assert {path.name[14:] for path in files(tmp_path) if "." in path.name} == {
+        f"01.90.{2**63}",
+        f"02.60.{until_ns}",
+    }
+    after = tier(tmp_path / "tier", num_blocks=3)
+    for value in (4, 5):
+        assert after.put(value, block(value))
+    assert values_in(after, range(1, 6)) == [1, 2, 5]
+    after.retain(6, Retention(95))
+    after.retain(7, Retention(95))
+    after.put(6, block(6))
+    after.put(7, block(7))
+    assert {path.name[14:16] for path in files(tmp_path) if "." in path.name} == {"01", "06", "07"}
+
+
+def test_a_tier_is_used_again_after_its_folder_was_removed(tmp_path: Path) -> None:
+    folder = tier(tmp_path / "tier")
+    folder.put(1, block(1))
+    shutil.rmtree(tmp_path / "tier")
+    assert folder.get(1) is None
+    assert not folder.put(2, block(2))
+    folder._paused_until = 0.0
+    folder.scan()
+    assert folder.put(2, block(2))
+    assert folder.get(2) is not None
+    assert (tmp_path / "tier").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_others_can_access_later_is_no_longer_used(tmp_path: Path) -> None:
+    """They could have written blocks with valid checksums."""
+    folder = tier(tmp_path / "tier")
+    folder.put(1, block(1))
+    folder.take_news()
+    (tmp_path / "tier").chmod(0o770)
+    folder.scan()
+    assert folder.take_news() == {1: False}
+    assert folder.get(1) is None
+    assert not folder.put(2, block(2))
+    (tmp_path / "tier").chmod(0o700)
+    folder.scan()
+    assert folder.get(1) is not None
+
+
 def test_usage_is_kept_after_all_workers_exit(tmp_path: Path) -> None:
     folder = tier(tmp_path / "tier", num_blocks=3)
     for value in (1, 2, 3):
@@ -154,7 +250,7 @@ def test_workers_find_each_others_blocks(tmp_path: Path) -> None:
     found = other.get(5)
     assert found is not None
     assert np.array_equal(found, block(5))
-    one._make_room(0)
+    one._make_room(0, 100)
     assert other.get(5) is None
     assert other.take_news() == {5: False}
 

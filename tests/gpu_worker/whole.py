@@ -97,6 +97,8 @@ class Member:
         step = self.adapters.complete(decode_step(batch))
         assert step is not None
         self._kept.receive(batch)
+        if self.runner.kv.tiers is not None:
+            self.runner.kv.tiers.receive(batch)
         while self._in_flight and self.runner.must_finish_before(step):
             yield from self.finish()
         self._in_flight.append((step, self.runner.launch(step)))

@@ -8,6 +8,7 @@ import pytest
 
 from scheduler.core.events import WorkerBeat
 from scheduler.core.request import FinishReason
+from scheduler.core.request_spec import RetentionRange
 from tests.scheduler.fake_group import FakeGroup
 from tests.scheduler.harness import Harness
 
@@ -146,3 +147,33 @@ def test_a_group_whose_tiers_hold_the_prefix_is_preferred() -> None:
     assert [len(other.plans) for other in others] in ([1, 0], [0, 1])
     harness.run()
     harness.check_is_empty()
+
+
+def retained(group: FakeGroup) -> dict[int, tuple[int, int]]:
+    """Return the priority and the duration in milliseconds that the oldest step has for blocks, by their hashes."""
+    batch = group.batches[0]
+    asked = zip(batch.retained_priorities, batch.retained_ms, strict=True)
+    return dict(zip(batch.retained_hashes, asked, strict=True))
+
+
+def test_retention_is_passed_on_to_the_tiers() -> None:
+    harness = Harness(pipeline_depth=1)
+    group = harness.add_group("g")
+    harness.submit("a", PROMPT[:10], 1, retention=(RetentionRange(0, 4, 90), RetentionRange(4, 8, 80, 5 * 10**9)))
+    harness.turn()
+    first, second = (value for value in group.batches[0].block_hashes if value)
+    assert retained(group) == {first: (90, 0), second: (80, 5000)}
+    harness.run()
+    # The duration begins when the block is no longer in use.
+    harness.submit("b", [7], 1)
+    harness.turn()
+    assert retained(group) == {second: (80, 5000)}
+    harness.run()
+    # A request raises the retention of blocks that it finds.
+    harness.submit("c", PROMPT[:10], 1, retention=(RetentionRange(0, 8, 85),))
+    harness.turn()
+    assert retained(group) == {first: (90, 0), second: (85, 0)}
+    harness.run()
+    harness.submit("d", [8], 1)
+    harness.turn()
+    assert retained(group) == {}

@@ -68,6 +68,9 @@ class Tiers:
         _, self._hashes, self._slots = pool
         self._known: set[int] = set()
 
+    def receive(self, _: worker_pb2.StepBatch) -> None:
+        pass
+
     def offer(self, blocks: Iterable[tuple[int, int]]) -> None:
         asyncio.create_task(self._store(list(blocks)), name="store")  # noqa: RUF006 (its process holds it)
 
