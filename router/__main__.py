@@ -102,6 +102,7 @@ async def serve(config: RouterConfig) -> None:
         admit=remember_client(admit) if tracer is not None else admit,
         receive=MessageSlots().read,
         more_services=ADAPTED_SERVICES,
+        grpc_server=config.grpc_server,
     )
     router_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
     limits = StreamLimits(config.max_concurrent_streams, config.max_streams_per_client)

@@ -13,6 +13,8 @@ import grpc.aio
 from grpc.aio import ServicerContext
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from midstream.security.tls import Tls
+
 HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _WATCH_INTERVAL_S = 0.25
 
@@ -77,8 +79,8 @@ def add_health(server: grpc.aio.Server, progress: Progress, service: str) -> Non
     health_pb2_grpc.add_HealthServicer_to_server(_Health(progress, ("", service)), server)
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
-    """Add a listening port, with TLS if there are credentials; 0 chooses a free port.
+def bind(server: grpc.aio.Server, host: str, port: int, tls: Tls | None = None) -> int:
+    """Add a listening port; 0 chooses a free one.
 
     Returns:
         The port.
@@ -88,8 +90,8 @@ def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Server
     """
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        if credentials is not None:
-            return server.add_secure_port(address, credentials)
+        if tls is not None:
+            return server.add_secure_port(address, tls.server_credentials())
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: {error}") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import signal
@@ -47,12 +48,13 @@ _KEEPALIVE = [
 _EVENT_LOOP_BEAT_S = 0.5
 _HANDSHAKE_MS = 10_000
 _Context = grpc.aio.ServicerContext[Any, Any]
+_AddPort = Callable[[str, int, Tls | None], int]
 _COLLECT_INTERVAL_S = 0.1
 _next_collection = 0.0
 
 
 class Server:
-    """A grpc.aio server with health based on progress, reflection, keepalive and error mapping.
+    """A gRPC server with health based on progress, reflection, keepalive and error mapping.
 
     Attributes:
         grpc: The gRPC server, to which servicers are added before `start`.
@@ -75,6 +77,7 @@ class Server:
         receive: Receive | None = None,
         more_services: Sequence[str] = (),
         is_standby: bool = False,
+        grpc_server: str = "grpcio",
     ) -> None:
         """Bind the port, or, if `is_standby`, check that it is free.
 
@@ -91,32 +94,18 @@ class Server:
             receive: Reads the messages of unary requests; if None, gRPC reads them.
             more_services: Full protobuf names of other services that reflection shows.
             is_standby: Whether `bind` will be called later. Connections to a bound port would wait to be accepted.
+            grpc_server: Implementation of the server: `grpcio`, or `own` (midstream/rpc/http2).
 
         Raises:
             OSError: The port is in use.
         """
-        self.grpc = grpc.aio.server(
-            interceptors=[ErrorMapper(admit, receive)],
-            options=[
-                *_KEEPALIVE,
-                ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
-                ("grpc.max_receive_message_length", max_request_bytes or max_message_bytes),
-                ("grpc.max_send_message_length", max_message_bytes),
-                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-                ("grpc.max_allowed_incoming_connections", max_connections()),
-                ("grpc.max_concurrent_streams", max_concurrent_streams),
-                # Limit on calls that have arrived but not started. By default, beyond 1,000 of them, gRPC cancels some
-                # at random.
-                ("grpc.server.max_pending_requests", max_concurrent_streams),
-                ("grpc.server.max_pending_requests_hard_limit", 2 * max_concurrent_streams),
-                ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-                ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-                # With bandwidth probes, the flow-control window of a stream that is not read would grow to a megabyte.
-                ("grpc.http2.bdp_probe", 0 if receive is not None else 1),
-                # If this were 1, a second process could silently share the port.
-                ("grpc.so_reuseport", 0),
-            ],
+        make = _own_server if grpc_server == "own" else _grpcio_server
+        self.grpc, self._add_port = make(
+            ErrorMapper(admit, receive),
+            max_send_bytes=max_message_bytes,
+            max_receive_bytes=max_request_bytes or max_message_bytes,
+            max_concurrent_streams=max_concurrent_streams,
+            probes_bandwidth=receive is None,
         )
         self.draining = asyncio.Event()
         self._failed = asyncio.Event()
@@ -140,8 +129,7 @@ class Server:
         Raises:
             OSError: The port is in use.
         """
-        credentials = self._tls.server_credentials() if self._tls is not None else None
-        self.port = bind(self.grpc, self._host, self.port, credentials)
+        self.port = self._add_port(self._host, self.port, self._tls)
 
     async def start(self) -> None:
         """Start to accept calls."""
@@ -225,6 +213,62 @@ class Server:
         while True:
             self._event_loop.touch()
             await asyncio.sleep(_EVENT_LOOP_BEAT_S)
+
+
+def _grpcio_server(
+    errors: ErrorMapper,
+    *,
+    max_send_bytes: int,
+    max_receive_bytes: int,
+    max_concurrent_streams: int,
+    probes_bandwidth: bool,
+) -> tuple[grpc.aio.Server, _AddPort]:
+    server = grpc.aio.server(
+        interceptors=[errors],
+        options=[
+            *_KEEPALIVE,
+            ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+            ("grpc.max_receive_message_length", max_receive_bytes),
+            ("grpc.max_send_message_length", max_send_bytes),
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+            ("grpc.max_allowed_incoming_connections", max_connections()),
+            ("grpc.max_concurrent_streams", max_concurrent_streams),
+            # Limit on calls that have arrived but not started. By default, beyond 1,000 of them, gRPC cancels some
+            # at random.
+            ("grpc.server.max_pending_requests", max_concurrent_streams),
+            ("grpc.server.max_pending_requests_hard_limit", 2 * max_concurrent_streams),
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+            # With bandwidth probes, the flow-control window of a stream that is not read would grow to a megabyte.
+            ("grpc.http2.bdp_probe", int(probes_bandwidth)),
+            # If this were 1, a second process could silently share the port.
+            ("grpc.so_reuseport", 0),
+        ],
+    )
+    return server, functools.partial(bind, server)
+
+
+def _own_server(
+    errors: ErrorMapper,
+    *,
+    max_send_bytes: int,
+    max_receive_bytes: int,
+    max_concurrent_streams: int,
+    probes_bandwidth: bool,
+) -> tuple[grpc.aio.Server, _AddPort]:
+    from midstream.rpc.http2 import GrpcServer  # here, because only routers have hpack installed
+
+    server = GrpcServer(
+        interceptors=[errors],
+        max_send_bytes=max_send_bytes,
+        max_receive_bytes=max_receive_bytes,
+        max_concurrent_streams=max_concurrent_streams,
+        max_metadata_bytes=MAX_METADATA_BYTES,
+        max_connections=max_connections(),
+        max_resets=2 * max_concurrent_streams,
+    )
+    return server, server.add_port
 
 
 def _collect_now_and_then() -> None:

@@ -120,6 +120,15 @@ class Tls:
         self._contexts.append(context)
         return context
 
+    def grpc_context(self) -> ssl.SSLContext:
+        """Return an SSL context for a gRPC server; as with `server_credentials`, clients are asked for a certificate
+        only if they must have one.
+        """
+        context = self.http_context()
+        context.verify_mode = ssl.CERT_REQUIRED if self.require_client_cert else ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+        return context
+
     def client_context(self) -> ssl.SSLContext:
         """Return an SSL context for a non-gRPC client connection, from the current files."""
         self.refresh()

@@ -33,7 +33,7 @@ async def serving(
     """Run a server whose method `GetModelInfo` returns the name of the caller."""
     if authenticator is not None:
         admit = authenticator.admit
-    server = Server(SERVICE, "127.0.0.1", 0, Progress(), tls=tls, admit=admit)
+    server = Server(SERVICE, "127.0.0.1", 0, Progress(), tls=tls, admit=admit, grpc_server="own")
 
     async def answer(request: bytes, context: object) -> bytes:
         return current_caller.get().name.encode()

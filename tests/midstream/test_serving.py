@@ -66,10 +66,16 @@ def raising(error: Exception | None = None) -> Raising:
     return Raising(error)  # type: ignore[abstract]  # the other calls stay unimplemented
 
 
+@pytest.fixture(params=["grpcio", "own"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Return an implementation of the server."""
+    return str(request.param)
+
+
 async def serve(
-    servicer: Raising, progress: Progress | None = None
+    kind: str, servicer: Raising, progress: Progress | None = None
 ) -> tuple[Server, service_pb2_grpc.MidstreamAsyncStub]:
-    server = Server(NAME, "127.0.0.1", 0, progress or Progress())
+    server = Server(NAME, "127.0.0.1", 0, progress or Progress(), grpc_server=kind)
     service_pb2_grpc.add_MidstreamServicer_to_server(servicer, server.grpc)
     await server.start()
     stub: Any = service_pb2_grpc.MidstreamStub(open_channel(f"127.0.0.1:{server.port}"))
@@ -85,9 +91,9 @@ async def serve(
     ],
 )
 async def test_a_midstream_error_becomes_its_status_and_comes_back_as_itself(
-    error: errors.MidstreamError, code: grpc.StatusCode
+    kind: str, error: errors.MidstreamError, code: grpc.StatusCode
 ) -> None:
-    server, stub = await serve(raising(error))
+    server, stub = await serve(kind, raising(error))
     with pytest.raises(grpc.aio.AioRpcError) as unary:
         await stub.Abort(loads_pb2.AbortRequest())
     with pytest.raises(grpc.aio.AioRpcError) as streaming:
@@ -101,8 +107,8 @@ async def test_a_midstream_error_becomes_its_status_and_comes_back_as_itself(
         assert getattr(back, "retry_after_ms", None) == getattr(error, "retry_after_ms", None)
 
 
-async def test_a_slow_network_needs_no_more_than_one_connection() -> None:
-    server, _ = await serve(raising())
+async def test_a_slow_network_needs_no_more_than_one_connection(kind: str) -> None:
+    server, _ = await serve(kind, raising())
     num_connections = 0
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -123,8 +129,8 @@ async def test_a_slow_network_needs_no_more_than_one_connection() -> None:
     await server.stop()
 
 
-async def test_a_field_name_of_a_client_does_not_break_the_error() -> None:
-    server, stub = await serve(raising(errors.InvalidArgumentError("no such input", field="é\n" * 30_000)))
+async def test_a_field_name_of_a_client_does_not_break_the_error(kind: str) -> None:
+    server, stub = await serve(kind, raising(errors.InvalidArgumentError("no such input", field="é\n" * 30_000)))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.Abort(loads_pb2.AbortRequest())
     await server.stop()
@@ -132,8 +138,8 @@ async def test_a_field_name_of_a_client_does_not_break_the_error() -> None:
     assert error_from_rpc(raised.value).field == "?" * 256
 
 
-async def test_an_unexpected_error_is_internal_and_reveals_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    server, stub = await serve(raising(ValueError("secret path /etc/x")))
+async def test_an_unexpected_error_is_internal_and_reveals_nothing(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    server, stub = await serve(kind, raising(ValueError("secret path /etc/x")))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.Abort(loads_pb2.AbortRequest())
     await server.stop()
@@ -142,9 +148,9 @@ async def test_an_unexpected_error_is_internal_and_reveals_nothing(caplog: pytes
     assert "secret path" in caplog.text
 
 
-async def test_a_caller_that_disconnects_ends_the_generator_at_once() -> None:
+async def test_a_caller_that_disconnects_ends_the_generator_at_once(kind: str) -> None:
     servicer = raising()
-    server, stub = await serve(servicer)
+    server, stub = await serve(kind, servicer)
     call = stub.GetIterationStats(stats.GetIterationStatsRequest())
     await servicer.started.wait()
     call.cancel()
@@ -159,9 +165,9 @@ async def check(port: int, service: str = "") -> int:
         return int(response.status)
 
 
-async def test_health_follows_progress_and_reasons() -> None:
+async def test_health_follows_progress_and_reasons(kind: str) -> None:
     progress = Progress()
-    server, _ = await serve(raising(), progress)
+    server, _ = await serve(kind, raising(), progress)
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     assert await check(server.port) == await check(server.port, NAME) == serving
     with pytest.raises(grpc.aio.AioRpcError, match="no such service"):
@@ -182,9 +188,9 @@ async def test_health_follows_progress_and_reasons() -> None:
     await server.stop()
 
 
-async def test_health_watch_reports_each_change() -> None:
+async def test_health_watch_reports_each_change(kind: str) -> None:
     progress = Progress()
-    server, _ = await serve(raising(), progress)
+    server, _ = await serve(kind, raising(), progress)
     async with open_channel(f"127.0.0.1:{server.port}") as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -193,9 +199,9 @@ async def test_health_watch_reports_each_change() -> None:
     await server.stop()
 
 
-async def test_sigterm_lets_streams_finish_and_rejects_new_requests() -> None:
+async def test_sigterm_lets_streams_finish_and_rejects_new_requests(kind: str) -> None:
     servicer = raising()
-    server, stub = await serve(servicer)
+    server, stub = await serve(kind, servicer)
     call = stub.GetIterationStats(stats.GetIterationStatsRequest())
     await servicer.started.wait()
     running = asyncio.create_task(server.run_until_signal(drain_timeout_s=10))
@@ -212,9 +218,9 @@ async def test_sigterm_lets_streams_finish_and_rejects_new_requests() -> None:
     await asyncio.wait_for(running, WAIT_S)
 
 
-async def test_a_stream_longer_than_the_drain_is_cut() -> None:
+async def test_a_stream_longer_than_the_drain_is_cut(kind: str) -> None:
     servicer = raising()
-    server, stub = await serve(servicer)
+    server, stub = await serve(kind, servicer)
     call = stub.GetIterationStats(stats.GetIterationStatsRequest())
     await servicer.started.wait()
     await server.stop(drain_timeout_s=0.05)
@@ -223,10 +229,10 @@ async def test_a_stream_longer_than_the_drain_is_cut() -> None:
     assert servicer.cleaned.is_set()
 
 
-async def test_a_taken_port_is_an_error() -> None:
-    server = Server(NAME, "127.0.0.1", 0, Progress())
+async def test_a_taken_port_is_an_error(kind: str) -> None:
+    server = Server(NAME, "127.0.0.1", 0, Progress(), grpc_server=kind)
     with pytest.raises(OSError, match="cannot listen"):
-        Server(NAME, "127.0.0.1", server.port, Progress())
+        Server(NAME, "127.0.0.1", server.port, Progress(), grpc_server=kind)
     await server.stop()
 
 
@@ -275,9 +281,9 @@ def test_a_log_line_is_json_with_the_request_id() -> None:
     assert FIELD_KEY == "midstream-field"
 
 
-async def test_a_burst_of_calls_is_answered_in_full() -> None:
+async def test_a_burst_of_calls_is_answered_in_full(kind: str) -> None:
     """With 1,000 or more waiting calls, gRPC itself cancels some of them at random."""
-    server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress())
+    server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress(), grpc_server=kind)
     await server.start()
     async with open_channel(f"127.0.0.1:{server.port}") as channel:
         await channel.channel_ready()

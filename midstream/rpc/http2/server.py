@@ -1,0 +1,341 @@
+"""The server: it listens, runs methods, and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from midstream.rpc.http2.call import Call
+from midstream.rpc.http2.connection import Connection
+from midstream.rpc.http2.limits import Limits
+from midstream.rpc.http2.metadata import Metadata
+from midstream.security.tls import Tls
+
+logger = logging.getLogger(__name__)
+
+_MAX_ACCEPTED_PER_TURN = 64
+# Calls that start in one iteration of the event loop. Those of other connections wait no longer than for these.
+_MAX_STARTS_PER_TURN = 4
+_NO_FILES_S = 0.5
+
+_Handler = Any  # a grpc.RpcMethodHandler
+_Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]]
+
+
+class _Details(grpc.HandlerCallDetails):
+    """What an interceptor gets to know about a call."""
+
+    def __init__(self, method: str, invocation_metadata: Metadata) -> None:
+        self.method = method
+        self.invocation_metadata = invocation_metadata
+
+
+class _Listener:
+    """A listening socket."""
+
+    def __init__(self, listener: socket.socket, tls: Tls | None) -> None:
+        self.socket = listener
+        self.tls = tls
+        self.context = tls.grpc_context() if tls is not None else None
+
+
+class GrpcServer(grpc.aio.Server):
+    """A gRPC server with the interface of `grpc.aio.server`; it inherits from that class for its type only.
+
+    Attributes:
+        limits: What clients may demand.
+        connections: Open connections.
+    """
+
+    def __init__(
+        self, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = (), limits: Limits | None = None, **values: Any
+    ) -> None:
+        """Create a server.
+
+        Args:
+            interceptors: Called for each call, the first one first.
+            limits: What clients may demand.
+            values: Fields of `Limits`, as an alternative.
+        """
+        self.limits = limits or Limits(**values)
+        self.connections: dict[Connection, None] = {}
+        self._interceptors = tuple(interceptors)
+        self._methods: dict[str, _Handler] = {}
+        self._generic: list[grpc.GenericRpcHandler] = []
+        self._listeners: list[_Listener] = []
+        self._is_started = self._is_stopping = False
+        self._turns: dict[Connection, None] = {}  # connections with calls that have not started
+        self._num_starts_left = _MAX_STARTS_PER_TURN
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._stopped = asyncio.Event()
+
+    # grpc.aio.Server
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Add handlers that find methods by name."""
+        self._generic += generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, _Handler]) -> None:
+        """Add the methods of a service."""
+        for name, handler in method_handlers.items():
+            self._methods[f"/{service_name}/{name}"] = handler
+
+    def add_insecure_port(self, address: str) -> int:
+        """Listen on `host:port`; return the port."""
+        host, _, port = address.rpartition(":")
+        return self.add_port(host.strip("[]"), int(port))
+
+    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
+        """Raise an error: gRPC's credentials cannot be read. `add_port` takes certificates."""
+        raise NotImplementedError("use add_port")
+
+    def add_port(self, host: str, port: int, tls: Tls | None = None) -> int:
+        """Listen on a port; 0 chooses a free one. Connections are accepted once the server has started.
+
+        Returns:
+            The port.
+
+        Raises:
+            OSError: The port is in use, or the host is not an address of this machine.
+        """
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with contextlib.ExitStack() as opened:
+            added = []
+            for family, kind, protocol, _, address in dict.fromkeys(found):
+                listener = opened.enter_context(socket.socket(family, kind, protocol))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    # An address of all interfaces includes those of IPv4.
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
+                try:
+                    listener.bind((address[0], port, *address[2:]))
+                except OSError as error:
+                    raise OSError(f"cannot listen on {host}:{port}: {error}") from None
+                port = listener.getsockname()[1]
+                listener.listen(socket.SOMAXCONN)
+                listener.setblocking(False)
+                added.append(_Listener(listener, tls))
+            opened.pop_all()
+        self._listeners += added
+        if self._is_started:
+            self._listen(added)
+        return port
+
+    async def start(self) -> None:
+        """Accept connections."""
+        self._is_started = True
+        self._listen(self._listeners)
+
+    async def stop(self, grace: float | None) -> None:
+        """Refuse new calls, and give those in progress up to `grace` seconds; then cancel them.
+
+        It may be called again, with a shorter time.
+        """
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._close_listeners()
+            for connection in tuple(self.connections):
+                connection.go_away()
+            self._check_stopped()
+        if grace:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), grace)
+        for task in self._opening:
+            task.cancel()
+        for connection in tuple(self.connections):
+            for call in tuple(connection.calls.values()):
+                call.refuse(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+            connection.close()
+        while self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+        self._check_stopped()
+        await self._stopped.wait()
+
+    async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109 (as in grpc.aio)
+        """Wait until the server has stopped; return whether it has not after `timeout` seconds."""
+        try:
+            await asyncio.wait_for(self._stopped.wait(), timeout)
+        except TimeoutError:
+            return True
+        return False
+
+    def __del__(self) -> None:
+        """Close the ports of a server that was never stopped."""
+        for listener in getattr(self, "_listeners", ()):
+            listener.socket.close()
+
+    # For connections
+
+    def add(self, connection: Connection) -> bool:
+        """Add a connection; return whether it is within the limit."""
+        if self._is_stopping or len(self.connections) >= self.limits.max_connections:
+            return False
+        self.connections[connection] = None
+        return True
+
+    def remove(self, connection: Connection) -> None:
+        """Remove a connection that was lost."""
+        self.connections.pop(connection, None)
+        self._turns.pop(connection, None)
+        connection.waiting.clear()
+        self._check_stopped()
+
+    def arrive(self, connection: Connection, call: Call) -> None:
+        """Start a call now, or after those of other connections that arrived earlier."""
+        if not self._turns and self._num_starts_left:
+            if self._num_starts_left == _MAX_STARTS_PER_TURN:
+                asyncio.get_running_loop().call_soon(self._take_turns)
+            self._num_starts_left -= 1
+            self._start(connection, call)
+            return
+        connection.waiting.append(call)
+        self._turns[connection] = None
+
+    # Listening
+
+    def _listen(self, listeners: Sequence[_Listener]) -> None:
+        for listener in listeners:
+            asyncio.get_running_loop().add_reader(listener.socket, self._accept, listener)
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener.socket)
+            listener.socket.close()
+        self._listeners.clear()
+
+    def _accept(self, listener: _Listener) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(_MAX_ACCEPTED_PER_TURN):
+            try:
+                found, _ = listener.socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                logger.warning("cannot accept connections: %s", error)
+                loop.remove_reader(listener.socket)
+                loop.call_later(_NO_FILES_S, self._accept_again, listener)
+                return
+            if len(self.connections) + len(self._opening) >= self.limits.max_connections:
+                found.close()
+                continue
+            found.setblocking(False)
+            task = loop.create_task(self._open(found, listener))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    def _accept_again(self, listener: _Listener) -> None:
+        if not self._is_stopping:
+            self._listen([listener])
+
+    async def _open(self, found: socket.socket, listener: _Listener) -> None:
+        context = listener.context
+        if listener.tls is not None:
+            listener.tls.refresh()
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                functools.partial(Connection, self),
+                found,
+                ssl=context,
+                ssl_handshake_timeout=self.limits.handshake_timeout_s if context is not None else None,
+            )
+        except (OSError, TimeoutError) as error:
+            logger.debug("a connection was not opened: %s", error)
+            found.close()
+        except BaseException:
+            found.close()
+            raise
+
+    # Calls
+
+    def _take_turns(self) -> None:
+        """Start the next calls, one of each connection in turn."""
+        self._num_starts_left = _MAX_STARTS_PER_TURN
+        while self._turns and self._num_starts_left:
+            connection = next(iter(self._turns))
+            del self._turns[connection]
+            call = connection.waiting.popleft()
+            if connection.waiting:
+                self._turns[connection] = None
+            if not call.is_over:
+                self._num_starts_left -= 1
+                self._start(connection, call)
+        if self._num_starts_left < _MAX_STARTS_PER_TURN:
+            asyncio.get_running_loop().call_soon(self._take_turns)
+
+    def _start(self, connection: Connection, call: Call) -> None:
+        connection.num_running += 1
+        task = asyncio.get_running_loop().create_task(self._run(connection, call))
+        call.start(task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, connection: Connection, call: Call) -> None:
+        try:
+            handler = await self._find(_Details(call.head.method, call.head.metadata))
+            if handler is None:
+                call.end(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+            else:
+                await _serve(handler, call)
+                call.end()
+        except asyncio.CancelledError:
+            call.end(grpc.StatusCode.CANCELLED, "the call was canceled by the server")
+        except grpc.aio.AbortError:
+            pass  # its status was sent
+        except Exception as error:
+            if call.is_over:
+                logger.debug("error after the end of a call", exc_info=error)
+            elif call.is_status_set:
+                call.end()
+            else:
+                logger.error("unexpected error in %s", call.head.method, exc_info=error)
+                call.end(grpc.StatusCode.UNKNOWN, f"unexpected {type(error).__name__}; see the log for details")
+        finally:
+            connection.num_running -= 1
+
+    async def _find(self, details: _Details) -> _Handler:
+        find: _Continuation = self._look_up
+        for interceptor in reversed(self._interceptors):
+            find = functools.partial(interceptor.intercept_service, find)
+        return await find(details)
+
+    async def _look_up(self, details: grpc.HandlerCallDetails) -> _Handler:
+        handler = self._methods.get(details.method)
+        if handler is not None:
+            return handler
+        return next((found for generic in self._generic if (found := generic.service(details)) is not None), None)
+
+    def _check_stopped(self) -> None:
+        if self._is_stopping and not self.connections and not self._tasks:
+            self._stopped.set()
+
+
+async def _serve(handler: Any, call: Call) -> None:
+    """Run a method."""
+    method = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    call.messages.deserialize = handler.request_deserializer
+    call.serialize = handler.response_serializer
+    request: Any = call.messages
+    if not handler.request_streaming:
+        request = await call.read()
+        if request is grpc.aio.EOF:
+            call.end(grpc.StatusCode.INTERNAL, "the call has no request")
+            return
+    result = method(request, call)
+    if hasattr(result, "__aiter__"):
+        # The generator is closed explicitly when the client leaves, not when it is freed.
+        async with contextlib.aclosing(result):
+            async for response in result:
+                await call.write(response)
+        return
+    response = await result
+    if not handler.response_streaming and not call.is_status_set and not call.is_over:
+        await call.write(response)

@@ -1,0 +1,454 @@
+"""Flow control, fairness and limits of the gRPC server, frame by frame and without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import hpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from midstream.rpc.http2 import GrpcServer, wire
+from midstream.rpc.http2.limits import Budget
+from midstream.rpc.http2.wire import ErrorCode, Setting
+from tests.midstream.http2_peer import HEADERS, Methods, Peer, framed, goaway_of, messages_of, turns
+
+WINDOW = wire.DEFAULT_WINDOW
+
+
+def serving(**limits: Any) -> tuple[GrpcServer, Methods]:
+    server, methods = GrpcServer(**limits), Methods()
+    methods.add_to(server)
+    return server, methods
+
+
+async def test_all_that_one_turn_of_the_loop_says_is_one_write() -> None:
+    server, methods = serving()
+    peer = Peer(server)
+    streams = [peer.call(b"%d" % number, "Wait") for number in range(4)]
+    await turns()
+    peer.frames()
+    methods.release.set()
+    await turns()
+    assert len(peer.transport.writes) == 1
+    frames = peer.frames()
+    assert [messages_of(frames, stream) for stream in streams] == [framed(b"%d" % number) for number in range(4)]
+    assert [peer.headers(frame).get("grpc-status") for frame in frames if frame[0] == wire.HEADERS] == [None, "0"] * 4
+
+
+async def test_a_message_waits_for_the_windows_of_its_stream_and_connection() -> None:
+    server, _ = serving()
+    peer = Peer(server)
+    peer.send(wire.SETTINGS, 0, 0, struct.pack(">HL", Setting.INITIAL_WINDOW_SIZE, 20_000))
+    message = bytes(range(250)) * 240  # 60,000 bytes, and 5 of the message's head
+    stream = peer.call(message)
+    await turns()
+    frames = peer.frames()
+    received = messages_of(frames, stream)
+    assert len(received) == 20_000
+    assert not [frame for frame in frames if frame[0] == wire.HEADERS and frame[1] & wire.END_STREAM]
+    peer.send(wire.WINDOW_UPDATE, 0, stream, struct.pack(">L", 1 << 20))
+    await turns()
+    frames = peer.frames()
+    assert received + messages_of(frames, stream) == framed(message)
+    assert frames[-1][1] & wire.END_STREAM
+    assert max(len(body) for kind, _, _, body in frames if kind == wire.DATA) == wire.DEFAULT_FRAME
+    other = peer.call(bytes(10_000))
+    await turns()
+    assert len(messages_of(peer.frames(), other)) == WINDOW - 60_005
+    peer.send(wire.WINDOW_UPDATE, 0, 0, struct.pack(">L", 1 << 20))
+    await turns()
+    assert len(messages_of(peer.frames(), other)) == 10_005 - (WINDOW - 60_005)
+
+
+async def test_calls_share_a_small_window_in_turn() -> None:
+    server, methods = serving()
+    peer = Peer(server)
+    frame = wire.DEFAULT_FRAME
+    one, two = peer.call(bytes(60_000), "Wait"), peer.call(bytes(60_000), "Wait")
+    await turns()
+    methods.release.set()
+    await turns()
+    assert len(messages_of(frames := peer.frames(), one)) == 60_005
+    assert len(messages_of(frames, two)) == WINDOW - 60_005
+    three = peer.call(bytes(60_000))
+    await turns()
+    peer.send(wire.WINDOW_UPDATE, 0, 0, struct.pack(">L", 4 * frame))
+    await turns()
+    frames = peer.frames()
+    assert [number for kind, _, number, _ in frames if kind == wire.DATA] == [two, three, two, three]
+    peer.send(wire.SETTINGS, 0, 0, struct.pack(">HL", Setting.INITIAL_WINDOW_SIZE, 0))
+    peer.send(wire.WINDOW_UPDATE, 0, 0, struct.pack(">L", 1 << 20))
+    await turns()
+    assert not messages_of(peer.frames(), two)  # a smaller initial window also applies to open streams
+    peer.send(wire.SETTINGS, 0, 0, struct.pack(">HL", Setting.INITIAL_WINDOW_SIZE, WINDOW))
+    await turns()
+    assert len(messages_of(peer.frames(), three)) == 60_005 - 2 * frame
+
+
+async def test_a_write_waits_while_the_socket_is_full() -> None:
+    server, _ = serving()
+    peer = Peer(server)
+    peer.connection.pause_writing()
+    stream = peer.call(b"x", "Repeat")
+    await turns(40)
+    assert not messages_of(peer.frames(), stream)
+    peer.connection.resume_writing()
+    await turns(40)
+    assert messages_of(peer.frames(), stream) == framed(b"x") * 10
+
+
+async def test_an_unread_call_holds_one_window_and_a_read_one_its_message() -> None:
+    server, methods = serving(max_receive_bytes=1 << 20)
+    peer = Peer(server)
+    stream, data = peer.begin("Hold"), framed(bytes(200_000))
+    peer.send(wire.DATA, 0, stream, data[:16_384])
+    await turns()
+    for at in range(16_384, 65_535, 16_384):
+        peer.send(wire.DATA, 0, stream, data[at : min(at + 16_384, 65_535)])
+    await turns()
+    assert [frame for frame in peer.frames() if frame[0] == wire.WINDOW_UPDATE and frame[2] == stream] == []
+    methods.release.set()
+    at, room = 65_535, 0
+    for _ in range(100):
+        await turns()
+        updates = [frame for frame in peer.frames() if frame[0] == wire.WINDOW_UPDATE and frame[2] == stream]
+        room += sum(int.from_bytes(frame[3], "big") for frame in updates)
+        size = min(room, 16_384, len(data) - at)
+        if size:
+            peer.send(wire.DATA, 0, stream, data[at : at + size])
+            at, room = at + size, room - size
+    assert at == len(data)
+    peer.say(stream, b"abc")
+    await turns()
+    assert messages_of(peer.frames(), stream) == framed(b"200000,3")
+
+
+async def test_data_beyond_the_window_resets_the_stream() -> None:
+    server, _ = serving()
+    peer = Peer(server)
+    stream = peer.begin("Hold")
+    for _ in range(5):
+        peer.send(wire.DATA, 0, stream, bytes(16_384))
+    await turns()
+    code = struct.pack(">L", ErrorCode.FLOW_CONTROL_ERROR)
+    assert (wire.RST_STREAM, 0, stream, code) in peer.frames()
+    assert not peer.connection.calls
+
+
+async def test_calls_start_in_turn_of_their_connections() -> None:
+    server, methods = serving()
+    busy, other = Peer(server), Peer(server)
+    for number in range(100):
+        busy.call(b"%d" % number)
+    other.call(b"other")
+    await turns(5)
+    assert 0 < methods.started.index(b"other") < 8
+    await turns(100)
+    assert len(methods.started) == 101
+
+
+async def test_a_burst_of_calls_is_parsed_over_several_turns() -> None:
+    server, methods = serving()
+    peer = Peer(server)
+    encoder, headers = hpack.Encoder(), list(HEADERS)
+    data = b"".join(
+        wire.frame(wire.HEADERS, wire.END_HEADERS, stream, encoder.encode(headers))
+        + wire.frame(wire.DATA, wire.END_STREAM, stream, framed(b"%d" % stream))
+        for stream in range(1, 401, 2)
+    )
+    peer.connection.data_received(data)
+    assert len(peer.connection.calls) < 50
+    assert not peer.transport.reads
+    await turns(300)
+    assert methods.started == [b"%d" % stream for stream in range(1, 401, 2)]
+    assert peer.transport.reads
+
+
+async def test_a_reset_cancels_the_method() -> None:
+    server, methods = serving()
+    peer = Peer(server)
+    stream = peer.call(b"a", "Wait")
+    await turns()
+    peer.send(wire.RST_STREAM, 0, stream, struct.pack(">L", ErrorCode.CANCEL))
+    await turns()
+    assert methods.canceled == [b"a"]
+    assert not [frame for frame in peer.frames() if frame[0] == wire.HEADERS]
+    peer.call(b"b", "Wait")
+    await turns()
+    peer.connection.connection_lost(None)
+    await turns()
+    assert methods.canceled == [b"a", b"b"]
+
+
+async def test_more_calls_than_allowed_are_refused() -> None:
+    server, _ = serving(max_concurrent_streams=2)
+    peer = Peer(server)
+    streams = [peer.call(b"x", "Wait") for _ in range(3)]
+    await turns()
+    refused = struct.pack(">L", ErrorCode.REFUSED_STREAM)
+    assert [frame[2:] for frame in peer.frames() if frame[0] == wire.RST_STREAM] == [(streams[2], refused)]
+
+
+async def test_stopping_lets_calls_end_and_refuses_new_ones() -> None:
+    server, methods = serving()
+    peer = Peer(server)
+    running = peer.call(b"a", "Wait")
+    await turns()
+    peer.frames()
+    stopping = server.stop(10)
+    task = asyncio.create_task(stopping)
+    await turns()
+    frames = peer.frames()
+    assert goaway_of(frames) == (wire.MAX_STREAM, ErrorCode.NO_ERROR)
+    (ping,) = [body for kind, _, _, body in frames if kind == wire.PING]
+    late = peer.call(b"late")
+    await turns()
+    assert (wire.RST_STREAM, 0, late, struct.pack(">L", ErrorCode.REFUSED_STREAM)) in peer.frames()
+    peer.send(wire.PING, wire.ACK, 0, ping)
+    await turns()
+    assert goaway_of(peer.frames()) == (running, ErrorCode.NO_ERROR)
+    methods.release.set()
+    await turns()
+    frames = peer.frames()
+    assert messages_of(frames, running) == framed(b"a")
+    assert peer.transport.is_closed
+    peer.connection.connection_lost(None)
+    await task
+    assert methods.started == [b"a"]
+
+
+def headers_frame(stream: int, *headers: tuple[str, str], flags: int = wire.END_HEADERS) -> bytes:
+    return wire.frame(wire.HEADERS, flags, stream, hpack.Encoder().encode(list(headers or HEADERS)))
+
+
+LONG = [("x", "y" * 4000)] * 20
+CONNECTION_ERRORS: dict[str, tuple[Callable[[], bytes], ErrorCode]] = {
+    "too large a frame": (lambda: wire.frame(wire.DATA, 0, 1, bytes(16_385)), ErrorCode.FRAME_SIZE_ERROR),
+    "an even stream": (lambda: headers_frame(2), ErrorCode.PROTOCOL_ERROR),
+    "data before headers": (lambda: wire.frame(wire.DATA, 0, 1, b"x"), ErrorCode.PROTOCOL_ERROR),
+    "damaged headers": (
+        lambda: wire.frame(wire.HEADERS, 4, 1, b"\xff\xff\xff\xff\xff\x0f"),
+        ErrorCode.COMPRESSION_ERROR,
+    ),
+    "too much padding": (lambda: wire.frame(wire.HEADERS, 12, 1, b"\x09abc"), ErrorCode.PROTOCOL_ERROR),
+    "a continuation alone": (lambda: wire.frame(wire.CONTINUATION, 4, 1, b""), ErrorCode.PROTOCOL_ERROR),
+    "headers without their continuation": (
+        lambda: headers_frame(1, flags=0) + wire.frame(wire.PING, 0, 0, bytes(8)),
+        ErrorCode.PROTOCOL_ERROR,
+    ),
+    "endless continuations": (
+        lambda: headers_frame(1, flags=0) + wire.frame(wire.CONTINUATION, 0, 1, b"") * 20,
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "very large headers": (lambda: headers_frame(1, *HEADERS, *LONG), ErrorCode.ENHANCE_YOUR_CALM),
+    "a shut window": (lambda: wire.frame(wire.WINDOW_UPDATE, 0, 0, bytes(4)), ErrorCode.PROTOCOL_ERROR),
+    "a window too large": (lambda: wire.window_update(0, wire.MAX_WINDOW), ErrorCode.FLOW_CONTROL_ERROR),
+    "an initial window too large": (
+        lambda: wire.settings([(Setting.INITIAL_WINDOW_SIZE, 1 << 31)]),
+        ErrorCode.FLOW_CONTROL_ERROR,
+    ),
+    "frames too small": (lambda: wire.settings([(Setting.MAX_FRAME_SIZE, 1)]), ErrorCode.PROTOCOL_ERROR),
+    "half a setting": (lambda: wire.frame(wire.SETTINGS, 0, 0, b"abc"), ErrorCode.FRAME_SIZE_ERROR),
+    "settings of a stream": (lambda: wire.frame(wire.SETTINGS, 0, 1), ErrorCode.PROTOCOL_ERROR),
+    "a short ping": (lambda: wire.frame(wire.PING, 0, 0, b"abc"), ErrorCode.FRAME_SIZE_ERROR),
+    "a push": (lambda: wire.frame(wire.PUSH_PROMISE, 4, 1, bytes(4)), ErrorCode.PROTOCOL_ERROR),
+    "a reset of nothing": (lambda: wire.rst_stream(1, ErrorCode.CANCEL), ErrorCode.PROTOCOL_ERROR),
+    "pings": (lambda: wire.frame(wire.PING, 0, 0, bytes(8)) * 4, ErrorCode.ENHANCE_YOUR_CALM),
+    "priorities": (lambda: wire.frame(wire.PRIORITY, 0, 1, bytes(5)) * 12, ErrorCode.ENHANCE_YOUR_CALM),
+    "settings again and again": (lambda: wire.settings([]) * 12, ErrorCode.ENHANCE_YOUR_CALM),
+    "unknown frames": (lambda: wire.frame(99, 0, 0) * 12, ErrorCode.ENHANCE_YOUR_CALM),
+    "empty data": (lambda: headers_frame(1) + wire.frame(wire.DATA, 0, 1) * 12, ErrorCode.ENHANCE_YOUR_CALM),
+    "resets": (
+        lambda: b"".join(
+            headers_frame(stream) + wire.rst_stream(stream, ErrorCode.CANCEL) for stream in range(1, 25, 2)
+        ),
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONNECTION_ERRORS)
+async def test_an_error_of_the_connection_ends_it(name: str) -> None:
+    server, _ = serving(max_idle_frames=10, idle_frames_per_s=0, max_resets=10, resets_per_s=0)
+    peer = Peer(server)
+    data, code = CONNECTION_ERRORS[name]
+    peer.connection.data_received(data())
+    await turns()
+    found = goaway_of(peer.frames())
+    assert found is not None
+    assert found[1] == code
+    assert peer.transport.is_closed
+    assert not peer.connection.calls
+
+
+async def test_the_preface_and_settings_come_first() -> None:
+    for data in (b"GET / HTTP/1.1\r\n\r\n", wire.PREFACE + wire.frame(wire.PING, 0, 0, bytes(8))):
+        server, _ = serving()
+        peer = Peer(server, greets=False)
+        peer.connection.data_received(data)
+        assert peer.transport.is_closed
+    server, _ = serving(handshake_timeout_s=0)
+    silent = Peer(server, greets=False)
+    await turns()
+    await asyncio.sleep(0.001)
+    assert silent.transport.is_aborted
+
+
+async def test_a_silent_client_is_pinged_and_then_left() -> None:
+    server, _ = serving(keepalive_s=0.01, keepalive_timeout_s=0.05)
+    peer = Peer(server)
+    while not (pings := [frame for frame in peer.frames() if frame[0] == wire.PING]):  # noqa: ASYNC110 (the server's timer decides)
+        await asyncio.sleep(0.001)
+    assert not peer.transport.is_aborted
+    peer.send(wire.PING, wire.ACK, 0, pings[0][3])
+    while not peer.transport.is_aborted:  # noqa: ASYNC110 (the server's timer decides)
+        await asyncio.sleep(0.001)
+
+
+MALFORMED = {
+    "an uppercase name": [*HEADERS, ("Name", "x")],
+    "no path": [item for item in HEADERS if item[0] != ":path"],
+    "two paths": [HEADERS[2], *HEADERS],
+    "a late pseudo-header": [*HEADERS[1:], HEADERS[0]],
+    "an unknown pseudo-header": [(":x", "y"), *HEADERS],
+    "a connection header": [*HEADERS, ("connection", "close")],
+    "another te": [*HEADERS, ("te", "gzip")],
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_malformed_headers_reset_the_stream_alone(name: str) -> None:
+    server, _ = serving()
+    peer = Peer(server)
+    stream = peer.send_headers(MALFORMED[name])
+    await turns()
+    assert peer.frames() == [(wire.RST_STREAM, 0, stream, struct.pack(">L", ErrorCode.PROTOCOL_ERROR))]
+    other = peer.call(b"x")
+    await turns()
+    assert messages_of(peer.frames(), other) == framed(b"x")
+
+
+STATUSES = {
+    "an unknown method": ([("", "")], {"grpc-status": "12"}),
+    "not gRPC": ([("content-type", "text/html")], {":status": "415"}),
+    "not POST": ([(":method", "GET")], {":status": "405"}),
+    "an unknown encoding": ([("grpc-encoding", "snappy")], {"grpc-status": "12"}),
+    "an invalid timeout": ([("grpc-timeout", "1x")], {"grpc-status": "13"}),
+    "invalid metadata": ([("a-bin", "***")], {"grpc-status": "13"}),
+    "much metadata": ([("a", "b" * 20_000)], {"grpc-status": "8"}),
+    "no time": ([("grpc-timeout", "0m")], {"grpc-status": "4"}),
+}
+
+
+@pytest.mark.parametrize("name", STATUSES)
+async def test_a_call_that_cannot_be_made_gets_only_a_status(name: str) -> None:
+    server, methods = serving()
+    peer = Peer(server)
+    changes, expected = STATUSES[name]
+    fields = dict(HEADERS) | {":path": "/no.Such/Method"} if changes[0][0] == "" else dict(HEADERS) | dict(changes)
+    stream = peer.send_headers(fields.items())
+    await turns()
+    frames = [frame for frame in peer.frames() if frame[2] == stream]
+    assert [frame[0] for frame in frames] == [wire.HEADERS, wire.RST_STREAM]
+    assert frames[0][1] & wire.END_STREAM
+    assert expected.items() <= peer.headers(frames[0]).items()
+    assert methods.started == []
+
+
+async def test_compressed_messages_are_read_within_the_limit() -> None:
+    server, methods = serving(max_receive_bytes=10_000)
+    peer = Peer(server)
+    text = b"a" * 9000
+    for encoding, data in (("gzip", gzip.compress(text)), ("deflate", zlib.compress(text))):
+        stream = peer.begin("Echo", ("grpc-encoding", encoding))
+        peer.say(stream, data, flag=1)
+        await turns()
+        assert messages_of(peer.frames(), stream) == framed(text)
+    bomb = peer.begin("Echo", ("grpc-encoding", "gzip"))
+    peer.say(bomb, gzip.compress(bytes(1 << 20)), flag=1)
+    large, damaged, identity = peer.begin(), peer.begin("Echo", ("grpc-encoding", "gzip")), peer.begin()
+    peer.send(wire.DATA, 0, large, struct.pack(">BL", 0, 10_001))
+    peer.say(damaged, b"abc", flag=1)
+    peer.say(identity, b"abc", flag=1)
+    await turns(20)
+    statuses = {frame[2]: peer.headers(frame).get("grpc-status") for frame in peer.frames() if frame[0] == wire.HEADERS}
+    assert statuses == {bomb: "8", large: "8", damaged: "13", identity: "13"}
+    assert len(methods.started) == 2
+
+
+def test_a_budget_allows_a_burst_and_then_a_rate() -> None:
+    budget = Budget(3, 2.0)
+    assert [budget.spend(10.0) for _ in range(4)] == [True, True, True, False]
+    assert [budget.spend(11.0) for _ in range(2)] == [True, False]
+    assert [budget.spend(20.0) for _ in range(4)] == [True, True, True, False]
+
+
+@settings(max_examples=30, deadline=None)
+@given(cuts=st.lists(st.integers(1, 700), max_size=12))
+async def test_bytes_may_be_split_anywhere(cuts: list[int]) -> None:
+    server, _ = serving()
+    peer = Peer(server, greets=False)
+    encoder = hpack.Encoder()
+    data = wire.PREFACE + wire.settings([(Setting.INITIAL_WINDOW_SIZE, 1 << 20)])
+    for stream in (1, 3, 5):
+        block = encoder.encode(list(HEADERS))
+        data += wire.frame(wire.HEADERS, 0, stream, block[:2]) + wire.frame(wire.CONTINUATION, 4, stream, block[2:])
+        data += wire.frame(wire.DATA, wire.PADDED, stream, b"\x03" + framed(b"abc")[:4] + bytes(3))
+        data += wire.frame(wire.DATA, wire.END_STREAM, stream, framed(b"abc")[4:])
+    at = 0
+    for size in [*cuts, len(data)]:
+        peer.connection.data_received(data[at : at + size])
+        at += size
+        await turns(1)
+    await turns()
+    frames = peer.frames()
+    assert [messages_of(frames, stream) for stream in (1, 3, 5)] == [framed(b"abc")] * 3
+    assert goaway_of(frames) is None
+
+
+_KINDS = st.integers(0, 10)
+_FRAMES = st.lists(
+    st.tuples(_KINDS, st.integers(0, 255), st.integers(0, 9), st.binary(max_size=40)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(frames=_FRAMES)
+async def test_no_frames_make_the_server_fail(frames: list[tuple[int, int, int, bytes]]) -> None:
+    server, _ = serving()
+    peer = Peer(server)
+    peer.call(b"x", "Wait")
+    written = []
+    for kind, flags, stream, body in frames:
+        peer.send(kind, flags, stream, body)
+        await turns(1)
+        written += peer.frames()
+    peer.connection.connection_lost(None)
+    await turns()
+    assert (goaway_of(written) or (0, 0))[1] != ErrorCode.INTERNAL_ERROR
+    assert not server.connections
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lists=st.lists(
+        st.lists(st.sampled_from([("a", "1"), ("b", "2" * 50), ("c", "3" * 3000), ("d", "4" * 5000)]), max_size=3),
+        max_size=8,
+    )
+)
+async def test_known_header_blocks_mean_the_same(lists: list[list[tuple[str, str]]]) -> None:
+    server, _ = serving()
+    peer, encoder = Peer(server), hpack.Encoder()
+    for headers in lists:
+        block = encoder.encode(headers, huffman=False)
+        expected = tuple((name.encode(), value.encode()) for name, value in headers)
+        assert peer.connection._decode(block) == expected
+        again = encoder.encode(headers, huffman=False)
+        assert peer.connection._decode(again) == expected
