@@ -557,6 +557,9 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
     """
     host_folder = config.shared_kv_folder and f"{config.shared_kv_folder}/tier"
     places = [("host", "host_kv_bytes", config.host_kv_bytes, host_folder)]
+    rates = {"host": 0, "disk": config.disk_kv_bytes_per_s}
+    if min(rates.values()) < 0:
+        raise ConfigError(f"is {config.disk_kv_bytes_per_s}; must be at least 0", field="disk_kv_bytes_per_s")
     if config.disk_kv_folder:
         places.append(("disk", "disk_kv_bytes", config.disk_kv_bytes, config.disk_kv_folder))
     places = [place for place in places if place[2]]
@@ -574,7 +577,7 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
             raise ConfigError("requires shared_kv_folder", field=setting)
     kind = block_kind(config, folder, model)
     size = block_bytes(model.description, config.tokens_per_block, model.kv_dtype)
-    tiers = [TierFolder(name, Path(path), kind, size, num_bytes) for name, _, num_bytes, path in places]
+    tiers = [TierFolder(name, Path(path), kind, size, num_bytes, rates[name]) for name, _, num_bytes, path in places]
     host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     name = hashlib.blake2b(repr((host, places, kind)).encode(), digest_size=12).hexdigest()
     kv.use_tiers(lambda pool: KvTiers(tiers, name, pool, seal))

@@ -65,7 +65,9 @@ class TierFolder:
         num_hits, num_stored, num_evicted, num_damaged, num_errors, read_bytes, written_bytes: Counts since the start.
     """
 
-    def __init__(self, name: str, folder: Path, kind: str, block_bytes: int, max_bytes: int) -> None:
+    def __init__(
+        self, name: str, folder: Path, kind: str, block_bytes: int, max_bytes: int, max_bytes_per_s: int = 0
+    ) -> None:
         """Open the tier's folder; create it if it is missing.
 
         Args:
@@ -74,6 +76,7 @@ class TierFolder:
             kind: Identifies everything besides tokens that determines a block's contents.
             block_bytes: Size of a block's contents in bytes.
             max_bytes: Maximum total size of files of this kind.
+            max_bytes_per_s: Maximum rate of this process's writes; 0 means no limit.
 
         Raises:
             ConfigError: The folder cannot be used, or others can access it.
@@ -91,7 +94,8 @@ class TierFolder:
         self._expected: OrderedDict[int, Retention] = OrderedDict()
         self._news: dict[int, bool] = {}
         self._is_private = False
-        self._paused_until = 0.0
+        self._paused_until = self._may_write_at = 0.0
+        self._write_s = (block_bytes + HEAD_BYTES) / max_bytes_per_s if max_bytes_per_s else 0.0
         try:
             self.scan()
             if self._is_private:
@@ -191,12 +195,18 @@ class TierFolder:
         if after != before:
             self._mark(value, before, after)
 
+    @property
+    def delay_s(self) -> float:
+        """Time until another block may be written without exceeding the maximum rate."""
+        return max(0.0, self._may_write_at - time.monotonic())
+
     def put(self, value: int, contents: Bytes) -> bool:
         """Store a block, evicting others of at most its priority; return False if that failed or the tier is paused."""
         if time.monotonic() < self._paused_until or not self._is_private:
             return False
         with self._lock:
             retention = self._expected.pop(value, DEFAULT_RETENTION)
+        self._may_write_at = max(self._may_write_at, time.monotonic()) + self._write_s
         header = block_header(self._kind, value, len(contents))
         path, new = self._path(value), self._folder / f".{secrets.token_hex(8)}"
         try:
@@ -338,6 +348,8 @@ class KvTiers:
         self.name = name
         self._tiers, self._pool, self._seal = tiers, pool, seal
         self._waiting: deque[tuple[int, int]] = deque(maxlen=_MAX_WAITING)
+        # Blocks that a tier cannot take yet, because of its maximum rate.
+        self._delayed: deque[tuple[int, int]] = deque(maxlen=_MAX_WAITING)
         self._retentions: dict[int, Retention] = {}  # that the tiers do not know yet
         self._wake, self._stopped = threading.Condition(), False
         self._is_storing = False
@@ -391,13 +403,16 @@ class KvTiers:
     def wait_until_stored(self, timeout_s: float) -> bool:
         """Wait until all queued blocks are stored or dropped; return False on timeout."""
         with self._wake:
-            return self._wake.wait_for(lambda: not (self._waiting or self._retentions or self._is_storing), timeout_s)
+            return self._wake.wait_for(
+                lambda: not (self._waiting or self._delayed or self._retentions or self._is_storing), timeout_s
+            )
 
     def close(self) -> None:
         """Stop storing; drop queued blocks."""
         with self._wake:
             self._stopped = True
             self._waiting.clear()
+            self._delayed.clear()
             self._wake.notify()
         self._thread.join()
 
@@ -407,12 +422,16 @@ class KvTiers:
             with self._wake:
                 self._is_storing = False
                 self._wake.notify_all()
+                delay_s = max((tier.delay_s for tier in self._tiers), default=0.0) if self._delayed else _SCAN_S
                 self._wake.wait_for(
-                    lambda: self._stopped or self._waiting or self._retentions, max(next_scan - time.monotonic(), 0)
+                    lambda: self._stopped or self._waiting or self._retentions,
+                    max(min(next_scan - time.monotonic(), delay_s), 0),
                 )
                 if self._stopped:
                     return
                 work = [self._waiting.popleft() for _ in range(min(len(self._waiting), 64))]
+                if self._delayed and not any(tier.delay_s for tier in self._tiers):
+                    work.append(self._delayed.popleft())
                 retentions, self._retentions = self._retentions, {}
                 self._is_storing = bool(work or retentions)
             for value, retention in retentions.items():
@@ -427,10 +446,14 @@ class KvTiers:
                         tier.scan()
 
     def _store(self, block: int, value: int) -> None:
-        lacking = [tier for tier in self._tiers if value not in tier]
+        lacking = []
         for tier in self._tiers:
-            if tier not in lacking:
+            if value in tier:
                 tier.touch(value)
+            elif tier.delay_s:
+                self._delayed.append((block, value))
+            else:
+                lacking.append(tier)
         if not lacking and self._seal is None:
             return
         contents = self._pool.read(block, value)

@@ -77,6 +77,9 @@ class WorkerConfig(ServiceConfig):
         "", "Folder on disk, accessible only to this user, that keeps full KV blocks of CPU workers; empty: none."
     )
     disk_kv_bytes: int = setting(16 << 30, "Maximum bytes of one model's blocks in disk_kv_folder.")
+    disk_kv_bytes_per_s: int = setting(
+        0, "Maximum bytes per second that the worker writes to disk_kv_folder; 0: no limit."
+    )
     role: str = setting(
         "both",
         "prefill: compute prompts and hand requests over to decode workers; decode: generate for these requests; "

@@ -185,6 +185,18 @@ def test_retention_outlives_workers(tmp_path: Path) -> None:
     assert {path.name[14:16] for path in files(tmp_path) if "." in path.name} == {"01", "06", "07"}
 
 
+def test_blocks_above_the_rate_of_a_tier_are_stored_later(tmp_path: Path) -> None:
+    host = tier(tmp_path / "host", name="host")
+    disk = TierFolder("disk", tmp_path / "disk", "kind", BLOCK_BYTES, 100 * FILE_BYTES, 20 * FILE_BYTES)
+    tiers = KvTiers([host, disk], "store", pool())
+    started = time.monotonic()
+    tiers.offer([(i, 100 + i) for i in range(4)])
+    assert tiers.wait_until_stored(30)
+    assert time.monotonic() - started > 3 / 20
+    assert values_in(host, range(100, 108)) == values_in(disk, range(100, 108)) == [100, 101, 102, 103]
+    tiers.close()
+
+
 def test_a_tier_is_used_again_after_its_folder_was_removed(tmp_path: Path) -> None:
     folder = tier(tmp_path / "tier")
     folder.put(1, block(1))
