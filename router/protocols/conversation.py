@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from midstream.errors import MidstreamError
 from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
@@ -25,6 +26,7 @@ from router.parsers.guides import after_thinking as json_after_thinking
 from router.parsers.guides import auto_guide
 from router.parsers.machine import Machine, Offer, Schema, Script, Steps
 from router.parsers.reasoning import after_thinking, plain
+from router.pipeline.images import images_of
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import fit_to_context
 
@@ -113,6 +115,7 @@ class Conversation:
         prediction: Text that the answer is expected to repeat.
         num_prompt_tokens: Length of the prompt; 0 before `prepare`, and if `prepare` need not render the prompt.
         is_thinking: Whether the prompt has opened the reasoning.
+        image_fields: For each image, the client's field that has it; empty if an error may name the native field.
     """
 
     request: pb.GenerateRequest
@@ -121,6 +124,7 @@ class Conversation:
     prediction: str = ""
     num_prompt_tokens: int = 0
     is_thinking: bool = False
+    image_fields: Sequence[str] = ()
     _is_guided: bool = False
 
     def __post_init__(self) -> None:
@@ -150,7 +154,7 @@ class Conversation:
         """
         tags = self.model.format.reasoning
         if tags is not None or renders:
-            ids = await prompts.token_ids(self.request)
+            ids = await self.token_ids(prompts)
             asked = self.request.max_tokens if self.request.HasField("max_tokens") else None
             fit_to_context(len(ids), asked, folder, "chat")
             self.note_prompt(ids, prompts.tokenizer)
@@ -163,6 +167,21 @@ class Conversation:
             drafts.prediction_token_ids.extend(ids[: folder.max_sequence_length])
             self.request.output.return_perf_metrics = True
         self.add_guide()
+
+    async def token_ids(self, prompts: PromptBuilder) -> list[int]:
+        """Return the prompt's tokens.
+
+        Raises:
+            MidstreamError: The conversation cannot be rendered; an error of an image names the client's field.
+        """
+        native_fields = [native_field for native_field, _ in images_of(self.request)]
+        try:
+            return await prompts.token_ids(self.request)
+        except MidstreamError as error:
+            if not self.image_fields or error.field not in native_fields:
+                raise
+            named = self.image_fields[native_fields.index(error.field)]
+            raise type(error)(error.message, field=named) from None
 
     def note_prompt(self, ids: Sequence[int], tokenizer: Tokenizer) -> None:
         """Set the fields that depend on the prompt's tokens: their count, and whether the prompt ends inside

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import anthropic
 import grpc
 import openai
 import pytest
@@ -120,8 +121,37 @@ async def test_each_door_gives_the_tokens_of_transformers_and_encodes_an_image_o
             with pytest.raises(openai.BadRequestError, match=reason) as raised:
                 await client.chat.completions.create(model="", messages=broken)
             assert raised.value.param == "messages[0].content[0].image_url.url"
+        encoded = base64.b64encode(RED[1]).decode()
+        item: Any = {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "See "},
+                {"type": "input_image", "detail": "auto", "image_url": f"data:image/png;base64,{encoded}"},
+            ],
+        }
+        limits: Any = {"temperature": 0, "max_output_tokens": MAX_TOKENS}
+        response = await client.responses.create(model="", input=[item], **limits)
+    async with anthropic.AsyncAnthropic(
+        base_url=str(client.base_url).removesuffix("/v1/"), api_key="none", max_retries=0
+    ) as other:
+        source: Any = {"type": "base64", "media_type": "image/png", "data": encoded}
+        seen: Any = [{"type": "text", "text": "See "}, {"type": "image", "source": source}]
+        ask: Any = {"model": "", "max_tokens": MAX_TOKENS, "extra_body": {"temperature": 0}}
+        message = await other.messages.create(messages=[{"role": "user", "content": seen}], **ask)
+        source["data"] = "AAAA"
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[1\].source.data: is not an image"):
+            await other.messages.create(messages=[{"role": "user", "content": seen}], **ask)
+    prompt = vision.processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "text", "text": "See "}, {"type": "image"}]}],
+        chat_template=CHAT_TEMPLATE,
+        add_generation_prompt=True,
+    )
+    wanted = vision.expected(prompt, [RED[0]])
+    for text in (response.output_text, "".join(block.text for block in message.content if block.type == "text")):
+        assert vision.processor.decode(wanted, skip_special_tokens=True).startswith(text)
+        assert text
     assert vision.metric("num_encoded_images_total") == 2
-    assert vision.metric("num_cached_images_total") == 2
+    assert vision.metric("num_cached_images_total") == 4
 
 
 async def test_images_that_do_not_fit_the_prompt_are_refused(vision: Vision) -> None:

@@ -75,7 +75,7 @@ class MessagesApi:
         native = job.conversation.request
         await self._models.resolve([native])
         check_model(native.model, self._folder)
-        return JSONResponse({"input_tokens": len(await self._prompts.token_ids(native))})
+        return JSONResponse({"input_tokens": len(await job.conversation.token_ids(self._prompts))})
 
     async def _job(self, request: Request, *, needs_limit: bool) -> MessagesJob:
         version = request.headers.get("anthropic-version")

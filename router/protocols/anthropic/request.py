@@ -14,6 +14,7 @@ from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.parsers.machine import Schema
 from router.pipeline.request_checks import MAX_NAME
+from router.protocols.contents import add_image, add_text, image_of_base64
 from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools
 from router.protocols.fields import MESSAGES, check_fields
 from router.protocols.openai.body import Body
@@ -32,12 +33,24 @@ class Breakpoint:
         duration_s: How long to keep it, in seconds.
         num_turns: Number of turns of the conversation in the prefix, including the system turn; 0 if it has only the
             tools.
-        num_characters: Number of characters of the last of these turns in the prefix; None for the whole turn.
+        num_parts: Number of parts of the last of these turns in the prefix, if it has parts.
+        num_characters: Number of characters of the last of these parts, or of the turn without parts; None for all.
     """
 
     duration_s: int
     num_turns: int
+    num_parts: int = 0
     num_characters: int | None = None
+
+    def cut(self, turn: pb.ChatMessage) -> None:
+        """Remove from the last turn what is not in the prefix."""
+        if self.num_characters is None and not self.num_parts:
+            return
+        turn.content = turn.content[: self.num_characters]
+        # A turn without parts may have got some after the breakpoint.
+        del turn.parts[max(self.num_parts, 1) :]
+        if turn.parts and turn.parts[-1].HasField("text"):
+            turn.parts[-1].text = turn.parts[-1].text[: self.num_characters]
 
 
 @dataclass(slots=True)
@@ -59,16 +72,14 @@ class MessagesJob:
     def prefix_of(self, point: Breakpoint) -> pb.GenerateRequest | None:
         """Return a request whose prompt is the prefix that ends at `point`; None if that is the whole prompt."""
         chat = self.conversation.request.chat
-        is_all = point.num_turns == len(chat.messages)
-        if is_all and point.num_characters in (None, len(chat.messages[-1].content)):
-            return None
         prefix = pb.GenerateRequest()
         assert isinstance(prefix.chat, Message)
         prefix.chat.CopyFrom(chat)
         del prefix.chat.messages[point.num_turns :]
-        if point.num_turns and point.num_characters is not None:
-            last = prefix.chat.messages[-1]
-            last.content = last.content[: point.num_characters]
+        if point.num_turns:
+            point.cut(prefix.chat.messages[-1])
+        if prefix.chat == chat:
+            return None
         # Templates require a user turn; its text must differ from any text that follows the prefix.
         prefix.chat.messages.add(role="user", content="\u0000")
         return prefix
@@ -81,9 +92,22 @@ class _Reading:
     turns: list[pb.ChatMessage] = field(default_factory=list)
     breakpoints: list[Breakpoint] = field(default_factory=list)
     tool_names: dict[str, str] = field(default_factory=dict)
+    image_fields: list[str] = field(default_factory=list)
 
-    def mark(self, block: Body, num_characters: int | None = None) -> None:
-        """Record a breakpoint at the current position if the block has cache_control."""
+    def add(self, turn: pb.ChatMessage, block: Body) -> None:
+        """Append a block of text or an image to a turn."""
+        if block.text("type") == "image":
+            source = block.child("source")
+            if source is None or source.text("type") != "base64":
+                raise InvalidArgumentError("must be a base64 source", field=block.path("source"))
+            path = source.path("data")
+            add_image(turn, image_of_base64(source.text("data") or "", path))
+            self.image_fields.append(path)
+        else:
+            add_text(turn, _text(block))
+
+    def mark(self, block: Body, turn: pb.ChatMessage | None = None) -> None:
+        """Record a breakpoint at the current position, which may be inside a turn, if the block has cache_control."""
         control = block.child("cache_control")
         if control is None:
             return
@@ -94,7 +118,11 @@ class _Reading:
             raise InvalidArgumentError(
                 f"must occur at most {_MAX_BREAKPOINTS} times in a request", field=block.path("cache_control")
             )
-        self.breakpoints.append(Breakpoint(_TTLS_S[ttl], len(self.turns), num_characters))
+        point = Breakpoint(_TTLS_S[ttl], len(self.turns))
+        if turn is not None:
+            text = turn.parts[-1].text if turn.parts else turn.content
+            point = replace(point, num_parts=len(turn.parts), num_characters=len(text))
+        self.breakpoints.append(point)
 
 
 def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> MessagesJob:
@@ -134,7 +162,7 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
     if tools.choice != "auto" and request.HasField("guided_decoding"):
         raise InvalidArgumentError("requires a call, which conflicts with output_config.format", field="tool_choice")
     body.choice("service_tier", ("auto", "standard_only"))
-    conversation = Conversation(request, tools, model)
+    conversation = Conversation(request, tools, model, image_fields=reading.image_fields)
     return MessagesJob(conversation, request.model, bool(body.flag("stream")), is_shown, reading.breakpoints)
 
 
@@ -236,8 +264,8 @@ def _system(body: Body, reading: _Reading) -> None:
     turn = pb.ChatMessage(role="system")
     reading.turns.append(turn)
     for block in body.objects("system"):
-        _add_text(turn, _text(block))
-        reading.mark(block, len(turn.content))
+        add_text(turn, _text(block))
+        reading.mark(block, turn)
 
 
 def _message(message: Body, reading: _Reading) -> None:
@@ -267,16 +295,16 @@ def _blocks(role: str, message: Body, reading: _Reading) -> None:
                 result.content = block.text("content") or ""
             else:
                 for part in block.objects("content"):
-                    _add_text(result, _text(part))
+                    reading.add(result, part)
             block.flag("is_error")
             reading.turns.append(result)
-            reading.mark(block, len(result.content))
+            reading.mark(block, result)
             continue
         if turn is None:
             turn = pb.ChatMessage(role=role)
             reading.turns.append(turn)
-        _add_text(turn, _text(block))
-        reading.mark(block, len(turn.content))
+        reading.add(turn, block)
+        reading.mark(block, turn)
 
 
 def _assistant_blocks(message: Body, reading: _Reading) -> None:
@@ -295,19 +323,17 @@ def _assistant_blocks(message: Body, reading: _Reading) -> None:
             function = {"name": name, "arguments": block.get("input")}
             calls.append({"id": call_id, "type": "function", "function": function})
         elif kind != "redacted_thinking":
-            _add_text(turn, _text(block))
+            add_text(turn, _text(block))
         reading.mark(block)
     if calls:
         turn.tool_calls_json = json.dumps(calls)
 
 
-def _add_text(turn: pb.ChatMessage, text: str) -> None:
-    turn.content += f"\n{text}" if turn.content else text
-
-
 def _text(block: Body) -> str:
     if block.text("type") != "text":
-        raise UnsupportedError("only text, tool_use, tool_result and thinking are supported", field=block.path("type"))
+        raise UnsupportedError(
+            "only text, image, tool_use, tool_result and thinking are supported", field=block.path("type")
+        )
     text = block.text("text")
     if text is None:
         raise InvalidArgumentError("must be set", field=block.path("text"))

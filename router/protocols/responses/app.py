@@ -131,10 +131,10 @@ class ResponsesApi:
     async def _count(self, request: Request) -> Response:
         body = await self._bodies.read(request, lambda body: body)
         context = await self._context(previous_id(body))
-        native = read_response(body, self._chat, context).conversation.request
-        await self._models.resolve([native])
-        check_model(native.model, self._folder)
-        count = len(await self._prompts.token_ids(native))
+        conversation = read_response(body, self._chat, context).conversation
+        await self._models.resolve([conversation.request])
+        check_model(conversation.request.model, self._folder)
+        count = len(await conversation.token_ids(self._prompts))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
     async def _prepare(self, job: ResponseJob) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
+from router.protocols.contents import add_image, add_text, image_of_url
 from router.protocols.openai.body import Body
 
 Item = dict[str, object]
@@ -45,10 +46,12 @@ class Turns:
 
     Attributes:
         turns: Messages read so far.
+        image_fields: For each image, the client's field that has it.
     """
 
     has_developer: bool
     turns: list[pb.ChatMessage] = field(default_factory=list)
+    image_fields: list[str] = field(default_factory=list)
     _calls: list[Item] = field(default_factory=list)
     _is_open: bool = False  # the last turn is the assistant's, and items may be added to it
 
@@ -71,8 +74,8 @@ class Turns:
                 self._call(item, {"input": item.text("input") or ""})
             elif kind in ("function_call_output", "custom_tool_call_output"):
                 self._close()
-                output = pb.ChatMessage(role="tool", tool_call_id=_call_id(item), content=_text(item, "output"))
-                self.turns.append(output)
+                self.turns.append(pb.ChatMessage(role="tool", tool_call_id=_call_id(item)))
+                self._add_content(self.turns[-1], item, "output")
             else:
                 reason = "only messages, reasoning, function and custom tool calls, and their outputs"
                 raise UnsupportedError(f"{reason} are supported", field=item.path("type"))
@@ -90,13 +93,32 @@ class Turns:
         role = item.choice("role", _ROLES)
         if role is None:
             raise InvalidArgumentError("must be set", field=item.path("role"))
-        text = _text(item, "content")
         if role == "assistant":
-            turn = self._assistant()
-            turn.content += f"\n{text}" if turn.content else text
+            self._add_content(self._assistant(), item, "content")
         else:
             self._close()
-            self.turns.append(pb.ChatMessage(role=self._role(role), content=text))
+            self.turns.append(pb.ChatMessage(role=self._role(role)))
+            self._add_content(self.turns[-1], item, "content")
+
+    def _add_content(self, turn: pb.ChatMessage, item: Body, name: str) -> None:
+        value = item.get(name)
+        if isinstance(value, str):
+            add_text(turn, value)
+            return
+        if not isinstance(value, list):
+            raise InvalidArgumentError("must be text or an array of parts", field=item.path(name))
+        for part in item.objects(name):
+            kind = part.text("type")
+            if kind == "input_image":
+                url = part.text("image_url")
+                if url is None:
+                    raise InvalidArgumentError("must be set", field=part.path("image_url"))
+                add_image(turn, image_of_url(url, part.path("image_url")))
+                self.image_fields.append(part.path("image_url"))
+            elif kind in ("input_text", "output_text", "text", "refusal"):
+                add_text(turn, part.text("text") or part.text("refusal") or "")
+            else:
+                raise UnsupportedError("only text and input_image are supported", field=part.path("type"))
 
     def _assistant(self) -> pb.ChatMessage:
         """Return the current assistant turn, which collects consecutive reasoning, text and call items."""
@@ -151,17 +173,3 @@ def _arguments(item: Body) -> object:
         return json.loads(item.text("arguments") or "{}")
     except (ValueError, RecursionError):
         raise InvalidArgumentError("is not JSON", field=item.path("arguments")) from None
-
-
-def _text(item: Body, name: str) -> str:
-    value = item.get(name)
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise InvalidArgumentError("must be text or an array of parts", field=item.path(name))
-    texts = []
-    for part in item.objects(name):
-        if part.text("type") not in ("input_text", "output_text", "text", "refusal"):
-            raise UnsupportedError("only text is supported", field=part.path("type"))
-        texts.append(part.text("text") or part.text("refusal") or "")
-    return "\n".join(texts)

@@ -101,7 +101,7 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
     if tools.choice != "auto" and request.HasField("guided_decoding"):
         raise InvalidArgumentError("requires a call, which conflicts with text.format", field="tool_choice")
     return ResponseJob(
-        Conversation(request, tools, model),
+        Conversation(request, tools, model, image_fields=turns.image_fields),
         _echo(body),
         [item.fields for item in items],
         custom,

@@ -187,6 +187,10 @@ def use(**fields: object) -> dict[str, object]:
     return {"type": "tool_use", "id": "t", "name": "f", "input": {}, **fields}
 
 
+def picture(**source: object) -> dict[str, object]:
+    return {"type": "image", "source": {"type": "base64", "data": "AAAA", "media_type": "image/png", **source}}
+
+
 THINKING = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
 TWO = {"tools": [TOOL, {**TOOL, "name": "g"}]}
 # For each field of messages: a body without it, or with another value, and a body with it.
@@ -210,6 +214,29 @@ MESSAGES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "messages.content.id": (assistant(use()), assistant(use(id="u"))),
     "messages.content.name": (assistant(use()), assistant(use(name="g"))),
     "messages.content.input": (assistant(use()), assistant(use(input={"a": 1}))),
+    "messages.content.source": (user(text()), user(picture())),
+    "messages.content.source.type": (user(text()), user(picture())),
+    "messages.content.source.data": (user(picture()), user(picture(data="AAAB"))),
+    "messages.content.source.media_type": (user(picture()), user(picture(media_type="image/gif"))),
+    "messages.content.source.url": ({}, user(picture(url="https://example.com/a.png"))),
+    "messages.content.source.file_id": ({}, user(picture(file_id="file-1"))),
+    "messages.content.transformations": ({}, user({**picture(), "transformations": {"x": 1}})),
+    "messages.content.content.source": (user(result()), user(result(content=[picture()]))),
+    "messages.content.content.source.type": (user(result()), user(result(content=[picture()]))),
+    "messages.content.content.source.data": (
+        user(result(content=[picture()])),
+        user(result(content=[picture(data="AAAB")])),
+    ),
+    "messages.content.content.source.media_type": (
+        user(result(content=[picture()])),
+        user(result(content=[picture(media_type="image/gif")])),
+    ),
+    "messages.content.content.source.url": ({}, user(result(content=[picture(url="https://example.com/a.png")]))),
+    "messages.content.content.source.file_id": ({}, user(result(content=[picture(file_id="file-1")]))),
+    "messages.content.content.transformations": (
+        {},
+        user(result(content=[{**picture(), "transformations": {"x": 1}}])),
+    ),
     "messages.content.caller": (assistant(use()), assistant(use(caller={"type": "direct"}))),
     "messages.content.tool_use_id": (user(result()), user(result(tool_use_id="u"))),
     "messages.content.content": (user(result()), user(result(content="y"))),
@@ -287,6 +314,13 @@ def part(**fields: object) -> dict[str, object]:
     return {"role": "user", "content": [{"type": "input_text", "text": "x", **fields}]}
 
 
+INPUT_IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+
+
+def seen(**fields: object) -> dict[str, object]:
+    return {"role": "user", "content": [{**INPUT_IMAGE, **fields}]}
+
+
 def said(**fields: object) -> dict[str, object]:
     return {"role": "assistant", "content": "x", **fields}
 
@@ -328,7 +362,9 @@ RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "input.content.refusal": (items(said()), items(said(content=[{"type": "refusal", "refusal": "no"}]))),
     "input.content.annotations": (items(part()), items(part(annotations=[{}]))),
     "input.content.logprobs": (items(part()), items(part(logprobs=[{}]))),
-    "input.content.detail": (items(part()), items(part(detail="auto"))),
+    "input.content.image_url": (items(seen()), items(seen(image_url="data:;base64,AAAB"))),
+    "input.content.file_id": ({}, items(seen(file_id="file-1"))),
+    "input.content.detail": (items(seen()), items(seen(detail="low"))),
     "input.id": (items(said()), items(said(id="x"))),
     "input.status": (items(said()), items(said(status="completed"))),
     "input.phase": (items(said()), items(said(phase="commentary"))),
@@ -338,6 +374,12 @@ RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "input.input": (items(custom()), items(custom(input="y"))),
     "input.output": (items(called(), output("x")), items(called(), output("y"))),
     "input.output.type": (items(called()), items(called(), output([{"type": "input_text", "text": "x"}]))),
+    "input.output.image_url": (items(called(), output("x")), items(called(), output([INPUT_IMAGE]))),
+    "input.output.file_id": ({}, items(called(), output([{**INPUT_IMAGE, "file_id": "file-1"}]))),
+    "input.output.detail": (
+        items(called(), output([INPUT_IMAGE])),
+        items(called(), output([{**INPUT_IMAGE, "detail": "low"}])),
+    ),
     "input.output.text": (items(called()), items(called(), output([{"type": "input_text", "text": "x"}]))),
     "input.summary": (items(said()), items(reasoning(summary=[{"type": "summary_text", "text": "x"}]), said())),
     "input.summary.type": (

@@ -1,0 +1,53 @@
+"""The contents of a conversation's turns: texts, and images from the bodies of chat APIs."""
+
+from __future__ import annotations
+
+import base64
+
+from midstream.errors import InvalidArgumentError, UnsupportedError
+from protos import generation_pb2 as pb
+
+
+def add_text(turn: pb.ChatMessage, text: str) -> None:
+    """Append a text to a turn, on a new line after another text."""
+    if not turn.parts:
+        turn.content += f"\n{text}" if turn.content else text
+    elif turn.parts[-1].HasField("text"):
+        turn.parts[-1].text += f"\n{text}"
+    else:
+        turn.parts.add(text=text)
+
+
+def add_image(turn: pb.ChatMessage, data: bytes) -> None:
+    """Append an image to a turn, whose content thereby becomes parts."""
+    if turn.content:
+        turn.parts.add(text=turn.content)
+        turn.content = ""
+    turn.parts.add(image=pb.Image(data=data))
+
+
+def image_of_url(url: str, field: str) -> bytes:
+    """Return the image file in a data URL.
+
+    Raises:
+        InvalidArgumentError: The URL is not valid base64.
+        UnsupportedError: The image is somewhere else.
+    """
+    if not url.startswith("data:"):
+        raise UnsupportedError("must be a data: URL with the image in base64; URLs are not fetched", field=field)
+    head, _, data = url.partition(",")
+    if not head.endswith(";base64"):
+        raise InvalidArgumentError("must be in base64: data:image/png;base64,...", field=field)
+    return image_of_base64(data, field)
+
+
+def image_of_base64(data: str, field: str) -> bytes:
+    """Return the image file in `data`.
+
+    Raises:
+        InvalidArgumentError: `data` is not valid base64.
+    """
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError:
+        raise InvalidArgumentError("is not valid base64", field=field) from None
