@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,8 +37,8 @@ _KV_DTYPES = {
     "int8": torch.int8,
     "f8": torch.float8_e4m3fn,
 }
-# Architectures whose outputs are not the logits of the next token.
-_OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
+# Architectures whose outputs are neither the logits of the next token nor the classes of a text.
+_OTHER_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 # Minimum compute capability for float8 (Ada, Hopper).
 _FLOAT8_CAPABILITY = (8, 9)
 # Minimum compute capability for float8 products with a scale per row (Hopper).
@@ -187,6 +187,9 @@ def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescri
         description = describe(folder.config, config.max_attention_window, config.sink_token_length)
         if folder.weights_format == "gguf" and not family_of(description.architecture).reads_gguf:
             raise UnsupportedError(f"a GGUF file of {description.architecture!r} is not supported", field="model")
+        if folder.num_labels is not None:
+            # The scores of classes are used as they are, whatever the family does with the logits of tokens.
+            return replace(description, ties_embeddings=False, logits_scale=1.0, logits_softcap=0.0)
         return description
     except UnsupportedError as error:
         if config.implementation == "native":
@@ -200,6 +203,8 @@ def _load_from_transformers(
 ) -> LoadedModel:
     from gpu_worker.models.transformers_model import TransformersDecoder
 
+    if folder.num_labels is not None:
+        raise UnsupportedError(f"a classification head is not supported for {folder.architecture!r}", field="model")
     started = time.perf_counter()
     kv_dtype = _kv_dtype(config, device, dtype)
     limits = config.max_attention_window, config.sink_token_length

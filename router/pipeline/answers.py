@@ -1,7 +1,8 @@
-"""Scores from a model that answers whether a document fits a query, as defined by sentence-transformers.
+"""Scores from a model that was trained to tell whether a document fits a query, as defined by sentence-transformers.
 
-The model folder's `1_LogitScore/config.json` names the tokens of the two answers, and its chat template renders a query
-and a document, which have the roles `query` and `document`.
+Either the model answers yes or no: the folder's `1_LogitScore/config.json` names the tokens of the two answers. Or it
+has a classification head with one or two classes, whose logits the workers report as those of the first tokens. The
+query and the document are messages with the roles `query` and `document` (see PromptBuilder).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from midstream.model.folder import ModelFolder
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The tokens of the two answers.
+    """The tokens of the two answers, or the classes of a classification head.
 
     Attributes:
         no: If None, a score is the logit of `yes` alone.
@@ -37,12 +38,18 @@ class Answers:
         return 1 / (1 + math.exp(-log_odds)) if log_odds > -700 else 0.0
 
 
+# With two classes, a score is the probability of the second.
+_CLASSES = {1: Answers(0), 2: Answers(1, 0)}
+
+
 def answers_of(folder: ModelFolder) -> Answers | None:
     """Return the model's answers; None if the model was not trained to score this way.
 
     Raises:
         ConfigError: The file is not JSON, or does not name tokens of the model.
     """
+    if folder.num_labels is not None:
+        return _CLASSES.get(folder.num_labels)
     file = folder.path / "1_LogitScore" / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -38,6 +38,9 @@ class PromptBuilder:
         self.tokenizer = Tokenizer(folder.path)
         self._images = PromptImages(folder, self.tokenizer, encode_image)
         self._max_tokens = folder.max_sequence_length
+        # A classifier's template may be left over from the model that it was made from.
+        has_own_template = "document" in (folder.chat_template or "")
+        self._joins_pairs = folder.num_labels is not None and not has_own_template
         self._template: ChatTemplate | None = None
         if folder.chat_template is not None:
             ends = folder.end_ids[:1]
@@ -97,6 +100,10 @@ class PromptBuilder:
         return await self._threads.run(function)
 
     def _chat_ids(self, chat: pb.ChatInput, image_texts: Sequence[str]) -> list[int]:
+        if self._joins_pairs and [message.role for message in chat.messages] == ["query", "document"]:
+            for message in chat.messages:
+                self._check_length(message.content, "chat")
+            return self.tokenizer.encode_pair(*(message.content for message in chat.messages))
         if self._template is None:
             raise UnsupportedError("this model has no chat template", field="chat")
         if not chat.messages:

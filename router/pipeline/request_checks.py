@@ -143,6 +143,9 @@ def check_request(
         raise InvalidArgumentError(
             "must be at least 1, unless the request asks for an output for the prompt", field="max_tokens"
         )
+    if model.num_labels is not None and (request.output.detokenize or not request.output.HasField("detokenize")):
+        reason = f"{model.name!r} has a classification head and generates no text; use scores, reranking or embeddings"
+        raise UnsupportedError(reason, field="model")
     check_images(request, model)
     check_virtual_tokens(request, model)
     fit_to_context(len(request.token_ids.values), None, model, "token_ids")  # before the ids are looked at

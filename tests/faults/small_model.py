@@ -18,7 +18,10 @@ _TEXT = "so the stream goes on and on, never lost. 😀 🎉 🫠 🚀 日本語
 
 
 def make_small_model(folder: Path, family: str = "Llama", **settings: Any) -> ModelFolder:
-    """Write a model of `family` into an empty folder, with the tokenizer of the embedded model."""
+    """Write a model of `family` into an empty folder, with the tokenizer of the embedded model.
+
+    It is a classifier if the settings have `num_labels`.
+    """
     embedded = open_model_folder("smollm2")
     torch.manual_seed(7)
     shape = SHAPE | {"vocab_size": embedded.vocab_size, "eos_token_id": embedded.end_ids[0]}
@@ -30,7 +33,9 @@ def make_small_model(folder: Path, family: str = "Llama", **settings: Any) -> Mo
         config = config_class(**settings)
     else:
         config = config_class(**(shape | settings))
-    model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
+    is_classifier = "num_labels" in settings
+    auto: Any = getattr(transformers, f"AutoModelFor{'SequenceClassification' if is_classifier else 'CausalLM'}")
+    model = auto.from_config(config).eval()
     spoken = sorted(set(Tokenizer(embedded.path).encode(_TEXT)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -38,7 +43,7 @@ def make_small_model(folder: Path, family: str = "Llama", **settings: Any) -> Mo
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
             if "norm" in name:
                 parameter.add_(1)
-        if not config.get_text_config().tie_word_embeddings:
+        if not is_classifier and not config.get_text_config().tie_word_embeddings:
             head = torch.zeros_like(model.lm_head.weight)
             head[spoken] = torch.randn(len(spoken), head.shape[1])
             model.lm_head.weight.copy_(head)

@@ -198,6 +198,34 @@ async def check_batch(rig: Rig, model: Any, folder: ModelFolder) -> None:
     assert batch.usage.total_tokens == answer["usage"]["prompt_tokens"]
 
 
+async def test_a_classifier_scores_and_ranks_by_its_head(tmp_path: Path) -> None:
+    folder = make_small_model(tmp_path / "model", num_labels=1)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder.path).eval()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder.path / "tokenizer.json"))
+    expected = []
+    for document in TEXTS[1:]:
+        with torch.no_grad():
+            expected.append(float(model(**tokenizer(TEXTS[0], document, return_tensors="pt")).logits.sigmoid()))
+    assert max(expected) - min(expected) > 100 * ATOL
+    rig = Rig(folder, tmp_path / "journal")
+    await rig.start()
+    rig.gate.open_to(1 << 30)
+    try:
+        async with httpx.AsyncClient(base_url=rig.next_url(), timeout=30) as http:
+            answer = await http.post("/v1/score", json={"text_1": TEXTS[0], "text_2": TEXTS[1:]})
+            scores = [item["score"] for item in answer.raise_for_status().json()["data"]]
+            np.testing.assert_allclose(scores, expected, atol=ATOL)
+            answer = await http.post("/v1/rerank", json={"query": TEXTS[0], "documents": TEXTS[1:]})
+            order = sorted(range(3), key=lambda index: -expected[index])
+            assert [item["index"] for item in answer.raise_for_status().json()["results"]] == order
+            assert (await http.post("/v1/embeddings", json={"input": "x"})).status_code == 200
+            refused = await http.post("/v1/completions", json={"prompt": "x"})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+            assert "classification head" in refused.json()["error"]["message"]
+    finally:
+        await rig.close()
+
+
 async def test_vectors_are_delivered_once_after_any_death(rig: Rig, model: Any, folder: ModelFolder) -> None:
     inputs: list[Any] = [*TEXTS, *IDS]
     tokenizer, expected = Tokenizer(folder.path), unit(states(model, folder, inputs, is_mean=True))

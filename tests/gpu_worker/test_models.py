@@ -169,8 +169,8 @@ def test_a_bfloat16_cache_is_close_to_float32(tiny_folder: Path, monkeypatch: py
 
 def test_a_model_with_another_head_is_refused_by_name(tiny_folder: Path) -> None:
     folder = open_model_folder(str(tiny_folder))
-    folder = replace(folder, config=folder.config | {"architectures": ["LlamaForSequenceClassification"]})
-    with pytest.raises(UnsupportedError, match="LlamaForSequenceClassification"):
+    folder = replace(folder, config=folder.config | {"architectures": ["LlamaForTokenClassification"]})
+    with pytest.raises(UnsupportedError, match="LlamaForTokenClassification"):
         load_model(WorkerConfig(), folder)
 
 

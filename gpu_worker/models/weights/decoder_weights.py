@@ -42,6 +42,7 @@ class DecoderWeights:
         """
         self._file = open_weights(folder, description)
         self._description = description
+        self._num_labels = folder.num_labels
         self._target: dict[str, WeightFormat] = {"f32": "f32", "bf16": "bf16", "int8": "int8", "q4": "q4"}
         self._weights = weights
         self._names = family_of(description.architecture).names
@@ -58,8 +59,18 @@ class DecoderWeights:
         return self._matrix(self._names.embedding, d.vocab_size, d.hidden_size)
 
     def head(self) -> Weight | None:
-        """The matrix of the head, [vocab_size, hidden_size]; None if it is tied to the embedding."""
+        """The matrix of the head, [vocab_size, hidden_size]; None if it is tied to the embedding.
+
+        The first rows of a classification head are those of its classes; the others are zero.
+        """
         d = self._description
+        if self._num_labels is not None:
+            rows, shape = self._file.tensor("score.weight"), (self._num_labels, d.hidden_size)
+            if rows.shape != shape or self._num_labels > d.vocab_size:
+                raise ConfigError(f"score.weight is {tuple(rows.shape)}; must be {shape}", field="model")
+            head = rows.new_zeros(d.vocab_size, d.hidden_size)
+            head[: self._num_labels] = rows
+            return self._float_weight(head)
         return None if d.ties_embeddings else self._matrix(self._names.head, d.vocab_size, d.hidden_size)
 
     def head_bias(self) -> Tensor | None:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from midstream.chunk import Usage
-from midstream.errors import UnavailableError
+from midstream.errors import UnavailableError, UnsupportedError
 from router.pipeline.embedder import Embedder, Pair, Vector, VectorShape, dot
 from router.pipeline.idempotency import HEADER, check_key, check_no_id, request_id_of
 from router.protocols.body_reader import BodyReader
@@ -94,6 +94,10 @@ class EmbeddingsApi:
 
     async def _scores(self, job: ScoreJob, key: str) -> tuple[list[float], Usage]:
         answers = self._embedder.answers
+        num_labels = self._front.runner.model.num_labels
+        if answers is None and num_labels is not None and job.pooling is None:
+            reason = f"must be set: scores need one or two classes, but the model has {num_labels}"
+            raise UnsupportedError(reason, field="pooling")
         if answers is None or job.pooling is not None:
             vectors, usage = await self._embedder.embed(job.base, job.inputs, _UNIT, pooling=job.pooling, key=key)
             return [dot(vectors[left], vectors[right]) for left, right in job.pairs], usage
