@@ -7,11 +7,14 @@ import functools
 import importlib.metadata
 import importlib.util
 import re
+import runpy
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.wheel import NOT_COPIED
 
 ROOT = Path(__file__).parent.parent
 SERVICES = frozenset({"router", "scheduler", "gpu_worker", "detokenizer"})
@@ -148,3 +151,11 @@ def import_circles() -> list[list[str]]:
 
 def test_no_modules_import_each_other() -> None:
     assert import_circles() == []
+
+
+def test_imports_can_be_rewritten_for_an_installation() -> None:
+    rewrite_imports = runpy.run_path(str(ROOT / "setup.py"))["rewrite_imports"]
+    for folder in (*PACKAGES, "tests", "examples"):
+        for file in source_files(folder):
+            if not set(NOT_COPIED) & set(file.parts):
+                rewrite_imports(file.read_text(encoding="utf-8"), file.name)

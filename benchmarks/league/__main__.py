@@ -1,8 +1,8 @@
 """Compare serving systems while their processes fail: `python -m benchmarks.league`.
 
-Each system gets the same requests: once undisturbed, then once per row with the fault of the row injected in the
-middle. A row shows how many requests completed, how many of these have the same output as the undisturbed run, and the
-longest pauses.
+Each system gets the same requests: once undisturbed, then once per row with the fault of the row, injected --faults
+times while requests run. Processes that end are restarted at once. A row shows how many requests completed, how many of
+these have the same output as the undisturbed run, and the longest pauses.
 
 The wheels of the peers are installed by `make bench-peers`; the gateway is `pip install sglang-router` in a separate
 environment whose Python is passed as --gateway-python. The table is in docs/reliability.md; --raw stores the rows as
@@ -35,13 +35,16 @@ from benchmarks.league.load import (
     make_requests,
     openai_stream,
     own_stream,
-    run_round,
+    run_requests,
 )
 from benchmarks.league.systems import Fault, Peer, gateway, own_faults, vllm
 from midstream.cli.run_dir import RunDir
 from midstream.client import AsyncClient
 
 PORT = 18_400
+NO_FAULT = "nothing"
+# The requests of a row repeat this many different ones.
+NUM_DIFFERENT = 64
 Row = dict[str, object]
 
 
@@ -51,8 +54,9 @@ def main() -> int:
     parser.add_argument("systems", nargs="*", metavar="SYSTEM", help="midstream, vllm, gateway. [midstream]")
     parser.add_argument("--rows", default="", help="Names of rows, comma-separated. [all]")
     parser.add_argument("--requests", type=int, default=800, help="Per row. [800]")
-    parser.add_argument("--at-once", type=int, default=16, help="Number of requests per round. [16]")
-    parser.add_argument("--tokens", type=int, default=96, help="Output tokens per request. [96]")
+    parser.add_argument("--at-once", type=int, default=32, help="Number of concurrent requests. [32]")
+    parser.add_argument("--faults", type=int, default=5, help="Number of faults per row. [5]")
+    parser.add_argument("--tokens", type=int, default=64, help="Output tokens per request. [64]")
     parser.add_argument("--model", default="smollm2", help="Model served by Midstream. [smollm2]")
     parser.add_argument(
         "--peers", type=Path, default=Path(".venv-peers"), help="Environment created by bench-peers. [.venv-peers]"
@@ -105,7 +109,7 @@ async def run_own(arguments: argparse.Namespace, logs: Path) -> list[Row]:
 async def run_peer(peer: Peer, arguments: argparse.Namespace) -> list[Row]:
     """Run all rows of a peer."""
     with peer.running():
-        async with AsyncOpenAI(base_url=f"{peer.door.url}/v1", api_key="none", max_retries=5) as client:
+        async with AsyncOpenAI(base_url=f"{peer.door.url}/v1", api_key="none", max_retries=30) as client:
             return await run_rows(
                 peer.name, openai_stream(client), peer.faults, peer.restore, arguments, peer.configuration
             )
@@ -120,23 +124,38 @@ async def run_rows(
     configuration: list[str],
 ) -> list[Row]:
     """Run the requests undisturbed, then once per fault."""
-    requests = make_requests(arguments.at_once, arguments.tokens)
+    different = make_requests(min(NUM_DIFFERENT, arguments.requests), arguments.tokens)
+    requests = list(itertools.islice(itertools.cycle(different), arguments.requests))
     print(f"{system}: undisturbed run", flush=True)
-    chosen = {name.strip() for name in arguments.rows.split(",") if name.strip()} or set(faults)
-    expected = await run_round(stream, requests, None)
+    chosen = {name.strip() for name in arguments.rows.split(",") if name.strip()} or {NO_FAULT, *faults}
+    await asyncio.to_thread(restore)
+    expected = await run_requests(stream, different, arguments.at_once)
     if failed := [outcome.error for outcome in expected if outcome.error]:
         raise RuntimeError(f"{system}, undisturbed: {failed[0]}")
     rows = []
-    for name in ("nothing", *(name for name in faults if name in chosen)):
-        outcomes: list[Outcome] = []
-        for _ in range(max(1, arguments.requests // arguments.at_once)):
-            await asyncio.to_thread(restore)
-            outcomes += await run_round(stream, requests, faults.get(name))
+    for name in (name for name in (NO_FAULT, *faults) if name in chosen):
+        await asyncio.to_thread(restore)
+        outcomes = await run_requests(
+            stream, requests, arguments.at_once, whole_first(restore, faults.get(name)), arguments.faults
+        )
         rows.append(row_of(system, name, requests, expected, outcomes) | {"configuration": configuration})
         print(
-            json.dumps({key: rows[-1][key] for key in ("system", "row", "requests", "complete", "identical", "gap_s")})
+            json.dumps({key: rows[-1][key] for key in ("system", "row", "requests", "complete", "identical", "gap_s")}),
+            flush=True,
         )
     return rows
+
+
+def whole_first(restore: Callable[[], None], fault: Fault | None) -> Fault | None:
+    """Return the fault, injected when all processes are running again."""
+    if fault is None:
+        return None
+
+    def inject() -> None:
+        restore()
+        fault()
+
+    return inject
 
 
 def row_of(

@@ -1,4 +1,4 @@
-"""One round: concurrent requests of every kind, a fault in the middle, and the results of the clients.
+"""One row: concurrent requests of every kind, the faults, and the results of the clients.
 
 Midstream is called through its own client, which resumes a stream at another router. The other systems are called
 through the official OpenAI client, which retries calls that got no response; a broken stream is lost, since their APIs
@@ -61,18 +61,30 @@ def make_requests(count: int, max_tokens: int) -> list[Request]:
     ]
 
 
-async def run_round(stream: Stream, requests: Sequence[Request], fault: Callable[[], None] | None) -> list[Outcome]:
-    """Send all requests at once; inject the fault once each request has had some output."""
+async def run_requests(
+    stream: Stream,
+    requests: Sequence[Request],
+    at_once: int,
+    fault: Callable[[], None] | None = None,
+    num_faults: int = 1,
+) -> list[Outcome]:
+    """Send the requests, `at_once` at a time; inject the fault at evenly spaced numbers of ended requests."""
     outcomes = [Outcome() for _ in requests]
-    asking = [
-        asyncio.create_task(_ask(stream, request, outcome)) for request, outcome in zip(requests, outcomes, strict=True)
-    ]
-    if fault is not None:
-        pairs = list(zip(outcomes, asking, strict=True))
-        while not all(outcome.arrivals[3:] or task.done() for outcome, task in pairs):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        await asyncio.to_thread(fault)
-    await asyncio.gather(*asking)
+    remaining, num_ended = iter(list(zip(requests, outcomes, strict=True))), 0
+
+    async def ask_remaining() -> None:
+        nonlocal num_ended
+        for request, outcome in remaining:
+            await _ask(stream, request, outcome)
+            num_ended += 1
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(at_once):
+            clients.create_task(ask_remaining())
+        for number, inject in enumerate([fault] * num_faults if fault is not None else []):
+            while num_ended < len(requests) * (2 * number + 1) // (2 * num_faults):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            await asyncio.to_thread(inject)
     return outcomes
 
 

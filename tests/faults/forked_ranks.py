@@ -65,9 +65,9 @@ class ForkedGroup:
 
 def main() -> None:
     """Fork a process for each line, until the input ends."""
-    # These import torch.
-    import gpu_worker.__main__
-    import gpu_worker.parallel.launch
+    # These import torch; the second one is imported so that the forked processes need not do it.
+    from gpu_worker import __main__ as worker
+    from gpu_worker.parallel import launch  # noqa: F401
 
     for line in sys.stdin:
         job = json.loads(line)
@@ -79,7 +79,7 @@ def main() -> None:
         try:
             os.environ.update(job["variables"])
             sys.argv[1:] = job["arguments"]
-            code = gpu_worker.__main__.main()
+            code = worker.main()
         except Exception:
             logging.exception("a rank failed")
         finally:
