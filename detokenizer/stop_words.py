@@ -2,40 +2,64 @@
 
 The match that ends first wins; of several that end at the same place, the longest one wins. This depends only on the
 text, not on how it is split into tokens or chunks. An Aho-Corasick automaton has a constant cost per character, and its
-state determines exactly how much text to hold back: the longest suffix that is a prefix of a stop word.
+state determines exactly how much text to hold back: the longest suffix that is a prefix of a stop word. Its nodes are
+created when the text first reaches them, so the cost of a request is that of its text, not of its words.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import deque
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 
 
-@dataclass(frozen=True, slots=True)
 class _Node:
     """A node of the automaton: a prefix of one or more stop words.
 
     Attributes:
         held: Length of its longest suffix that may still become a stop word.
-        children: Next character -> node index.
+        children: Next character -> node; None if the node has not been created.
         word: The longest stop word that ends here; empty when none does.
-        fallback: Node of its longest proper suffix that is a prefix of a stop word.
+        fallback: Node of its longest proper suffix that is a prefix of a stop word; the root's is the root.
     """
 
-    held: int
-    children: dict[str, int]
-    word: str
-    fallback: int
+    __slots__ = ("children", "depth", "fallback", "held", "word", "words")
+
+    def __init__(self, words: Sequence[str], depth: int, fallback: _Node | None) -> None:
+        """Create the node of the first `depth` characters of `words`, which are sorted."""
+        self.words = words
+        self.depth = depth
+        self.fallback = fallback or self
+        self.children: dict[str, _Node | None] = dict.fromkeys(word[depth] for word in words if len(word) > depth)
+        own = words[0] if len(words[0]) == depth else ""
+        self.word: str = own or (fallback.word if fallback else "")
+        self.held: int = depth if self.children else self.fallback.held
+
+    def next(self, character: str) -> _Node:
+        """Return the node of the longest suffix of this prefix and `character`."""
+        node = self
+        while character not in node.children:
+            if node is node.fallback:
+                return node
+            node = node.fallback
+        return node.children[character] or node._create(character)
+
+    def _create(self, character: str) -> _Node:
+        depth = self.depth
+        low = bisect_left(self.words, character, key=lambda word: word[depth : depth + 1])
+        high = bisect_right(self.words, character, low, key=lambda word: word[depth : depth + 1])
+        fallback = self if self is self.fallback else self.fallback.next(character)
+        child = self.children[character] = _Node(self.words[low:high], depth + 1, fallback)
+        return child
 
 
 class StopWords:
-    """The automaton for a set of words. It is immutable and shared by scanners."""
+    """The automaton for a set of words, shared by scanners."""
 
     def __init__(self, words: tuple[str, ...]) -> None:
-        """Build the automaton; no word may be empty."""
-        self.nodes = _build(words)
-        self.first_characters = frozenset(word[0] for word in words)
+        """Create the automaton; no word may be empty."""
+        self.root = _Node(sorted(words), 0, None)
+        self.first_characters = frozenset(self.root.children)
 
 
 @functools.lru_cache(maxsize=256)
@@ -56,8 +80,8 @@ class StopWordScanner:
     def __init__(self, words: StopWords, *, keep_match: bool) -> None:
         """With `keep_match`, the returned text includes the matched word; otherwise the text ends before the word."""
         self._words = words
+        self._node = words.root
         self._keep_match = keep_match
-        self._node = 0
         self._held = ""
         self.match: str | None = None
 
@@ -70,22 +94,19 @@ class StopWordScanner:
 
         Precondition: `match` is None.
         """
-        if not self._node and self._words.first_characters.isdisjoint(text):
+        node = self._node
+        if node is self._words.root and self._words.first_characters.isdisjoint(text):
             return text
-        nodes, node = self._words.nodes, self._node
         text = self._held + text
         for end in range(len(self._held), len(text)):
-            character = text[end]
-            while node and character not in nodes[node].children:
-                node = nodes[node].fallback
-            node = nodes[node].children.get(character, 0)
-            word = nodes[node].word
+            node = node.next(text[end])
+            word = node.word
             if word and can_stop:
                 self.match = word
                 self._held = ""
                 return text[: end + 1 if self._keep_match else end + 1 - len(word)]
         self._node = node
-        certain = len(text) - nodes[node].held
+        certain = len(text) - node.held
         self._held = text[certain:]
         return text[:certain]
 
@@ -93,32 +114,3 @@ class StopWordScanner:
         """Return the text that was held back; call this when the sequence has ended."""
         held, self._held = self._held, ""
         return held
-
-
-def _build(words: tuple[str, ...]) -> tuple[_Node, ...]:
-    children: list[dict[str, int]] = [{}]
-    depths, ends = [0], [""]
-    for word in words:
-        node = 0
-        for character in word:
-            if character not in children[node]:
-                children[node][character] = len(children)
-                children.append({})
-                depths.append(depths[node] + 1)
-                ends.append("")
-            node = children[node][character]
-        ends[node] = word
-    fallbacks = [0] * len(children)
-    held = [0] * len(children)
-    queue = deque(children[0].values())
-    while queue:
-        node = queue.popleft()
-        held[node] = depths[node] if children[node] else held[fallbacks[node]]
-        for character, child in children[node].items():
-            back = fallbacks[node]
-            while back and character not in children[back]:
-                back = fallbacks[back]
-            fallbacks[child] = children[back].get(character, 0)
-            ends[child] = ends[child] or ends[fallbacks[child]]
-            queue.append(child)
-    return tuple(_Node(*parts) for parts in zip(held, children, ends, fallbacks, strict=True))

@@ -384,12 +384,13 @@ async def long_histories(abuser: Abuser) -> None:
 
 
 async def stop_words(abuser: Abuser) -> None:
-    """64 concurrent requests with the maximum number of stop words and banned words."""
+    """64 concurrent requests with the maximum number of stop words and banned words, different ones in each."""
+    numbers = itertools.count()
 
     async def send() -> str:
-        request = abuser.request(max_tokens=200)
-        request.stopping.stop_words.extend(f"{i} " + "a" * 250 for i in range(64))
-        request.stopping.bad_words.extend(f"{i} " + "b" * 250 for i in range(64))
+        request, number = abuser.request(max_tokens=200), next(numbers)
+        request.stopping.stop_words.extend(f"{i} {number} " + "a" * 240 for i in range(64))
+        request.stopping.bad_words.extend(f"{i} {number} " + "b" * 240 for i in range(64))
         return await abuser.generate(request)
 
     await abuser.flood(64, send)

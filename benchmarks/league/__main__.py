@@ -4,9 +4,10 @@ Each system gets the same requests: once undisturbed, then once per row with the
 times while requests run. Processes that end are restarted at once. A row shows how many requests completed, how many of
 these have the same output as the undisturbed run, and the longest pauses.
 
-The wheels of the peers are installed by `make bench-peers`; the gateway is `pip install sglang-router` in a separate
-environment whose Python is passed as --gateway-python. The table is in docs/reliability.md; --raw stores the rows as
-JSON.
+The wheels of the peers are installed by `make bench-peers`. Two need separate environments, whose Pythons are passed as
+--gateway-python and --dynamo-python: `pip install sglang-router`; and the peers' vLLM with `pip install --no-deps
+ai-dynamo ai-dynamo-runtime` and `pip install redis 'kubernetes<33' 'prometheus-client<1' zstandard`. The table is in
+docs/reliability.md; --raw stores the rows as JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from benchmarks.league.load import (
     own_stream,
     run_requests,
 )
-from benchmarks.league.systems import Fault, Peer, gateway, own_faults, vllm
+from benchmarks.league.systems import Fault, Peer, dynamo, gateway, own_faults, vllm
 from midstream.cli.run_dir import RunDir
 from midstream.client import AsyncClient
 
@@ -51,7 +52,7 @@ Row = dict[str, object]
 def main() -> int:
     """Run the systems one after another; fail if one of our rows is incomplete."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("systems", nargs="*", metavar="SYSTEM", help="midstream, vllm, gateway. [midstream]")
+    parser.add_argument("systems", nargs="*", metavar="SYSTEM", help="midstream, vllm, gateway, dynamo. [midstream]")
     parser.add_argument("--rows", default="", help="Names of rows, comma-separated. [all]")
     parser.add_argument("--requests", type=int, default=800, help="Per row. [800]")
     parser.add_argument("--at-once", type=int, default=32, help="Number of concurrent requests. [32]")
@@ -62,6 +63,7 @@ def main() -> int:
         "--peers", type=Path, default=Path(".venv-peers"), help="Environment created by bench-peers. [.venv-peers]"
     )
     parser.add_argument("--gateway-python", type=Path, help="Python of an environment that has sglang-router.")
+    parser.add_argument("--dynamo-python", type=Path, help="Python of an environment that has ai-dynamo and vLLM.")
     parser.add_argument("--raw", type=Path, help="JSON file to add results to.")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are also stopped on SIGTERM
@@ -88,7 +90,11 @@ def make_peer(system: str, arguments: argparse.Namespace, logs: Path) -> Peer:
         return vllm(python, model, PORT, logs)
     if system == "gateway" and arguments.gateway_python:
         return gateway(python, arguments.gateway_python, model, PORT, logs)
-    raise SystemExit(f"{system}: must be a system; the gateway also requires --gateway-python")
+    if system == "dynamo" and arguments.dynamo_python:
+        return dynamo(arguments.dynamo_python, model, PORT, logs)
+    raise SystemExit(
+        f"{system}: must be a system; the gateway and Dynamo also require --gateway-python and --dynamo-python"
+    )
 
 
 async def run_own(arguments: argparse.Namespace, logs: Path) -> list[Row]:
@@ -111,7 +117,7 @@ async def run_peer(peer: Peer, arguments: argparse.Namespace) -> list[Row]:
     with peer.running():
         async with AsyncOpenAI(base_url=f"{peer.door.url}/v1", api_key="none", max_retries=30) as client:
             return await run_rows(
-                peer.name, openai_stream(client), peer.faults, peer.restore, arguments, peer.configuration
+                peer.name, openai_stream(client, peer.guide), peer.faults, peer.restore, arguments, peer.configuration
             )
 
 

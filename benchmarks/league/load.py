@@ -122,8 +122,8 @@ def own_stream(client: AsyncClient) -> Stream:
     return stream
 
 
-def openai_stream(client: AsyncOpenAI) -> Stream:
-    """Call a server through its OpenAI API."""
+def openai_stream(client: AsyncOpenAI, guide: Callable[[str], dict[str, object]]) -> Stream:
+    """Call a server through its OpenAI API; `guide` returns its fields for a regular expression."""
 
     async def stream(request: Request) -> AsyncIterator[tuple[int, str]]:
         is_guided = request.kind == "guided"
@@ -135,7 +135,7 @@ def openai_stream(client: AsyncOpenAI) -> Stream:
             seed=request.number,
             n=3 if request.kind == "n=3" else 1,
             stream=True,
-            extra_body={"structured_outputs": {"regex": _REGEX}} if is_guided else {"ignore_eos": True},
+            extra_body=guide(_REGEX) if is_guided else {"ignore_eos": True},
         )
         ended = set()
         async for chunk in chunks:

@@ -27,6 +27,17 @@ _VLLM = {
     "HF_HUB_OFFLINE": "1",
 }
 Fault = Callable[[], None]
+Guide = Callable[[str], dict[str, object]]
+
+
+def vllm_guide(regex: str) -> dict[str, object]:
+    """Return the fields of vLLM's API for a regular expression."""
+    return {"structured_outputs": {"regex": regex}}
+
+
+def dynamo_guide(regex: str) -> dict[str, object]:
+    """Return the fields of Dynamo's API for a regular expression."""
+    return {"guided_regex": regex}
 
 
 @dataclass
@@ -78,6 +89,12 @@ class Server:
         """Kill the process that serves clients."""
         self.tree()[0].kill()
 
+    def kill_all(self) -> None:
+        """Kill all processes of the server."""
+        for process in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
     def terminate(self) -> None:
         """Send SIGTERM."""
         self.tree()[0].terminate()
@@ -96,10 +113,19 @@ class Peer:
     Attributes:
         servers: The servers, in the order in which they start.
         faults: The faults, by name of the row.
+        door: The server that clients call.
+        guide: The fields of a request that constrain its output to a regular expression.
     """
 
-    def __init__(self, name: str, servers: list[Server], faults: dict[str, Fault], door: Server) -> None:
-        self.name, self.servers, self.faults, self.door = name, servers, faults, door
+    def __init__(
+        self,
+        name: str,
+        servers: list[Server],
+        faults: dict[str, Fault],
+        door: Server,
+        guide: Guide = vllm_guide,
+    ) -> None:
+        self.name, self.servers, self.faults, self.door, self.guide = name, servers, faults, door, guide
         words = [[Path(word).name if word.startswith("/") else word for word in server.command] for server in servers]
         self.configuration = [" ".join(command) for command in words]
 
@@ -135,7 +161,8 @@ def vllm_server(python: Path, model: Path, port: int, cores: str, logs: Path) ->
     """Return a server that runs vLLM's CPU build with its OpenAI API."""
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--model", str(model), "--served-model-name", "model", "--dtype", "bfloat16"]
-    command += ["--max-model-len", "2048", "--max-num-seqs", "64"]
+    # Without compilation a server restarts sooner.
+    command += ["--max-model-len", "2048", "--max-num-seqs", "64", "--enforce-eager"]
     variables = {**_VLLM, "VLLM_CPU_OMP_THREADS_BIND": cores}
     return Server(f"vllm-{port}", command, port, logs / f"vllm-{port}.log", variables)
 
@@ -166,6 +193,27 @@ def gateway(python: Path, launcher: Path, model: Path, port: int, logs: Path) ->
         "scale-down": workers[1].terminate,
     }
     return Peer("SGLang's gateway, two vLLM servers", [*workers, front], faults, front)
+
+
+def dynamo(python: Path, model: Path, port: int, logs: Path) -> Peer:
+    """Return Dynamo's frontend, with migration enabled, in front of two workers that run vLLM (dynamo_worker.py)."""
+    # The components find each other through files instead of etcd.
+    variables = {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(logs / "dynamo"), "DYN_REQUEST_PLANE": "tcp"}
+    workers = []
+    for number in range(2):
+        status = port + 1 + number
+        command = [str(python), str(Path(__file__).with_name("dynamo_worker.py")), str(model), "model"]
+        own = {**_VLLM, **variables, "VLLM_CPU_OMP_THREADS_BIND": str(number), "DYN_SYSTEM_PORT": str(status)}
+        workers.append(Server(f"dynamo-worker-{number}", command, status, logs / f"dynamo-{number}.log", own))
+    command = [str(python), "-m", "dynamo.frontend", "--http-port", str(port), "--migration-limit", "3"]
+    front = Server("dynamo-frontend", command, port, logs / "dynamo-frontend.log", variables)
+    faults = {
+        "worker stands still": lambda: stand_still(workers[0].core()),
+        "frontend killed": front.kill_front,
+        "worker killed": workers[0].kill_all,
+        "scale-down": workers[1].terminate,
+    }
+    return Peer("Dynamo, two vLLM workers", [*workers, front], faults, front, dynamo_guide)
 
 
 def own_faults(service: KilledService, run_dir: RunDir) -> dict[str, Fault]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detokenizer.stop_words import StopWordScanner, stop_words
+from detokenizer.stop_words import StopWords, StopWordScanner, stop_words
 
 
 def naive(text: str, words: tuple[str, ...]) -> tuple[str, str | None]:
@@ -73,3 +73,14 @@ def test_a_match_is_text_while_stopping_is_not_allowed() -> None:
 @given(words=WORDS)
 def test_the_automaton_is_shared(words: tuple[str, ...]) -> None:
     assert stop_words(words) is stop_words(words)
+
+
+def test_the_text_alone_determines_which_nodes_are_created() -> None:
+    words = StopWords(("abcdef", "bcd", "z" * 250))
+    scanner = StopWordScanner(words, keep_match=False)
+    assert scanner.scan("text ab") == "text "
+    nodes, reached = [words.root], []
+    for node in nodes:
+        reached.append(node.words[0][: node.depth])
+        nodes += [child for child in node.children.values() if child is not None]
+    assert reached == ["", "a", "b", "ab"]
