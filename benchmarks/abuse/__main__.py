@@ -4,7 +4,12 @@
 Starts a router, a scheduler, a detokenizer and a worker as processes, with tokens for two clients. A probe sends a
 short request over gRPC and one over HTTP every 0.2 s, alternately alone and while another process abuses the service
 with the second token (abuses.py). That process runs at a lower priority, so that the CPU time of the client itself is
-not measured. Prints the times to the first token alone and under each abuse, their ratios, and the probe's errors.
+not measured. Prints the times to the first token alone and under each abuse, their ratios, the probe's errors, and the
+CPU time of each component per request of the abuser.
+
+Where the abuser's requests are computed, the probe also runs beside as many ordinary requests, to which the abuser is
+entitled. An abuse passes if the 99th percentile is at most three times that of the probe alone or that beside the
+ordinary requests.
 
 The worker has no model, and each step takes --step-ms; with --real it has the embedded model.
 """
@@ -26,9 +31,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.abuse.abuses import ABUSES, NEED_A_MODEL
+from benchmarks.abuse.abuses import ABUSES, AS_ORDINARY, NEED_A_MODEL, ORDINARY
 from benchmarks.abuse.probe import Probe, Seen
-from benchmarks.control_plane import wait_until_whole
+from benchmarks.control_plane import cpu_seconds, wait_until_whole
 from benchmarks.http_cost import ROOT, Target, start_service
 from midstream.client import AsyncClient
 
@@ -45,13 +50,19 @@ class Result:
 
     Attributes:
         abuser: Number of requests of the abuser by outcome.
+        ordinary: The same for the ordinary requests.
+        cpu_s: CPU seconds of each component under abusive load, and beside the ordinary requests.
         router_mb: Largest resident memory of the router at the end of a round.
         probe_late_s: Largest scheduling delay of the probe itself, caused by the machine.
     """
 
     alone: dict[str, Seen] = field(default_factory=lambda: defaultdict(Seen))
     beside: dict[str, Seen] = field(default_factory=lambda: defaultdict(Seen))
+    beside_ordinary: dict[str, Seen] = field(default_factory=lambda: defaultdict(Seen))
     abuser: Counter[str] = field(default_factory=Counter)
+    ordinary: Counter[str] = field(default_factory=Counter)
+    cpu_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    ordinary_cpu_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     router_mb: float = 0.0
     probe_late_s: float = 0.0
 
@@ -99,23 +110,32 @@ async def wait_until_served(target: Target) -> None:
 async def measure(target: Target, name: str, num_rounds: int, seconds: float) -> Result:
     """Run the probe alternately alone and under the abuse."""
     probe, result = Probe(target.grpc, target.http_port, PROBE), Result()
-    for _ in range(num_rounds):
+
+    async def observe(seen_so_far: dict[str, Seen]) -> None:
         for api, seen in (await probe.run(seconds)).items():
-            result.alone[api].add(seen)
+            seen_so_far[api].add(seen)
         result.probe_late_s = max(result.probe_late_s, probe.late_s)
-        async with running_abuser(target, name, result.abuser):
-            for api, seen in (await probe.run(seconds)).items():
-                result.beside[api].add(seen)
-            result.probe_late_s = max(result.probe_late_s, probe.late_s)
+
+    for _ in range(num_rounds):
+        await observe(result.alone)
+        if name in AS_ORDINARY:
+            async with running_abuser(target, ORDINARY + name, result.ordinary, result.ordinary_cpu_s):
+                await observe(result.beside_ordinary)
+            await asyncio.sleep(_PAUSE_S)
+        async with running_abuser(target, name, result.abuser, result.cpu_s):
+            await observe(result.beside)
             result.router_mb = max(result.router_mb, target.processes["router"].memory_info().rss / 1e6)
         await asyncio.sleep(_PAUSE_S)
     return result
 
 
 @contextlib.asynccontextmanager
-async def running_abuser(target: Target, name: str, outcomes: Counter[str]) -> AsyncIterator[None]:
-    """Run an abuse while the context is open; count its requests by outcome."""
+async def running_abuser(
+    target: Target, name: str, outcomes: Counter[str], cpu_s: dict[str, float]
+) -> AsyncIterator[None]:
+    """Run an abuse while the context is open; count its requests by outcome, and the CPU seconds of each component."""
     ports = (target.grpc.rpartition(":")[2], str(target.http_port))
+    before = {part: cpu_seconds(process) for part, process in target.processes.items()}
     abuser = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.abuse.abuses", name, *ports, ABUSER),
         cwd=ROOT,
@@ -128,6 +148,8 @@ async def running_abuser(target: Target, name: str, outcomes: Counter[str]) -> A
         if line != b"ready\n":
             raise RuntimeError(f"{name} did not start")
         yield
+        for part, process in target.processes.items():
+            cpu_s[part] += cpu_seconds(process) - before[part]
         abuser.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_S):
@@ -143,10 +165,17 @@ def problems(result: Result) -> list[str]:
     found = []
     for api, beside in result.beside.items():
         found += [f"{api}: {error}" for error in beside.errors]
-        ratio = quantile(beside.times_s, 0.99) / quantile(result.alone[api].times_s, 0.99)
-        if not ratio <= MAX_RATIO:
-            found.append(f"{api}: p99 is {ratio:.1f} times the p99 without the abuse")
+        alone_s, beside_s = (quantile(seen.times_s, 0.99) for seen in (result.alone[api], beside))
+        share_s = quantile(result.beside_ordinary[api].times_s, 0.99) if result.ordinary_cpu_s else 0.0
+        if not beside_s <= max(MAX_RATIO * alone_s, share_s):
+            found.append(f"{api}: p99 is {beside_s / alone_s:.1f} times the p99 without the abuse")
     return found
+
+
+def cost(outcomes: Counter[str], cpu_s: dict[str, float]) -> str:
+    """Return the CPU time of each component per request, as text; requests that have not ended are not counted."""
+    count = max(outcomes.total(), 1)
+    return ", ".join(f"{part} {1e3 * seconds / count:.1f}" for part, seconds in cpu_s.items()) + " ms per request"
 
 
 def summary(result: Result) -> str:
@@ -160,22 +189,29 @@ def summary(result: Result) -> str:
         )
         ratio = quantile(beside.times_s, 0.99) / quantile(alone, 0.99)
         served = f"{len(beside.times_s)} of {len(beside.times_s) + len(beside.errors)}"
-        parts.append(f"{api} p50 {middle}, p99 {high} ({ratio:.1f} times), served {served}")
+        share_s = result.beside_ordinary[api].times_s if result.ordinary_cpu_s else []
+        share = f", beside ordinary requests {1e3 * quantile(share_s, 0.99):.0f} ms" if share_s else ""
+        parts.append(f"{api} p50 {middle}, p99 {high} ({ratio:.1f} times){share}, served {served}")
         parts += [f"{count} x {error[:100]}" for error, count in Counter(beside.errors).most_common(3)]
     parts.append(f"router {result.router_mb:.0f} MB, probe late by {1e3 * result.probe_late_s:.0f} ms")
-    parts.append(f"abuser {dict(result.abuser)}")
+    parts.append(f"abuser {dict(result.abuser)}: {cost(result.abuser, result.cpu_s)}")
+    if result.ordinary_cpu_s:
+        parts.append(f"ordinary {dict(result.ordinary)}: {cost(result.ordinary, result.ordinary_cpu_s)}")
     return "; ".join(parts)
 
 
 def report(results: dict[str, Result], console: Console) -> None:
     """Print a table of all results."""
-    table = Table("beside", "API", "p50 alone, ms", "beside", "p99 alone, ms", "beside", "ratio", "errors")
+    table = Table("beside", "API", "p50 alone, ms", "beside", "p99 alone, ms", "beside", "ordinary", "ratio", "errors")
     for name, result in results.items():
         for api, beside in result.beside.items():
             alone = result.alone[api].times_s
             quantiles = [1e3 * quantile(times, part) for part in (0.5, 0.99) for times in (alone, beside.times_s)]
             ratio = quantiles[3] / quantiles[2]
-            table.add_row(name, api, *(f"{value:.0f}" for value in quantiles), f"{ratio:.1f}", str(len(beside.errors)))
+            share = f"{1e3 * quantile(result.beside_ordinary[api].times_s, 0.99):.0f}" if name in AS_ORDINARY else ""
+            table.add_row(
+                name, api, *(f"{value:.0f}" for value in quantiles), share, f"{ratio:.1f}", str(len(beside.errors))
+            )
     console.print(table)
 
 

@@ -1,5 +1,7 @@
 """The abuses, each run by its own client: `python -m benchmarks.abuse.abuses NAME GRPC_PORT HTTP_PORT TOKEN`.
 
+`ordinary-NAME` instead sends the ordinary requests that the abuse amounts to (AS_ORDINARY).
+
 The process prints a line once the abuse is in place, and on SIGTERM the number of its requests by outcome.
 """
 
@@ -36,6 +38,7 @@ _SOURCE = "127.0.0.2"
 _GENERATE = "/midstream.v1.Midstream/Generate"
 _STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 _NICENESS = 10
+ORDINARY = "ordinary-"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
@@ -499,14 +502,31 @@ ABUSES: dict[str, Callable[[Abuser], Awaitable[None]]] = {
         polling, slow_readers, stored_responses,
     )
 }  # fmt: skip
+# The abuses whose requests are computed, and as many ordinary requests: how many at once, and the tokens of each prompt
+# and output.
+# A client is entitled to the ordinary ones.
+AS_ORDINARY = {
+    "stop-words": (64, 16, 200),
+    "cancelled-streams": (64, 64, 1),
+    "slow-readers": (200, 16, 1000),
+    "inferences": (240, 16, 1000),
+    "stored-responses": (32, 1000, 1),
+}
 # These abuses use features that a worker without a model does not have.
 NEED_A_MODEL = frozenset({"guides", "embeddings"})
+
+
+def _work(name: str, abuser: Abuser) -> Awaitable[None]:
+    if name.startswith(ORDINARY):
+        at_once, num_prompt_tokens, max_tokens = AS_ORDINARY[name.removeprefix(ORDINARY)]
+        return abuser.flood(at_once, lambda: abuser.generate(abuser.request(num_prompt_tokens, max_tokens)))
+    return ABUSES[name](abuser)
 
 
 async def run(name: str, grpc_port: int, http_port: int, token: str) -> None:
     """Run an abuse until SIGTERM, then print its outcomes."""
     abuser = Abuser(grpc_port, http_port, token)
-    work = asyncio.ensure_future(ABUSES[name](abuser))
+    work = asyncio.ensure_future(_work(name, abuser))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)
     ready = asyncio.create_task(abuser.ready.wait())
     await asyncio.wait((work, ready), return_when=asyncio.FIRST_COMPLETED)
