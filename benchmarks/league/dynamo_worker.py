@@ -63,6 +63,7 @@ async def work(runtime: DistributedRuntime) -> None:
         name,
         worker_type=WorkerType.Aggregated,
     )
+    runtime.set_health_status(True)
     await endpoint.serve_endpoint(generate, graceful_shutdown=True)
 
 

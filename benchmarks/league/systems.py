@@ -199,13 +199,26 @@ def dynamo(python: Path, model: Path, port: int, logs: Path) -> Peer:
     """Return Dynamo's frontend, with migration enabled, in front of two workers that run vLLM (dynamo_worker.py)."""
     # The components find each other through files instead of etcd.
     variables = {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(logs / "dynamo"), "DYN_REQUEST_PLANE": "tcp"}
+    variables |= dict.fromkeys(
+        ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST"), "127.0.0.1"
+    )
     workers = []
     for number in range(2):
         status = port + 1 + number
         command = [str(python), str(Path(__file__).with_name("dynamo_worker.py")), str(model), "model"]
         own = {**_VLLM, **variables, "VLLM_CPU_OMP_THREADS_BIND": str(number), "DYN_SYSTEM_PORT": str(status)}
         workers.append(Server(f"dynamo-worker-{number}", command, status, logs / f"dynamo-{number}.log", own))
-    command = [str(python), "-m", "dynamo.frontend", "--http-port", str(port), "--migration-limit", "3"]
+    command = [
+        str(python),
+        "-m",
+        "dynamo.frontend",
+        "--http-host",
+        "127.0.0.1",
+        "--http-port",
+        str(port),
+        "--migration-limit",
+        "3",
+    ]
     front = Server("dynamo-frontend", command, port, logs / "dynamo-frontend.log", variables)
     faults = {
         "worker stands still": lambda: stand_still(workers[0].core()),
