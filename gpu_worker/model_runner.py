@@ -578,9 +578,10 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
     kind = block_kind(config, folder, model)
     size = block_bytes(model.description, config.tokens_per_block, model.kv_dtype)
     tiers = [TierFolder(name, Path(path), kind, size, num_bytes, rates[name]) for name, _, num_bytes, path in places]
+    num_ahead = config.kv_transfer_bytes // size
     host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     name = hashlib.blake2b(repr((host, places, kind)).encode(), digest_size=12).hexdigest()
-    kv.use_tiers(lambda pool: KvTiers(tiers, name, pool, seal))
+    kv.use_tiers(lambda pool: KvTiers(tiers, name, pool, seal, num_ahead))
 
 
 def _open_transfers(

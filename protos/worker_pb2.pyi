@@ -572,6 +572,7 @@ class StepBatch(google.protobuf.message.Message):
     RETAINED_HASHES_FIELD_NUMBER: builtins.int
     RETAINED_PRIORITIES_FIELD_NUMBER: builtins.int
     RETAINED_MS_FIELD_NUMBER: builtins.int
+    AHEAD_HASHES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     step_id: builtins.int
     """1, 2, 3, … within an epoch. A gap or a repetition means that messages were lost or duplicated."""
@@ -658,6 +659,12 @@ class StepBatch(google.protobuf.message.Message):
     def retained_priorities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def retained_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def ahead_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Blocks in tiers that later steps will probably adopt, so that the worker reads them while it computes. They are held
+        until a step adopts them, as long as there is memory.
+        """
+
     def __init__(
         self,
         *,
@@ -687,8 +694,9 @@ class StepBatch(google.protobuf.message.Message):
         retained_hashes: collections.abc.Iterable[builtins.int] | None = ...,
         retained_priorities: collections.abc.Iterable[builtins.int] | None = ...,
         retained_ms: collections.abc.Iterable[builtins.int] | None = ...,
+        ahead_hashes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "adopted_blocks", b"adopted_blocks", "adopted_hashes", b"adopted_hashes", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "hashed_blocks", b"hashed_blocks", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "retained_hashes", b"retained_hashes", "retained_ms", b"retained_ms", "retained_priorities", b"retained_priorities", "step_id", b"step_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "adopted_blocks", b"adopted_blocks", "adopted_hashes", b"adopted_hashes", "ahead_hashes", b"ahead_hashes", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "hashed_blocks", b"hashed_blocks", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "retained_hashes", b"retained_hashes", "retained_ms", b"retained_ms", "retained_priorities", b"retained_priorities", "step_id", b"step_id"]) -> None: ...
 
 global___StepBatch = StepBatch
 

@@ -14,7 +14,8 @@ hash, priority and the time until which this holds, in nanoseconds since the Uni
 
 A separate thread stores blocks when they are full, so steps do not wait for it and blocks are stored before the pool
 evicts them. The worker reports the stored hashes to the scheduler, which then asks for these blocks instead of having
-them computed.
+them computed. Another thread reads blocks that later steps need, so that these steps only copy them; a step reads
+those for which this is too late.
 """
 
 from __future__ import annotations
@@ -328,6 +329,7 @@ class KvTiers:
 
     Attributes:
         name: Identical for workers that share the tiers; empty if there are none.
+        num_read_ahead: Number of blocks that had been read when a step needed them.
     """
 
     def __init__(
@@ -336,14 +338,16 @@ class KvTiers:
         name: str,
         pool: PoolMemory,
         seal: Callable[[int, int, Bytes], None] | None = None,
+        max_held: int = 0,
     ) -> None:
-        """Start the thread that stores and seals blocks.
+        """Start the threads that store, seal and read blocks.
 
         Args:
             tiers: The tiers, fastest first.
             name: Identical for workers that share the tiers.
             pool: The pool's blocks and their content hashes, which KeptBlocks keeps valid.
             seal: Called with a block, its hash and its contents once it is full.
+            max_held: Maximum number of blocks to hold that were read ahead; above it the oldest are dropped.
         """
         self.name = name
         self._tiers, self._pool, self._seal = tiers, pool, seal
@@ -353,6 +357,14 @@ class KvTiers:
         self._retentions: dict[int, Retention] = {}  # that the tiers do not know yet
         self._wake, self._stopped = threading.Condition(), False
         self._is_storing = False
+        self.num_read_ahead = 0
+        self._max_held = max_held
+        self._ahead: OrderedDict[int, None] = OrderedDict()  # blocks to read ahead, in this order
+        self._held: OrderedDict[int, Bytes] = OrderedDict()  # blocks that were read ahead, oldest first
+        self._wake_reader = threading.Condition()
+        self._reader = threading.Thread(target=self._read_ahead, name="kv-reader", daemon=True)
+        if tiers and max_held:
+            self._reader.start()
         self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
         self._thread.start()
 
@@ -365,7 +377,12 @@ class KvTiers:
             self._wake.notify()
 
     def receive(self, step: worker_pb2.StepBatch) -> None:
-        """Pass on the retentions of a received step. Must be called before the step fills these blocks."""
+        """Note the retentions and the blocks to read ahead of a received step. Must be called before the step runs."""
+        if step.ahead_hashes and self._reader.is_alive():
+            with self._wake_reader:
+                for value in step.ahead_hashes[: self._max_held]:
+                    self._ahead[value] = None
+                self._wake_reader.notify()
         if not self._tiers or not step.retained_hashes:
             return
         asked = zip(step.retained_hashes, step.retained_priorities, step.retained_ms, strict=True)
@@ -380,12 +397,43 @@ class KvTiers:
         """Fill target blocks from the tiers by hash; return the targets that were not found."""
         missing = []
         for value, target in zip(hashes.tolist(), targets.tolist(), strict=True):
-            contents = next((found for tier in self._tiers if (found := tier.get(value)) is not None), None)
+            with self._wake_reader:
+                self._ahead.pop(value, None)
+                contents = self._held.pop(value, None)
+            if contents is not None:
+                self.num_read_ahead += 1
+            else:
+                contents = self._get(value)
             if contents is None:
                 missing.append(target)
                 continue
             self._pool.write(target, contents)
         return np.array(missing, dtype=np.int32)
+
+    def _get(self, value: int) -> Bytes | None:
+        return next((found for tier in self._tiers if (found := tier.get(value)) is not None), None)
+
+    def _read_ahead(self) -> None:
+        while True:
+            with self._wake_reader:
+                self._wake_reader.notify_all()
+                self._wake_reader.wait_for(lambda: self._stopped or self._ahead)
+                if self._stopped:
+                    return
+                value = next(iter(self._ahead))
+                is_held = value in self._held
+            contents = None if is_held else self._get(value)
+            with self._wake_reader:
+                # A step may have needed it in the meantime.
+                if self._ahead.pop(value, self) is None and contents is not None:
+                    self._held[value] = contents
+                    if len(self._held) > self._max_held:
+                        self._held.popitem(last=False)
+
+    def wait_until_read(self, timeout_s: float) -> bool:
+        """Wait until no block is to be read ahead; return False on timeout."""
+        with self._wake_reader:
+            return self._wake_reader.wait_for(lambda: not self._ahead, timeout_s)
 
     def hashes(self) -> set[int]:
         """Return the hashes of all stored blocks; `changes` reports changes since this call."""
@@ -414,7 +462,11 @@ class KvTiers:
             self._waiting.clear()
             self._delayed.clear()
             self._wake.notify()
+        with self._wake_reader:
+            self._wake_reader.notify()
         self._thread.join()
+        if self._reader.is_alive():
+            self._reader.join()
 
     def _run(self) -> None:
         next_scan = time.monotonic() + _SCAN_S
@@ -479,6 +531,8 @@ class KvTiers:
             gauge = metrics.gauge(name, text, ("tier",))
             for tier in self._tiers:
                 gauge.labels(tier.name).set_function(partial(getattr, tier, attribute))
+        ahead = metrics.gauge("worker_kv_tier_read_ahead", "KV blocks that had been read when a step needed them.")
+        ahead.set_function(lambda: self.num_read_ahead)
         blocks = metrics.gauge("worker_kv_tier_blocks", "KV blocks stored at present.", ("tier",))
         for tier in self._tiers:
             blocks.labels(tier.name).set_function(partial(len, tier))

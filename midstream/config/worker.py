@@ -92,7 +92,8 @@ class WorkerConfig(ServiceConfig):
     kv_transfer_port: int = setting(0, "Port for kv_transfer_host; 0: any free one.")
     kv_transfer_bytes: int = setting(
         1 << 28,
-        "Maximum bytes of fetched KV blocks that a decode worker holds for requests that have not started there.",
+        "Maximum bytes of KV blocks, fetched by a decode worker or read ahead from tiers, that are held for requests "
+        "that have not started there.",
     )
     max_batch_size: int = setting(256, "Maximum number of sequences per step.")
     max_num_tokens: int = setting(0, "Maximum number of tokens per step; 0: 2048 on a GPU, 256 on a CPU.")

@@ -75,6 +75,11 @@ class Adoptions:
         """Remove and return the adoptions of the next step."""
         return self._waiting.popleft() if self._waiting else Adoption()
 
+    @property
+    def next_hashes(self) -> list[int]:
+        """The content hashes of the blocks that the next step adopts."""
+        return self._waiting[0].hashes if self._waiting else []
+
     def keep(self, is_wanted: Callable[[Adoption, AdoptedBlock], bool]) -> None:
         """Drop queued blocks that are no longer wanted."""
         for adoption in self._waiting:

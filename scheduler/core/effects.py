@@ -142,6 +142,7 @@ class StepPlan:
     block_hashes: list[int] = field(default_factory=list)
     adopted_blocks: list[int] = field(default_factory=list)
     adopted_hashes: list[int] = field(default_factory=list)
+    ahead_hashes: list[int] = field(default_factory=list)
     retained_hashes: list[int] = field(default_factory=list)
     retained_priorities: list[int] = field(default_factory=list)
     retained_ms: list[int] = field(default_factory=list)

@@ -60,7 +60,21 @@ class Placement:
             return
         while (head := self._queue.head()) is not None:
             if not self._try_start(head, num_steps) and not self._start_behind(head, num_steps):
+                self._read_ahead(head)
                 return
+
+    def _read_ahead(self, head: Request) -> None:
+        """Have workers read the stored blocks of the next requests while these wait."""
+        groups = [group for group in self._membership.groups.values() if group.stored]
+        for request in [head, *self._queue.behind(head, _MAX_LOOKED_AT)] if groups else ():
+            if request.is_read_ahead or request.group is not None:
+                continue
+            able = [
+                group for group in groups if self.could_run(request, group) and not self._is_for_others(request, group)
+            ]
+            if able:
+                max(able, key=lambda group: group.num_fetchable_tokens(request)).read_ahead(request)
+                request.note_read_ahead()
 
     def _start_selected(self, num_steps: int) -> bool:
         """Start the requests that the policy selects for each group; return False if the policy leaves the order to the

@@ -432,6 +432,7 @@ class Request:
         num_cached_tokens: Number of prompt tokens found in the pool, or fetched from tiers or another worker.
         lost_store: kv_store of the dead worker whose pool may still hold its blocks.
         may_fetch: Whether its blocks may be fetched from tiers; False after a worker died while fetching them.
+        is_read_ahead: Whether a group was told to read its blocks from tiers while it waits.
         may_hand_over: Whether it may move from a prefill to a decode group; False after a move has failed.
         died_on: Groups that died consecutively while running it, without a new token in between.
         silent_on: Groups that fell silent consecutively while running it, without a new token in between.
@@ -453,6 +454,7 @@ class Request:
     num_handovers: int = 0
     lost_store: str = ""
     may_fetch: bool = True
+    is_read_ahead: bool = False
     may_hand_over: bool = True
     died_on: list[str] = field(default_factory=list)
     silent_on: list[str] = field(default_factory=list)
@@ -566,6 +568,10 @@ class Request:
         """Record the dead worker's store (empty if it had none), and whether blocks may still be fetched from tiers."""
         self.lost_store = store
         self.may_fetch = self.may_fetch and may_fetch
+
+    def note_read_ahead(self) -> None:
+        """Record that a group was told to read its blocks from tiers."""
+        self.is_read_ahead = True
 
     def forget_store(self) -> None:
         """Stop looking for the dead worker's blocks."""

@@ -327,6 +327,7 @@ class StepBuilder:
             plan.retained_ms.append(retention.num_ms)
         adoption = group.adoptions.take()
         plan.adopted_blocks, plan.adopted_hashes = adoption.blocks, adoption.hashes
+        plan.ahead_hashes = group.take_hashes_ahead()
         generation, rows = self._write_generation()
         num_scheduled = len(self._context) + len(generation)
         group.send(

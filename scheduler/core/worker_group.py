@@ -162,6 +162,7 @@ class WorkerGroup:
         self.role = Role(registration.role or Role.BOTH)
         self.stored = set[int]() if stored is None else stored
         self.fetched = set[int]()
+        self._ahead: list[int] = []
         self.in_flight: deque[InFlightStep] = deque()
         self.last_generation = LastGeneration()
         self.next_step_id = 1
@@ -248,15 +249,30 @@ class WorkerGroup:
 
     def num_fetchable_tokens(self, request: Request) -> int:
         """Return how many known tokens of a queued request can be fetched from tiers, after those in the pool."""
+        return len(self._fetchable_hashes(request)) * self.tokens_per_block
+
+    def _fetchable_hashes(self, request: Request) -> list[int]:
         if not (self.stored or self.fetched) or not request.may_fetch or not self.tables.reuses(request):
-            return 0
+            return []
         sequence = request.waiting_sequences[0]
         first = len(self.tables.find(sequence))
-        hashes = extend_hashes(sequence, (sequence.num_tokens - 1) // self.tokens_per_block, self.tokens_per_block)
+        num_blocks = (sequence.num_tokens - 1) // self.tokens_per_block
+        hashes = extend_hashes(sequence, num_blocks, self.tokens_per_block)
         end = first
-        while end < (sequence.num_tokens - 1) // self.tokens_per_block and self.has_below_pool(hashes[end]):
+        while end < num_blocks and self.has_below_pool(hashes[end]):
             end += 1
-        return (end - first) * self.tokens_per_block
+        return hashes[first:end]
+
+    def read_ahead(self, request: Request) -> None:
+        """Have the worker read the blocks of a queued request from its tiers into memory."""
+        self._ahead += self._fetchable_hashes(request)
+
+    def take_hashes_ahead(self) -> list[int]:
+        """Return the hashes of stored blocks that later steps adopt, each once: those of the next step, and those of
+        queued requests.
+        """
+        ahead, self._ahead = [*self.adoptions.next_hashes, *self._ahead], []
+        return [value for value in ahead if value in self.stored and value not in self.fetched]
 
     def can_fetch_from(self, source: WorkerGroup) -> bool:
         """Return whether the worker can fetch blocks from the pool of another group."""

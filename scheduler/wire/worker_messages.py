@@ -152,6 +152,7 @@ def encode_step(plan: StepPlan, limits: ModelLimits) -> bytes:
         "block_hashes",
         "adopted_blocks",
         "adopted_hashes",
+        "ahead_hashes",
         "retained_hashes",
         "retained_priorities",
         "retained_ms",

@@ -18,6 +18,7 @@ from gpu_worker.kv.eviction import Retention
 from gpu_worker.kv.shared_store import PoolMemory
 from gpu_worker.kv.tiers import KvTiers, StoreChanges, TierFolder
 from midstream.errors import ConfigError
+from protos import worker_pb2
 from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
 
 NUM_LAYERS, LAYER_BYTES, NUM_BLOCKS = 3, 40, 8
@@ -194,6 +195,26 @@ def test_blocks_above_the_rate_of_a_tier_are_stored_later(tmp_path: Path) -> Non
     assert tiers.wait_until_stored(30)
     assert time.monotonic() - started > 3 / 20
     assert values_in(host, range(100, 108)) == values_in(disk, range(100, 108)) == [100, 101, 102, 103]
+    tiers.close()
+
+
+def test_blocks_are_read_before_a_step_needs_them(tmp_path: Path) -> None:
+    memory = pool()
+    store_all(tmp_path / "tier", memory)
+    folder, after = tier(tmp_path / "tier"), empty_pool()
+    tiers = KvTiers([folder], "store", after, max_held=2)
+    (path,) = {file.parent for file in files(tmp_path / "tier")}
+    (path / f"{101:016x}").write_bytes(b"damaged")
+    tiers.receive(worker_pb2.StepBatch(ahead_hashes=[103, 101, 104, 103, 999]))
+    assert tiers.wait_until_read(30)
+    assert (folder.num_hits, folder.num_damaged) == (1, 1), "at most as many blocks are read as may be held"
+    tiers.receive(worker_pb2.StepBatch(ahead_hashes=[104, 105]))
+    assert tiers.wait_until_read(30)
+    shutil.rmtree(tmp_path / "tier")
+    missing = tiers.fetch(np.array([105, 103, 104, 104], dtype=np.uint64), np.arange(4, dtype=np.int32))
+    assert missing.tolist() == [1, 3], "the oldest is dropped, and each is used once"
+    assert tiers.num_read_ahead == 2
+    assert np.array_equal(after.keys[:, (0, 2)], memory.keys[:, (5, 4)])
     tiers.close()
 
 

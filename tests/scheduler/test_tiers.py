@@ -177,3 +177,32 @@ def test_retention_is_passed_on_to_the_tiers() -> None:
     harness.submit("d", [8], 1)
     harness.turn()
     assert retained(group) == {}
+
+
+def test_blocks_of_waiting_requests_are_read_ahead() -> None:
+    harness, group = stored(max_batch_size=1)
+    hashes = harness.group("h").stored
+    harness.submit("running", [7], 8)
+    harness.submit("next", [*PROMPT[:12], *range(300, 310)], 4)
+    harness.submit("last", PROMPT, 4)
+    ahead = list[int]()
+    harness.turn()
+    while "running" not in harness.ended:
+        ahead += group.batches[0].ahead_hashes
+        harness.step("h")
+    assert len(ahead) == len(set(ahead)) == 3, "those of the request that is next, once"
+    assert set(ahead) <= hashes
+    harness.run()
+    assert group.num_adopted == 5
+
+
+def test_while_a_step_adopts_blocks_those_of_the_next_step_are_read() -> None:
+    harness, group = stored(block_bytes=STEP_BYTES // 2)
+    harness.submit("a", PROMPT, 4)
+    harness.turn()
+    read = list[list[int]]()
+    for _ in range(3):
+        assert not read or list(group.batches[0].adopted_hashes) == read[-1]
+        read.append(list(group.batches[0].ahead_hashes))
+        harness.step("h")
+    assert [len(hashes) for hashes in read] == [2, 1, 0]
