@@ -97,15 +97,16 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     async def Submit(self, request: scheduler_pb2.SubmitRequest, context: object) -> scheduler_pb2.SubmitResponse:
         """Accept a request, or attach to the known request with the same id."""
-        return await self._submit(request.request)
+        return await self.submit(request.request)
 
     async def OpenSubmissions(self, request: frames_pb2.OpenFramesRequest, context: object) -> frames_pb2.FramesOffer:
         """Offer a frame connection on which each message has the effect of Submit."""
         if self._frames is None:
             return frames_pb2.FramesOffer()
-        return self._frames.offer(lambda connection: Submissions(self._submit, connection))
+        return self._frames.offer(lambda connection: Submissions(self.submit, connection))
 
-    async def _submit(self, request: generation_pb2.GenerateRequest) -> scheduler_pb2.SubmitResponse:
+    async def submit(self, request: generation_pb2.GenerateRequest) -> scheduler_pb2.SubmitResponse:
+        """Accept a request; return once it is committed."""
         if not request.request_id:
             raise InvalidArgumentError("must not be empty", field="request_id")
         if request.keep_s:
