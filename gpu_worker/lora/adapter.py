@@ -13,15 +13,30 @@ from gpu_worker.models.families import family_of
 from gpu_worker.models.families.family import DELTA_NET_INPUTS
 
 _LEAST_RANK = 8
+_SHARED = ("shared_gate", "shared_up", "shared_down")
+_EXPERT_MODULES = ("experts_gate", "experts_up", "experts_down", *_SHARED)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """Adds scale * (x a^T) b^T to the output of a linear layer with input x: a [R, K], b [N, R]."""
+    """Adds scale * (x a^T) b^T to the output of a linear layer with input x: a [R, K], b [N, R].
+
+    The pair of a module of experts has one of each for every expert: a [E, R, K], b [E, N, R].
+    """
 
     a: Tensor
     b: Tensor
     scale: float
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.a.shape[-2]
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether every expert has its own pair."""
+        return self.a.dim() == 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +73,7 @@ class Adapter:
     @property
     def rank(self) -> int:
         """The largest rank of any pair; 0 for a prompt adapter."""
-        return max((len(pair.a) for pairs in self.layers for pair in pairs.values()), default=0)
+        return max((pair.rank for pairs in self.layers for pair in pairs.values()), default=0)
 
     @property
     def host_bytes(self) -> int:
@@ -73,7 +88,13 @@ class Adapter:
     def device_bytes(self, element_bytes: int) -> int:
         """Return the number of bytes of the adapter's pairs on the device, at `element_bytes` per element."""
         pairs = [pair for layer in self.layers for pair in layer.values()]
-        return sum(padded_rank(len(p.a)) * (p.a.shape[1] + p.b.shape[0]) * element_bytes for p in pairs)
+        rows = (padded_rank(pair.rank) * (pair.a.numel() + pair.b.numel()) // pair.rank for pair in pairs)
+        return sum(rows) * element_bytes
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it adapts experts, including shared ones."""
+        return any(module in _EXPERT_MODULES for pairs in self.layers for module in pairs)
 
 
 def padded_rank(rank: int) -> int:
@@ -92,8 +113,8 @@ def module_shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]
 
 
 def layer_modules(description: DecoderDescription, layer: int) -> set[str]:
-    """Return the modules of a layer, without the experts of a mixture of experts, which are stacked tensors and not
-    linear modules.
+    """Return the modules of a layer, without the experts of a mixture of experts (`expert_shapes`), which are stacked
+    tensors and not linear modules.
     """
     d, modules = description, set[str]()
     if d.recurrent[layer] is not None:
@@ -104,7 +125,21 @@ def layer_modules(description: DecoderDescription, layer: int) -> set[str]:
         modules |= {"q", "o"} | ({"k", "v"} if d.latent is None else factors)
     if d.parts[layer] != "mixer" and d.mixtures[layer] is None:
         modules |= {"gate", "up", "down"} if d.has_gated_ffn else {"up", "down"}
+    if (mixture := d.mixtures[layer]) is not None and mixture.shared_size:
+        modules |= {*_SHARED} if d.has_gated_ffn else {*_SHARED[1:]}
     return modules
+
+
+def expert_shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]:
+    """Return the input and output sizes of the matrices of each expert; empty if there are no experts."""
+    d, mixture = description, next((mixture for mixture in description.mixtures if mixture is not None), None)
+    if mixture is None:
+        return {}
+    inner = ("experts_gate", "experts_up") if d.has_gated_ffn else ("experts_up",)
+    return {
+        **dict.fromkeys(inner, (d.hidden_size, mixture.expert_size)),
+        "experts_down": (mixture.expert_size, d.hidden_size),
+    }
 
 
 def _recurrent_shapes(d: DecoderDescription) -> dict[str, tuple[int, int]]:
@@ -131,6 +166,10 @@ def _attention_shapes(d: DecoderDescription) -> dict[str, tuple[int, int]]:
         "up": (d.hidden_size, d.intermediate_size),
         "down": (d.intermediate_size, d.hidden_size),
     }
+    mixture = next((mixture for mixture in d.mixtures if mixture is not None), None)
+    if mixture is not None:
+        ffn |= dict.fromkeys(_SHARED[:2], (d.hidden_size, mixture.shared_size))
+        ffn["shared_down"] = (mixture.shared_size, d.hidden_size)
     attended = d.num_heads * d.value_dim
     if d.latent is not None:
         q_inputs = d.latent.q_rank or d.hidden_size
@@ -153,10 +192,11 @@ def _attention_shapes(d: DecoderDescription) -> dict[str, tuple[int, int]]:
 
 
 def zero_adapter(description: DecoderDescription) -> Adapter:
-    """Return an adapter that covers all linear layers and adds zero to their outputs."""
+    """Return an adapter that covers all linear layers, except those of experts, and adds zero to their outputs."""
     layer = {
         module: LoraPair(torch.zeros(1, inputs), torch.zeros(outputs, 1), 1.0)
         for module, (inputs, outputs) in module_shapes(description).items()
+        if module not in _SHARED
     }
     return Adapter("", "zero", (layer,) * description.num_layers)
 
@@ -177,6 +217,11 @@ def module_paths(description: DecoderDescription) -> dict[str, tuple[str, ...]]:
         **_paths(names.gate_up, ("gate", "up") if description.has_gated_ffn else ("up",)),
         names.down: ("down",),
     }
+    if any(mixture is not None and mixture.shared_size for mixture in description.mixtures):
+        gate_up = names.shared_gate_up if description.has_gated_ffn else names.shared_gate_up[-1:]
+        inner = _SHARED[:2] if description.has_gated_ffn else _SHARED[1:2]
+        ffn |= _paths(tuple(names.shared_prefix + name for name in gate_up), inner)
+        ffn[names.shared_prefix + names.shared_down] = _SHARED[2:]
     recurrent, prefix = {}, names.recurrent_prefix
     nets = [kind for kind in description.recurrent if isinstance(kind, DeltaNet)]
     if nets:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import kernels
-from gpu_worker.lora.adapter import Adapter, PackedPairs, module_shapes, padded_rank
+from gpu_worker.lora.adapter import Adapter, PackedPairs, expert_shapes, module_shapes, padded_rank
 from gpu_worker.lora.inputs import AdapterTokens
 from gpu_worker.models.description import DecoderDescription
 from midstream.errors import OverloadedError
@@ -64,7 +64,7 @@ class AdapterArena:
             device: Device of the buffer.
         """
         self._dtype, self._device, self._max_rank = dtype, device, padded_rank(max_rank)
-        self._modules = list(module_shapes(description))
+        self._modules = [*module_shapes(description), *expert_shapes(description)]
         self._values = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=device)
         num_kinds = description.num_layers * len(self._modules)
         num_slots = MAX_SLOTS if num_bytes else 0
@@ -80,12 +80,14 @@ class AdapterArena:
         table, end = torch.zeros(self._table.shape[1:], dtype=torch.int64), 0
         for i, layer in enumerate(adapter.layers):
             for module, pair in layer.items():
-                rank, padded, inner, outer = len(pair.a), padded_rank(len(pair.a)), pair.a.shape[1], pair.b.shape[0]
+                rank, padded, inner, outer = pair.rank, padded_rank(pair.rank), pair.a.shape[-1], pair.b.shape[-2]
+                num_experts = len(pair.a) if pair.is_of_experts else 1
                 table[i * len(self._modules) + self._modules.index(module)] = torch.tensor([end, padded])
-                values[end : end + rank * inner] = pair.a.flatten()
-                end += padded * inner
-                values[end : end + rank * outer] = (pair.b.float() * pair.scale).t().flatten()
-                end += padded * outer
+                start, end = end, end + num_experts * padded * (inner + outer)
+                packed = values[start:end].view(num_experts, padded * (inner + outer))
+                packed[:, : rank * inner] = pair.a.reshape(num_experts, -1)
+                b = (pair.b.float() * pair.scale).transpose(-1, -2).reshape(num_experts, -1)
+                packed[:, padded * inner : padded * inner + rank * outer] = b
         return PackedPairs(values, table)
 
     def place(self, adapter: Adapter) -> PlacedAdapter:
@@ -117,6 +119,17 @@ class AdapterArena:
         """
         kind = layer * len(self._modules) + self._modules.index(module)
         kernels.add_lora(y, x, self._values, self._table[:, kind], slots, self._max_rank)
+
+    def add_to_experts(self, slots: Tensor, layer: int, module: str, experts: Tensor, x: Tensor, y: Tensor) -> None:
+        """Do the same for a module of experts: row i of x [P, K] and y [P, N] is for expert experts[i], and each token
+        has P / M consecutive rows.
+        """
+        kind = layer * len(self._modules) + self._modules.index(module)
+        slots = slots.repeat_interleave(len(experts) // len(slots))
+        start, rank = self._table[slots.clamp(min=0).long(), kind].unbind(1)
+        table = torch.stack((start + experts.long() * rank * (x.shape[1] + y.shape[1]), rank), dim=1)
+        rows = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
+        kernels.add_lora(y, x, self._values, table, torch.where(slots < 0, -1, rows), self._max_rank)
 
     def slots(self, tokens: AdapterTokens[Any]) -> Tensor:
         """Return `token_slots` on the device."""

@@ -213,6 +213,7 @@ def adapter_cache(config: WorkerConfig, model: LoadedModel, place: Callable[[Ada
             max_bytes=host_bytes,
             root=config.adapter_root,
             takes_lora=model.takes_lora,
+            takes_expert_lora=isinstance(model.decoder, TorchDecoder),
         )
         # Packing is done by the reader thread, so that the compute loop only starts a copy.
         if adapter.layers and model.device.type == "cuda" and isinstance(model.decoder, TorchDecoder):

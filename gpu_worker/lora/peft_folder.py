@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gpu_worker.lora.adapter import Adapter, LoraPair, layer_modules, module_paths, module_shapes
+from gpu_worker.lora.adapter import Adapter, LoraPair, expert_shapes, layer_modules, module_paths, module_shapes
+from gpu_worker.lora.experts import ExpertTensors, WrongTensorError, expert_path
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.models.families import family_of
 from midstream.errors import InvalidArgumentError, UnsupportedError
@@ -33,14 +35,17 @@ _KNOWN = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
     "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
-    "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora",
+    "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "target_parameters", "task_type",
+    "use_rslora",
 }  # fmt: skip
+# A parameter in which transformers stacks all experts, in `target_parameters`.
+_EXPERT_PARAMETER = re.compile(r"((.*\.)?experts\.)?(gate_up_proj|up_proj|down_proj)")
 _OFF: tuple[object, ...] = (None, False, 0, "none", "", [], {})
 # Initialization methods that leave the base model's weights unchanged; others (PiSSA, OLoRA, ...) change them.
 _INITS: tuple[object, ...] = (None, True, False, "gaussian", "eva", "orthogonal", "lora_ga")
 
 
-_NO_EXPERTS = "is not supported: experts do not support LoRA adapters"
+_NO_EXPERTS = "adapters of experts need a worker of one rank and, on a CPU, --kernels torch"
 NO_LORA = "LoRA is not supported for a model that uses the transformers implementation"
 
 
@@ -52,6 +57,7 @@ def read_adapter(
     max_bytes: int,
     root: str = "",
     takes_lora: bool = True,
+    takes_expert_lora: bool = True,
 ) -> Adapter:
     """Return the adapter in the folder `path`.
 
@@ -62,6 +68,7 @@ def read_adapter(
         max_bytes: Maximum size of the weight file, in bytes.
         root: Folder that must contain `path`; empty: no restriction.
         takes_lora: Whether the model supports LoRA adapters and not only prompt adapters.
+        takes_expert_lora: Whether its experts support LoRA adapters.
 
     Raises:
         InvalidArgumentError: A file is missing or wrong; the message names the file and the setting or tensor.
@@ -78,7 +85,10 @@ def read_adapter(
     if kind == "LORA" and not takes_lora:
         raise UnsupportedError(f"{folder / CONFIG_FILE}: {NO_LORA}", field="path")
     if kind == "LORA":
-        return Adapter(path, digest, layers=_Lora(folder, config, tensors, description, max_rank).layers())
+        adapter = Adapter(path, digest, layers=_Lora(folder, config, tensors, description, max_rank).layers())
+        if adapter.has_experts and not takes_expert_lora:
+            raise UnsupportedError(f"{folder / WEIGHTS_FILE}: {_NO_EXPERTS}", field="path")
+        return adapter
     if kind == "PROMPT_TUNING":
         return Adapter(path, digest, prompt_table=_prompt_table(folder, config, tensors, description))
     raise UnsupportedError(f"{folder / CONFIG_FILE}: peft_type {kind!r} is not LORA or PROMPT_TUNING", field="path")
@@ -136,7 +146,8 @@ class _Lora:
     ) -> None:
         self._config_path, self._weights_path = folder / CONFIG_FILE, folder / WEIGHTS_FILE
         self._config, self._tensors, self._max_rank = config, tensors, max_rank
-        self._num_layers = description.num_layers
+        self._num_layers, self._description = description.num_layers, description
+        self._with_experts = [mixture is not None for mixture in description.mixtures]
         self._shapes, self._paths = module_shapes(description), module_paths(description)
         # In models of text and images, the layers are nested deeper.
         names = family_of(description.architecture).names
@@ -156,10 +167,17 @@ class _Lora:
             # always stored the same way.
             is_known = is_known or (name == "fan_in_fan_out" and bool(names.transposed))
             if not is_known and value not in _OFF:
-                reason = _NO_EXPERTS if name == "target_parameters" else "is not supported"
-                raise UnsupportedError(f"{self._config_path}: {name} {value!r} {reason}", field="path")
+                raise UnsupportedError(f"{self._config_path}: {name} {value!r} is not supported", field="path")
         self._rank = self._number("r", config.get("r"))
         self._alpha = self._number("lora_alpha", config.get("lora_alpha"))
+        self._experts = ExpertTensors(description, tensors, _PREFIX, self._rank_and_scale)
+        self._expert_modules = expert_shapes(description)
+        for target in config.get("target_parameters") or []:
+            if not _EXPERT_PARAMETER.fullmatch(str(target)) or not self._expert_modules:
+                raise UnsupportedError(
+                    f"{self._config_path}: target_parameters {target!r} is not supported, only those of experts are",
+                    field="path",
+                )
 
     def layers(self) -> tuple[Mapping[str, LoraPair], ...]:
         """Return the pairs of each layer; raise if a tensor is missing or unexpected."""
@@ -175,13 +193,29 @@ class _Lora:
                 if path in expected or not left.isdisjoint(names):
                     pairs |= self._pairs(path, modules, *names)
                     left.difference_update(names)
+            if self._with_experts[i]:
+                pairs |= self._expert_pairs(i, left)
             layers.append(pairs)
         if left:
-            reason = _NO_EXPERTS if ".experts." in min(left) else "does not belong to a linear layer of this model"
-            raise _wrong(f"{self._weights_path}: {min(left)} {reason}")
+            raise _wrong(f"{self._weights_path}: {min(left)} does not belong to a linear layer of this model")
         if not any(layers):
             raise _wrong(f"{self._weights_path} contains no tensors")
         return tuple(layers)
+
+    def _expert_pairs(self, layer: int, left: set[str]) -> dict[str, LoraPair]:
+        """Return the pairs of a layer's experts, and remove their tensors from `left`."""
+        prefix = self._layer.format(layer)
+        try:
+            pairs, names = self._experts.pairs(prefix)
+        except WrongTensorError as error:
+            raise _wrong(f"{self._weights_path}: {error}") from None
+        for target in self._config.get("target_parameters") or []:
+            kind = "down" if str(target).endswith("down_proj") else "up"
+            is_meant = not any(part.isdigit() for part in str(target).split("."))  # in all layers
+            if f"experts_{kind}" not in pairs and is_meant:
+                raise _wrong(f"{self._weights_path}: the tensors of {target} of layer {layer} are missing")
+        left.difference_update(names)
+        return pairs
 
     def _expected(self) -> set[str]:
         """Return the paths of the modules that the configuration selects."""
@@ -195,7 +229,8 @@ class _Lora:
         expected = set()
         for target in targets:
             matched = {path for path in paths if _is_suffix(str(target), path)}
-            if not matched:
+            experts = (expert_path(self._description, module, 0) for module in self._expert_modules)
+            if not matched and not any(_is_suffix(str(target), path) for path in experts):
                 known = ", ".join(suffix.rpartition(".")[2] for suffix in self._paths)
                 raise _wrong(f"{self._config_path}: target_modules: {target!r} must be one of {known}")
             expected |= matched
@@ -206,20 +241,26 @@ class _Lora:
             if name not in self._tensors:
                 raise _wrong(f"{self._weights_path}: {name} is missing")
         a, b = self._tensors[name_a], self._tensors[name_b]
-        rank = int(self._setting("rank_pattern", path, self._rank))
-        if not 1 <= rank <= self._max_rank:
-            raise _wrong(f"{self._config_path}: rank {rank}; this worker supports 1 to {self._max_rank}")
+        rank, scale = self._rank_and_scale(path)
         num_inputs, sizes = self._shapes[modules[0]][0], [self._shapes[module][1] for module in modules]
         for name, tensor, shape in ((name_a, a, (rank, num_inputs)), (name_b, b, (sum(sizes), rank))):
             if tensor.shape != shape:
                 raise _wrong(f"{self._weights_path}: {name} is {list(tensor.shape)}, expected {list(shape)}")
-        alpha = self._setting("alpha_pattern", path, self._alpha)
-        scale = alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
         return {module: LoraPair(a, part, scale) for module, part in zip(modules, torch.split(b, sizes), strict=True)}
+
+    def _rank_and_scale(self, path: str) -> tuple[int, float]:
+        """Return the rank of a module's pair, and its factor."""
+        rank = int(self._setting("rank_pattern", path, self._rank))
+        if not 1 <= rank <= self._max_rank:
+            raise _wrong(f"{self._config_path}: rank {rank}; this worker supports 1 to {self._max_rank}")
+        alpha = self._setting("alpha_pattern", path, self._alpha)
+        return rank, alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _setting(self, patterns: str, path: str, default: float) -> float:
         """Return a module's value in rank_pattern or alpha_pattern, or the default if it has none."""
-        for pattern, value in (self._config.get(patterns) or {}).items():
+        for key, value in (self._config.get(patterns) or {}).items():
+            # PEFT writes this prefix if it converts modules to parameters; it matches the same paths without it.
+            pattern = key.removeprefix(r".*\.")
             if not pattern.replace(".", "").replace("_", "").isalnum():
                 raise UnsupportedError(f"{self._config_path}: {patterns}: {pattern!r} is not a name", field="path")
             if _is_suffix(pattern, path):

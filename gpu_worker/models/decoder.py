@@ -18,7 +18,7 @@ from gpu_worker.lora.inputs import AdapterTokens, VirtualTokens
 from gpu_worker.models.description import DecoderDescription, DeltaNet, Rotary, ShortConv
 from gpu_worker.models.layers.attention import Angles, Attention, LatentAttention, PagedTokens
 from gpu_worker.models.layers.feed_forward import Experts, FeedForward, MixtureLayer
-from gpu_worker.models.layers.linear import AddLora, Linear, int8_rows
+from gpu_worker.models.layers.linear import AddExpertLora, AddLora, Linear, int8_rows
 from gpu_worker.models.layers.recurrent import DeltaNetLayer, MambaLayer, Pieces, ShortConvLayer, pieces_of
 from gpu_worker.models.layers.rotary import query_scales, rotary_table
 from gpu_worker.models.weights.progress import with_progress
@@ -246,6 +246,7 @@ class TorchDecoder:
         pieces = self._pieces(inputs)
         for i, layer in enumerate(self._layers):
             add_lora = None if slots is None else partial(self._adapters.add, slots, i)
+            add_expert_lora = None if slots is None else partial(self._adapters.add_to_experts, slots, i)
             mixed = None
             if layer.attention is not None:
                 table = self._table_of[i]
@@ -258,7 +259,7 @@ class TorchDecoder:
                 # Each rank computes all of this part.
                 made = self._scaled(layer.recurrent(x, self._states(i), pieces, add_lora))
                 mixed = made if mixed is None else made + mixed
-            added, residual = self._fed_forward(layer, x, mixed, residual, add_lora)
+            added, residual = self._fed_forward(layer, x, mixed, residual, add_lora, add_expert_lora)
             if i + 1 < len(self._layers):
                 x, residual = self._add_and_norm(added, residual, self._layers[i + 1].input_norm)
             else:
@@ -313,7 +314,13 @@ class TorchDecoder:
         )
 
     def _fed_forward(
-        self, layer: _Layer, x: Tensor, mixed: Tensor | None, residual: Tensor, add_lora: AddLora | None
+        self,
+        layer: _Layer,
+        x: Tensor,
+        mixed: Tensor | None,
+        residual: Tensor,
+        add_lora: AddLora | None,
+        add_expert_lora: AddExpertLora | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the feed-forward network's output, which is to be added to the residual stream, and the residual
         stream.
@@ -324,6 +331,7 @@ class TorchDecoder:
             mixed: The output of its attention; None if it has none.
             residual: The residual stream before the layer.
             add_lora: Adds the outputs of LoRA adapters.
+            add_expert_lora: The same for experts.
         """
         if layer.feed_forward is None:
             assert mixed is not None
@@ -332,7 +340,8 @@ class TorchDecoder:
             x, residual = self._add_and_norm(mixed, residual, layer.ffn_norm)
             mixed = None
         ffn = layer.feed_forward
-        out = self._part(ffn(x) if isinstance(ffn, MixtureLayer) else ffn(x, add_lora), layer.ffn_output_norm)
+        out = ffn(x, add_lora, add_expert_lora) if isinstance(ffn, MixtureLayer) else ffn(x, add_lora)
+        out = self._part(out, layer.ffn_output_norm)
         return (out if mixed is None else mixed + out), residual
 
     def _part(self, x: Tensor, norm: Tensor | None) -> Tensor:

@@ -16,9 +16,10 @@ transformers: our own implementation in `tests/gpu_worker/test_families.py`, and
 
 On a CPU, families marked "CPU kernels" use the C++ kernels; the others use PyTorch operations, which are slower. On a
 GPU, our own implementation uses Triton kernels, except for recurrent layers, whose state is stored with the KV blocks
-([decision](decisions/recurrent-state.md)). Experts do not support LoRA adapters. Other causal language models run with
-the transformers implementation if it uses transformers' attention interface; [gpu.md](gpu.md) lists the models that are
-rejected, and [features.md](features.md) the features that requests may use.
+([decision](decisions/recurrent-state.md)). LoRA adapters of experts need `--kernels torch` on a CPU
+([lora.md](lora.md)). Other causal language models run with the transformers implementation if it uses transformers'
+attention interface; [gpu.md](gpu.md) lists the models that are rejected, and [features.md](features.md) the features
+that requests may use.
 
 """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 
 from gpu_worker.kv.cache import KvCache
@@ -345,9 +348,9 @@ def test_two_tensor_ranks_give_the_logits_of_transformers(
 def test_lora_gives_the_logits_of_peft(
     made: tuple[torch.nn.Module, Path], runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The adapter modifies every linear layer except those of experts."""
+    """The adapter modifies every linear layer except those of mixtures of experts."""
     d = runner.model.description
-    of_ffn = {"gate", "up", "down"} if any(d.mixtures) else set()
+    of_ffn = {"gate", "up", "down", "shared_gate", "shared_up", "shared_down"} if any(d.mixtures) else set()
     targets = [path.rpartition(".")[2] for path, modules in module_paths(d).items() if of_ffn.isdisjoint(modules)]
     settings: dict[str, Any] = {"target_modules": targets, "exclude_modules": ".*vision_(tower|model).*"}
     # transformers sums the logarithms of decays over a chunk, which is inaccurate if an adapter makes the step sizes
@@ -360,6 +363,70 @@ def test_lora_gives_the_logits_of_peft(
     with adapted(made[0], tmp_path / "lora") as model:
         wanted = expected_logits(model, tokens)[-1:]
     plain = expected_logits(made[0], tokens)[-1:]
+    limit = TOLERANCE * max(1.0, float(wanted.abs().max()))
+    assert float((recorder.logits[-1] - wanted).abs().max()) <= limit
+    assert float((plain - wanted).abs().max()) > 100 * limit
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [
+        ("qwen2_moe", "mlp.experts"),
+        ("mixtral", "mlp.experts"),
+        ("gpt_oss", "mlp.experts"),
+        ("llama4_text", "feed_forward.experts"),
+        ("deepseek_v3", "mlp.experts"),
+        ("nemotron_h", "mixer.experts"),
+    ],
+)
+def test_lora_on_experts_gives_the_logits_of_peft(
+    name: str, experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter modifies both parameters of all experts, the shared expert, and dense layers."""
+    family, settings = MODELS[name]
+    model = make_tiny_model(tmp_path, family, **settings)
+    runner = make_runner(tmp_path, implementation="native", kernels="torch")
+    inner = "up_proj" if name == "nemotron_h" else "gate_up_proj"
+    target: dict[str, Any] = {"target_parameters": [f"{experts}.{inner}", f"{experts}.down_proj"]}
+    target["target_modules"] = ["q_proj"] if name in ("mixtral", "gpt_oss") else ["up_proj", "down_proj"]
+    if name == "deepseek_v3":  # PEFT itself converts these to parameters, with its own ranks
+        target = {"target_modules": ["gate_proj", "up_proj", "down_proj"]}
+    make_lora(model, tmp_path / "lora", seed=1, r=4, lora_alpha=8, scale=0.1, **target)
+    tokens = prompt(30, seed=6)
+    driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+    new = [replace(driver.sequence(0, tokens), lora=ref_of(runner, tmp_path / "lora")), driver.sequence(1, tokens)]
+    driver.step(new, [(0, 0, 30), (1, 0, 30)])
+    plain = expected_logits(model, tokens)[-1:]
+    with adapted(model, tmp_path / "lora") as changed:
+        wanted = expected_logits(changed, tokens)[-1:]
+    limit = TOLERANCE * max(1.0, float(wanted.abs().max()))
+    assert float((recorder.logits[-1] - torch.cat((wanted, plain))).abs().max()) <= limit
+    assert float((plain - wanted).abs().max()) > 100 * limit
+
+
+def test_lora_on_experts_with_tensors_of_their_own_gives_the_logits_of_peft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older files have two tensors for each matrix of an expert; PEFT converts them."""
+    family, settings = MODELS["mixtral"]
+    model = make_tiny_model(tmp_path, family, **{**settings, "num_hidden_layers": 2})
+    generator = torch.Generator().manual_seed(1)
+    sizes = {"w1": (64, 96), "w2": (96, 64), "w3": (64, 96)}
+    tensors = {}
+    for layer, expert, (name, (inputs, outputs)) in itertools.product(range(2), range(4), sizes.items()):
+        path = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
+        tensors[f"{path}.lora_A.weight"] = torch.randn(4, inputs, generator=generator) * 0.1
+        tensors[f"{path}.lora_B.weight"] = torch.randn(outputs, 4, generator=generator) * 0.1
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": [*sizes]}
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "lora" / "adapter_model.safetensors")
+    runner, tokens = make_runner(tmp_path, implementation="native", kernels="torch"), prompt(30, seed=6)
+    driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+    driver.step([replace(driver.sequence(0, tokens), lora=ref_of(runner, tmp_path / "lora"))], [(0, 0, 30)])
+    plain = expected_logits(model, tokens)[-1:]
+    with adapted(model, tmp_path / "lora") as changed:
+        wanted = expected_logits(changed, tokens)[-1:]
     limit = TOLERANCE * max(1.0, float(wanted.abs().max()))
     assert float((recorder.logits[-1] - wanted).abs().max()) <= limit
     assert float((plain - wanted).abs().max()) > 100 * limit

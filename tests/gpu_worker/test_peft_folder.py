@@ -79,7 +79,7 @@ def having(name: str, tensor: Tensor) -> Callable[[Tensors], None]:
         (
             {},
             having("base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight", torch.ones(4, 64)),
-            r"experts\.0.* is not supported: experts do not support LoRA adapters",
+            r"experts\.0.* does not belong to a linear layer of this model",
         ),
         (
             {},
@@ -120,7 +120,7 @@ def test_an_ill_shaped_adapter_is_refused_by_file_and_tensor(
         {"modules_to_save": ["lm_head"]},
         {"fan_in_fan_out": True},
         {"lora_bias": True},
-        {"target_parameters": ["mlp.experts.down_proj"]},
+        {"target_parameters": ["mlp.gate.weight"]},
         {"init_lora_weights": "pissa"},
         {"some_later_kind": {"x": 1}},
         {"peft_type": "LOHA"},
@@ -170,3 +170,54 @@ def test_a_prompt_adapter_of_another_width_is_refused(tmp_path: Path, descriptio
     folder = write(tmp_path / "y", config, {"something": torch.ones(3, 64)})
     with pytest.raises(InvalidArgumentError, match="prompt_embeddings is missing"):
         read(folder, description)
+
+
+EXPERTS = "base_model.model.model.layers.0.mlp.experts.{}.weight"
+OF_EXPERTS = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_parameters": ["mlp.experts.down_proj"]}
+
+
+@pytest.fixture
+def mixture() -> DecoderDescription:
+    config = {"num_experts": 4, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    return describe({**SHAPE, **config, "model_type": "qwen3_moe"})
+
+
+def expert_tensors(rank: int = 2) -> Tensors:
+    return {
+        EXPERTS.format("lora_A"): torch.arange(4.0 * rank * 32).view(4 * rank, 32),
+        EXPERTS.format("lora_B"): torch.arange(64.0 * 4 * rank).view(64, 4 * rank),
+    }
+
+
+def test_the_pairs_of_experts(tmp_path: Path, mixture: DecoderDescription) -> None:
+    adapter = read(write(tmp_path / "x", OF_EXPERTS, expert_tensors()), mixture)
+    pair = adapter.layers[0]["experts_down"]
+    assert (pair.rank, pair.scale) == (2, 4.0)
+    assert pair.a[1].tolist() == expert_tensors()[EXPERTS.format("lora_A")][2:4].tolist()
+    assert pair.b[1, 3].tolist() == [3 * 8 + 1, 3 * 8 + 4 + 1]  # the columns of b are sorted by rank
+    assert adapter.device_bytes(4) == 4 * 8 * (32 + 64) * 4  # rank 2 is padded to 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(EXPERTS.format("lora_B")), "lora_B.weight is missing"),
+        (having(EXPERTS.format("lora_B"), torch.ones(63, 8)), r"lora_B.weight \[63, 8\]: no parameter has this shape"),
+        (having(EXPERTS.format("lora_A"), torch.ones(12, 32)), "is for rank 3 of 4 experts, not for rank 2"),
+        (lambda tensors: tensors.clear(), "the tensors of mlp.experts.down_proj of layer 0 are missing"),
+    ],
+)
+def test_tensors_of_experts_that_do_not_fit_are_named(
+    tmp_path: Path, mixture: DecoderDescription, change: Callable[[Tensors], None], message: str
+) -> None:
+    tensors = expert_tensors()
+    change(tensors)
+    with pytest.raises(InvalidArgumentError, match=message):
+        read(write(tmp_path / "x", OF_EXPERTS, tensors), mixture)
+
+
+def test_adapters_of_experts_are_refused_where_they_are_not_supported(
+    tmp_path: Path, mixture: DecoderDescription
+) -> None:
+    with pytest.raises(UnsupportedError, match="adapters of experts need a worker of one rank and, on a CPU"):
+        read(write(tmp_path / "x", OF_EXPERTS, expert_tensors()), mixture, takes_expert_lora=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 import kernels
 from gpu_worker.models.description import Mixture
-from gpu_worker.models.layers.linear import AddLora, Linear
+from gpu_worker.models.layers.linear import AddExpertLora, AddLora, Linear
 from kernels import Activation
 
 
@@ -72,7 +73,15 @@ class Experts:
                 )
                 experts[i] = FeedForward(next(views), next(views), expert.activation, is_gated=expert.is_gated)
 
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, *, weighs_input: bool) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        *,
+        weighs_input: bool,
+        add_lora: AddExpertLora | None = None,
+    ) -> Tensor:
         """Return the weighted sum [M, hidden_size] of the chosen experts' outputs.
 
         Args:
@@ -80,39 +89,63 @@ class Experts:
             chosen: int64 [M, num_active].
             weights: Float32 [M, num_active].
             weighs_input: Whether a weight multiplies its expert's input instead of the output.
+            add_lora: Adds the outputs of LoRA adapters.
         """
-        num_active = chosen.shape[1]
+        num_active, experts, first = chosen.shape[1], chosen.flatten().int(), self._experts[0]
         if weighs_input:
             x = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)
         num_repeats = 1 if weighs_input else num_active
         if self._stacks is not None:
             gate_up, down = self._stacks
-            experts = chosen.flatten().int()
-            first = self._experts[0]
+            fused = first.activation if first.is_gated and add_lora is None else None
             inner = kernels.grouped_linear(
-                x,
-                gate_up.weight,
-                experts,
-                gate_up.bias,
-                activation=first.activation if first.is_gated else None,
-                num_repeats=num_repeats,
+                x, gate_up.weight, experts, gate_up.bias, activation=fused, num_repeats=num_repeats
             )
-            if not first.is_gated:
-                inner = first.activate(inner)
+            if fused is None:
+                inner = self._activated(x, inner, experts, num_repeats, add_lora)
             out = kernels.grouped_linear(inner, down.weight, experts, down.bias)
+        elif add_lora is None:
+            out = _by_expert(self._experts, x, experts, num_repeats)
         else:
-            out = torch.empty(chosen.numel(), x.shape[1], dtype=x.dtype, device=x.device)
-            flat = chosen.flatten()
-            for number, expert in enumerate(self._experts):
-                rows = torch.nonzero(flat == number).flatten()
-                if len(rows):
-                    out[rows] = expert(x[rows // num_repeats])
+            inner = _by_expert([expert.gate_up for expert in self._experts], x, experts, num_repeats)
+            inner = self._activated(x, inner, experts, num_repeats, add_lora)
+            out = _by_expert([expert.down for expert in self._experts], inner, experts)
+        if add_lora is not None:
+            add_lora("experts_down", experts, inner, out)
         # Add them one by one, so that the summation order does not depend on the number of rows.
         parts = out.view(*chosen.shape, -1).float()
         total = torch.zeros_like(parts[:, 0])
         for place in range(num_active):
             total += parts[:, place] if weighs_input else parts[:, place] * weights[:, place, None]
         return total.to(x.dtype)
+
+    def _activated(
+        self, x: Tensor, inner: Tensor, experts: Tensor, num_repeats: int, add_lora: AddExpertLora | None
+    ) -> Tensor:
+        """Return the inputs of the second products, given the outputs of the first, after adding those of adapters."""
+        first = self._experts[0]
+        if add_lora is not None:
+            inputs = x.repeat_interleave(num_repeats, dim=0)
+            parts = zip(("gate", "up"), inner.chunk(2, dim=-1), strict=True) if first.is_gated else (("up", inner),)
+            for module, part in parts:
+                add_lora(f"experts_{module}", experts, inputs, part)
+        return first.activate(inner)
+
+
+def _by_expert(
+    experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, chosen: Tensor, num_repeats: int = 1
+) -> Tensor:
+    """Return what expert chosen[i] computes for row i // num_repeats of x."""
+    out: Tensor | None = None
+    for number, expert in enumerate(experts):
+        rows = torch.nonzero(chosen == number).flatten()
+        if len(rows):
+            made = expert(x[rows // num_repeats])
+            if out is None:
+                out = made.new_empty(len(chosen), made.shape[1])
+            out[rows] = made
+    assert out is not None
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +177,24 @@ class MixtureLayer:
     shared: FeedForward | None
     shared_gate: Linear | None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, add_lora: AddLora | None = None, add_expert_lora: AddExpertLora | None = None
+    ) -> Tensor:
         """Compute x [M, hidden_size] -> [M, hidden_size]."""
         d = self.description
         chosen, weights = choose_experts(self.router(x.float()), d, self.correction)
-        out = self.experts(x, chosen, weights, weighs_input=d.weighs_input)
+        out = self.experts(x, chosen, weights, weighs_input=d.weighs_input, add_lora=add_expert_lora)
         if self.shared is not None:
-            shared = self.shared(x)
+            shared = self.shared(x, None if add_lora is None else _of_shared(add_lora))
             if self.shared_gate is not None:
                 shared = (torch.sigmoid(self.shared_gate(x).double()) * shared).to(x.dtype)
             out = out + shared
         return out
+
+
+def _of_shared(add_lora: AddLora) -> AddLora:
+    """Return the function for the modules of the shared expert."""
+    return lambda module, x, y: add_lora(f"shared_{module}", x, y)
 
 
 def choose_experts(logits: Tensor, d: Mixture, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:

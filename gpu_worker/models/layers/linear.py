@@ -13,6 +13,8 @@ from kernels import Activation, BlockWeight
 
 # Adds the outputs of LoRA adapters for a module, given the module's input, to its output: (module, input, output).
 AddLora = Callable[[str, Tensor, Tensor], None]
+# The same for a module of experts, given the expert of each row: (module, experts, input, output).
+AddExpertLora = Callable[[str, Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
