@@ -15,6 +15,8 @@ from router.protocols.openai.body import Body
 Status = Literal["works", "refused", "ignored"]
 # Path of a field, without indexes -> how the field is handled, and why.
 Table = Mapping[str, tuple[Status, str]]
+# Path of objects, without indexes -> the values that their `type` may have.
+Types = Mapping[str, Sequence[str]]
 
 # Fields of both completions and chat completions: first OpenAI's, then vLLM's, then those of this service.
 _COMMON: Table = {
@@ -97,6 +99,8 @@ CHAT: Table = {
     "parallel_tool_calls": ("works", "if false, only the first call is returned"),
     "reasoning_effort": ("works", "as supported by the model's template; otherwise refused"),
     "prompt_cache_retention": ("works", "`24h` keeps the prompt's KV blocks"),
+    "prompt_cache_options": ("works", "`ttl`: the prompt's KV blocks are kept this long"),
+    "prompt_cache_options.mode": ("ignored", "any cached prefix is reused"),
     "store": ("refused", "if true; chat completions are not stored"),
     "prediction": ("works", "searched for drafts; the usage reports how many were accepted"),
     "audio": ("refused", ""),
@@ -120,6 +124,7 @@ CHAT: Table = {
     "messages.tool_calls.type": ("ignored", "all tool calls are treated as function calls"),
     "messages.content.annotations": ("ignored", "from an earlier response"),
     "messages.content.image_url.detail": ("ignored", "the model's image processor decides"),
+    "messages.content.prompt_cache_breakpoint": ("ignored", "any cached prefix is reused"),
     **_COMMON,
 }
 # Fields of /tokenize for a body with messages.
@@ -129,6 +134,8 @@ MESSAGES: Table = {
     "max_tokens": ("works", "required"),
     "messages": ("works", "must end with a user message; prefilling is not supported"),
     "messages.role": ("works", "user, assistant or system"),
+    "messages.clear_at": ("refused", ""),
+    "messages.output_config": ("refused", ""),
     "messages.content": ("works", ""),
     "messages.content.type": (
         "works",
@@ -197,10 +204,12 @@ MESSAGES: Table = {
     ),
     "thinking.type": ("works", "enabled, adaptive, between_tools (all equivalent), or disabled"),
     "thinking.budget_tokens": ("ignored", "validated; `max_tokens` limits reasoning and answer together"),
+    "thinking.block_binding": ("refused", ""),
     "thinking.display": ("works", "`summarized` returns the full reasoning, `omitted` returns none"),
     "output_config": ("works", ""),
     "output_config.effort": ("works", "as supported by the model's template"),
     "output_config.format": ("works", "a JSON schema"),
+    "output_config.task_budget": ("refused", ""),
     "metadata": ("works", ""),
     "metadata.user_id": ("works", "sets `client_id`, for fairness"),
     "cache_control": ("works", "retains the KV blocks of the prefix for `ttl`"),
@@ -211,6 +220,10 @@ MESSAGES: Table = {
     "mcp_servers": ("refused", ""),
     "fallbacks": ("refused", ""),
     "speed": ("refused", "except standard"),
+    "compaction": ("refused", ""),
+    "thread": ("refused", ""),
+    "fallback_credit_token": ("refused", ""),
+    "billing_policy": ("ignored", "applies only to Anthropic accounts"),
     "diagnostics": ("ignored", "cache diagnostics are not reported"),
     "user_profile_id": ("ignored", "applies only to Anthropic accounts"),
     "workspace_id": ("ignored", "applies only to Anthropic accounts"),
@@ -228,6 +241,7 @@ RESPONSES: Table = {
     "input.content.type": ("works", "text, input_image; others are refused"),
     "input.content.text": ("works", ""),
     "input.content.refusal": ("works", "treated as text"),
+    "input.content.prompt_cache_breakpoint": ("ignored", "any cached prefix is reused"),
     "input.content.annotations": ("ignored", "from an earlier response"),
     "input.content.logprobs": ("ignored", "from an earlier response"),
     "input.content.image_url": ("works", "a data URL"),
@@ -236,6 +250,9 @@ RESPONSES: Table = {
     "input.id": ("ignored", "items are identified by their contents"),
     "input.status": ("ignored", "from an earlier response"),
     "input.phase": ("ignored", "not supported by templates"),
+    "input.caller": ("ignored", "only the model calls tools"),
+    "input.namespace": ("refused", "namespaces are not offered to the model"),
+    "input.async": ("refused", ""),
     "input.call_id": ("works", ""),
     "input.name": ("works", ""),
     "input.arguments": ("works", ""),
@@ -243,6 +260,7 @@ RESPONSES: Table = {
     "input.output": ("works", "text and images"),
     "input.output.type": ("works", "text, input_image; others are refused"),
     "input.output.text": ("works", ""),
+    "input.output.prompt_cache_breakpoint": ("ignored", "any cached prefix is reused"),
     "input.output.image_url": ("works", "a data URL"),
     "input.output.file_id": ("refused", "use a data URL"),
     "input.output.detail": ("ignored", "the model's image processor decides"),
@@ -261,6 +279,8 @@ RESPONSES: Table = {
     "top_p": ("works", ""),
     "reasoning": ("works", ""),
     "reasoning.effort": ("works", "as supported by the model's template; otherwise refused"),
+    "reasoning.mode": ("refused", "except standard"),
+    "reasoning.context": ("ignored", "the model's template decides which earlier reasoning it shows"),
     "reasoning.summary": ("ignored", "reasoning is returned unchanged"),
     "reasoning.generate_summary": ("ignored", "reasoning is returned unchanged"),
     "text": ("works", ""),
@@ -273,8 +293,15 @@ RESPONSES: Table = {
     "tools.parameters": ("works", ""),
     "tools.strict": ("works", "in formats with a grammar"),
     "tools.format": ("refused", "except text"),
+    "tools.output_schema": ("ignored", "not supported by templates"),
+    "tools.allowed_callers": ("refused", "except direct"),
+    "tools.defer_loading": ("refused", ""),
+    "tools.async": ("refused", ""),
     "tools.tools": ("ignored", "namespaces are not offered to the model"),
     "tools.external_web_access": ("ignored", "web search is not offered to the model"),
+    "tools.filters": ("ignored", "web search is not offered to the model"),
+    "tools.search_context_size": ("ignored", "web search is not offered to the model"),
+    "tools.user_location": ("ignored", "web search is not offered to the model"),
     "tool_choice": ("works", "none, auto, required, a tool, or allowed_tools"),
     "tool_choice.type": ("works", ""),
     "tool_choice.name": ("works", ""),
@@ -292,15 +319,40 @@ RESPONSES: Table = {
     "client_metadata": ("ignored", "sent by Codex"),
     "prompt_cache_key": ("ignored", "requests are routed by their prefix"),
     "prompt_cache_retention": ("works", "`24h` keeps the prompt's KV blocks"),
+    "prompt_cache_options": ("works", ""),
+    "prompt_cache_options.ttl": ("works", "the prompt's KV blocks are kept this long"),
+    "prompt_cache_options.mode": ("ignored", "any cached prefix is reused"),
+    "prompt_cache_options.comparison_response_id": ("ignored", "cache diagnostics are not reported"),
+    "prompt_cache_options.prewarm": ("refused", ""),
     "service_tier": ("works", "`flex` means priority -50, `priority` means 50"),
     "safety_identifier": ("works", "used like `user`, if `user` is unset"),
     "user": ("works", "sets `client_id`, for fairness"),
+    "access_programs": ("refused", ""),
+    "image": ("refused", ""),
     "truncation": ("refused", "except disabled"),
     "top_logprobs": ("refused", ""),
     "conversation": ("refused", "use `previous_response_id`"),
     "prompt": ("refused", ""),
     "context_management": ("refused", ""),
     "moderation": ("refused", ""),
+}
+# For each path of objects that have a type, the supported types.
+RESPONSES_TYPES: Types = {
+    "input": (
+        "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+    ),
+    "input.content": ("input_text", "output_text", "text", "refusal", "reasoning_text", "input_image"),
+    "input.output": ("input_text", "output_text", "text", "refusal", "input_image"),
+    "tools": ("function", "custom", "web_search", "namespace"),
+    "tool_choice": ("function", "custom", "allowed_tools"),
+}  # fmt: skip
+MESSAGES_TYPES: Types = {
+    "messages.content": ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    "messages.content.content": ("text", "image"),
+    "messages.content.source": ("base64", "url", "file"),
+    "messages.content.content.source": ("base64", "url", "file"),
+    "system": ("text",),
+    "tools": ("custom",),
 }
 # Fields of embeddings, scores and reranking.
 _EMBEDDING_COMMON: Table = {
@@ -353,7 +405,12 @@ RERANK: Table = {
 }
 RESPONSES_OPAQUE = (
     "tools.parameters",
+    "tools.output_schema",
+    "tools.filters",
+    "tools.user_location",
     "tools.tools",
+    "prompt_cache_breakpoint",
+    "input.caller",
     "client_metadata",
     "tools.format",
     "text.format",
@@ -376,6 +433,7 @@ _DEFAULTS: dict[str, object] = {
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "tools.allowed_callers": ["direct"],
     "text.verbosity": "medium",
+    "reasoning.mode": "standard",
     "truncation": "disabled",
     "tools.format": {"type": "text"},
 }
@@ -391,15 +449,21 @@ TABLES: dict[str, Table] = {
 _INDEX = re.compile(r"\[\d+\]")
 
 
-def check_fields(body: Body, table: Table, opaque: tuple[str, ...] = _OPAQUE) -> None:
-    """Check that every field of a body, except those inside `opaque` fields, is in `table` and not refused.
+def check_fields(body: Body, table: Table, types: Types | None = None, opaque: tuple[str, ...] = _OPAQUE) -> None:
+    """Check that every object in a body, except those inside `opaque` fields, has one of `types`, and that every field
+    is in `table` and not refused.
 
     Raises:
         InvalidArgumentError: A field is unknown.
-        UnsupportedError: A field is refused.
+        UnsupportedError: A type is not supported, or a field is refused.
     """
-    for path, value in _paths(body.fields, "", opaque):
-        name = _INDEX.sub("", path)
+    fields = [(path, _INDEX.sub("", path), value) for path, value in _paths(body.fields, "", opaque)]
+    # The types come first: an object of another type has other fields.
+    for path, name, value in fields:
+        supported = (types or {}).get(name.removesuffix(".type")) if name.endswith(".type") else None
+        if supported is not None and isinstance(value, str) and value not in supported:
+            raise UnsupportedError(f"{value[:64]!r} is not supported; use {', '.join(supported)}", field=path)
+    for path, name, value in fields:
         known = table.get(name)
         if known is None:
             raise InvalidArgumentError("is not a field of this endpoint", field=path[:128])

@@ -16,7 +16,7 @@ from router.parsers.machine import Schema
 from router.pipeline.request_checks import MAX_NAME
 from router.protocols.contents import add_image, add_text, image_of_base64
 from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools
-from router.protocols.fields import MESSAGES, check_fields
+from router.protocols.fields import MESSAGES, MESSAGES_TYPES, check_fields
 from router.protocols.openai.body import Body
 
 _TTLS_S = {"5m": 300, "1h": 3600}
@@ -132,7 +132,7 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
         InvalidArgumentError: A field is invalid, missing or unknown.
         UnsupportedError: The body uses a feature that this service lacks.
     """
-    check_fields(body, MESSAGES)
+    check_fields(body, MESSAGES, MESSAGES_TYPES)
     max_tokens = body.integer("max_tokens", 1)
     if max_tokens is None and needs_limit:
         raise InvalidArgumentError("must be set", field="max_tokens")

@@ -16,7 +16,7 @@ from router.pipeline.request_checks import check_name
 from router.protocols.conversation import EFFORTS, ChatModel, Conversation, keep_prefix
 from router.protocols.openai.body import Body, token_ids
 from router.protocols.openai.messages import chat_messages
-from router.protocols.openai.parameters import CACHE_RETENTION_S, native_request, refuse
+from router.protocols.openai.parameters import native_request, read_cache_retention_s, refuse
 from router.protocols.openai.shapes import ChatShape, CompletionShape, Shape, Spell
 from router.protocols.openai.tools import read_tools
 
@@ -150,9 +150,9 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
         variables |= given
     if variables:
         request.chat.template_variables_json = json.dumps(variables)
-    retention = body.choice("prompt_cache_retention", tuple(CACHE_RETENTION_S))
-    if retention and CACHE_RETENTION_S[retention]:
-        keep_prefix(request, None, CACHE_RETENTION_S[retention])
+    retention_s = read_cache_retention_s(body)
+    if retention_s:
+        keep_prefix(request, None, retention_s)
     body.choice("verbosity", ("medium",))
     if any(kind != "text" for kind in body.texts("modalities")):
         raise UnsupportedError("only text is supported", field="modalities")

@@ -55,6 +55,7 @@ def document(model: ModelFolder) -> Part:
         "reasoning_effort": {"enum": list(EFFORTS)},
         "service_tier": {"enum": ["auto", "default", "flex", "priority"]},
         "prompt_cache_retention": {"enum": ["in_memory", "24h"]},
+        "prompt_cache_options": {"type": "object", "properties": {"ttl": {"enum": ["30m", "12h"]}}},
         "prompt_cache_key": _TEXT,
         "safety_identifier": _NAME,
         "metadata": _OBJECT,

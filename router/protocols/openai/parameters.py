@@ -15,7 +15,8 @@ _NOT_SUPPORTED = (
     "allowed_token_ids", "logits_processors", "prompt_logprobs", "return_tokens_as_token_ids", "truncate_prompt_tokens",
 )  # fmt: skip
 # Number of seconds for which to retain a prompt's KV cache.
-CACHE_RETENTION_S = {"in_memory": 0, "24h": 24 * 3600}
+_CACHE_RETENTION_S = {"in_memory": 0, "24h": 24 * 3600}
+_CACHE_TTLS_S = {"30m": 30 * 60, "12h": 12 * 3600}
 # Priorities of service tiers.
 TIERS = {"auto": 0, "default": 0, "flex": -50, "priority": 50}
 _SEED_RANGE = 1 << 64
@@ -62,6 +63,14 @@ def read_priority(body: Body) -> int:
     tier = TIERS[body.choice("service_tier", tuple(TIERS)) or "auto"]
     priority = body.integer("priority", -100, 100)
     return tier if priority is None else -priority
+
+
+def read_cache_retention_s(body: Body) -> int:
+    """Return how long to keep the KV blocks of the prompt, in seconds; 0 for the default."""
+    options = body.child("prompt_cache_options")
+    ttl = options.choice("ttl", tuple(_CACHE_TTLS_S)) if options is not None else None
+    retention = body.choice("prompt_cache_retention", tuple(_CACHE_RETENTION_S))
+    return max(_CACHE_TTLS_S[ttl] if ttl else 0, _CACHE_RETENTION_S[retention] if retention else 0)
 
 
 def _fill_sampling(body: Body, sampling: pb.SamplingConfig) -> None:

@@ -10,9 +10,9 @@ from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.parsers.machine import Schema
 from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools, keep_prefix
-from router.protocols.fields import RESPONSES, RESPONSES_OPAQUE, check_fields
+from router.protocols.fields import RESPONSES, RESPONSES_OPAQUE, RESPONSES_TYPES, check_fields
 from router.protocols.openai.body import Body
-from router.protocols.openai.parameters import CACHE_RETENTION_S, TIERS
+from router.protocols.openai.parameters import TIERS, read_cache_retention_s
 from router.protocols.responses.items import CUSTOM_SCHEMA, Item, Turns, input_items
 
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
@@ -63,7 +63,7 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         InvalidArgumentError: A field is invalid, missing or unknown.
         UnsupportedError: The body uses a feature that this service lacks.
     """
-    check_fields(body, RESPONSES, RESPONSES_OPAQUE)
+    check_fields(body, RESPONSES, RESPONSES_TYPES, RESPONSES_OPAQUE)
     is_stored, is_background = body.flag("store") is not False, bool(body.flag("background"))
     if is_background and not is_stored:
         raise InvalidArgumentError("needs store", field="background")
@@ -89,9 +89,9 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         value = body.number(name)
         if value is not None:
             setattr(request.sampling, name, value)
-    retention = body.choice("prompt_cache_retention", tuple(CACHE_RETENTION_S))
-    if retention and CACHE_RETENTION_S[retention]:
-        keep_prefix(request, None, CACHE_RETENTION_S[retention])
+    retention_s = read_cache_retention_s(body)
+    if retention_s:
+        keep_prefix(request, None, retention_s)
     variables = _thinking_variables(body, model)
     if variables:
         request.chat.template_variables_json = json.dumps(variables)
