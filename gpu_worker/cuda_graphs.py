@@ -144,6 +144,12 @@ def _waits_raise() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
+def _wait_for(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def recorder_for(device: torch.device) -> MakeRecorder:
     """Return a factory of recorders for `device`; on a CPU, a replay runs the recorded function again."""
     return GraphRecorder if device.type == "cuda" else lambda: _run_again
@@ -240,8 +246,7 @@ class GraphDecoder:
         """
         self.clear()
         gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        _wait_for(self._device)
 
     def feed(self, tokens: Tensor) -> None:
         """Store the int32 tokens that a step sampled; in the next step, the token id -1 - i refers to tokens[i]."""

@@ -92,6 +92,10 @@ def requested(name: str, case: AttentionCase, capability: tuple[int, int]) -> At
     }
     if all(reasons.values()):
         raise ValueError(f"{backend.name} needs {reasons[DECODES]}")
+    for kinds, reason in reasons.items():
+        if reason is not None:
+            steps = "decode steps" if kinds is DECODES else "prompts"
+            logger.warning("Triton computes the attention of %s, because %s needs %s", steps, backend.name, reason)
     able = [kind for kinds, reason in reasons.items() if reason is None for kind in kinds]
     return AttentionChoice(dict.fromkeys(able, backend))
 

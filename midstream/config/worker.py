@@ -48,7 +48,7 @@ class WorkerConfig(ServiceConfig):
         "Model implementation: native, transformers (with paged attention), or auto (native where it exists).",
         choices=("auto", "native", "transformers"),
     )
-    tokens_per_block: int = setting(16, "Number of tokens in one KV block; must equal the scheduler's.")
+    tokens_per_block: int = setting(16, "Number of tokens in one KV block; must be a multiple of the scheduler's.")
     max_attention_window: int = setting(
         0, "Maximum attention window in tokens; 0: the model's. Must equal the scheduler's."
     )

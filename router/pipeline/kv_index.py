@@ -17,15 +17,12 @@ _MAX_BLOCKS = 1024
 
 
 class KvIndex:
-    """Hashes of the cached blocks of a cell's worker groups.
-
-    Attributes:
-        tokens_per_block: 0 until the first event.
-    """
+    """Hashes of the cached blocks of a cell's worker groups."""
 
     def __init__(self) -> None:
-        self.tokens_per_block = 0
-        self._stored: dict[str, set[int]] = {}  # by worker group
+        # Both by worker group; groups may have blocks of different sizes.
+        self._stored: dict[str, set[int]] = {}
+        self._tokens_per_block: dict[str, int] = {}
         self._next = 0
 
     def apply(self, batch: stats_pb2.KvEventBatch) -> bool:
@@ -51,7 +48,7 @@ class KvIndex:
     def _apply(self, event: stats_pb2.KvEvent) -> None:
         kind = event.WhichOneof("event")
         if kind == "stored":
-            self.tokens_per_block = event.stored.tokens_per_block
+            self._tokens_per_block[event.group_id] = event.stored.tokens_per_block
             self._stored.setdefault(event.group_id, set()).update(event.stored.block_hashes)
         elif kind == "removed":
             self._stored.get(event.group_id, set()).difference_update(event.removed.block_hashes)
@@ -62,14 +59,13 @@ class KvIndex:
 
     def num_cached(self, prompt: PromptBlocks) -> int:
         """Return the number of tokens at the beginning of a prompt that at least one worker group has cached."""
-        if not self.tokens_per_block:
-            return 0
-        hashes = prompt.hashes(self.tokens_per_block)
         longest = 0
-        for stored in self._stored.values():
+        for group_id, stored in self._stored.items():
+            tokens_per_block = self._tokens_per_block[group_id]
+            hashes = prompt.hashes(tokens_per_block)
             matched = next((place for place, value in enumerate(hashes) if value not in stored), len(hashes))
-            longest = max(longest, matched)
-        return longest * self.tokens_per_block
+            longest = max(longest, matched * tokens_per_block)
+        return longest
 
 
 class PromptBlocks:

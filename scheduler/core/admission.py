@@ -37,7 +37,7 @@ def _prompt_too_long(most: int) -> Failure:
     return Failure(INVALID_ARGUMENT, f"without chunked context a prompt must have at most {most} tokens", "token_ids")
 
 
-def too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: int) -> Failure:
+def too_large(request: Request, groups: list[WorkerGroup]) -> Failure:
     """Return why a request is too large for every group."""
     spec = request.spec
     most = max(group.max_batch_size for group in groups)
@@ -55,8 +55,8 @@ def too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: int
         return Failure(
             INVALID_ARGUMENT, f"{spec.lora_name!r} does not fit into the workers' adapter cache", "lora.name"
         )
-    needed = min(group.blocks_alone(request) for group in groups) * tokens_per_block
-    most = max(group.blocks.num_blocks for group in groups) * tokens_per_block
+    needed = min(group.blocks_alone(request) * group.tokens_per_block for group in groups)
+    most = max(group.num_kv_tokens for group in groups)
     if needed > most:
         message = f"prompt and output may need {needed} tokens of KV cache; the workers have {most}"
         return Failure(INVALID_ARGUMENT, message, "max_tokens")

@@ -18,11 +18,12 @@ from scheduler.core.request import Request, Sequence
 
 @dataclass(frozen=True, slots=True)
 class AdoptedBlock:
-    """A block to adopt, at `index` in a sequence's block table."""
+    """A block to adopt, at `index` in a sequence's block table, and its content hash."""
 
     sequence: Sequence
     index: int
     block: int
+    value: int
 
     @property
     def is_held(self) -> bool:
@@ -44,7 +45,7 @@ class Adoption:
     @property
     def hashes(self) -> list[int]:
         """The content hash of each block."""
-        return [entry.sequence.block_hashes[entry.index] for entry in self.entries]
+        return [entry.value for entry in self.entries]
 
     @property
     def requests(self) -> set[Request]:

@@ -27,12 +27,14 @@ class BlockTables:
             may hold in total.
     """
 
-    def __init__(self, config: CoreConfig, blocks: BlockManager, clock: Clock, attention_window: int) -> None:
+    def __init__(
+        self, config: CoreConfig, blocks: BlockManager, tokens_per_block: int, clock: Clock, attention_window: int
+    ) -> None:
         """Create tables over `blocks`. No layer attends further back than `attention_window` tokens; 0 means no
         limit.
         """
         self.blocks = blocks
-        self.tokens_per_block = config.tokens_per_block
+        self.tokens_per_block = tokens_per_block
         self.has_window = attention_window > 0
         self.num_reserved_blocks = 0
         self._prefix_cache = blocks.prefix_cache
@@ -193,11 +195,12 @@ class BlockTables:
         computed.
         """
         end = (sequence.num_tokens - 1) // self.tokens_per_block
+        hashes = sequence.block_hashes(self.tokens_per_block)
         for index in range(sequence.num_hit_blocks, end):
-            block = sequence.table[index]
-            if is_stored is not None and not is_stored(sequence.block_hashes[index]):
+            block, value = sequence.table[index], hashes[index]
+            if is_stored is not None and not is_stored(value):
                 return
-            self._prefix_cache.claim([block], adoptions.add(AdoptedBlock(sequence, index, block)))
+            self._prefix_cache.claim([block], adoptions.add(AdoptedBlock(sequence, index, block, value)))
             sequence.limit_hits(index + 1)
 
     def still_wants(self, adoption: Adoption, entry: AdoptedBlock) -> bool:
@@ -262,7 +265,7 @@ class BlockTables:
         """Make a block findable, with the retention of its request; return False if another block has the same
         contents.
         """
-        block, value = sequence.table[index], sequence.block_hashes[index]
+        block, value = sequence.table[index], sequence.block_hashes(self.tokens_per_block)[index]
         if not self._prefix_cache.publish(block, value):
             self._raise_retention(sequence, index, self._prefix_cache.find([value])[0])
             return False

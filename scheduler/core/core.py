@@ -101,7 +101,6 @@ class SchedulerCore:
             try_again=lambda group, request: self._pause(group, [request]),
         )
         self._placement = Placement(
-            config,
             scheduler,
             membership=self.membership,
             lifecycle=self.lifecycle,
@@ -114,7 +113,6 @@ class SchedulerCore:
             placement=self._placement,
             totals=self.totals,
             effects=self._effects,
-            block_size=config.tokens_per_block,
         )
         self._num_steps = 0
         self._handlers: dict[type[Any], Callable[[Any], object]] = {

@@ -53,14 +53,11 @@ class Transfer:
 class Handovers:
     """KV-block transfers of this scheduler's requests from prefill to decode groups."""
 
-    def __init__(
-        self, *, membership: Membership, placement: Placement, totals: Totals, effects: list[Effect], block_size: int
-    ) -> None:
+    def __init__(self, *, membership: Membership, placement: Placement, totals: Totals, effects: list[Effect]) -> None:
         self._membership = membership
         self._placement = placement
         self._totals = totals
         self._effects = effects
-        self._block_size = block_size
         self._transfers: dict[Request, Transfer] = {}
 
     def note_plan(self, group: WorkerGroup) -> None:
@@ -71,7 +68,7 @@ class Handovers:
             transfer = self._transfers.get(request) or self._begin(group, request)
             if transfer is None:
                 continue
-            num_blocks = min(transfer.sequence.num_computed // self._block_size, transfer.num_blocks)
+            num_blocks = min(transfer.sequence.num_computed // group.tokens_per_block, transfer.num_blocks)
             if num_blocks > (transfer.planned[-1][1] if transfer.planned else transfer.num_asked):
                 transfer.planned.append((group.next_step_id - 1, num_blocks))
 
@@ -114,7 +111,7 @@ class Handovers:
             return None
         sequence = request.running_sequences[0]
         num_known = sequence.num_tokens if request.num_rows == 1 else len(request.spec.prompt)
-        transfer = Transfer(source, target, sequence, num_known, (num_known - 1) // self._block_size)
+        transfer = Transfer(source, target, sequence, num_known, (num_known - 1) // source.tokens_per_block)
         self._transfers[request] = transfer
         return transfer
 
@@ -147,7 +144,7 @@ class Handovers:
             end = transfer.planned.popleft()[1]
         if end == transfer.num_asked:
             return
-        hashes = extend_hashes(transfer.sequence, end, self._block_size)[transfer.num_asked : end]
+        hashes = extend_hashes(transfer.sequence, end, source.tokens_per_block)[transfer.num_asked : end]
         transfer.num_asked = end
         asked = [value for value in hashes if not (target.prefix_cache.find([value]) or target.has_below_pool(value))]
         if asked:

@@ -115,7 +115,6 @@ class Membership:
         config = self._config
         wanted: tuple[tuple[str, object, object], ...] = (
             ("protocol_version", event.protocol_version, PROTOCOL_VERSION),
-            ("tokens_per_block", event.tokens_per_block, config.tokens_per_block),
             ("vocab_size", event.vocab_size, config.vocab_size),
             ("model_fingerprint", event.model_fingerprint, config.model_fingerprint or event.model_fingerprint),
             ("max_attention_window", event.max_attention_window, config.max_attention_window),
@@ -124,6 +123,9 @@ class Membership:
         for field, given, needed in wanted:
             if given != needed:
                 return field, f"{field} is {given}; this scheduler requires {needed}"
+        size, unit = event.tokens_per_block, config.tokens_per_block
+        if size < 1 or size % unit:
+            return "tokens_per_block", f"tokens_per_block is {size}; this scheduler requires a multiple of {unit}"
         for field in ("num_blocks", "max_batch_size", "max_num_tokens", "max_sequence_length"):
             if getattr(event, field) < 1:
                 return field, f"{field} is {getattr(event, field)}; must be at least 1"

@@ -9,7 +9,6 @@ from collections.abc import Collection
 
 from scheduler.core.admission import too_large
 from scheduler.core.capacity_scheduler import has_room_for
-from scheduler.core.config import CoreConfig
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.membership import Membership
 from scheduler.core.queue import RequestQueue
@@ -31,7 +30,6 @@ class Placement:
 
     def __init__(
         self,
-        config: CoreConfig,
         scheduler: RequestScheduler,
         *,
         membership: Membership,
@@ -40,7 +38,6 @@ class Placement:
         totals: Totals,
         clock: Clock,
     ) -> None:
-        self._config = config
         self._scheduler = scheduler
         self._membership = membership
         self._lifecycle = lifecycle
@@ -223,7 +220,7 @@ class Placement:
             return False
         if any(group.is_large_enough(request) for group in groups):
             return False
-        failure = too_large(request, list(groups), self._config.tokens_per_block)
+        failure = too_large(request, list(groups))
         self._lifecycle.end(request, FinishReason.ERROR, failure)
         return True
 
@@ -234,7 +231,7 @@ def _holds_its_share(client_id: str, groups: Collection[WorkerGroup]) -> bool:
     """
     clients = {client_id, *(name for group in groups for name in group.holdings)}
     num_clients = max(2, len(clients))  # at least one other client is waiting
-    held = [group.holdings.of(client_id) for group in groups]
-    num_rows, num_blocks = sum(rows for rows, _ in held), sum(blocks for _, blocks in held)
-    all_rows, all_blocks = (sum(group.max_batch_size for group in groups), sum(g.blocks.num_blocks for g in groups))
-    return num_rows * num_clients >= all_rows or num_blocks * num_clients >= all_blocks
+    held = [(group.holdings.of(client_id), group.tokens_per_block) for group in groups]
+    num_rows, num_tokens = sum(rows for (rows, _), _ in held), sum(blocks * size for (_, blocks), size in held)
+    all_rows, all_tokens = sum(group.max_batch_size for group in groups), sum(group.num_kv_tokens for group in groups)
+    return num_rows * num_clients >= all_rows or num_tokens * num_clients >= all_tokens

@@ -29,6 +29,7 @@ class BlocksStored:
     block_hashes: tuple[int, ...]
     token_ids: tuple[int, ...]
     lora_name: str
+    tokens_per_block: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def chain_seed(spec: RequestSpec) -> int:
 
 def extend_hashes(sequence: Sequence, num_blocks: int, tokens_per_block: int) -> list[int]:
     """Extend the sequence's hash chain to at least `num_blocks` blocks, whose tokens must be known, and return it."""
-    hashes = sequence.block_hashes
+    hashes = sequence.block_hashes(tokens_per_block)
     while len(hashes) < num_blocks:
         start = len(hashes) * tokens_per_block
         parent = hashes[-1] if hashes else chain_seed(sequence.request.spec)
@@ -165,7 +166,7 @@ class PrefixCache:
 
     def note_stored(self, sequence: Sequence, first_block: int, num_blocks: int, tokens_per_block: int) -> None:
         """Report consecutive stored blocks of the sequence to the worker and to subscribers of KV events."""
-        hashes, end_block = sequence.block_hashes, first_block + num_blocks
+        hashes, end_block = sequence.block_hashes(tokens_per_block), first_block + num_blocks
         self._news += zip(sequence.table[first_block:end_block], hashes[first_block:end_block], strict=True)
         tokens = sequence.tokens_between(first_block * tokens_per_block, end_block * tokens_per_block)
         self._changes.append(
@@ -174,6 +175,7 @@ class PrefixCache:
                 block_hashes=tuple(hashes[first_block:end_block]),
                 token_ids=tuple(tokens),
                 lora_name=sequence.request.spec.lora_name,
+                tokens_per_block=tokens_per_block,
             )
         )
 

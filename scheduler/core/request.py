@@ -76,11 +76,10 @@ class Sequence:
         is_on_worker: Whether the row was sent to the worker.
         first_ordinal: Results of steps before this one are ignored.
         next_publish: Output length at which the next block of generated tokens can be published.
-        block_hashes: Hash chain over its full blocks, as far as computed.
     """
 
     __slots__ = (
-        "block_hashes",
+        "_block_hashes",
         "checkpoint",
         "end",
         "first_ordinal",
@@ -107,7 +106,8 @@ class Sequence:
         self.output: array[int] = array("I")
         self.outputs: list[ExtraOutput] = []
         self.end: SequenceEnd | None = None
-        self.block_hashes: list[int] = []
+        # Worker groups may have blocks of different sizes.
+        self._block_hashes: dict[int, list[int]] = {}
         self.last_token_ns = 0
         self.waits_for_result = request.spec.beam_width > 1 or request.spec.num_draft_tokens > 0
         self.clear_placement()
@@ -127,6 +127,14 @@ class Sequence:
         self.row: int | None = None
         self.is_on_worker = False
         self.first_ordinal = NO_RESULTS
+
+    def block_hashes(self, tokens_per_block: int) -> list[int]:
+        """Return the hash chain over its full blocks of this size, as far as computed."""
+        return self._block_hashes.setdefault(tokens_per_block, [])
+
+    def take_hashes(self, other: Sequence) -> None:
+        """Take over the hash chains of a sequence with the same leading tokens."""
+        self._block_hashes = {size: hashes.copy() for size, hashes in other._block_hashes.items()}
 
     def restore(self, tokens: Iterable[int], extras: Iterable[ExtraOutput] = ()) -> None:
         """Set the output produced under an earlier scheduler. Precondition: the sequence has not been placed."""
@@ -366,7 +374,7 @@ class BeamLanes:
             lane = source if stays[source] == rank else next(free)
             if lane is not source:
                 self.forks.append((source, lane))
-                lane.block_hashes[:] = source.block_hashes
+                lane.take_hashes(source)
             chosen.append(lane)
         self.lanes = [*chosen, *free]
         self.has_news = True

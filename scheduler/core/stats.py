@@ -66,7 +66,9 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvStats:
-    """Block statistics of one group, or of all groups together; counters start when a group joins."""
+    """Block statistics of one group, or of all groups together, in blocks of the scheduler's size; counters start when
+    a group joins.
+    """
 
     num_blocks: int = 0
     num_free: int = 0  # available: free and cached

@@ -717,19 +717,19 @@ def step_stats(step: InFlightStep, event: StepDone, num_decoded: int) -> StepSta
 
 
 def kv_stats(groups: list[WorkerGroup]) -> KvStats:
-    """Return the combined block counts of some groups."""
-    blocks = [group.blocks for group in groups]
+    """Return the combined block counts of some groups, in blocks of the scheduler's size."""
+    blocks = [(group.blocks, group.units_per_block) for group in groups]
     return KvStats(
-        num_blocks=sum(b.num_blocks for b in blocks),
-        num_free=sum(b.num_available for b in blocks),
-        num_used=sum(b.num_held for b in blocks),
-        num_cached=sum(b.num_cached for b in blocks),
-        tokens_per_block=groups[0].tokens_per_block if groups else 0,
-        allocated=sum(b.counts.allocated for b in blocks),
-        allocated_new=sum(b.counts.allocated_new for b in blocks),
-        reused=sum(b.counts.reused for b in blocks),
-        missed=sum(b.counts.missed for b in blocks),
-        evicted=sum(b.counts.evicted for b in blocks),
+        num_blocks=sum(n * b.num_blocks for b, n in blocks),
+        num_free=sum(n * b.num_available for b, n in blocks),
+        num_used=sum(n * b.num_held for b, n in blocks),
+        num_cached=sum(n * b.num_cached for b, n in blocks),
+        tokens_per_block=groups[0].config.tokens_per_block if groups else 0,
+        allocated=sum(n * b.counts.allocated for b, n in blocks),
+        allocated_new=sum(n * b.counts.allocated_new for b, n in blocks),
+        reused=sum(n * b.counts.reused for b, n in blocks),
+        missed=sum(n * b.counts.missed for b, n in blocks),
+        evicted=sum(n * b.counts.evicted for b, n in blocks),
     )
 
 

@@ -100,6 +100,7 @@ class WorkerGroup:
     """One epoch of one worker group.
 
     Attributes:
+        tokens_per_block: Number of tokens in one of its blocks, a multiple of the scheduler's.
         has_state: Whether blocks hold a recurrent state after their last token, which can be used only at the end of a
             block.
         standing: Its fault record over all epochs.
@@ -134,13 +135,13 @@ class WorkerGroup:
         self.registration = registration
         self.epoch = epoch
         self.config = config
-        self.tokens_per_block = config.tokens_per_block
+        self.tokens_per_block = registration.tokens_per_block
         self.max_batch_size = min(config.max_batch_size, registration.max_batch_size)
         self.max_num_tokens = min(config.max_num_tokens, registration.max_num_tokens)
         self.num_micro_batches = registration.num_micro_batches
         self.prefix_cache = PrefixCache()
         self.blocks = BlockManager(registration.num_blocks, self.prefix_cache)
-        self.tables = BlockTables(config, self.blocks, clock, registration.attention_window)
+        self.tables = BlockTables(config, self.blocks, self.tokens_per_block, clock, registration.attention_window)
         self.adapters = AdapterRoom(registration.lora_cache_bytes)
         self.standing = standing or Standing()
         self.has_state = "recurrent_state" in registration.features
@@ -276,7 +277,7 @@ class WorkerGroup:
 
     def can_fetch_from(self, source: WorkerGroup) -> bool:
         """Return whether the worker can fetch blocks from the pool of another group."""
-        return source.registration.kv_source != ""
+        return source.registration.kv_source != "" and source.tokens_per_block == self.tokens_per_block
 
     @property
     def first_open_step(self) -> int:
@@ -292,6 +293,16 @@ class WorkerGroup:
     def num_free_rows(self) -> int:
         """Number of rows that are not in use."""
         return len(self._free_rows)
+
+    @property
+    def units_per_block(self) -> int:
+        """Number of the scheduler's blocks that are as large as one of its blocks."""
+        return self.tokens_per_block // self.config.tokens_per_block
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Number of tokens that its blocks hold together."""
+        return self.blocks.num_blocks * self.tokens_per_block
 
     @property
     def num_context_tokens(self) -> int:

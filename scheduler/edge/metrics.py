@@ -44,8 +44,8 @@ class SchedulerCollector(Collector):
     def _gauges(self) -> Iterator[Metric]:
         core = self._core
         groups = core.groups
-        num_blocks = sum(group.blocks.num_blocks for group in groups)
-        num_held = sum(group.blocks.num_held for group in groups)
+        num_blocks = sum(group.blocks.num_blocks * group.units_per_block for group in groups)
+        num_held = sum(group.blocks.num_held * group.units_per_block for group in groups)
         yield _gauge("num_requests_running", "Requests that hold KV blocks.", core.num_active_requests)
         yield _gauge("num_requests_waiting", "Requests in the queue.", len(core.queue))
         num_prompt_tokens = core.queue.num_tokens + sum(group.num_context_tokens for group in groups)

@@ -220,7 +220,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
                 loads_pb2.WorkerGroupInfo(
                     group_id=group.group_id,
                     epoch=group.epoch,
-                    num_blocks=group.blocks.num_blocks,
+                    num_blocks=group.blocks.num_blocks * group.units_per_block,
                     world_size=group.registration.world_size,
                     device=group.registration.device,
                     dtype=group.registration.dtype,
@@ -246,8 +246,8 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             num_running_requests=core.num_active_requests,
             num_queued_requests=len(core.queue),
             max_num_queued_requests=core.queue.max_size,
-            num_blocks=sum(group.blocks.num_blocks for group in core.groups),
-            num_free_blocks=sum(group.blocks.num_available for group in core.groups),
+            num_blocks=sum(group.blocks.num_blocks * group.units_per_block for group in core.groups),
+            num_free_blocks=sum(group.blocks.num_available * group.units_per_block for group in core.groups),
             num_queued_tokens=core.queue.num_tokens + sum(group.num_context_tokens for group in core.groups),
         )
         return loads_pb2.GetLoadsResponse(cells=[load])
@@ -281,18 +281,18 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self, request: stats_pb2.SubscribeKvEventsRequest, context: ServicerContext[Any, Any]
     ) -> AsyncIterator[stats_pb2.KvEventBatch]:
         """Yield KV events, from a sequence number or a snapshot on; `cleared` replaces events that were lost."""
-        events, tokens_per_block = self._engine.kv_events, self._engine.core.config.tokens_per_block
+        events = self._engine.kv_events
         expected = request.start_sequence_number or events.last_number + 1
         await context.send_initial_metadata(())
         if request.include_snapshot:
             expected = events.last_number + 1
-            yield kv_snapshot_proto(events.last_number, self._engine.core.groups, tokens_per_block)
+            yield kv_snapshot_proto(events.last_number, self._engine.core.groups)
         async for run in events.follow(expected):
             batch = stats_pb2.KvEventBatch()
             if run[0][0] > expected:
-                batch.events.append(kv_event_proto(run[0][0] - 1, "", CacheCleared(), tokens_per_block))
+                batch.events.append(kv_event_proto(run[0][0] - 1, "", CacheCleared()))
             for number, (group_id, change) in run:
-                batch.events.append(kv_event_proto(number, group_id, change, tokens_per_block))
+                batch.events.append(kv_event_proto(number, group_id, change))
             expected = run[-1][0] + 1
             yield batch
 

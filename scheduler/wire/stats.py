@@ -125,14 +125,14 @@ def _fill_active(stats: stats_pb2.RequestStats, request: Request, num_prompt: in
     stats.kv_cache_hit_rate_per_request = num_reused / (num_reused + num_missed) if num_reused + num_missed else 0.0
 
 
-def kv_event_proto(sequence_number: int, group_id: str, change: KvChange, tokens_per_block: int) -> stats_pb2.KvEvent:
+def kv_event_proto(sequence_number: int, group_id: str, change: KvChange) -> stats_pb2.KvEvent:
     """Return the event for one change of a prefix cache."""
     event = stats_pb2.KvEvent(sequence_number=sequence_number, group_id=group_id)
     if isinstance(change, BlocksStored):
         event.stored.parent_hash = change.parent_hash
         event.stored.block_hashes.extend(change.block_hashes)
         event.stored.token_ids.extend(change.token_ids)
-        event.stored.tokens_per_block = tokens_per_block
+        event.stored.tokens_per_block = change.tokens_per_block
         event.stored.lora_name = change.lora_name
     elif isinstance(change, BlocksRemoved):
         event.removed.block_hashes.extend(change.block_hashes)
@@ -141,13 +141,11 @@ def kv_event_proto(sequence_number: int, group_id: str, change: KvChange, tokens
     return event
 
 
-def kv_snapshot_proto(
-    sequence_number: int, groups: Iterable[WorkerGroup], tokens_per_block: int
-) -> stats_pb2.KvEventBatch:
+def kv_snapshot_proto(sequence_number: int, groups: Iterable[WorkerGroup]) -> stats_pb2.KvEventBatch:
     """Return the contents of the groups' prefix caches as of an event."""
     batch = stats_pb2.KvEventBatch(is_snapshot=True)
-    batch.events.append(kv_event_proto(sequence_number, "", CacheCleared(), tokens_per_block))
+    batch.events.append(kv_event_proto(sequence_number, "", CacheCleared()))
     for group in groups:
-        stored = BlocksStored(0, tuple(group.prefix_cache.stored_hashes()), (), "")
-        batch.events.append(kv_event_proto(sequence_number, group.group_id, stored, tokens_per_block))
+        stored = BlocksStored(0, tuple(group.prefix_cache.stored_hashes()), (), "", group.tokens_per_block)
+        batch.events.append(kv_event_proto(sequence_number, group.group_id, stored))
     return batch

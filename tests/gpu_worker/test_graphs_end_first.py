@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+import kernels
 from benchmarks.gpu.model import TINY, random_decoder, random_runner
-from gpu_worker import limits
+from gpu_worker import cuda_graphs, limits
 from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.models.families import describe
 from gpu_worker.parallel import follower
 from gpu_worker.parallel.group import RankGroup
 from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.sampling import draws, sampler
+from gpu_worker.scheduler_link.link import Stopped
+from gpu_worker.worker import Worker
 from midstream.config import WorkerConfig
 from midstream.model.folder import ModelFolder
 from protos import ranks_pb2
@@ -26,10 +32,10 @@ CPU = torch.device("cpu")
 
 
 class Graph:
-    """A graph that contains operations of a communicator."""
+    """A graph that contains operations of a communicator. It is part of a cycle, so only the collector frees it."""
 
     def __init__(self, run: Callable[[], object]) -> None:
-        self._run = run
+        self._run, self._self = run, self
 
     def replay(self) -> None:
         self._run()
@@ -37,12 +43,12 @@ class Graph:
 
 class Communicator:
     """A stand-in for NCCL's communicator. NCCL hangs on exit while graphs with its operations exist; this one raises an
-    error.
+    error, also if the device may still use them.
     """
 
     def __init__(self) -> None:
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
-        self.num_recorded, self.has_ended = 0, False
+        self.num_recorded, self.is_idle, self.has_ended = 0, False, False
 
     def record(self, run: Callable[[], object]) -> Callable[[], None]:
         graph = Graph(run)
@@ -50,26 +56,45 @@ class Communicator:
         self.num_recorded += 1
         return graph.replay
 
+    def wait_for_device(self, _: torch.device) -> None:
+        self.is_idle = not self.graphs
+
     def destroy(self) -> None:
         assert not self.graphs, f"{len(self.graphs)} graphs still exist"
+        assert self.is_idle, "the device may still use a graph"
         self.has_ended = True
 
 
 @pytest.fixture
-def communicator(monkeypatch: pytest.MonkeyPatch) -> Communicator:
+def communicator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Communicator]:
     made = Communicator()
     monkeypatch.setattr(limits, "recorder_for", lambda device: lambda: made.record)
-    return made
+    monkeypatch.setattr(cuda_graphs, "_wait_for", made.wait_for_device)
+    gc.collect()
+    gc.disable()
+    yield made
+    gc.enable()
 
 
-def test_a_runner_releases_its_graphs(communicator: Communicator) -> None:
+def test_rank_0_releases_the_graphs_of_steps_and_draws(
+    communicator: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "can_sample", lambda logits: True)
+    for module in (draws, sampler):
+        monkeypatch.setattr(module, "draw", lambda logits, *_, **__: logits.argmax(dim=1).int())
     decoder = random_decoder(TINY, CPU, torch.float32)
     runner = random_runner(TINY, decoder, CPU, runs_ahead=True, max_batch_size=2, max_num_tokens=8, max_kv_tokens=64)
-    assert communicator.num_recorded
-    with pytest.raises(AssertionError, match="2 graphs still exist"):
+    # There are two batch sizes, each with a graph for steps and two for draws, recorded in the warm-up and afterwards.
+    assert communicator.num_recorded == 2 * 2 * 3
+    with pytest.raises(AssertionError, match="graphs still exist"):
         communicator.destroy()
-    runner.close()
-    communicator.destroy()
+    worker: Any = object.__new__(Worker)
+    worker._runner, worker._group = runner, Mock(stop=lambda exit_code: communicator.destroy())
+    worker._link = worker._http = worker._loop = Mock()
+    worker._tracer, worker._serve = None, lambda: Stopped(0, "it has drained")
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert worker.run() == 0
+    assert communicator.has_ended
 
 
 class FakeGroup:

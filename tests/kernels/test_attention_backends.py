@@ -184,10 +184,14 @@ def test_a_package_limited_to_single_queries_does_not_compute_prompts(monkeypatc
     assert requested("flashinfer", CASE, BLACKWELL).backend(CASE, 300) is not None
 
 
-def test_small_blocks_are_copied_only_for_prompts_that_amortize_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_blocks_are_copied_only_for_prompts_that_amortize_the_copy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     install(monkeypatch, "2")
     small = replace(CASE, block_size=16)
     choice = requested("flash-attn", small, AMPERE)
+    message = "Triton computes the attention of decode steps, because flash-attn 2 needs blocks of a multiple of 256"
+    assert message in caplog.text
     backend = installed(AMPERE)["flash-attn"]
     assert choice.backend(replace(small, keys_per_query=4.0), 300) is backend
     many = replace(small, keys_per_query=4.5)

@@ -21,7 +21,6 @@ from scheduler.wire.stats import kv_event_proto, kv_snapshot_proto
 from tests.scheduler.harness import Harness
 
 NUM_CELLS, NUM_SESSIONS, NUM_TURNS = 16, 40, 5
-BLOCK = 4
 
 
 @dataclass
@@ -43,7 +42,7 @@ class Cell:
     def snapshot(self) -> stats_pb2.KvEventBatch:
         self.num_snapshots += 1
         self.num_read = len(self.harness.effects)
-        return kv_snapshot_proto(self.number, self.harness.core.groups, BLOCK)
+        return kv_snapshot_proto(self.number, self.harness.core.groups)
 
     def run(self, request_id: str, prompt: list[int]) -> None:
         self.harness.submit(request_id, prompt, 4)
@@ -52,7 +51,7 @@ class Cell:
             if isinstance(effect, KvChanged):
                 for change in effect.changes:
                     self.number += 1
-                    event = kv_event_proto(self.number, effect.group_id, change, BLOCK)
+                    event = kv_event_proto(self.number, effect.group_id, change)
                     self.waiting.append(stats_pb2.KvEventBatch(events=[event]))
         self.num_read = len(self.harness.effects)
 
@@ -120,7 +119,7 @@ def num_hits(deliver: Deliver) -> tuple[int, list[Cell]]:
 def oracle(cell: Cell, _: random.Random) -> None:
     """Route with an index that always matches the caches of the cells."""
     cell.index = KvIndex()
-    cell.index.apply(kv_snapshot_proto(0, cell.harness.core.groups, BLOCK))
+    cell.index.apply(kv_snapshot_proto(0, cell.harness.core.groups))
 
 
 def test_events_give_the_hits_of_an_oracle_and_faults_only_cost_some() -> None:
@@ -137,8 +136,8 @@ def test_events_give_the_hits_of_an_oracle_and_faults_only_cost_some() -> None:
         assert faulty is late or sum(cell.num_snapshots for cell in cells) > NUM_CELLS
 
 
-def stored(number: int, hashes: list[int], group: str = "g") -> stats_pb2.KvEvent:
-    blocks = stats_pb2.KvBlocksStored(block_hashes=hashes, tokens_per_block=2)
+def stored(number: int, hashes: list[int], group: str = "g", tokens_per_block: int = 2) -> stats_pb2.KvEvent:
+    blocks = stats_pb2.KvBlocksStored(block_hashes=hashes, tokens_per_block=tokens_per_block)
     return stats_pb2.KvEvent(sequence_number=number, group_id=group, stored=blocks)
 
 
@@ -178,3 +177,12 @@ def test_blocks_of_two_groups_are_no_prefix_together() -> None:
     events = [stored(1, [first], "g"), stored(1, [second], "h")]
     index.apply(stats_pb2.KvEventBatch(is_snapshot=True, events=events))
     assert index.num_cached(PromptBlocks([1, 2, 3, 4, 5], "")) == 2
+
+
+def test_groups_may_have_blocks_of_different_sizes() -> None:
+    index, tokens = KvIndex(), [1, 2, 3, 4, 5]
+    first, _ = chain(tokens[:4])
+    (large,) = PromptBlocks(tokens, "").hashes(4)
+    index.apply(stats_pb2.KvEventBatch(is_snapshot=True, events=[stored(1, [large], "h", 4), stored(1, [first], "g")]))
+    assert index.num_cached(PromptBlocks(tokens, "")) == 4
+    assert index.num_cached(PromptBlocks([1, 2, 9, 9, 9], "")) == 2

@@ -126,7 +126,7 @@ class Harness:
         assert not more, more
         model = FakeModel(
             vocab_size=VOCAB,
-            tokens_per_block=self.config.tokens_per_block,
+            tokens_per_block=registration.tokens_per_block,
             num_blocks=num_blocks,
             end_after=end_after,
             fail_token=fail_token,

@@ -17,7 +17,8 @@ from tests.scheduler.harness import MS, Harness
     ("field", "value"),
     [
         ("model_fingerprint", "other"),
-        ("tokens_per_block", 8),
+        ("tokens_per_block", 6),  # a multiple of 4 would be accepted
+        ("tokens_per_block", 0),
         ("vocab_size", 7),
         ("protocol_version", 2),
         ("num_blocks", 0),

@@ -7,6 +7,7 @@ from scheduler.core.events import AbortRequested
 from scheduler.core.prefix_cache import BlocksRemoved, BlocksStored, CacheCleared, KvChange
 from scheduler.core.request import FinishReason
 from scheduler.core.request_spec import RetentionRange
+from scheduler.core.steps import kv_stats
 from tests.scheduler.harness import Harness
 
 PREFIX = list(range(100, 116))  # 4 blocks
@@ -115,6 +116,32 @@ def test_kv_events_tell_what_is_stored_and_removed() -> None:
     removed = [change for change in changes(harness)[2:] if isinstance(change, BlocksRemoved)]
     # The end of the chain is evicted first.
     assert [change.block_hashes for change in removed] == [stored.block_hashes[1:], stored.block_hashes[:1]]
+
+
+def test_a_group_may_have_larger_blocks_than_the_scheduler() -> None:
+    harness = Harness(pipeline_depth=1)  # the scheduler's blocks have 4 tokens
+    harness.add_group("large", num_blocks=8, tokens_per_block=16)
+    prompt = [*range(40)]
+    harness.submit("a", prompt, 30)
+    harness.turn()
+    for _ in range(4):
+        harness.step("large")
+    stored = [change for change in changes(harness) if isinstance(change, BlocksStored)]
+    assert [(change.tokens_per_block, len(change.token_ids)) for change in stored] == [(16, 32)]
+    stats = kv_stats(harness.core.groups)
+    assert (stats.num_blocks, stats.num_used, stats.tokens_per_block) == (32, 12, 4)
+    harness.submit("b", [*prompt, 50], 1)
+    for _ in range(4):
+        harness.step("large")
+    assert harness.core.lifecycle.requests["b"].num_cached_tokens == 32
+    # The request continues on a group with other blocks, and reuses blocks of that size only.
+    small = harness.add_group("small", num_blocks=32)
+    harness.cut("large")
+    harness.submit("c", prompt, 1)
+    harness.run()
+    harness.check_is_empty()
+    assert small.model.num_context_tokens < 2 * 40
+    assert len(harness.tokens["a", 0]) == 30
 
 
 def test_retention_keeps_a_system_prompt() -> None:

@@ -233,7 +233,7 @@ async def test_an_incompatible_worker_is_told_why() -> None:
         worker = await cell.worker(tokens_per_block=8)
         assert worker.rejected is not None
         assert worker.rejected.field == "tokens_per_block"
-        assert "is 8; this scheduler requires 16" in worker.rejected.reason
+        assert "is 8; this scheduler requires a multiple of 16" in worker.rejected.reason
 
 
 async def test_garbage_on_the_worker_port_is_dropped_and_counted() -> None:

@@ -75,8 +75,10 @@ def draw_group(draw: random.Random, config: SchedulerConfig) -> dict[str, Any]:
     windows: tuple[int, ...] = draw.choice(((), (), (0, 6), (0, 6), (5, 9), (6,), (16, 3, 16), (1,)))
     if limit:
         windows = tuple(min(window or limit, limit) for window in windows or (0,))
+    tokens_per_block = config.tokens_per_block * draw.choice((1, 1, 2, 4))
     return {
-        "num_blocks": max(1, draw.choice((30, 60, 90, 90, 200)) // config.tokens_per_block),
+        "tokens_per_block": tokens_per_block,
+        "num_blocks": max(1, draw.choice((30, 60, 90, 90, 200)) // tokens_per_block),
         "max_batch_size": draw.choice((1, 4, 8, 8)),
         "max_num_tokens": draw.choice((1, 5, 13, 64) if config.enable_chunked_context else (25, 60, 256)),
         "max_sequence_length": draw.choice((40, 200, 200)),

@@ -70,10 +70,11 @@ class SimulatedModel:
     be in its blocks. Wrong sharing, and blocks that are released too early, are therefore detected where they happen.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, tokens_per_block: int = TOKENS_PER_BLOCK) -> None:
         self._rows: dict[int, Row] = {}
+        self._size = tokens_per_block
         self._generating: list[int] = []
-        self.slots = [[0] * TOKENS_PER_BLOCK for _ in range(num_blocks)]
+        self.slots = [[0] * tokens_per_block for _ in range(num_blocks)]
 
     def clear(self) -> None:
         """Drop all rows, but keep the blocks."""
@@ -136,19 +137,17 @@ class SimulatedModel:
     def _compute(self, spans: list[tuple[Row, int, int]]) -> None:
         """Write all keys and values of a step before any attention is computed."""
         for row, start, end in spans:
-            if end > len(row.tokens) or end > len(row.table) * TOKENS_PER_BLOCK:
+            if end > len(row.tokens) or end > len(row.table) * self._size:
                 raise ProtocolError(
                     f"{row.new.request_id} computes up to token {end} with only {len(row.table)} blocks"
                 )
             while len(row.states) <= end:
                 row.states.append(extend_state(row.states[-1], row.tokens[len(row.states) - 1]))
             for position in range(start, end):
-                self.slots[row.table[position // TOKENS_PER_BLOCK]][position % TOKENS_PER_BLOCK] = row.states[
-                    position + 1
-                ]
+                self.slots[row.table[position // self._size]][position % self._size] = row.states[position + 1]
         for row, _, end in spans:
             for position in range(end):
-                slot = self.slots[row.table[position // TOKENS_PER_BLOCK]][position % TOKENS_PER_BLOCK]
+                slot = self.slots[row.table[position // self._size]][position % self._size]
                 if slot != row.states[position + 1]:
                     raise ProtocolError(f"{row.new.request_id}: position {position} is not in its block")
             row.num_computed = end

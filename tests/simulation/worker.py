@@ -224,11 +224,15 @@ class SimulatedWorker:
         self.process = running()
         self.hangs, self.lies = False, 0
         self._network, self._step_s, self._host = network, step_s, host
+        incarnation = network.dice.getrandbits(63)
+        # Some workers have larger blocks than the scheduler; blocks are handed over only in one size.
+        factor = 1 + incarnation // 2 % 2 if role == "both" else 1
+        tokens_per_block, num_blocks = factor * TOKENS_PER_BLOCK, num_blocks // factor
         register = worker_pb2.Register(
             group_id=name,
-            incarnation=(incarnation := network.dice.getrandbits(63)),
+            incarnation=incarnation,
             model_fingerprint=fingerprint(),
-            tokens_per_block=TOKENS_PER_BLOCK,
+            tokens_per_block=tokens_per_block,
             num_blocks=num_blocks,
             vocab_size=VOCAB_SIZE,
             max_sequence_length=1024,
@@ -246,7 +250,7 @@ class SimulatedWorker:
             num_micro_batches=1 + incarnation % 2,
         )
         hashes = np.zeros(num_blocks, dtype=np.uint64)
-        self._model = SimulatedModel(num_blocks)
+        self._model = SimulatedModel(num_blocks, tokens_per_block)
         pool = (self.process, hashes, self._model.slots)
         self._fetcher = Fetcher(network, host.pools, step_s)
         self._tiers = None if host.tier is None else Tiers(network, host.tier, pool, step_s)
