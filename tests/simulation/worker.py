@@ -227,7 +227,8 @@ class SimulatedWorker:
         incarnation = network.dice.getrandbits(63)
         # Some workers have larger blocks than the scheduler; blocks are handed over only in one size.
         factor = 1 + incarnation // 2 % 2 if role == "both" else 1
-        tokens_per_block, num_blocks = factor * TOKENS_PER_BLOCK, num_blocks // factor
+        tokens_per_block = factor * TOKENS_PER_BLOCK
+        num_blocks = -(-3 * num_blocks // 4) if factor > 1 else num_blocks  # there is more waste in large blocks
         register = worker_pb2.Register(
             group_id=name,
             incarnation=incarnation,
