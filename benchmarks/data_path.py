@@ -116,9 +116,11 @@ Figures = dict[str, float]
 class Checkout:
     """The services of one checkout, as processes on this machine."""
 
-    def __init__(self, name: str, root: Path, flags: Sequence[str]) -> None:
+    def __init__(self, name: str, root: Path, flags: Sequence[str], router_flags: Sequence[str] = ()) -> None:
         """Prepare the services; `flags` are passed to the scheduler, detokenizer and router."""
-        self.name, self.root, self.flags = name, root, tuple(flags)
+        self.name, self.root = name, root
+        self.flags = dict.fromkeys(SERVICES, tuple(flags))
+        self.flags["router"] += tuple(router_flags)
         python = root / ".venv" / "bin" / "python"
         self.python = str(python) if python.exists() else sys.executable
 
@@ -145,7 +147,7 @@ class Checkout:
         with contextlib.ExitStack() as stack:
             for name, command in commands.items():
                 log = stack.enter_context((folder / f"{self.name}-{name}.log").open("wb"))
-                words = [*command.split(), *(self.flags if name in SERVICES else ())]
+                words = [*command.split(), *self.flags.get(name, ())]
                 environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
                 popen = subprocess.Popen(
                     [self.python, "-m", *words], cwd=self.root, stdout=log, stderr=log, env=environment
@@ -289,11 +291,14 @@ def main() -> int:
         default="",
         help="Additional flags for the other checkout's scheduler, detokenizer and router.",
     )
+    parser.add_argument("--router-flags", default="", help="Additional flags for this checkout's router.")
+    parser.add_argument("--baseline-router-flags", default="", help="Additional flags for the other checkout's router.")
     parser.add_argument("--output", type=Path, help="JSON file to write all figures to.")
     arguments = parser.parse_args()
-    checkouts = [Checkout("this", ROOT, arguments.flags.split())]
+    checkouts = [Checkout("this", ROOT, arguments.flags.split(), arguments.router_flags.split())]
     if arguments.baseline is not None:
-        checkouts.append(Checkout("baseline", arguments.baseline.resolve(), arguments.baseline_flags.split()))
+        flags, router_flags = arguments.baseline_flags.split(), arguments.baseline_router_flags.split()
+        checkouts.append(Checkout("baseline", arguments.baseline.resolve(), flags, router_flags))
     console = Console()
     everything: dict[str, list[list[Figures]]] = {}
     with tempfile.TemporaryDirectory(prefix="data-path-") as name:

@@ -22,7 +22,7 @@ class RouterConfig(GrpcServiceConfig):
     )
     port: int = setting(50051, "gRPC port.")
     grpc_server: str = setting(
-        "grpcio",
+        "own",
         "Server of the gRPC port: own, on asyncio, takes less processor time per token; grpcio is gRPC's.",
         choices=("own", "grpcio"),
     )

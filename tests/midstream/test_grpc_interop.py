@@ -20,6 +20,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from midstream.rpc.http2 import GrpcServer
 from tests.midstream.interop_service import (
     INITIAL_KEY,
     SERVICE,
@@ -55,9 +56,15 @@ class Rig:
         await asyncio.wait_for(asyncio.to_thread(case), WAIT_S)
 
 
-@pytest_asyncio.fixture(params=["grpcio"])
+def _server_of(kind: str) -> grpc.aio.Server:
+    if kind == "own":
+        return GrpcServer(max_receive_bytes=MAX_MESSAGE_BYTES)
+    return grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)])
+
+
+@pytest_asyncio.fixture(params=["grpcio", "own"])
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)])
+    server = _server_of(request.param)
     servicer = InteropServicer()
     server.add_generic_rpc_handlers((handlers_of(servicer),))
     port = server.add_insecure_port("127.0.0.1:0")

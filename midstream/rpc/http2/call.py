@@ -14,8 +14,9 @@ from midstream.rpc.http2.messages import Messages
 from midstream.rpc.http2.metadata import Head, encode_metadata, response_block, status_block
 
 _Items = Iterable[tuple[str, str | bytes]]
-# Bytes that a call may write in one iteration of the event loop before it lets others run.
+# What a call may write before it lets others run: bytes in one iteration of the event loop, and messages.
 _MAX_BYTES_PER_TURN = 64 << 10
+_MAX_WRITES_PER_TURN = 64
 _MAX_DETAIL_CHARACTERS = 2000
 
 
@@ -61,8 +62,8 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
     """
 
     __slots__ = (
-        "_callbacks", "_code", "_connection", "_deadline", "_details", "_drained", "_is_canceled", "_task", "_timer",
-        "_trailing", "has_response", "head", "is_half_closed", "is_over", "last_block", "messages",
+        "_callbacks", "_code", "_connection", "_deadline", "_details", "_drained", "_is_canceled", "_num_writes",
+        "_task", "_timer", "_trailing", "has_response", "head", "is_half_closed", "is_over", "last_block", "messages",
         "number", "room", "serialize", "unsent", "window",
     )  # fmt: skip
 
@@ -79,6 +80,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self.serialize: Callable[[Any], bytes] | None = None
         self._connection = connection
         self._is_canceled = False
+        self._num_writes = 0
         self._task: asyncio.Task[None] | None = None
         self._drained: asyncio.Future[None] | None = None
         self._code: grpc.StatusCode | None = None
@@ -116,7 +118,9 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             self._respond(())
         if not connection.send_message(self, body):
             await self._until_drained()
-        elif connection.num_unwritten > _MAX_BYTES_PER_TURN:
+            return
+        self._num_writes += 1
+        if connection.num_unwritten > _MAX_BYTES_PER_TURN or not self._num_writes % _MAX_WRITES_PER_TURN:
             await asyncio.sleep(0)
 
     async def send_initial_metadata(self, initial_metadata: _Items) -> None:

@@ -172,7 +172,6 @@ class Connection(asyncio.Protocol):
 
     def send_headers(self, call: Call, block: bytes) -> None:
         """Send the first headers of a response."""
-        self._forgive_pings()
         self._put(wire.header_frames(call.number, block, self._max_frame, end_stream=False))
 
     def send_message(self, call: Call, body: bytes) -> bool:
@@ -188,11 +187,16 @@ class Connection(asyncio.Protocol):
         self._window -= size
         self._num_strikes, self._pinged_at = 0, _NEVER
         out = self._out
-        if not out:
-            self._loop.call_soon(self._flush)
+        is_first = not out
         out.append(wire.message_head(call.number, size - 5))
         out.append(body)
         self.num_unwritten += size + 9
+        if is_first:
+            # If no other callback is due, there is nothing to wait for, and an iteration costs more than the write.
+            if getattr(self._loop, "_ready", True):
+                self._loop.call_soon(self._flush)
+            else:
+                self._flush()
         return True
 
     def end(self, call: Call, block: bytes) -> None:
@@ -561,6 +565,10 @@ class Connection(asyncio.Protocol):
     # Writing
 
     def _put(self, data: bytes) -> None:
+        self._num_strikes, self._pinged_at = 0, _NEVER  # clients may ping while they are sent something
+        self._append(data)
+
+    def _append(self, data: bytes) -> None:
         if self._is_closed:
             return
         if not self._out:
@@ -574,7 +582,7 @@ class Connection(asyncio.Protocol):
             self._num_replies += 1
             if self._num_replies > _MAX_UNWRITTEN_REPLIES:
                 raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, "replies are not read")
-        self._put(data)
+        self._append(data)
 
     def _flush(self) -> None:
         out = self._out
@@ -611,17 +619,12 @@ class Connection(asyncio.Protocol):
                         return
 
     def _end(self, call: Call, block: bytes) -> None:
-        self._forgive_pings()
         if self.calls.pop(call.number, None) is None:
             return
         self._put(wire.header_frames(call.number, block, self._max_frame, end_stream=True))
         if not call.is_half_closed:
             self._put(wire.rst_stream(call.number, ErrorCode.NO_ERROR))
         self._close_if_unused()
-
-    def _forgive_pings(self) -> None:
-        """Let the client ping again, because something was sent to it."""
-        self._num_strikes, self._pinged_at = 0, _NEVER
 
     def _reset(self, stream: int, code: ErrorCode) -> None:
         self._reply(wire.rst_stream(stream, code))
