@@ -160,7 +160,8 @@ async def serve(config: RouterConfig) -> None:
     )
     parts = {"schedulers": cells.run(), "detokenizers": pool.run(), "status": status.run()}
     parts["batches"] = batches.runner.run()
-    parts["connections"] = ConnectionGuard(server.port, max_connections()).run()
+    if config.grpc_server == "grpcio":  # our own server limits connections itself
+        parts["connections"] = ConnectionGuard(server.port, max_connections()).run()
     parts["health"] = watch_reach(cells, pool, progress)
     if config.throughput_log_s > 0:
         parts["throughput"] = log_throughput(seen, lambda: limits.num_open, config.throughput_log_s)

@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
-from midstream.errors import ExecutionError, MidstreamError
+from midstream.errors import ConfigError, ExecutionError, MidstreamError
 from midstream.rpc.errors import Admit, ErrorMapper, Receive
 from midstream.rpc.health import HEALTH_SERVICE, Progress, add_health, bind, check_port
 from midstream.rpc.open_files import raise_open_files_limit
@@ -98,6 +98,7 @@ class Server:
 
         Raises:
             OSError: The port is in use.
+            ConfigError: `own` was asked for, but what it requires is not installed.
         """
         make = _own_server if grpc_server == "own" else _grpcio_server
         self.grpc, self._add_port = make(
@@ -257,7 +258,12 @@ def _own_server(
     max_concurrent_streams: int,
     probes_bandwidth: bool,
 ) -> tuple[grpc.aio.Server, _AddPort]:
-    from midstream.rpc.http2 import GrpcServer  # here, because only routers have hpack installed
+    try:
+        from midstream.rpc.http2 import GrpcServer  # here, because only routers have hpack installed
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"own requires {error.name}; install midstream[router], or set grpcio", field="grpc_server"
+        ) from None
 
     server = GrpcServer(
         interceptors=[errors],
@@ -266,6 +272,7 @@ def _own_server(
         max_concurrent_streams=max_concurrent_streams,
         max_metadata_bytes=MAX_METADATA_BYTES,
         max_connections=max_connections(),
+        max_connections_per_address=max(max_connections() // 2, 1),
         max_resets=2 * max_concurrent_streams,
     )
     return server, server.add_port

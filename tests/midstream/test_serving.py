@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from midstream import errors
 from midstream.rpc.errors import FIELD_KEY, error_from_rpc
 from midstream.rpc.health import Progress
+from midstream.rpc.http2 import GrpcServer, Limits
 from midstream.rpc.serving import Server, open_channel
 from midstream.telemetry import HttpServer, JsonFormatter, Metrics, current_request_id
 from protos import loads_pb2, service_pb2_grpc
@@ -234,6 +236,28 @@ async def test_a_taken_port_is_an_error(kind: str) -> None:
     with pytest.raises(OSError, match="cannot listen"):
         Server(NAME, "127.0.0.1", server.port, Progress(), grpc_server=kind)
     await server.stop()
+
+
+async def test_connections_are_limited_in_total_and_for_an_address() -> None:
+    for limits in (Limits(max_connections=2), Limits(max_connections_per_address=2)):
+        server = GrpcServer(limits=limits)
+        port = server.add_port("127.0.0.1", 0)
+        await server.start()
+        streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        (kept, _), (_, left), (refused, _) = streams
+        assert await kept.readexactly(9)
+        assert await refused.read() == b""
+        left.close()
+        async with asyncio.timeout(WAIT_S):
+            while True:  # until the server has noticed
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                streams.append((reader, writer))
+                with contextlib.suppress(asyncio.IncompleteReadError, ConnectionResetError):
+                    await reader.readexactly(9)
+                    break
+        for _, writer in streams:
+            writer.close()
+        await server.stop(0)
 
 
 def get(port: int, path: str) -> tuple[int, str]:

@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast
 
-import grpc
 import hpack
 
 from midstream.rpc.http2 import wire
 from midstream.rpc.http2.call import Call
 from midstream.rpc.http2.limits import Budget, Limits
-from midstream.rpc.http2.metadata import http_status_block, read_head
+from midstream.rpc.http2.metadata import Head, http_status_block, read_head
 from midstream.rpc.http2.wire import ErrorCode, ProtocolError, Setting, StreamError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class Owner(Protocol):
     limits: Limits
 
     def add(self, connection: Connection) -> bool:
-        """Add a connection; return whether it is within the limit."""
+        """Add a connection; return whether it may be used."""
 
     def remove(self, connection: Connection) -> None:
         """Remove a connection that was lost."""
@@ -74,7 +73,8 @@ class Connection(asyncio.Protocol):
         num_unwritten: Number of bytes that will be written at the end of the event loop's iteration.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Owner, on_lost: Callable[[], None] = lambda: None) -> None:
+        """Create a connection; `on_lost` is called at its end."""
         self.limits = owner.limits
         self.peer = "unknown"
         self.auth_context: Mapping[str, Iterable[bytes]] = {}
@@ -83,6 +83,7 @@ class Connection(asyncio.Protocol):
         self.num_running = 0
         self.num_unwritten = 0
         self._owner = owner
+        self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
@@ -95,6 +96,7 @@ class Connection(asyncio.Protocol):
         # The list size of a call is checked later, so that one that is too large does not end the connection.
         self._decoder = hpack.Decoder(4 * self.limits.max_metadata_bytes)
         self._known_blocks: dict[bytes, _Headers] = {}
+        self._known_heads: dict[_Headers, Head] = {}
         self._last_stream = 0
         self._last_accepted = wire.MAX_STREAM
         self._window = self._initial_window = wire.DEFAULT_WINDOW
@@ -167,6 +169,7 @@ class Connection(asyncio.Protocol):
         for call in calls.values():
             call.cancel()
         self._owner.remove(self)
+        self._on_lost()
 
     # For calls
 
@@ -413,7 +416,12 @@ class Connection(asyncio.Protocol):
             self._begin(stream, headers, ends)
 
     def _begin(self, stream: int, headers: _Headers, ends: bool) -> None:
-        head = read_head(headers)
+        head = self._known_heads.get(headers)
+        if head is None:
+            head = read_head(headers, self.limits.max_metadata_bytes)
+            if len(self._known_heads) == _MAX_KNOWN_BLOCKS:
+                self._known_heads.clear()
+            self._known_heads[headers] = head
         call = Call(
             self,
             stream,
@@ -429,8 +437,6 @@ class Connection(asyncio.Protocol):
             call.end_with(http_status_block(head.http_status))
         elif head.problem is not None:
             call.end(*head.problem)
-        elif sum(len(name) + len(value) + 32 for name, value in headers) > self.limits.max_metadata_bytes:
-            call.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "the metadata is too large")
         else:
             self._owner.arrive(self, call)
 

@@ -15,6 +15,7 @@ class Limits:
         max_concurrent_streams: Maximum number of concurrent calls on one connection.
         max_metadata_bytes: Maximum size of a call's metadata, counted as in HTTP/2.
         max_connections: Maximum number of connections; further ones are closed at once.
+        max_connections_per_address: Maximum number of connections from one address.
         handshake_timeout_s: Time for TLS, and then for the client's first frames.
         keepalive_s: Time without data after which the peer is pinged.
         keepalive_timeout_s: Time for the reply to a ping.
@@ -31,6 +32,7 @@ class Limits:
     max_concurrent_streams: int = 4096
     max_metadata_bytes: int = 16 << 10
     max_connections: int = 1 << 16
+    max_connections_per_address: int = 1 << 15
     handshake_timeout_s: float = 10.0
     keepalive_s: float = 10.0
     keepalive_timeout_s: float = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -23,6 +23,8 @@ _REQUIRED = frozenset((b":method", b":scheme", b":path"))
 # Headers that gRPC handles itself. Methods do not see them, nor others that begin with grpc-.
 _SPECIAL = frozenset((b"te", b"content-type", b"content-length", b"host", b"grpc-timeout", b"grpc-encoding"))
 _CONTENT_TYPE = re.compile(rb"application/grpc([+;].*)?")
+# What HTTP/2 adds to the size of each header.
+_ENTRY_BYTES = 32
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNITS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _NAME = re.compile(rb"[0-9a-z!#$%&'*+.^_`|~-]+")
@@ -60,8 +62,8 @@ class Head:
     http_status: bytes = b""
 
 
-def read_head(headers: Iterable[tuple[bytes, bytes]]) -> Head:
-    """Return a call's headers.
+def read_head(headers: Sequence[tuple[bytes, bytes]], max_bytes: int) -> Head:
+    """Return a call's headers, of which `max_bytes` are accepted.
 
     Raises:
         StreamError: The headers are malformed.
@@ -83,18 +85,32 @@ def read_head(headers: Iterable[tuple[bytes, bytes]]) -> Head:
             problem = problem if items else (grpc.StatusCode.INTERNAL, "invalid metadata")
     if not pseudo.keys() >= _REQUIRED or not pseudo[b":path"] or special.get(b"te", b"trailers") != b"trailers":
         raise StreamError(ErrorCode.PROTOCOL_ERROR, "missing or invalid header")
-    timeout_s, encoding = None, special.get(b"grpc-encoding", b"identity")
-    if b"grpc-timeout" in special:
-        timeout_s = _read_timeout(special[b"grpc-timeout"])
-        if timeout_s is None:
-            problem = (grpc.StatusCode.INTERNAL, "grpc-timeout is invalid")
+    if sum(len(name) + len(value) + _ENTRY_BYTES for name, value in headers) > max_bytes:
+        problem = (grpc.StatusCode.RESOURCE_EXHAUSTED, "the metadata is too large")
+    return Head(
+        pseudo[b":path"].decode("utf-8", "replace"),
+        tuple(metadata),
+        _read_timeout(special.get(b"grpc-timeout", b"")),
+        special.get(b"grpc-encoding", ENCODINGS[0]),
+        problem or _problem(special),
+        _http_status(pseudo[b":method"], special),
+    )
+
+
+def _problem(special: Mapping[bytes, bytes]) -> tuple[grpc.StatusCode, str] | None:
+    encoding, timeout = special.get(b"grpc-encoding", ENCODINGS[0]), special.get(b"grpc-timeout")
     if encoding not in ENCODINGS:
         text = encoding.decode("ascii", "replace")[:64]
-        problem = (grpc.StatusCode.UNIMPLEMENTED, f"the encoding {text!r} is not supported")
-    is_grpc = _CONTENT_TYPE.fullmatch(special.get(b"content-type", b"")) is not None
-    http_status = b"405" if pseudo[b":method"] != b"POST" else b"" if is_grpc else b"415"
-    method = pseudo[b":path"].decode("utf-8", "replace")
-    return Head(method, tuple(metadata), timeout_s, encoding, problem, http_status)
+        return (grpc.StatusCode.UNIMPLEMENTED, f"the encoding {text!r} is not supported")
+    if timeout is not None and _read_timeout(timeout) is None:
+        return (grpc.StatusCode.INTERNAL, "grpc-timeout is invalid")
+    return None
+
+
+def _http_status(method: bytes, special: Mapping[bytes, bytes]) -> bytes:
+    if method != b"POST":
+        return b"405"
+    return b"" if _CONTENT_TYPE.fullmatch(special.get(b"content-type", b"")) else b"415"
 
 
 def _read_timeout(value: bytes) -> float | None:

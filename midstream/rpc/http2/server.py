@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,8 @@ class GrpcServer(grpc.aio.Server):
         self._generic: list[grpc.GenericRpcHandler] = []
         self._listeners: list[_Listener] = []
         self._is_started = self._is_stopping = False
+        self._accepted: dict[socket.socket, str] = {}  # connections, also in their TLS handshake, with their addresses
+        self._num_of_host = Counter[str]()
         self._turns: dict[Connection, None] = {}  # connections with calls that have not started
         self._num_starts_left = _MAX_STARTS_PER_TURN
         self._tasks: set[asyncio.Task[None]] = set()
@@ -176,8 +179,8 @@ class GrpcServer(grpc.aio.Server):
     # For connections
 
     def add(self, connection: Connection) -> bool:
-        """Add a connection; return whether it is within the limit."""
-        if self._is_stopping or len(self.connections) >= self.limits.max_connections:
+        """Add a connection; return whether it may be used."""
+        if self._is_stopping:
             return False
         self.connections[connection] = None
         return True
@@ -216,7 +219,7 @@ class GrpcServer(grpc.aio.Server):
         loop = asyncio.get_running_loop()
         for _ in range(_MAX_ACCEPTED_PER_TURN):
             try:
-                found, _ = listener.socket.accept()
+                found, address = listener.socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -224,9 +227,13 @@ class GrpcServer(grpc.aio.Server):
                 loop.remove_reader(listener.socket)
                 loop.call_later(_NO_FILES_S, self._accept_again, listener)
                 return
-            if len(self.connections) + len(self._opening) >= self.limits.max_connections:
+            host = address[0]
+            is_over = len(self._accepted) >= self.limits.max_connections
+            if is_over or self._num_of_host[host] >= self.limits.max_connections_per_address:
                 found.close()
                 continue
+            self._accepted[found] = host
+            self._num_of_host[host] += 1
             found.setblocking(False)
             task = loop.create_task(self._open(found, listener))
             self._opening.add(task)
@@ -236,21 +243,31 @@ class GrpcServer(grpc.aio.Server):
         if not self._is_stopping:
             self._listen([listener])
 
+    def _release(self, found: socket.socket) -> None:
+        """Note that an accepted connection has ended."""
+        host = self._accepted.pop(found, None)
+        if host is not None:
+            self._num_of_host[host] -= 1
+            if not self._num_of_host[host]:
+                del self._num_of_host[host]
+
     async def _open(self, found: socket.socket, listener: _Listener) -> None:
         context = listener.context
         if listener.tls is not None:
             listener.tls.refresh()
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                functools.partial(Connection, self),
+                lambda: Connection(self, functools.partial(self._release, found)),
                 found,
                 ssl=context,
                 ssl_handshake_timeout=self.limits.handshake_timeout_s if context is not None else None,
             )
         except (OSError, TimeoutError) as error:
             logger.debug("a connection was not opened: %s", error)
+            self._release(found)
             found.close()
         except BaseException:
+            self._release(found)
             found.close()
             raise
 
