@@ -104,6 +104,10 @@ class Worker:
         self._adopted = metrics.counter(
             "worker_blocks_adopted", "KV blocks adopted from workers that died, or fetched from tiers."
         )
+        self._saved = metrics.counter(
+            "worker_kv_saved_seconds", "Time that adopted blocks saved, estimated from the steps that compute prompts."
+        )
+        self._context_s, self._num_context_tokens = 0.0, 0
         self._step_seconds = metrics.histogram("worker_step_seconds", "Time of forward pass and sampling of a step.")
 
     def run(self) -> int:
@@ -187,10 +191,21 @@ class Worker:
         self._requests.note_failures(output)
         self._steps.inc()
         self._tokens.inc(len(output.token_ids))
-        self._adopted.inc(len(step.adopted_blocks) - len(output.missing_blocks))
+        self._note_contexts(step, output)
         self._step_seconds.observe(output.forward_s)
         if self._traces is not None:
             self._traces.note(step, output, waiting_s)
+
+    def _note_contexts(self, step: Step, output: StepOutput) -> None:
+        """Count the blocks that were adopted, and the time that computing them would have taken."""
+        if num_tokens := int(step.context_lengths.sum()):
+            self._context_s += output.forward_s
+            self._num_context_tokens += num_tokens
+        num_adopted = len(step.adopted_blocks) - len(output.missing_blocks)
+        self._adopted.inc(num_adopted)
+        if num_adopted and self._num_context_tokens:
+            s_per_token = self._context_s / self._num_context_tokens
+            self._saved.inc(num_adopted * self._runner.kv.tokens_per_block * s_per_token)
 
 
 def _image_encoder(config: WorkerConfig, folder: ModelFolder, ranks: Ranks) -> ImageEncoder | None:

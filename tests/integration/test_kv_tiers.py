@@ -18,7 +18,9 @@ def metric(service: Service, name: str) -> float:
     total = 0.0
     for worker in service.processes("gpu_worker"):
         with urllib.request.urlopen(f"http://{worker['addresses']['http']}/metrics", timeout=10) as answer:
-            total += sum(map(float, re.findall(rf"^midstream:{name}{{[^}}]*}} (\S+)$", answer.read().decode(), re.M)))
+            total += sum(
+                map(float, re.findall(rf"^midstream:{name}(?:{{[^}}]*}})? (\S+)$", answer.read().decode(), re.M))
+            )
     return total
 
 
@@ -46,6 +48,7 @@ async def test_a_restart_of_everything_recomputes_nothing_that_was_stored(tmp_pa
             else:
                 assert hits >= 0.95 * num_blocks
                 assert metric(service, "worker_kv_tier_damaged") == 0
+                assert metric(service, "worker_kv_saved_seconds_total") > 0
         finally:
             service.stop()
     assert answers[0] == answers[1]
