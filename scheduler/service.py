@@ -181,7 +181,9 @@ class SchedulerService:
             frames=self.frames,
         )
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, self.server.grpc)
-        dispatching = self.dispatcher.run(self.engine.handle_worker_event, self.progress.loop("worker messages"))
+        dispatching = self.dispatcher.run(
+            self.engine.handle_worker_event, self.engine.take_turn, self.progress.loop("worker messages")
+        )
         self._tasks.append(asyncio.create_task(dispatching, name="the loop of worker messages"))
         self.server.depend_on(self._tasks[-1])
         if self.frames is not None:

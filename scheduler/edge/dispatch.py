@@ -111,6 +111,7 @@ class Dispatcher:
         self._epochs: dict[bytes, int] = {}  # by connection
         self._is_read_due = True  # also true during a read, and before `run` is called
         self._on_event: Callable[[WorkerEvent], None]
+        self._on_read: Callable[[], None]
         self._progress: LoopProgress
         self._failed: asyncio.Future[None]
         self._authenticator = keys.secure(self._context, self._socket) if keys is not None else None
@@ -134,14 +135,19 @@ class Dispatcher:
             raise OSError(f"cannot listen on {address}: {error}") from None
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    async def run(self, on_event: Callable[[WorkerEvent], None], progress: LoopProgress) -> None:
-        """Pass worker messages and lost connections to `on_event` until cancelled."""
+    async def run(
+        self, on_event: Callable[[WorkerEvent], None], on_read: Callable[[], None], progress: LoopProgress
+    ) -> None:
+        """Pass worker messages and lost connections to `on_event` until cancelled, and call `on_read` after the last
+        one that was waiting.
+        """
         loop = asyncio.get_running_loop()
-        self._on_event, self._progress, self._failed = on_event, progress, loop.create_future()
+        self._on_event, self._on_read = on_event, on_read
+        self._progress, self._failed = progress, loop.create_future()
         descriptor = self._socket.fileno()
         loop.add_reader(descriptor, self._read)
         self._read()
-        watching = loop.create_task(self._watch_links(on_event))
+        watching = loop.create_task(self._watch_links())
         try:
             done, _ = await asyncio.wait((watching, self._failed), return_when=asyncio.FIRST_COMPLETED)
             done.pop().result()
@@ -151,7 +157,7 @@ class Dispatcher:
             watching.cancel()
             await asyncio.wait((watching,))
 
-    async def _watch_links(self, on_event: Callable[[WorkerEvent], None]) -> None:
+    async def _watch_links(self) -> None:
         """Detect the death of a worker by its closed connection, long before the heartbeat timeout expires."""
         monitor = cast("zmq.asyncio.Socket", self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED))
         try:
@@ -162,7 +168,8 @@ class Dispatcher:
                 for delay_s in _LOOK_AFTER_S:
                     await asyncio.sleep(delay_s)
                     for connection in self._lost_links():
-                        on_event(WorkerLost(self._clock.now_ns(), connection))
+                        self._on_event(WorkerLost(self._clock.now_ns(), connection))
+                    self._on_read()
         finally:
             monitor.close()
 
@@ -187,7 +194,9 @@ class Dispatcher:
         self._progress.touch()
         self._is_read_due = True
         try:
-            self._is_read_due = self._read_some()
+            has_more = self._read_some()
+            self._on_read()
+            self._is_read_due = has_more or self._is_readable()
         except Exception as error:  # noqa: BLE001 (raised by `run`)
             self._failed.set_exception(error)
         self._progress.idle()
@@ -211,9 +220,12 @@ class Dispatcher:
         """Schedule a read if there are messages: the file descriptor does not signal messages that arrive during a
         send.
         """
-        if not self._is_read_due and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if not self._is_read_due and self._is_readable():
             self._is_read_due = True
             self._failed.get_loop().call_soon(self._read)
+
+    def _is_readable(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _decode(self, frames: list[bytes]) -> WorkerEvent | None:
         connection = frames[0]

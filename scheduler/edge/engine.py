@@ -1,7 +1,8 @@
 """Drives the pure core: passes it timestamped events, carries out its effects, and runs its timers.
 
-All events of one event-loop iteration are followed by one Turn, so a burst of submissions is planned together. Its
-entries go to the journal once the iteration is over, so that the journal's thread and the loop do not compete for the
+All events of one event-loop iteration are followed by one Turn, so a burst of submissions is planned together. Events
+of workers are followed by a Turn in the same iteration: each further iteration costs as much CPU time as the Turn. A
+Turn's entries go to the journal after everything else, so that the journal's thread and the loop do not compete for the
 interpreter.
 """
 
@@ -93,10 +94,11 @@ class Engine:
         core.report_iterations(enabled=False)
         self.kv_events: Broadcast[tuple[str, KvChange]] = Broadcast(_MAX_KV_EVENTS)
         self._journal = journal
+        journal.after_commits = self.hub.flush
         self._dispatcher = dispatcher
         self._observers = observers
         self._loop = asyncio.get_running_loop()
-        self._is_turn_due = False
+        self._is_turn_due = self._is_turn_scheduled = False
         self._entries: list[JournalEntry] = []  # entries of this turn, to be committed
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
@@ -109,7 +111,12 @@ class Engine:
         return self.clock.now_ns()
 
     def handle(self, event: Event) -> list[Effect]:
-        """Pass an event to the core and carry out its effects."""
+        """Pass an event to the core and carry out its effects; a Turn follows soon."""
+        effects = self._apply(event)
+        self._turn_soon()
+        return effects
+
+    def _apply(self, event: Event) -> list[Effect]:
         effects: list[Effect] = []
         try:
             effects = self.core.handle(event)
@@ -123,8 +130,6 @@ class Engine:
                 self._entries.append(effect)  # type: ignore[arg-type]
             else:
                 self._carry_out(effect)
-        if not isinstance(event, Turn):
-            self._turn_soon()
         return effects
 
     def recover(self, requests: list[Recovered]) -> None:
@@ -137,14 +142,17 @@ class Engine:
         self._journal.know(list(self.core.lifecycle.requests.values()))
 
     def handle_worker_event(self, event: WorkerEvent) -> None:
-        """Handle an event from a worker; if the core fails on it, end the worker's epoch."""
+        """Handle an event from a worker; if the core fails on it, end the worker's epoch. The caller calls `take_turn`
+        after the last event.
+        """
+        self._is_turn_due = True
         try:
-            self.handle(event)
+            self._apply(event)
         except Exception:
             logger.exception("failed to process a worker's message")
             self.num_failed_events += 1
             lost = WorkerFailed(event.time_ns, event.connection, f"its {type(event).__name__} could not be processed")
-            self.handle(lost)
+            self._apply(lost)
             return
         if isinstance(event, WorkerBeat) and event.epoch in self.core.membership.groups:
             self._dispatcher.send_heartbeat_ack(event.connection, event.epoch)
@@ -240,14 +248,22 @@ class Engine:
         self.handle(Detached(self.now_ns(), request_id))
 
     def _turn_soon(self) -> None:
-        if not self._is_turn_due:
-            self._is_turn_due = True
-            self._loop.call_soon(self._turn)
+        self._is_turn_due = True
+        if not self._is_turn_scheduled:
+            self._is_turn_scheduled = True
+            self._loop.call_soon(self._take_scheduled_turn)
 
-    def _turn(self) -> None:
+    def _take_scheduled_turn(self) -> None:
+        self._is_turn_scheduled = False
+        self.take_turn()
+
+    def take_turn(self) -> None:
+        """Plan now if there were events since the last Turn."""
+        if not self._is_turn_due:
+            return
         self._is_turn_due = False
         try:
-            self.handle(Turn(self.now_ns()))
+            self._apply(Turn(self.now_ns()))
         except Exception as error:
             if self._on_failure is None:
                 raise

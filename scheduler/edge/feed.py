@@ -87,6 +87,7 @@ class FeedHub:
         self.on_detach = on_detach
         self.logs: dict[str, RequestLog] = {}
         self.feeds: list[DetokenizerFeed] = []
+        self._fresh: list[DetokenizerFeed] = []  # feeds with published data that were not flushed yet
 
     def restore(self, request: Request) -> None:
         """Add a request from the journal, all of whose output is committed."""
@@ -107,7 +108,7 @@ class FeedHub:
         return log is not None and log.is_over
 
     def publish(self, entries: list[JournalEntry]) -> None:
-        """Publish committed entries."""
+        """Publish committed entries; `flush` sends them."""
         for entry in entries:
             if isinstance(entry, Emitted):
                 self._publish_tokens(entry)
@@ -116,11 +117,11 @@ class FeedHub:
             elif isinstance(entry, SequenceEnded):
                 log = self.logs[entry.sequence.request.request_id]
                 log.has_ended[entry.sequence.index] = True
-                _wake(log)
+                self._mark(log)
             elif isinstance(entry, RequestEnded):
                 log = self.logs[entry.request.request_id]
                 log.is_over = True
-                _wake(log)
+                self._mark(log)
             elif isinstance(entry, RequestForgotten):
                 known = self.logs.get(entry.request.request_id)
                 if (
@@ -133,21 +134,38 @@ class FeedHub:
         for sequence, length in zip(entry.sequences, entry.lengths, strict=True):
             log = logs[sequence.request.spec.request_id]
             log.num_committed[sequence.index] = length
-            for reader in log.readers:
-                reader.feed.mark(reader)
+            self._mark(log)
+
+    def _mark(self, log: RequestLog) -> None:
+        for reader in log.readers:
+            if reader.feed.add_dirty(reader):
+                self._fresh.append(reader.feed)
+
+    def flush(self) -> None:
+        """Send what has been published, in this iteration of the event loop."""
+        feeds, self._fresh = self._fresh, []
+        for feed in feeds:
+            feed.flush()
 
     def connect(
-        self, detokenizer_id: str, wake: Callable[[], None], features: frozenset[str] = frozenset()
+        self,
+        detokenizer_id: str,
+        wake: Callable[[], None],
+        features: frozenset[str] = frozenset(),
+        *,
+        flush: Callable[[], None] | None = None,
     ) -> DetokenizerFeed:
-        """Open a feed for a detokenizer with `features`; `wake` is called when there is something new to collect."""
-        feed = DetokenizerFeed(self, detokenizer_id, wake, features)
+        """Open a feed for a detokenizer.
+
+        Args:
+            detokenizer_id: Its id.
+            wake: Called when there is something new to collect.
+            features: What it supports.
+            flush: Called instead of `wake` when everything new has been published; collects it immediately.
+        """
+        feed = DetokenizerFeed(self, detokenizer_id, wake, features, flush or wake)
         self.feeds.append(feed)
         return feed
-
-
-def _wake(log: RequestLog) -> None:
-    for reader in log.readers:
-        reader.feed.mark(reader)
 
 
 class DetokenizerFeed:
@@ -155,9 +173,18 @@ class DetokenizerFeed:
 
     Attributes:
         num_attached_total: Number of requests that were ever attached to it.
+        flush: Collects and sends new data, or wakes a task that does.
     """
 
-    def __init__(self, hub: FeedHub, detokenizer_id: str, wake: Callable[[], None], features: frozenset[str]) -> None:
+    def __init__(
+        self,
+        hub: FeedHub,
+        detokenizer_id: str,
+        wake: Callable[[], None],
+        features: frozenset[str],
+        flush: Callable[[], None],
+    ) -> None:
+        self.flush = flush
         self.detokenizer_id = detokenizer_id
         self._features = features
         self.num_attached_total = 0
@@ -175,9 +202,14 @@ class DetokenizerFeed:
 
     def mark(self, attachment: Attachment) -> None:
         """Record that a reader has new tokens to collect."""
-        if not self._dirty:
+        if self.add_dirty(attachment):
             self._wake()
+
+    def add_dirty(self, attachment: Attachment) -> bool:
+        """Record that a reader has new tokens to collect; return whether it is the first one since the last batch."""
+        is_first = not self._dirty
         self._dirty[attachment] = None
+        return is_first
 
     def attach(self, stream: int, request_id: str) -> None:
         """Start to feed a request from its first token; reply with an error if the request is unknown.

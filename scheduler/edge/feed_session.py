@@ -23,9 +23,16 @@ class FeedSession:
         is_closed: Whether the detokenizer has disconnected.
     """
 
-    def __init__(self, engine: Engine, kept: KeptRequests, wake: Callable[[], None]) -> None:
-        """Feed the requests of `engine` and `kept`; `wake` is called when there is something new to collect."""
+    def __init__(
+        self,
+        engine: Engine,
+        kept: KeptRequests,
+        wake: Callable[[], None],
+        flush: Callable[[], None] | None = None,
+    ) -> None:
+        """Feed the requests of `engine` and `kept`; for `wake` and `flush` see `FeedHub.connect`."""
         self.is_closed = False
+        self._flush = flush
         self._kept = kept
         self._finding: dict[int, asyncio.Task[None]] = {}
         self._engine = engine
@@ -43,7 +50,8 @@ class FeedSession:
             if kind != "hello":
                 raise InvalidArgumentError("the first command of a feed must be hello", field="command")
             hello = command.hello
-            self._feed = self._engine.hub.connect(hello.detokenizer_id, self._wake, frozenset(hello.features))
+            features = frozenset(hello.features)
+            self._feed = self._engine.hub.connect(hello.detokenizer_id, self._wake, features, flush=self._flush)
         elif kind == "attach":
             self._attach(command.attach, feed)
         elif kind == "detach":
@@ -99,7 +107,7 @@ class FeedFrames:
 
     def __init__(self, engine: Engine, kept: KeptRequests, connection: FrameConnection) -> None:
         self._pump = Pump(connection, self._collect)
-        self._session = FeedSession(engine, kept, self._pump.wake)
+        self._session = FeedSession(engine, kept, self._pump.wake, self._pump.run)
         self.resume = self._pump.run
 
     def _collect(self) -> scheduler_pb2.FeedBatch | None:

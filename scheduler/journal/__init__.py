@@ -107,9 +107,11 @@ class Journal(ABC):
             such a record.
         num_lost: Number of times it was lost in use and recreated from memory.
         documents: Documents that the service stores for clients; open as long as the journal is.
+        after_commits: Called on the event loop after the callbacks of all commits that became durable together.
     """
 
     documents: Documents
+    after_commits: Callable[[], None] = staticmethod(lambda: None)
     num_lost = 0
     num_commits = 0
     num_damaged = 0

@@ -27,6 +27,7 @@ class NoJournal(Journal):
     def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
         """Call back immediately."""
         then()
+        self.after_commits()
 
     async def close(self) -> None:
         """Drop the documents."""

@@ -200,9 +200,14 @@ class ThreadedJournal(Journal):
                 transaction.rewritten = writer.rows(self._store.stale(writer.live_bytes))
                 self._or_anew(lambda: self._store.write(transaction), writer)  # noqa: B023 (called at once)
                 self.num_commits += 1
-                _call(loop, _call_all, [commit.then for commit in group])
+                _call(loop, self._report_commits, group)
             if None in commits:
                 return
+
+    def _report_commits(self, group: list[_Commit]) -> None:
+        for commit in group:
+            commit.then()
+        self.after_commits()
 
     def _or_anew(self, action: Callable[[], None], writer: RowWriter) -> None:
         """Run an action on the store; if the store's data was lost, write everything to a new store."""
@@ -217,11 +222,6 @@ class ThreadedJournal(Journal):
             logger.warning(
                 "began a new journal with the contents in memory", extra={"num_requests": len(everything.accepted)}
             )
-
-
-def _call_all(callbacks: list[Callable[[], None]]) -> None:
-    for callback in callbacks:
-        callback()
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[T], object], argument: T) -> None:

@@ -43,7 +43,7 @@ async def test_no_message_waits_for_the_next_one() -> None:
                     assert dealer.poll(WAIT_MS)
                     dealer.recv()
 
-    running = asyncio.create_task(dispatcher.run(answer, LoopProgress("worker messages", 5.0)))
+    running = asyncio.create_task(dispatcher.run(answer, lambda: None, LoopProgress("worker messages", 5.0)))
     try:
         await asyncio.to_thread(chat)
         assert not dispatcher.num_unsent

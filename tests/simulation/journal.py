@@ -208,3 +208,4 @@ class SimulatedJournal(ThreadedJournal):
             self._network.arrive(self._process, "committed", len(transaction.commit))
             for _, then in group:
                 then()
+            self.after_commits()
