@@ -215,9 +215,11 @@ class SchedulerCore:
     def _turn(self, event: Turn) -> None:
         self._timers.run_due(self._clock.now_ns)
         self._handovers.advance(self._num_steps)
-        self._placement.start_queued(self._num_steps)
-        while self._plan_round():
+        if len(self.queue):
             self._placement.start_queued(self._num_steps)
+        while self._plan_round():
+            if len(self.queue):
+                self._placement.start_queued(self._num_steps)
         for group in self.membership.groups.values():
             self.membership.flush_kv_changes(group)
         num_rows = sum(group.max_batch_size for group in self.membership.groups.values())
@@ -225,8 +227,10 @@ class SchedulerCore:
 
     def _plan_round(self) -> bool:
         """Plan a step for each group with room in its pipeline; return False if there was nothing to plan."""
-        groups = [group for group in self.membership.groups.values() if self._is_due(group)]
-        return sum(self._plan(group) for group in groups) > 0
+        has_planned = False
+        for group in [group for group in self.membership.groups.values() if self._is_due(group)]:
+            has_planned |= self._plan(group)
+        return has_planned
 
     def _is_due(self, group: WorkerGroup) -> bool:
         """Return whether it is time for the group's next step."""

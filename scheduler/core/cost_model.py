@@ -47,12 +47,17 @@ class CostFit:
     def add(self, num_context_tokens: int, num_generation_rows: int, duration_us: float) -> None:
         """Add a recorded step."""
         self.num_steps += 1
+        kept, targets = self._kept_weight, self._targets
         features = (1.0, float(num_context_tokens), float(num_generation_rows))
+        first, second, third = features
         for row, left in enumerate(features):
-            self._targets[row] = self._targets[row] * self._kept_weight + left * duration_us
+            targets[row] = targets[row] * kept + left * duration_us
             products = self._products[row]
-            for column, right in enumerate(features):
-                products[column] = products[column] * self._kept_weight + left * right
+            products[:] = (
+                products[0] * kept + left * first,
+                products[1] * kept + left * second,
+                products[2] * kept + left * third,
+            )
 
     def model(self, wire_us: float = WIRE_US) -> CostModel:
         """Return the best-fitting model without negative coefficients; the default model if no steps were added."""

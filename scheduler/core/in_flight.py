@@ -46,12 +46,13 @@ class InFlightStep:
     @property
     def num_context_tokens(self) -> int:
         """Number of tokens in the step's context chunks."""
-        return sum(chunk[2] for chunk in self.context)
+        return sum([chunk[2] for chunk in self.context]) if self.context else 0
 
     @property
     def num_sampled(self) -> int:
         """Number of rows that sample a token."""
-        return sum(1 for chunk in self.context if chunk[3]) + len(self.generation)
+        num_generating = len(self.generation)
+        return sum([chunk[3] for chunk in self.context]) + num_generating if self.context else num_generating
 
     def sampled(self) -> list[Sequence]:
         """Return the sequences of the sampled rows, in the order of the step's result."""

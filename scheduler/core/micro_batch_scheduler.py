@@ -88,6 +88,8 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
     step stays short. At least a part of the budget is for the others, so that no client waits until another's contexts
     are computed.
     """
+    if not group.context:
+        return
     limit = group.max_num_tokens
     if group.config.enable_chunked_context:
         limit = group.config.max_context_chunk or limit

@@ -326,7 +326,8 @@ class StepBuilder:
             plan.retained_priorities.append(retention.priority)
             plan.retained_ms.append(retention.num_ms)
         adoption = group.adoptions.take()
-        plan.adopted_blocks, plan.adopted_hashes = adoption.blocks, adoption.hashes
+        if adoption.entries:
+            plan.adopted_blocks, plan.adopted_hashes = adoption.blocks, adoption.hashes
         plan.ahead_hashes = group.take_hashes_ahead()
         generation, rows = self._write_generation()
         num_scheduled = len(self._context) + len(generation)
@@ -431,11 +432,12 @@ class Results:
             return f"{num_tokens} tokens, but {step.num_sampled} were requested"
         if num_tokens and max(event.token_ids) >= vocab_size:
             return f"token {max(event.token_ids)} is not in the vocabulary"
-        if not event.missing_blocks.issubset(step.adoption.blocks):
+        if event.missing_blocks and not event.missing_blocks.issubset(step.adoption.blocks):
             return "missing_blocks names a block that the step did not ask for"
         if (event.failures or event.outputs) and (problem := self._rows_problem(step, event)):
             return problem
-        if max(event.num_draft_tokens, event.num_accepted_tokens) > sum(step.draft_limits.values()):
+        num_drafts = event.num_draft_tokens or event.num_accepted_tokens
+        if num_drafts and max(num_drafts, event.num_accepted_tokens) > sum(step.draft_limits.values()):
             return f"{event.num_draft_tokens} draft tokens, but at most {sum(step.draft_limits.values())} were allowed"
         if group.num_waiting or event.num_tokens or event.num_drafts or event.candidate_log_probs:
             return _runs_problem(step, event)
@@ -460,21 +462,24 @@ class Results:
             emitted = taken.emitted
         else:
             num_first = len(first_sampled)
-            emitted = self._append_first(group, first_sampled, step, event.token_ids, ends)
-            tokens = event.token_ids[num_first:] if num_first else event.token_ids
+            emitted, tokens = [], event.token_ids
+            if num_first:
+                emitted = self._append_first(group, first_sampled, step, tokens, ends)
+                tokens = tokens[num_first:]
             emitted += self._append_next(group, step, tokens, ends)
             taken = Taken(emitted, len(emitted), len(emitted))
         self._totals.num_wasted_tokens += max(0, step.num_sampled - taken.num_rows)
         self._totals.num_generation_tokens += taken.num_tokens
         self._totals.num_draft_tokens += event.num_draft_tokens
         self._totals.num_accepted_tokens += event.num_accepted_tokens
-        self._totals.num_prompt_tokens += sum(chunk[2] for chunk in step.context)
+        self._totals.num_prompt_tokens += step.num_context_tokens
         if emitted:
             self._effects.append(Emitted(emitted, [len(sequence.output) for sequence in emitted]))
         for sequence, end in ends:
             if sequence.end is None:
                 self._lifecycle.end_sequence(sequence, end)
-        self._fail_rows(group, failed)
+        if failed:
+            self._fail_rows(group, failed)
         self._report(group, step, event, taken.num_tokens)
 
     def _take_runs(

@@ -217,7 +217,8 @@ class WorkerGroup:
         self._num_beats_ahead = 0
         step = self.in_flight.popleft()
         self.pace.note_result(step, event.time_ns)
-        self.tables.settle(step.adoption, event.missing_blocks)
+        if step.adoption.entries:
+            self.tables.settle(step.adoption, event.missing_blocks)
         if self.fetched:
             self.fetched.difference_update(step.adoption.hashes)  # the worker looked for them, and they are gone
         if event.missing_blocks:

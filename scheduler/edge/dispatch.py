@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 64 << 20
 MAX_HELD_BYTES = 1 << 30
 _HIGH_WATER_MARK = 1000
+# As integers, since each operation on a flag runs a dozen functions of `enum`.
+_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 # Maximum messages read in one callback, so that other tasks can run before the rest are read.
 _MAX_READ = 64
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -178,7 +181,7 @@ class Dispatcher:
         lost = []
         for connection, epoch in list(self._epochs.items()):
             try:
-                self._socket.send_multipart([connection, _heartbeat_ack(epoch)], zmq.NOBLOCK)
+                self._write(connection, _heartbeat_ack(epoch))
             except zmq.ZMQError as error:
                 if error.errno == zmq.EHOSTUNREACH:
                     logger.warning("lost the connection of a worker", extra={"epoch": self._epochs.pop(connection)})
@@ -194,27 +197,28 @@ class Dispatcher:
         self._progress.touch()
         self._is_read_due = True
         try:
-            has_more = self._read_some()
+            self._read_some()
             self._on_read()
-            self._is_read_due = has_more or self._is_readable()
+            self._is_read_due = self._is_readable()
         except Exception as error:  # noqa: BLE001 (raised by `run`)
             self._failed.set_exception(error)
         self._progress.idle()
         if self._is_read_due:
             self._failed.get_loop().call_soon(self._read)
 
-    def _read_some(self) -> bool:
-        """Handle up to _MAX_READ messages; return whether more may be waiting."""
+    def _read_some(self) -> None:
+        """Handle up to _MAX_READ messages."""
         receive = self._socket.recv_multipart
         for _ in range(_MAX_READ):
             try:
-                frames = receive(zmq.NOBLOCK)
+                frames = receive(_NOBLOCK)
             except zmq.Again:
-                return False
+                return
             event = self._decode(frames)
             if event is not None:
                 self._on_event(event)
-        return True
+            if not self._is_readable():  # costs less than the exception
+                return
 
     def _read_if_readable(self) -> None:
         """Schedule a read if there are messages: the file descriptor does not signal messages that arrive during a
@@ -225,7 +229,7 @@ class Dispatcher:
             self._failed.get_loop().call_soon(self._read)
 
     def _is_readable(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
 
     def _decode(self, frames: list[bytes]) -> WorkerEvent | None:
         connection = frames[0]
@@ -346,10 +350,14 @@ class Dispatcher:
     def _send(self, connection: bytes, frame: bytes) -> None:
         # A worker that is gone or does not read soon loses its epoch through the heartbeat timeout.
         try:
-            self._socket.send_multipart([connection, frame], zmq.NOBLOCK)
+            self._write(connection, frame)
         except zmq.ZMQError:
             self.num_unsent += 1
         self._read_if_readable()
+
+    def _write(self, connection: bytes, frame: bytes) -> None:
+        self._socket.send(connection, _NOBLOCK_MORE)
+        self._socket.send(frame, _NOBLOCK)
 
     def close(self) -> None:
         """Close the port."""

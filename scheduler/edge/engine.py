@@ -20,6 +20,7 @@ from scheduler.core.effects import (
     Accepted,
     BeamsAdvanced,
     Effect,
+    Emitted,
     EpochEnded,
     FetchBlocks,
     GroupJoined,
@@ -225,6 +226,9 @@ class Engine:
             self._journal.commit(entries, lambda: self._on_committed(entries))
 
     def _on_committed(self, entries: list[JournalEntry]) -> None:
+        if all(type(entry) is Emitted for entry in entries):
+            self.hub.publish(entries)
+            return
         amended = [entry.sequence.request for entry in entries if isinstance(entry, SequenceEnded)]
         ended = [request for request in amended if self.hub.is_over(request.request_id)]
         self.hub.publish(entries)

@@ -64,6 +64,9 @@ JournalEntry = (
 )
 
 
+_ENTRIES = frozenset((Accepted, Emitted, BeamsAdvanced, SequenceEnded, RequestEnded, RequestForgotten))
+
+
 class JournalError(ExecutionError):
     """The journal cannot be written or read; nothing more may be sent to clients."""
 
@@ -78,9 +81,7 @@ class LostError(JournalError):
 
 def is_entry(effect: Effect) -> bool:
     """Return whether an effect is written to the journal."""
-    if isinstance(effect, Accepted):
-        return not effect.is_attached
-    return isinstance(effect, Emitted | BeamsAdvanced | SequenceEnded | RequestEnded | RequestForgotten)
+    return type(effect) in _ENTRIES and not (isinstance(effect, Accepted) and effect.is_attached)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from google.protobuf.message import DecodeError
 
 from protos import generation_pb2, worker_pb2
@@ -17,7 +19,34 @@ from scheduler.core.events import (
 )
 from scheduler.core.failure import Failure
 from scheduler.wire.requests import ModelLimits, stop_ids
-from scheduler.wire.worker_checks import check_worker_message
+from scheduler.wire.worker_checks import check_worker_message, is_plain_result
+
+# The fields of StepBatch that have the same name and contents in StepPlan.
+_LISTS = (
+    "released_rows",
+    "context_rows",
+    "context_starts",
+    "context_lengths",
+    "generation_rows",
+    "idle_rows",
+    "block_rows",
+    "block_ids",
+    "copy_source_blocks",
+    "copy_target_blocks",
+    "beam_rows",
+    "beam_token_ids",
+    "draft_rows",
+    "draft_limits",
+    "hashed_blocks",
+    "block_hashes",
+    "adopted_blocks",
+    "adopted_hashes",
+    "ahead_hashes",
+    "retained_hashes",
+    "retained_priorities",
+    "retained_ms",
+)
+_lists_of = attrgetter(*_LISTS)
 
 WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | WorkerLost | WorkerFailed | StepDone | BlocksFetched
 
@@ -40,10 +69,10 @@ def decode_worker_message(
         message.ParseFromString(frame)
     except DecodeError as error:
         raise ValueError(str(error)) from None
-    check_worker_message(message)
     kind = message.WhichOneof("message")
     if kind == "step_result":
-        return _step_done(message.step_result, connection, time_ns)
+        return _step_done(message, connection, time_ns)
+    check_worker_message(message)
     if kind == "heartbeat":
         beat = message.heartbeat
         memory = (beat.memory.cpu_bytes, beat.memory.gpu_bytes, beat.memory.pinned_bytes)
@@ -102,7 +131,13 @@ def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -
     )
 
 
-def _step_done(result: worker_pb2.StepResult, connection: bytes, time_ns: int) -> StepDone:
+def _step_done(message: worker_pb2.WorkerMessage, connection: bytes, time_ns: int) -> StepDone:
+    result = message.step_result
+    if is_plain_result(result):
+        epoch, step_id, tokens = result.epoch, result.step_id, result.token_ids[:]
+        forward_us, waiting_us = result.forward_us, result.waiting_us
+        return StepDone(time_ns, connection, epoch, step_id, tokens, forward_us=forward_us, waiting_us=waiting_us)
+    check_worker_message(message)
     return StepDone(
         time_ns=time_ns,
         connection=connection,
@@ -133,33 +168,11 @@ def encode_step(plan: StepPlan, limits: ModelLimits) -> bytes:
     batch.epoch = plan.epoch
     batch.step_id = plan.step_id
     batch.repeat_generation = plan.repeats_generation
-    for name in (
-        "released_rows",
-        "context_rows",
-        "context_starts",
-        "context_lengths",
-        "generation_rows",
-        "idle_rows",
-        "block_rows",
-        "block_ids",
-        "copy_source_blocks",
-        "copy_target_blocks",
-        "beam_rows",
-        "beam_token_ids",
-        "draft_rows",
-        "draft_limits",
-        "hashed_blocks",
-        "block_hashes",
-        "adopted_blocks",
-        "adopted_hashes",
-        "ahead_hashes",
-        "retained_hashes",
-        "retained_priorities",
-        "retained_ms",
-    ):
-        values = getattr(plan, name)
-        if values:
-            getattr(batch, name).extend(values)
+    lists = _lists_of(plan)
+    if any(lists):
+        for name, values in zip(_LISTS, lists, strict=True):
+            if values:
+                getattr(batch, name).extend(values)
     for fork in plan.forks:
         batch.forks.add(from_row=fork.from_row, to_row=fork.to_row, block_ids=fork.block_ids)
     for added in plan.added:

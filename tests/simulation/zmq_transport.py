@@ -124,6 +124,7 @@ class Router:
         self._on_readable: Callable[[], object] = lambda: None
         self.process = running()
         self.links: dict[bytes, Link] = {}
+        self._target: Link | None = None
         self._network = network
         self._address = ""
         self._monitor: Monitor | None = None
@@ -177,12 +178,14 @@ class Router:
             raise _AGAIN.with_traceback(None)
         return self._inbox.popleft()
 
-    def send_multipart(self, frames: list[bytes], _: int = 0) -> None:
-        """Send a message to the dealer with an identity."""
-        link = self.links.get(frames[0])
-        if link is None:
-            raise zmq.ZMQError(zmq.EHOSTUNREACH)
-        link.send(link.down, frames[1])
+    def send(self, frame: bytes, flags: int = 0) -> None:
+        """Send a message to a dealer: first its identity, then the message."""
+        if flags & zmq.SNDMORE:
+            self._target = self.links.get(frame)
+            if self._target is None:
+                raise zmq.ZMQError(zmq.EHOSTUNREACH)
+        elif self._target is not None:
+            self._target.send(self._target.down, frame)
 
     def close(self) -> None:
         """Reject all connections."""
