@@ -25,6 +25,7 @@ from midstream.errors import ExecutionError, NotFoundError, UnavailableError, fr
 from midstream.extras import extras_from_proto
 from midstream.rpc.command_stream import CommandStream
 from midstream.rpc.discovery import Discovery
+from midstream.rpc.frames import Pump
 from midstream.rpc.scheduler_epoch import scheduler_epoch
 from midstream.security.tls import Tls
 from protos import scheduler_pb2 as pb
@@ -109,6 +110,15 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
             stream = self._streams.get(number)
             if stream is not None:
                 stream.fail(UnavailableError(f"the scheduler at {self.target} cannot be reached"))
+
+    def take(self, body: bytes) -> None:
+        """Handle a batch received over frames; `_finish_read` follows."""
+        if self._connection is not None:
+            self._pool.hold_routers()
+        super().take(body)
+
+    def _finish_read(self) -> None:
+        self._pool.release_routers()
 
     def _take(self, batch: pb.FeedBatch) -> None:
         for opened in batch.opened:
@@ -206,12 +216,31 @@ class FeedPool:
         )
         self._on_detach = on_detach
         self._waiting: dict[int, OutputStream] = {}  # attached, not claimed yet
+        self._held: dict[Pump, None] | None = None
 
     async def run(self) -> None:
         """Keep the feeds open until cancelled."""
         async with self._running:  # an error in one task ends all tasks
             await self._discovery.run()
             await asyncio.Event().wait()
+
+    def wake_router(self, pump: Pump) -> None:
+        """Let a router's pump run soon; while routers are held, it runs when they are released."""
+        if self._held is None:
+            pump.wake()
+        else:
+            self._held[pump] = None
+
+    def hold_routers(self) -> None:
+        """Hold the routers' pumps while tokens are read, so that they need no further iteration of the event loop."""
+        if self._held is None:
+            self._held = {}
+
+    def release_routers(self) -> None:
+        """Run the pumps that were woken while they were held."""
+        held, self._held = self._held, None
+        for pump in held or ():
+            pump.run()
 
     def server_name(self, target: str) -> str:
         """Return the name that a scheduler's certificate must contain; empty if it is the scheduler's address."""

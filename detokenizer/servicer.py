@@ -30,7 +30,7 @@ class _FramesHandler:
     def __init__(self, servicer: DetokenizerServicer, connection: FrameConnection) -> None:
         self._servicer = servicer
         self._pump = Pump(connection, self._collect, servicer.check_drained)
-        self._router = servicer.connect(self._pump.wake)
+        self._router = servicer.connect_frames(self._pump)
         self.resume = self._pump.run
 
     def _collect(self) -> pb.StreamBatch | None:
@@ -77,6 +77,10 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
         connection = RouterConnection(wake, self._pool.detach)
         self._connections[connection] = None
         return connection
+
+    def connect_frames(self, pump: Pump) -> RouterConnection:
+        """Add a router whose output `pump` writes."""
+        return self.connect(lambda: self._pool.wake_router(pump))
 
     def disconnect(self, connection: RouterConnection) -> None:
         """Remove a router."""

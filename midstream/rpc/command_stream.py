@@ -93,6 +93,9 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
     def _take(self, batch: BatchT) -> None:
         """Handle a batch."""
 
+    def _finish_read(self) -> None:
+        """Complete the work for the batches that were read together over frames."""
+
     @abstractmethod
     def _lose(self) -> None:
         """Handle the end of a stream that broke, or the failure to open one."""
@@ -174,6 +177,7 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
         assert self._lost is not None
         try:
             self._connection = connection
+            connection.on_read = self._finish_read
             self.is_open = True
             hello = self._hello()
             if hello is not None:

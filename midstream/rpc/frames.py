@@ -75,6 +75,7 @@ class FrameConnection(asyncio.Protocol):
         handler: Receives the messages.
         is_open: Whether frames can be sent, from the welcome until the connection is closed.
         is_writable: Whether frames can be sent and the send buffer has room.
+        on_read: Called after the messages that were read together have been handled.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class FrameConnection(asyncio.Protocol):
         """
         self.handler = handler
         self.is_open = False
+        self.on_read: Callable[[], None] = lambda: None
         self.on_welcome: Callable[[], None] = lambda: None
         self.on_hello: Callable[[bytes], None] = lambda _: self.fail(
             FrameError("a hello was received from the accepting side")
@@ -129,7 +131,10 @@ class FrameConnection(asyncio.Protocol):
         """See asyncio.Protocol."""
         self._heard_at = self._loop.time()
         try:
-            self._parse(data)
+            try:
+                self._parse(data)
+            finally:
+                self.on_read()
         except Exception as error:  # noqa: BLE001 (told to the handler)
             self.fail(error)
 
