@@ -205,6 +205,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconH1",
         {**MAMBA, "mamba_d_ssm": 128, "num_hidden_layers": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
     ),
+    "arcee": ("Arcee", {}),
+    "dots1": ("Dots1", {**GROUPED, "sliding_window": 24, "max_window_layers": 1, "norm_topk_prob": True}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40,
+            "embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 3.0,
+        },
+    ),
     "phi": ("Phi", {"num_key_value_heads": 4}),
     "starcoder2": ("Starcoder2", {"sliding_window": 24}),
     "stablelm": ("StableLm", {"use_qkv_bias": True}),

@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from gpu_worker.models.description import DecoderDescription, narrowed
+from gpu_worker.models.families.arcee import ARCEE
 from gpu_worker.models.families.cohere2 import COHERE2
 from gpu_worker.models.families.deepseek import DEEPSEEK
+from gpu_worker.models.families.dots import DOTS1
 from gpu_worker.models.families.ernie import ERNIE4_5
 from gpu_worker.models.families.exaone import EXAONE4
 from gpu_worker.models.families.family import Family
@@ -16,7 +18,7 @@ from gpu_worker.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from gpu_worker.models.families.glm import GLM, GLM4, GLM_MIXTURE
 from gpu_worker.models.families.gpt import GPT2, OPT, PHI, STABLELM, STARCODER2
 from gpu_worker.models.families.gpt_oss import GPT_OSS
-from gpu_worker.models.families.granite import GRANITE
+from gpu_worker.models.families.granite import GRANITE, GRANITE_MIXTURE
 from gpu_worker.models.families.idefics3 import IDEFICS3
 from gpu_worker.models.families.lfm2 import LFM2
 from gpu_worker.models.families.llama import LLAMA, SEED_OSS
@@ -34,7 +36,7 @@ FAMILIES = (
     LLAMA, LLAMA4, QWEN, QWEN_MIXTURE, MISTRAL, MIXTRAL, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE, GLM, GLM4,
     GLM_MIXTURE, GPT_OSS, DEEPSEEK, SMOLLM3, COHERE2, QWEN_NEXT, QWEN3_5, MAMBA2, NEMOTRON_H, GRANITE_HYBRID,
     BAMBA, FALCON_H1, LFM2, PHI, STARCODER2, STABLELM, GPT2, OPT, OLMO3, SEED_OSS,
-    EXAONE4, ERNIE4_5, MINIMAX_M2, IDEFICS3,
+    EXAONE4, ERNIE4_5, MINIMAX_M2, IDEFICS3, ARCEE, DOTS1, GRANITE_MIXTURE,
 )  # fmt: skip
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.types}
 
