@@ -93,7 +93,7 @@ def round_to_int16(weight: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % BLOCK))
     blocks = padded.view(len(weight), -1, BLOCK).double()
     sizes = blocks.abs()
-    bound = torch.maximum(sizes.sum(2, keepdim=True) / 65504, sizes.amax(2, keepdim=True) / 32767)
+    bound = torch.maximum(sizes.sum(2, keepdim=True) / 65504, sizes.amax(2, keepdim=True) / 8191)
     scale = torch.exp2(torch.frexp(bound).exponent.double())
     rounded: Tensor = ((blocks / scale).round() * scale).float()
     return rounded.flatten(1)[:, : weight.shape[1]]

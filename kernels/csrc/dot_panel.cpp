@@ -238,15 +238,58 @@ template <class P> struct TileDots {
 
 template <class P> using TileOf = DotTile<P::kGroups, P::kScales>;
 
+// A block of weights whose words are multiplied in pairs, with Winograd's inner product:
+//   x0 w0 + x1 w1 = (x0 + w1) (x1 + w0) - x0 x1 - w0 w1
+// x0 x1 is computed once per row and w0 w1 once per tile, so there are half as many multiplies, and two adds for each. This is
+// faster on processors with more units for adds than for multiplies. All sums are exact modulo 2^32, and the result fits in 32
+// bits, so the bits are those of the other methods.
+template <class P> struct PairTile : TileOf<P> {
+  uint32_t products[kPanel];  // the sum of w0 w1
+};
+
+// Weights that were unpacked into such a tile.
+template <class P> struct PairDots : TileDots<P> {
+  I products(int v) const { return load_int(this->channels + (P::kGroups + P::kScales + 1) * kPanel + v * kLanes); }
+};
+
 // One block of a tile of rows.
 struct RowBlock {
   const uint32_t* words;
   const float *scales, *sums;
+  const uint32_t* products = nullptr;
 };
 
 template <class P> [[gnu::always_inline]] inline RowBlock row_block(const QuantizedRows& rows, int tile, int block) {
   int64_t index = (static_cast<int64_t>(tile) * rows.num_blocks + block) * kRowTile;
   return {opaque(rows.words + index * P::kGroups), opaque(rows.scales + index), opaque(rows.sums + index)};
+}
+
+// dots [R, V] = dot products of the first R rows of a tile with V vectors of channels, over a block.
+template <int R, int V, class P>
+[[gnu::always_inline]] inline void multiply_block(const PairDots<P>& weights, int first_vector, int, const RowBlock& rows, I (&dots)[R][V]) {
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) dots[r][v] = sub_int(set1_int(rows.products[r]), weights.products(first_vector + v));
+#pragma GCC unroll 8
+  for (int i = 0; i < P::kGroups; i += 2) {
+    // Otherwise GCC would keep words for other groups, for which there are no registers.
+    asm volatile("" ::: "memory");
+    I first[V], second[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      first[v] = weights.word(i, first_vector + v);
+      second[v] = weights.word(i + 1, first_vector + v);
+      keep(first[v]);
+      keep(second[v]);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      I x = set1_int(rows.words[i * kRowTile + r]), y = set1_int(rows.words[(i + 1) * kRowTile + r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) dots[r][v] = dot_halves(dots[r][v], add_halves(x, second[v]), add_halves(y, first[v]));
+    }
+  }
 }
 
 // dots [R, V] = dot products of the first R rows of a tile with V vectors of channels, over one part of a block (with one scale).
@@ -446,11 +489,17 @@ struct BlockRange {
   int first, end;
 };
 
-template <class P> constexpr int kTileBlocks = kDotTileBytes / static_cast<int>(sizeof(TileOf<P>));
+template <class Tile> constexpr int kTileBlocks = kDotTileBytes / static_cast<int>(sizeof(Tile));
 
-template <class P, int R>
-[[gnu::noinline]] void sum_tile(const TileOf<P>* tile, BlockRange range, const QuantizedRows& rows, int row,
-                                float* sums) {
+template <class P> TileDots<P> dots_of(const TileOf<P>& tile, int v) {
+  return {opaque(reinterpret_cast<const float*>(&tile) + v * kLanes)};
+}
+template <class P> PairDots<P> dots_of(const PairTile<P>& tile, int v) {
+  return {{opaque(reinterpret_cast<const float*>(&tile) + v * kLanes)}};
+}
+
+template <class P, int R, class Tile>
+[[gnu::noinline]] void sum_tile(const Tile* tile, BlockRange range, const QuantizedRows& rows, int row, float* sums) {
   for (int v = 0; v < kPanelVectors; v += kDotVectors) {
     F sum[R][kDotVectors];
     float* out = sums + row * kPanel + v * kLanes;
@@ -459,16 +508,18 @@ template <class P, int R>
     } else {
       read(sum, out);
     }
-    for (int b = range.first; b < range.end; ++b)
-      add_block<R, kDotVectors>(TileDots<P>{opaque(reinterpret_cast<const float*>(&tile[b - range.first]) + v * kLanes)}, 0,
-                                row_block<P>(rows, row / kRowTile, b), in(sum));
+    for (int b = range.first; b < range.end; ++b) {
+      RowBlock x = row_block<P>(rows, row / kRowTile, b);
+      if constexpr (std::is_same_v<Tile, PairTile<P>>)
+        x.products = opaque(rows.products + (static_cast<int64_t>(row) / kRowTile * rows.num_blocks + b) * kRowTile);
+      add_block<R, kDotVectors>(dots_of<P>(tile[b - range.first], v), 0, x, in(sum));
+    }
     write(sum, out);
   }
 }
 
-template <class P>
-void sum_tile(int num_rows, const TileOf<P>* tile, BlockRange range, const QuantizedRows& rows, int row,
-              float* sums) {
+template <class P, class Tile>
+void sum_tile(int num_rows, const Tile* tile, BlockRange range, const QuantizedRows& rows, int row, float* sums) {
   switch (num_rows) {
     case 1: return sum_tile<P, 1>(tile, range, rows, row, sums);
     case 2: return sum_tile<P, 2>(tile, range, rows, row, sums);
@@ -479,22 +530,53 @@ void sum_tile(int num_rows, const TileOf<P>* tile, BlockRange range, const Quant
   }
 }
 
-template <class Dots>
-void unpack(const uint8_t* panel, BlockRange range, TileOf<typename Dots::Products>* tile) {
+template <class Dots, class Tile> void unpack(const uint8_t* panel, BlockRange range, Tile* tile) {
+  using Products = typename Dots::Products;
   for (int b = 0; b < range.end - range.first; ++b) {
     Dots weights;
     weights.panel = panel;
     weights.b = range.first + b;
     for (int v = 0; v < kPanelVectors; ++v) {
-      for_each_group<1, true>(weights, v, 0, Dots::Products::kGroups / Dots::kParts, [&](int group, const I (&words)[1]) __attribute__((always_inline)) {
+      for_each_group<1, true>(weights, v, 0, Products::kGroups / Dots::kParts, [&](int group, const I (&words)[1]) __attribute__((always_inline)) {
         store_int(&tile[b].words[group][v * kLanes], words[0]);
       });
-      for (int part = 0; part < Dots::Products::kScales; ++part)
+      for (int part = 0; part < Products::kScales; ++part)
         store(tile[b].scale[part] + v * kLanes, weights.scale(v, part));
       store(tile[b].minimum + v * kLanes, weights.minimum(v));
+      if constexpr (std::is_same_v<Tile, PairTile<Products>>) {
+        I sum = set1_int(0);
+#pragma GCC unroll 8
+        for (int i = 0; i < Products::kGroups; i += 2)
+          sum = dot_halves(sum, load_int(&tile[b].words[i][v * kLanes]), load_int(&tile[b].words[i + 1][v * kLanes]));
+        store_int(&tile[b].products[v * kLanes], sum);
+      }
     }
   }
 }
+
+// Unpacks a panel's weights into tiles that all rows use.
+template <class Dots, class Tile>
+void sum_unpacked(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, void* tile_bytes) {
+  auto* tile = static_cast<Tile*>(tile_bytes);
+  for (int first = 0; first < rows.num_blocks; first += kTileBlocks<Tile>) {
+    BlockRange range{first, std::min(first + kTileBlocks<Tile>, rows.num_blocks)};
+    unpack<Dots>(panel, range, tile);
+    for (int row = 0; row < m; row += kRowTile)
+      sum_tile<typename Dots::Products>(std::min(kRowTile, m - row), tile, range, rows, row, sums);
+  }
+}
+
+// With fewer rows, copying the weights into tiles takes longer than is saved.
+constexpr int fewest_pair_rows(bool is_unpacked) { return is_unpacked ? 24 : 48; }
+template <class Dots>
+constexpr bool kHasPairProducts = kRegisters == 32 && Dots::Products::kGroups == kBlock / 2 && Dots::Products::kScales == 1;
+
+// AMD's processors multiply in two of their four vector units, and add in all. Intel's do both in the same two.
+#if defined(MIDSTREAM_PAIR)
+const bool kIsPairFaster = true;
+#else
+const bool kIsPairFaster = __builtin_cpu_is("amd");
+#endif
 
 // Number of blocks of a panel that fit in the L1 cache while all rows use them.
 template <class Dots> constexpr int kResidentBlocks = std::max(1, kResidentBytes / Dots::Block::kBytes);
@@ -524,9 +606,12 @@ void sum_registers(int num_rows, const uint8_t* panel, BlockRange range, const Q
 }
 
 template <class Dots>
-void sum_dots(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, void* tile_bytes) {
+void sum_dots(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, void* tile) {
   if (m <= 2) return sum_direct<Dots>(m, panel, rows, sums);
+  using Products = typename Dots::Products;
   if constexpr (kRegisters == 32) {
+    if constexpr (kHasPairProducts<Dots>)
+      if (rows.products && m >= fewest_pair_rows(Dots::kParts > 1)) return sum_unpacked<Dots, PairTile<Products>>(panel, m, rows, sums, tile);
     for (int first = 0; first < rows.num_blocks; first += kResidentBlocks<Dots>) {
       BlockRange range{first, std::min(first + kResidentBlocks<Dots>, rows.num_blocks)};
       for (int row = 0; row < m; row += kRowTile)
@@ -535,17 +620,15 @@ void sum_dots(const uint8_t* panel, int m, const QuantizedRows& rows, float* sum
     return;
   }
   if (m <= kRowTile) return sum_direct<Dots>(m, panel, rows, sums);
-  using Products = typename Dots::Products;
-  auto* tile = static_cast<TileOf<Products>*>(tile_bytes);
-  for (int first = 0; first < rows.num_blocks; first += kTileBlocks<Products>) {
-    BlockRange range{first, std::min(first + kTileBlocks<Products>, rows.num_blocks)};
-    unpack<Dots>(panel, range, tile);
-    for (int row = 0; row < m; row += kRowTile)
-      sum_tile<Products>(std::min(kRowTile, m - row), tile, range, rows, row, sums);
-  }
+  sum_unpacked<Dots, TileOf<Products>>(panel, m, rows, sums, tile);
 }
 
 }  // namespace
+
+bool has_pair_products(Format format, Input input, int m) {
+  return kRegisters == 32 && kIsPairFaster && m >= fewest_pair_rows(format != Format::kInt16) && input == Input::kHalves && has_dots(format, input) &&
+         format != Format::kQ6K;
+}
 
 void sum_dots(Format format, const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, void* tile) {
   auto run = [&]<class Bytes, class Halves>() {

@@ -21,6 +21,9 @@ inline bool has_dots(Format format, Input input) {
   return !is_float && (input == Input::kHalves || (input == Input::kBytes && has_byte_dots));
 }
 
+// Returns whether words of m rows of an input are multiplied in pairs, for which QuantizedRows::products is needed.
+bool has_pair_products(Format format, Input input, int m);
+
 // The maximum number of rows of an input that are split into high and low bytes.
 constexpr int kMostSplitRows = kLanes == 16 ? kSplitRows : 1;
 inline int most_split_rows(Format format, Input input) {

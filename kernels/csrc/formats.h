@@ -158,6 +158,7 @@ struct Fp8Block : Layout<4, kBlock / 4> {
 // product with any halves fits in 32 bits.
 struct Int16Block : Layout<1, kBlock / 2> {
   static constexpr int kMostSum = 65536 - kBlock;
+  static constexpr int kMost = 8191;  // of the magnitudes
   [[gnu::always_inline]] static F scale(const uint8_t* panel, int b, int v) {
     return as_float(shift_left<23>(load_bytes(fields(panel, b) + v * kLanes)));
   }

@@ -158,8 +158,9 @@ void run_part(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quanti
   bool is_quantized = has_dots(format, input), is_gated = output == Output::kSiluMul;
   QuantizedRows rows = quantized.rows(m, weight.k, format, is_quantized ? input : Input::kFloats);
   rows.num_split = m <= most_split_rows(format, input) ? m : 0;
+  if (!rows.has_tiles && has_pair_products(format, input, m)) rows.products = quantized.products.data();
   bool is_prepared = is_quantized || rows.has_tiles;
-  if (is_prepared) pool.for_each(m, pool.grain(m), [&](int r) { rows.quantize(r, x + r * ldx, has_nibbles(format)); });
+  if (is_prepared) pool.for_each(m, pool.grain(m), [&](int r) { rows.quantize(r, x + r * ldx, format); });
   if (rows.has_tiles) configure_tiles(std::min(m, kTileRows), num_weight_tiles(format));
   float* sums = scratch.sums.data();
   float* up = sums + static_cast<int64_t>(round_up(std::min(m, kRowGroup), kTileRows)) * kPanel;
@@ -220,6 +221,7 @@ void grouped_linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& 
   // The average number of rows per group determines the method; the bits do not depend on it.
   int usual_rows = std::max(1, num_rows / max_groups);
   QuantizedRows rows = quantized.rows(usual_rows, weights->k, format, is_quantized ? input : Input::kFloats);
+  if (!rows.has_tiles && has_pair_products(format, input, usual_rows)) rows.products = quantized.products.data();
   bool is_prepared = is_quantized || rows.has_tiles;
   int most_split = rows.has_tiles ? 0 : most_split_rows(format, input);
   auto rows_of = [&](const RowGroup& group, int first) {
@@ -230,7 +232,7 @@ void grouped_linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& 
   if (is_prepared)
     pool.for_each(num_rows, pool.grain(num_rows), [&](int r) {
       const RowGroup& group = group_of(groups, max_groups, places[r]);
-      rows_of(group, group.first).quantize(places[r] - group.first, x + places[r] * ldx, has_nibbles(format));
+      rows_of(group, group.first).quantize(places[r] - group.first, x + places[r] * ldx, format);
     });
   float* sums = scratch.sums.data();
   float* up = sums + scratch.sums.size() / 2;

@@ -41,7 +41,7 @@ void pack_int16(const float* row, int count, int lane, uint8_t* block, uint8_t* 
     return;
   }
   int exponent = 0;
-  std::frexp(std::fmax(sum / Int16Block::kMostSum, most / 32767), &exponent);  // less than 2^exponent
+  std::frexp(std::fmax(sum / Int16Block::kMostSum, most / Int16Block::kMost), &exponent);  // less than 2^exponent
   block[lane] = static_cast<uint8_t>(std::clamp(exponent + 127, 1, 255));
   if (block[lane] == 255) return;
   for (int k = 0; k < count; ++k) {

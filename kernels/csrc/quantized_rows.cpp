@@ -55,6 +55,16 @@ void store_split(const __m256i* q, bool has_nibbles, uint32_t* words) {
   words[kBlock / 2 + 1] = sum_words(low_sum);
 }
 
+// Returns minus the sum of the products of a block's words 2 i and 2 i + 1, as pairs of halves, modulo 2^32.
+uint32_t negative_products(const uint32_t* words) {
+  __m256i sum = _mm256_setzero_si256();
+  for (int i = 0; i < kBlock / 2; i += 8) {
+    __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + i));
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, _mm256_srli_epi64(x, 32)));
+  }
+  return 0u - sum_words(_mm256_blend_epi32(_mm256_setzero_si256(), sum, 0x55));
+}
+
 void store_halves(const __m256i* q, bool has_nibbles, uint32_t* words) {
   for (int i = 0; i < 2; ++i) {
     __m256i near = _mm256_unpacklo_epi64(pair_alternate(q[2 * i]), pair_alternate(q[2 * i + 1]));
@@ -108,7 +118,7 @@ void split_floats(const float* row, uint32_t* words) {
 
 }  // namespace
 
-void QuantizedRows::quantize(int index, const float* row, bool has_nibbles) const {
+void QuantizedRows::quantize(int index, const float* row, Format format) const {
   if (input == Input::kFloats) {
     uint32_t* tile = words + static_cast<int64_t>(index / kTileRows) * num_blocks * num_parts(input) * kTileRows * kBlock / 2;
     for (int b = 0; b < num_blocks; ++b)
@@ -118,8 +128,8 @@ void QuantizedRows::quantize(int index, const float* row, bool has_nibbles) cons
   int row_tile = has_tiles ? kTileRows : kRowTile;
   int64_t first = static_cast<int64_t>(index / row_tile) * num_blocks;
   int place = index % row_tile, num_words = words_of_block(input);
-  bool has_halves = input == Input::kHalves;
-  float most_level = has_halves ? 32767.0f : 127.0f;
+  bool has_halves = input == Input::kHalves, has_nibbles = midstream::has_nibbles(format);
+  float most_level = has_halves ? most_half(format) : 127.0f;
   __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   for (int b = 0; b < num_blocks; ++b) {
     __m256 x[4], most = _mm256_setzero_ps(), total = _mm256_setzero_ps();
@@ -147,6 +157,7 @@ void QuantizedRows::quantize(int index, const float* row, bool has_nibbles) cons
       has_halves ? store_halves(q, has_nibbles, block) : store_bytes(q, has_nibbles, block);
       uint32_t* out = words + (first + b) * num_words * kRowTile + place;
       for (int i = 0; i < num_words; ++i) out[i * kRowTile] = block[i];
+      if (products) products[(first + b) * row_tile + place] = negative_products(block);
     }
     // The maximum ignores NaN, and integers cannot represent it, so the scale becomes NaN.
     float scale = largest / most_level + 0.0f * avx2::sum_lanes(total);

@@ -14,6 +14,8 @@ namespace midstream {
 enum class Input : int { kFloats = 0, kBytes = 1, kHalves = 2 };
 
 constexpr int kSplitWords = kBlock / 2 + 2, kSplitRows = 2;
+// Returns the largest magnitude of halves: the sum with a weight also fits in 16 bits (see PairTile in dot_panel.cpp).
+constexpr int most_half(Format format) { return 32767 - (format == Format::kInt16 ? Int16Block::kMost : 255); }
 inline int words_of_block(Input input) { return input == Input::kHalves ? kBlock / 2 : kBlock / 4; }
 constexpr int num_parts(Input input) { return input == Input::kFloats ? 3 : input == Input::kHalves ? 2 : 1; }
 
@@ -21,7 +23,7 @@ constexpr int num_parts(Input input) { return input == Input::kFloats ? 3 : inpu
 // 4 x 2 of 16 with AVX2, which needs others for products, and 6 x 4 of 32 with AVX-512.
 constexpr int kRowTile = kLanes == 16 ? 6 : 4;
 
-// Each block of kBlock elements of a row has its own scale: the largest magnitude becomes 127, or 32,767 for halves (16 bits). The
+// Each block of kBlock elements of a row has its own scale: the largest magnitude becomes 127, or most_half() for halves (16 bits). The
 // order of elements in a word is that of the weights by which they are multiplied. Bytes: four elements in order, or for weights
 // of four bits, k = 8 j + i in byte j of word i. Halves: word 2 i + j has k = 4 i + j and 4 i + j + 2, or for weights of four bits,
 // word k has k and k + 16.
@@ -40,16 +42,17 @@ struct QuantizedRows {
   Input input;
   bool has_tiles;
   int num_split = 0;
+  uint32_t* products = nullptr;  // shape of scales: minus the sum of the products of words 2 i and 2 i + 1; null if not needed
 
   // Returns the rows from `row` on, which must be the first row of a tile.
   QuantizedRows from(int row) const {
     int64_t blocks = static_cast<int64_t>(row) * num_blocks;
     int words_of_row = has_tiles ? num_parts(input) * kBlock / 2 : words_of_block(input);
-    return {words + blocks * words_of_row, scales + blocks, sums + blocks, num_blocks, input, has_tiles, num_split};
+    return {words + blocks * words_of_row, scales + blocks, sums + blocks, num_blocks, input, has_tiles, num_split, products ? products + blocks : nullptr};
   }
 
-  // Quantizes one row of num_blocks * kBlock elements.
-  void quantize(int index, const float* row, bool has_nibbles) const;
+  // Quantizes one row of num_blocks * kBlock elements for weights of this format.
+  void quantize(int index, const float* row, Format format) const;
 };
 
 // Aligned to cache lines: vectors and rows of tiles that cross one are read at half the speed.
@@ -67,13 +70,14 @@ template <class T> using AlignedVector = std::vector<T, AlignedAllocator<T>>;
 struct QuantizedScratch {
   AlignedVector<uint32_t> words;
   std::vector<float> scales, sums;
+  std::vector<uint32_t> products;
   std::vector<float> ordered;  // rows of an input, in the order of a weight's columns
   bool can_use_tiles = false, has_orders = false;
 
   void reserve(int m, int k) {
     size_t blocks = static_cast<size_t>(m + kMostTileRows) * (round_up(k, kBlock) / kBlock);
     if (has_orders && ordered.size() < blocks * kBlock) ordered.resize(blocks * kBlock);
-    if (scales.size() < blocks) words.resize(blocks * (can_use_tiles ? 3 : 1) * kBlock / 2), scales.resize(blocks), sums.resize(blocks);
+    if (scales.size() < blocks) words.resize(blocks * (can_use_tiles ? 3 : 1) * kBlock / 2), scales.resize(blocks), sums.resize(blocks), products.resize(blocks);
   }
   // Returns storage for m rows: quantized to `input` for a layer with integer products, or floats for another layer.
   QuantizedRows rows(int m, int k, Format format, Input input) {

@@ -58,6 +58,8 @@ inline I bit_and(I a, I b) { return _mm256_and_si256(a, b); }
 inline I bit_or(I a, I b) { return _mm256_or_si256(a, b); }
 inline I bit_xor(I a, I b) { return _mm256_xor_si256(a, b); }
 inline I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
+inline I sub_int(I a, I b) { return _mm256_sub_epi32(a, b); }
+inline I add_halves(I a, I b) { return _mm256_add_epi16(a, b); }
 template <int n> I shift_left(I a) { return _mm256_slli_epi32(a, n); }
 template <int n> I shift_right(I a) { return _mm256_srli_epi32(a, n); }
 // Makes the compiler keep a vector in a register instead of reading it again.

@@ -55,6 +55,8 @@ inline I bit_and(I a, I b) { return _mm512_and_si512(a, b); }
 inline I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
 inline I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
 inline I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
+inline I sub_int(I a, I b) { return _mm512_sub_epi32(a, b); }
+inline I add_halves(I a, I b) { return _mm512_add_epi16(a, b); }
 template <int n> I shift_left(I a) { return _mm512_slli_epi32(a, n); }
 template <int n> I shift_right(I a) { return _mm512_srli_epi32(a, n); }
 // Makes the compiler keep a vector in a register instead of reading it again.

@@ -50,6 +50,8 @@ inline I bit_and(I x, I y) { return {avx2::bit_and(x.a, y.a), avx2::bit_and(x.b,
 inline I bit_or(I x, I y) { return {avx2::bit_or(x.a, y.a), avx2::bit_or(x.b, y.b)}; }
 inline I bit_xor(I x, I y) { return {avx2::bit_xor(x.a, y.a), avx2::bit_xor(x.b, y.b)}; }
 inline I add_int(I x, I y) { return {avx2::add_int(x.a, y.a), avx2::add_int(x.b, y.b)}; }
+inline I sub_int(I x, I y) { return {avx2::sub_int(x.a, y.a), avx2::sub_int(x.b, y.b)}; }
+inline I add_halves(I x, I y) { return {avx2::add_halves(x.a, y.a), avx2::add_halves(x.b, y.b)}; }
 template <int n> I shift_left(I x) { return {avx2::shift_left<n>(x.a), avx2::shift_left<n>(x.b)}; }
 template <int n> I shift_right(I x) { return {avx2::shift_right<n>(x.a), avx2::shift_right<n>(x.b)}; }
 inline void keep(I&) {}

@@ -9,6 +9,8 @@ from kernels.cpu import InputFormat, PackedLinear, WeightFormat, dequantize_bloc
 from kernels.cpu.blocks import random_blocks, round_to_int16
 from tests.kernels.libraries import each_build, library, runnable_builds, threads
 
+MOST_HALF = 32767 - 255  # the level of the largest value of a block of 16-bit inputs, except with INT16 weights
+
 GGUF_TYPES = {
     WeightFormat.Q4_1: gguf.GGMLQuantizationType.Q4_1,
     WeightFormat.Q8_0: gguf.GGMLQuantizationType.Q8_0,
@@ -74,7 +76,8 @@ def test_any_shape_and_format_equals_the_reference(
     packed = PackedLinear(library(name), [source], weight_format, bias, input_format=input_format)
     out = packed(x, threads(name))
     if packed.rounds_input:
-        x = rounded(x, 127 if input_format == InputFormat.INT8 else 32767)
+        most_half = 32767 - 8191 if weight_format == WeightFormat.INT16 else MOST_HALF
+        x = rounded(x, 127 if input_format == InputFormat.INT8 else most_half)
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     # Each of the num_inputs terms is rounded once, and so is each partial sum.
     bound = 1e-6 * (x.abs().double() @ weight.abs().double().T) + 1e-6
@@ -90,9 +93,12 @@ def test_rows_do_not_depend_on_batch_or_threads(
     # Emulated tiles are slow, so a chunk of their weights is smaller.
     num_blocks, num_outputs, num_all = (9, 100, 60) if name == "tiles" else (33, 200, 260)
     num_inputs = num_blocks // 8 * 256 if weight_format == WeightFormat.Q4_K else num_blocks * 32
-    source, _ = quantized(torch.randn(num_outputs, num_inputs), weight_format)
+    weight, x = torch.randn(num_outputs, num_inputs), torch.randn(num_all, num_inputs)
+    # The largest levels of weights and inputs, which a method for many rows adds.
+    weight[:, 5] *= 50
+    x[12], x[13] = 1.0, -1.0
+    source, _ = quantized(weight, weight_format)
     packed = PackedLinear(library(name), [source], weight_format, input_format=input_format)
-    x = torch.randn(num_all, num_inputs)
     whole = packed(x, threads(name))
     for num_rows in range(1, 20):
         for begin in (11, num_all - num_rows):
@@ -146,12 +152,12 @@ def test_the_highest_sums_of_tiles_are_exact(name: str) -> None:
     rows = torch.full((70, 34), 0x77, dtype=torch.uint8)
     rows[:, ::17] = 127
     packed = PackedLinear(library(name), [rows], WeightFormat.MXFP4, input_format=InputFormat.INT16)
-    x = torch.full((20, 64), 32767 / 32768)
-    assert torch.equal(packed(x, threads(name)), torch.full((20, 70), 64 * 6 * 32767 / 32768))
+    x = torch.full((20, 64), MOST_HALF / 32768)
+    assert torch.equal(packed(x, threads(name)), torch.full((20, 70), 64 * 6 * MOST_HALF / 32768))
 
 
 @each_build
-@pytest.mark.parametrize("num_rows", [1, 4, 20])
+@pytest.mark.parametrize("num_rows", [1, 4, 50])
 def test_the_largest_sums_of_int16_weights_do_not_overflow(name: str, num_rows: int) -> None:
     """Weights of 32 levels of 2,046 get close to the largest possible sum; all inputs have the largest value."""
     packed = PackedLinear(
