@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import unquote
 
 from midstream.config.service import MAX_PORT
 from midstream.errors import InvalidArgumentError
@@ -40,7 +41,7 @@ def plain_problem(details: str) -> str:
     """Return gRPC's message about a failed connection, reworded to say what to do."""
     found = _CONNECTION.search(details)
     if found is not None:
-        address, problem = found.groups()
+        address, problem = unquote(found[1]), found[2]
         if "refused" in problem:
             return f"nothing listens on {address}; is the service running, and is this its gRPC port?"
         if "HTTP/2" in problem or "http1" in problem:

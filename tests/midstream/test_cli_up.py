@@ -163,6 +163,10 @@ def test_addresses_in_grpc_syntax_are_accepted(target: str) -> None:
             "nothing listens on 127.0.0.1:1;",
         ),
         (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv6:%5B::1%5D:8000: Connection refused",
+            "nothing listens on [::1]:8000;",
+        ),
+        (
             "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:8000: Failed parsing HTTP/2 (",
             "the server at 127.0.0.1:8000 does not speak gRPC",
         ),
