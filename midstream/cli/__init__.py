@@ -56,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in PROGRAMS:
         return _run_program(PROGRAMS[words[0]][0], words[1:])
-    parsed = _parser(words).parse_args(words)
+    try:
+        parsed = _parser(words).parse_args(words)
+    except KeyboardInterrupt:  # while the command's modules are imported
+        return 130
     try:
         status: int = parsed.run(parsed)
     except MidstreamError as error:

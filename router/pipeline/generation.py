@@ -470,10 +470,14 @@ class Output:
             if task is not None:
                 task.uncancel()
             raise OverloadedError("the client reads too slowly") from None
-        reason = self._end.finish_reason if self._end is not None else f"left: {error!r}"
+        if self._end is not None:
+            reason = str(self._end.finish_reason)
+        else:
+            has_left = error is None or isinstance(error, (asyncio.CancelledError, GeneratorExit))
+            reason = "disconnected" if has_left else f"failed: {error}"
         duration_s = time.monotonic() - self._arrival
         first_s = None if self._first is None else self._first - self._arrival
-        self._metrics.log_end(str(reason), duration_s, first_s, self._num_tokens)
+        self._metrics.log_end(reason, duration_s, first_s, self._num_tokens)
         if error is None and self._end is not None:
             self._metrics.request.observe(duration_s)
             self._metrics.success.labels(self._end.finish_reason or "").inc()

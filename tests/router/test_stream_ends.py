@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
@@ -14,7 +15,10 @@ from tests.router.client_streams import PROMPT, OpenClient, collect
 from tests.router.conftest import Cluster
 
 
-async def test_a_disconnect_aborts_at_once_unless_detached(cluster: Cluster, open_client: OpenClient) -> None:
+async def test_a_disconnect_aborts_at_once_unless_detached(
+    cluster: Cluster, open_client: OpenClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="router.pipeline.metrics")
     router = await cluster.add_router(await cluster.add_detokenizer())
     client = open_client(router)
     for request_id, detached in (("kept", True), ("left", False)):
@@ -27,6 +31,7 @@ async def test_a_disconnect_aborts_at_once_unless_detached(cluster: Cluster, ope
     await cluster.scheduler.until(lambda: cluster.scheduler.aborts)
     assert cluster.scheduler.aborts == ["left"]
     await cluster.scheduler.until(lambda: not any(feed.attached for feed in cluster.scheduler.feeds))
+    assert caplog.messages.count("a request ended: disconnected") == 2
 
 
 async def test_a_client_that_reconnects_at_once_is_not_aborted(cluster: Cluster, open_client: OpenClient) -> None:
