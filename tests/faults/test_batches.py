@@ -1,6 +1,7 @@
 """A batch completes while processes of every component are killed, including the routers that run it and the scheduler.
 
-For a longer run, set BATCH_LINES=1000 BATCH_KILLS=30 BATCH_TOKENS=400 and raise the time limit (--timeout 1800).
+For a longer run, set BATCH_LINES=1000 BATCH_KILLS=30 BATCH_TOKENS=400 and raise the time limits (--timeout 1800
+-o faulthandler_timeout=1800).
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ async def test_codex(cluster: Cluster, tokenizer: Tokenizer, tmp_path: Path) -> 
         flags = [part for name, value in settings.items() for part in ("-c", f'{name}="{value}"')]
         flags += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
         printed = await run(codex, "exec", *flags, ASKED, folder=tmp_path)
-    assert printed.strip().endswith(ANSWER)
+    assert printed.strip().endswith(ANSWER), printed
     assert len(cluster.scheduler.requests) == 2
 
 
