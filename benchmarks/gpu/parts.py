@@ -39,6 +39,7 @@ PARTS = {
     "compiled-generate": Part("against_transformers:measure_compiled_generate", 120),
     "linear": Part("kernel_times:measure_linear", 45),
     "small-kernels": Part("kernel_times:measure_others", 45),
+    "profile": Part("steps:measure_profile", 45, needs_gpu=False),
     "check-bfloat16": Part("checks:check_bfloat16", 120),
     "check-float16": Part("checks:check_float16", 120, needs_gpu=False),
     "check-float32": Part("checks:check_float32", 120, needs_gpu=False),

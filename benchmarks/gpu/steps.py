@@ -50,6 +50,8 @@ _SAMPLINGS = {
     "log probabilities": SamplingParams(temperature=0.0, log_probs=5),
 }
 _PROMPT = 64
+# Number of kernels in a profile.
+_MOST_KERNELS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,26 @@ def measure_decode(report: Report) -> None:
         name = f"fraction of the limit: greedy decode, batch {batch_size}, context {size.context}"
         limit_s = _limit_s(report, size, batch_size, batch_size * (size.context + size.num_steps))
         report.share(name, limit_s / took, LEAST_DECODE.get(batch_size), detail)
+
+
+def measure_profile(report: Report) -> None:
+    """List the kernels that take the most time of a greedy decode step, for the smallest and the largest batch."""
+    size = sizes()
+    bench = Bench(size, max(size.batches), size.context + 2 * size.num_steps)
+    for batch_size in (min(size.batches), max(size.batches)):
+        bench.start(batch_size, size.context)
+        step = Step(repeat_generation=True)
+        bench.runner.run_step(step)
+        with torch.profiler.profile() as profile:
+            bench.runner.run_step(step)
+        kernels: list[tuple[float, int, str]] = []
+        for item in cast("Any", profile).key_averages():
+            took_us = item.self_device_time_total if size.device.type == "cuda" else item.self_cpu_time_total
+            kernels.append((took_us, item.count, item.key))
+        total_us = sum(took_us for took_us, _, _ in kernels) or 1.0
+        for took_us, count, name in sorted(kernels, reverse=True)[:_MOST_KERNELS]:
+            detail = f"{took_us:.0f} µs in {count} launches, {took_us / total_us:.0%}"
+            report.note(f"profile of a step, batch {batch_size}: {name[:60]}", detail)
 
 
 def measure_dependent_launch(report: Report) -> None:

@@ -21,6 +21,7 @@ from benchmarks.gpu.model import (
     random_runner,
     weight_bytes,
 )
+from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.report import Report
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.families import describe
@@ -86,12 +87,12 @@ def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Return a folder whose `sitecustomize` replaces the benchmark's parts with parts that pass, crash, hang or raise
     an error.
     """
-    (tmp_path / "sitecustomize.py").write_text(PARTS)
+    (tmp_path / "sitecustomize.py").write_text(FAKE_PARTS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     return tmp_path
 
 
-PARTS = """
+FAKE_PARTS = """
 import benchmarks.gpu.parts as parts, os, sys, time, types
 
 def passes(report):
@@ -146,6 +147,13 @@ def test_a_failed_measurement_does_not_affect_others() -> None:
     ]
 
 
+def test_exhaustive_checks_follow_all_measurements() -> None:
+    names = list(PARTS)
+    assert names[:3] == ["compile", "runner", "ceilings"]
+    is_check = [name.startswith("check-") for name in names]
+    assert is_check == sorted(is_check)
+
+
 @pytest.mark.usefixtures("parts")
 def test_it_prints_partial_results_at_the_time_limit() -> None:
     result = run_benchmark("--parts", "passes,knows", "--budget-s", "9")
@@ -167,9 +175,10 @@ def test_steps_of_a_tiny_model_run() -> None:
         steps.measure_gap,
         steps.measure_lora,
         steps.measure_drafts,
+        steps.measure_profile,
     ):
         measure(report)
-    assert len(report.rows) == 2 + 10 + 1 + 1 + 3 + 1 + 1 + 1
+    assert len(report.rows) == 2 + 10 + 1 + 1 + 3 + 1 + 1 + 1 + 2 * 8
 
 
 def test_it_needs_neither_grpc_nor_zeromq() -> None:
