@@ -234,6 +234,7 @@ class Cluster:
             **{
                 "detokenizers": f"dns:///detokenizers:{DETOKENIZER_PORT}",
                 "internal_transport": self.shape.transport,
+                "grpc_server": "grpcio",  # only its interface is simulated
                 "drain_timeout_s": 10.0,
                 **self.shape.router,
             },
