@@ -187,6 +187,17 @@ async def test_a_reset_cancels_the_method() -> None:
     assert methods.canceled == [b"a", b"b"]
 
 
+async def test_a_call_that_is_reset_before_it_starts_leaves_room_for_others() -> None:
+    server, _ = serving(max_concurrent_streams=2)
+    peer, encoder = Peer(server), hpack.Encoder()
+    for stream in (1, 3, 5):
+        headers = wire.frame(wire.HEADERS, wire.END_HEADERS, stream, encoder.encode(list(HEADERS)))
+        peer.connection.data_received(headers + wire.rst_stream(stream, ErrorCode.CANCEL))
+        await turns()
+    assert peer.connection.num_running == 0
+    assert not peer.frames()
+
+
 async def test_more_calls_than_allowed_are_refused() -> None:
     server, _ = serving(max_concurrent_streams=2)
     peer = Peer(server)
@@ -222,6 +233,19 @@ async def test_stopping_lets_calls_end_and_refuses_new_ones() -> None:
     peer.connection.connection_lost(None)
     await task
     assert methods.started == [b"a"]
+
+
+async def test_stopping_ends_when_the_last_connection_is_lost_while_its_call_runs() -> None:
+    server, methods = serving()
+    peer = Peer(server)
+    peer.call(b"a", "Wait")
+    await turns()
+    task = asyncio.create_task(server.stop(60))
+    await turns()
+    peer.connection.connection_lost(None)
+    await turns()
+    assert methods.canceled == [b"a"]
+    assert task.done()
 
 
 def headers_frame(stream: int, *headers: tuple[str, str], flags: int = wire.END_HEADERS) -> bytes:

@@ -290,12 +290,18 @@ class GrpcServer(grpc.aio.Server):
 
     def _start(self, connection: Connection, call: Call) -> None:
         connection.num_running += 1
-        task = asyncio.get_running_loop().create_task(self._run(connection, call))
+        task = asyncio.get_running_loop().create_task(self._run(call))
         call.start(task)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(functools.partial(self._ended, connection))
 
-    async def _run(self, connection: Connection, call: Call) -> None:
+    def _ended(self, connection: Connection, task: asyncio.Task[None]) -> None:
+        """Note that a call's task has ended, which may never have begun."""
+        self._tasks.discard(task)
+        connection.num_running -= 1
+        self._check_stopped()
+
+    async def _run(self, call: Call) -> None:
         try:
             handler = await self._find(_Details(call.head.method, call.head.metadata))
             if handler is None:
@@ -315,8 +321,6 @@ class GrpcServer(grpc.aio.Server):
             else:
                 logger.error("unexpected error in %s", call.head.method, exc_info=error)
                 call.end(grpc.StatusCode.UNKNOWN, f"unexpected {type(error).__name__}; see the log for details")
-        finally:
-            connection.num_running -= 1
 
     async def _find(self, details: _Details) -> _Handler:
         find: _Continuation = self._look_up
