@@ -92,6 +92,44 @@ async def test_calls_share_a_small_window_in_turn() -> None:
     assert len(messages_of(peer.frames(), three)) == 60_005 - 2 * frame
 
 
+async def test_updates_of_windows_serve_only_calls_that_can_send() -> None:
+    server, _ = serving()
+    peer = Peer(server)
+    peer.send(wire.SETTINGS, 0, 0, struct.pack(">HL", Setting.INITIAL_WINDOW_SIZE, 0))
+    streams = [peer.call(b"x" * 10) for _ in range(20)]
+    await turns(40)
+    peer.frames()
+    assert not peer.connection._blocked  # each call's own window is shut
+    update = wire.window_update(streams[3], 4)
+    peer.connection.data_received(wire.window_update(0, 1) * 100 + update * 2)
+    await turns()
+    assert [frame[2:] for frame in peer.frames()] == [(streams[3], framed(b"x" * 10)[:8])]
+    assert not peer.connection._blocked
+    peer.send(wire.WINDOW_UPDATE, 0, streams[3], struct.pack(">L", 100))
+    await turns()
+    assert messages_of(peer.frames(), streams[3]) == framed(b"x" * 10)[8:]
+
+
+async def test_many_updates_of_the_connection_s_window_are_one_turn() -> None:
+    server, methods = serving()
+    peer = Peer(server)
+    streams = [peer.call(bytes(50_000), "Wait") for _ in range(5)]
+    await turns()
+    methods.release.set()
+    await turns()
+    peer.frames()
+    assert len(peer.connection._blocked) == 4  # the connection's window is shut
+    peer.connection.data_received(wire.window_update(0, 1) * 100)
+    await turns()
+    one = [frame for frame in peer.frames() if frame[0] == wire.DATA]
+    peer.connection.data_received(wire.window_update(0, 1) * 100)
+    await turns()
+    two = [frame for frame in peer.frames() if frame[0] == wire.DATA]
+    assert [len(frame[3]) for frame in one + two] == [100, 100]
+    assert one[0][2] != two[0][2]  # the next in turn
+    assert {one[0][2], two[0][2]} < set(streams)
+
+
 async def test_a_write_waits_while_the_socket_is_full() -> None:
     server, _ = serving()
     peer = Peer(server)

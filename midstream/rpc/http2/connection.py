@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast
 
@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
         self._out: list[bytes] = []
         self._is_full = False
         self._num_replies = 0  # written while the buffer was full
-        self._blocked: dict[Call, None] = {}
+        self._blocked = OrderedDict[Call, None]()  # calls with unsent bytes and an open window, in turn
         self._heard_at = self._loop.time()
         self._pinged_at = _NEVER
         self._num_strikes = 0
@@ -183,7 +183,7 @@ class Connection(asyncio.Protocol):
         if self._is_full or size > call.window or size > self._window or size > self._max_frame or call.unsent:
             call.unsent += b"\0" + len(body).to_bytes(4, "big")
             call.unsent += body
-            self._blocked[call] = None
+            self._queue(call)
             self._serve_blocked()
             return not call.unsent
         call.window -= size
@@ -241,6 +241,7 @@ class Connection(asyncio.Protocol):
         self._put(wire.goaway(self._last_stream, code, reason.encode()[:200]))
         self._flush()
         self._is_closed = True
+        self._blocked.clear()
         calls, self.calls = self.calls, {}
         for call in calls.values():
             call.cancel()
@@ -261,6 +262,7 @@ class Connection(asyncio.Protocol):
         at = 0
         try:
             at = self._parse(source)
+            self._serve_blocked()  # once for all updates of windows
         except ProtocolError as error:
             self._fail(error.code, str(error))
         except Exception:
@@ -496,7 +498,6 @@ class Connection(asyncio.Protocol):
             elif name == Setting.ENABLE_PUSH and value > 1:
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH is invalid")
         self._reply(wire.frame(wire.SETTINGS, wire.ACK, 0))
-        self._serve_blocked()
 
     def _keep_alive(self) -> None:
         if self._timer is not None:
@@ -509,6 +510,7 @@ class Connection(asyncio.Protocol):
         change, self._initial_window = value - self._initial_window, value
         for call in self.calls.values():
             call.window += change
+            self._queue(call)
             if call.window > wire.MAX_WINDOW:
                 raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "a stream's window is too large")
 
@@ -556,8 +558,7 @@ class Connection(asyncio.Protocol):
                 code = ErrorCode.FLOW_CONTROL_ERROR if size else ErrorCode.PROTOCOL_ERROR
                 raise StreamError(code, "invalid WINDOW_UPDATE")
             call.window += size
-        if self._blocked:
-            self._serve_blocked()
+            self._queue(call)
 
     def _half_close(self, call: Call) -> None:
         call.is_half_closed = True
@@ -599,30 +600,31 @@ class Connection(asyncio.Protocol):
         self.num_unwritten = 0
         self._transport.write(data)
 
+    def _queue(self, call: Call) -> None:
+        """Let a call take turns if it has something to send and its own window is open."""
+        if call.unsent and call.window > 0:
+            self._blocked[call] = None
+        else:
+            self._blocked.pop(call, None)
+
     def _serve_blocked(self) -> None:
         """Send what calls have to send, a frame of each in turn, while there is room."""
-        is_moving = True
-        while is_moving and self._blocked and not self._is_full and self._window > 0:
-            is_moving = False
-            for call in list(self._blocked):
-                unsent = call.unsent
-                size = min(len(unsent), call.window, self._window, self._max_frame)
-                if size > 0:
-                    is_moving = True
-                    call.window -= size
-                    self._window -= size
-                    self._put(wire.frame(wire.DATA, 0, call.number, bytes(memoryview(unsent)[:size])))
-                    del unsent[:size]
-                if not unsent:
-                    del self._blocked[call]
-                    if call.last_block:
-                        self._end(call, call.last_block)
-                    else:
-                        call.drain()
-                if self.num_unwritten > _HIGH_WATER:
-                    self._flush()  # this may set is_full
-                    if self._is_full:
-                        return
+        while self._blocked and not self._is_full and self._window > 0:
+            call, _ = self._blocked.popitem(last=False)
+            unsent = call.unsent
+            size = min(len(unsent), call.window, self._window, self._max_frame)
+            call.window -= size
+            self._window -= size
+            self._put(wire.frame(wire.DATA, 0, call.number, bytes(memoryview(unsent)[:size])))
+            del unsent[:size]
+            self._queue(call)
+            if not unsent:
+                if call.last_block:
+                    self._end(call, call.last_block)
+                else:
+                    call.drain()
+            if self.num_unwritten > _HIGH_WATER:
+                self._flush()  # this may set is_full
 
     def _end(self, call: Call, block: bytes) -> None:
         if self.calls.pop(call.number, None) is None:
