@@ -130,6 +130,18 @@ async def test_many_updates_of_the_connection_s_window_are_one_turn() -> None:
     assert {one[0][2], two[0][2]} < set(streams)
 
 
+async def test_the_last_of_a_frame_s_initial_windows_applies() -> None:
+    server, _ = serving()
+    peer = Peer(server)
+    stream = peer.begin("Hold")
+    sizes = [(Setting.INITIAL_WINDOW_SIZE, size) for size in (wire.MAX_WINDOW, 0, 1000)]
+    peer.connection.data_received(wire.settings(sizes))
+    assert peer.connection.calls[stream].window == 1000
+    peer.connection.data_received(wire.settings([(Setting.INITIAL_WINDOW_SIZE, 1 << 31), *sizes]))
+    await turns()
+    assert (goaway_of(peer.frames()) or (0, 0))[1] == ErrorCode.FLOW_CONTROL_ERROR
+
+
 async def test_a_write_waits_while_the_socket_is_full() -> None:
     server, _ = serving()
     peer = Peer(server)
@@ -317,6 +329,10 @@ CONNECTION_ERRORS: dict[str, tuple[Callable[[], bytes], ErrorCode]] = {
         ErrorCode.FLOW_CONTROL_ERROR,
     ),
     "frames too small": (lambda: wire.settings([(Setting.MAX_FRAME_SIZE, 1)]), ErrorCode.PROTOCOL_ERROR),
+    "too many settings": (
+        lambda: wire.settings([(Setting.INITIAL_WINDOW_SIZE, 1)] * 33),
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
     "half a setting": (lambda: wire.frame(wire.SETTINGS, 0, 0, b"abc"), ErrorCode.FRAME_SIZE_ERROR),
     "settings of a stream": (lambda: wire.frame(wire.SETTINGS, 0, 1), ErrorCode.PROTOCOL_ERROR),
     "a short ping": (lambda: wire.frame(wire.PING, 0, 0, b"abc"), ErrorCode.FRAME_SIZE_ERROR),

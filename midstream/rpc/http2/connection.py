@@ -30,6 +30,7 @@ _CONNECTION_WINDOW = 4 << 20
 # Larger frames would hold up other streams of the connection.
 _MAX_FRAME = 64 << 10
 _MAX_HEADER_FRAMES = 16
+_MAX_SETTINGS = 32
 # Number of calls that are parsed in one iteration of the event loop.
 _MAX_CALLS_PER_TURN = 32
 _MAX_PING_STRIKES = 2
@@ -488,15 +489,23 @@ class Connection(asyncio.Protocol):
             self._has_settings = True
             self._keep_alive()
         self._idle()
-        for name, value in wire.read_settings(body):
+        values = wire.read_settings(body)
+        if len(values) > _MAX_SETTINGS:
+            raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, "too many settings")
+        initial_window = self._initial_window
+        for name, value in values:
             if name == Setting.INITIAL_WINDOW_SIZE:
-                self._set_initial_window(value)
+                if value > wire.MAX_WINDOW:
+                    raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "the initial window is too large")
+                initial_window = value
             elif name == Setting.MAX_FRAME_SIZE:
                 if not wire.DEFAULT_FRAME <= value < 1 << 24:
                     raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "the maximum frame size is invalid")
                 self._max_frame = min(value, _MAX_FRAME)
             elif name == Setting.ENABLE_PUSH and value > 1:
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH is invalid")
+        if initial_window != self._initial_window:
+            self._set_initial_window(initial_window)
         self._reply(wire.frame(wire.SETTINGS, wire.ACK, 0))
 
     def _keep_alive(self) -> None:
@@ -505,8 +514,6 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(self.limits.keepalive_s, self._look)
 
     def _set_initial_window(self, value: int) -> None:
-        if value > wire.MAX_WINDOW:
-            raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "the initial window is too large")
         change, self._initial_window = value - self._initial_window, value
         for call in self.calls.values():
             call.window += change
