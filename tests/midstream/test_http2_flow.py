@@ -154,6 +154,26 @@ async def test_a_write_waits_while_the_socket_is_full() -> None:
     assert messages_of(peer.frames(), stream) == framed(b"x") * 10
 
 
+@pytest.mark.parametrize("name", ["not POST", "an unknown method", "an invalid timeout"])
+async def test_a_client_that_does_not_read_why_its_calls_fail_is_disconnected(name: str) -> None:
+    server, _ = serving(max_concurrent_streams=100)
+    peer = Peer(server)
+    fields = STATUSES[name][0]
+    headers = (dict(HEADERS) | dict(fields if fields[0][0] else [(":path", "/no.Such/Method")])).items()
+    peer.connection.pause_writing()
+    for _ in range(1100):
+        peer.send_headers(headers, ends=True)
+        await turns(2)
+    await turns()
+    frames = peer.frames()
+    assert len([frame for frame in frames if frame[0] == wire.HEADERS]) == 1100
+    assert goaway_of(frames) is None
+    peer.send_headers(headers, ends=True)
+    await turns()
+    assert (goaway_of(peer.frames()) or (0, 0))[1] == ErrorCode.ENHANCE_YOUR_CALM
+    assert peer.transport.is_closed
+
+
 async def test_an_unread_call_holds_one_window_and_a_read_one_its_message() -> None:
     server, methods = serving(max_receive_bytes=1 << 20)
     peer = Peer(server)

@@ -34,6 +34,7 @@ _MAX_SETTINGS = 32
 # Number of calls that are parsed in one iteration of the event loop.
 _MAX_CALLS_PER_TURN = 32
 _MAX_PING_STRIKES = 2
+# Replies other than the ends of concurrent calls.
 _MAX_UNWRITTEN_REPLIES = 1000
 _CLOSE_S = 2.0
 # Time for the rest of a message after which only the status follows.
@@ -592,11 +593,14 @@ class Connection(asyncio.Protocol):
 
     def _reply(self, data: bytes) -> None:
         """Send a reply that a client can cause at no cost."""
-        if self._is_full:
-            self._num_replies += 1
-            if self._num_replies > _MAX_UNWRITTEN_REPLIES:
-                raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, "replies are not read")
+        if self._is_unread():
+            raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, "replies are not read")
         self._append(data)
+
+    def _is_unread(self) -> bool:
+        """Count a reply; return whether too many were caused by a client that does not read them."""
+        self._num_replies += self._is_full
+        return self._num_replies > _MAX_UNWRITTEN_REPLIES + self.limits.max_concurrent_streams
 
     def _flush(self) -> None:
         out = self._out
@@ -635,6 +639,9 @@ class Connection(asyncio.Protocol):
 
     def _end(self, call: Call, block: bytes) -> None:
         if self.calls.pop(call.number, None) is None:
+            return
+        if self._is_unread():
+            self._fail(ErrorCode.ENHANCE_YOUR_CALM, "replies are not read")
             return
         self._put(wire.header_frames(call.number, block, self._max_frame, end_stream=True))
         if not call.is_half_closed:
