@@ -410,6 +410,20 @@ async def test_a_silent_client_is_pinged_and_then_left() -> None:
         await asyncio.sleep(0.001)
 
 
+async def test_a_client_is_not_left_before_it_was_pinged() -> None:
+    server, _ = serving(keepalive_s=10, keepalive_timeout_s=5)
+    peer = Peer(server)
+    peer.connection._heard_at -= 100  # the event loop stood still
+    peer.connection._look()
+    await turns()
+    assert [frame[0] for frame in peer.frames()] == [wire.PING]
+    peer.connection._look()
+    assert not peer.transport.is_aborted
+    peer.connection._asked_at -= 5
+    peer.connection._look()
+    assert peer.transport.is_aborted
+
+
 MALFORMED = {
     "an uppercase name": [*HEADERS, ("Name", "x")],
     "no path": [item for item in HEADERS if item[0] != ":path"],

@@ -109,6 +109,7 @@ class Connection(asyncio.Protocol):
         self._num_replies = 0  # written while the buffer was full
         self._blocked = OrderedDict[Call, None]()  # calls with unsent bytes and an open window, in turn
         self._heard_at = self._loop.time()
+        self._asked_at = _NEVER  # when the client was pinged
         self._pinged_at = _NEVER
         self._num_strikes = 0
         self._resets = Budget(self.limits.max_resets, self.limits.resets_per_s)
@@ -678,13 +679,16 @@ class Connection(asyncio.Protocol):
 
     def _look(self) -> None:
         """Ping a client that has been silent, and disconnect from one that does not reply."""
-        limits, silent_s = self.limits, self._loop.time() - self._heard_at
-        if silent_s >= limits.keepalive_s + limits.keepalive_timeout_s:
-            self._give_up(f"no data for {silent_s:.1f} s")
-            return
-        if silent_s >= limits.keepalive_s:
+        limits, now = self.limits, self._loop.time()
+        silent_s = now - self._heard_at
+        if self._asked_at > self._heard_at:
+            wait_s = limits.keepalive_timeout_s - (now - self._asked_at)
+            if wait_s <= 0:
+                self._give_up(f"no data for {silent_s:.1f} s")
+                return
+        elif silent_s >= limits.keepalive_s:
             self._put(wire.frame(wire.PING, 0, 0, _KEEPALIVE_PING))
-            wait_s = limits.keepalive_s + limits.keepalive_timeout_s - silent_s
+            self._asked_at, wait_s = now, limits.keepalive_timeout_s
         else:
             wait_s = limits.keepalive_s - silent_s
         self._timer = self._loop.call_later(max(wait_s, 0.001), self._look)
