@@ -525,6 +525,17 @@ async def test_bytes_may_be_split_anywhere(cuts: list[int]) -> None:
     assert goaway_of(frames) is None
 
 
+async def test_neither_large_blocks_nor_refused_heads_are_kept() -> None:
+    server, _ = serving()
+    peer = Peer(server)
+    for number, more in enumerate(([("a", "b" * 3000)], [("grpc-timeout", "1x")], [("a", "b" * 20_000)])):
+        block = wire.header_block((name.encode(), value.encode()) for name, value in [*HEADERS, *more])
+        stream = 2 * number + 1
+        peer.connection.data_received(wire.header_frames(stream, block, wire.DEFAULT_FRAME, end_stream=True))
+    assert [len(block) < 2048 for block in peer.connection._known_blocks] == [True]
+    assert [(b"a", b"b" * 3000) in headers for headers in peer.connection._known_heads] == [True]
+
+
 _KINDS = st.integers(0, 10)
 _FRAMES = st.lists(
     st.tuples(_KINDS, st.integers(0, 255), st.integers(0, 9), st.binary(max_size=40)), min_size=1, max_size=12

@@ -41,6 +41,7 @@ _CLOSE_S = 2.0
 _LAST_BYTES_S = 30.0
 _NEVER = float("-inf")
 _MAX_KNOWN_BLOCKS = 32
+_MAX_KNOWN_BLOCK_BYTES = 2 << 10
 _GOAWAY_PING = b"goaway\0\0"
 _KEEPALIVE_PING = b"alive?\0\0"
 
@@ -424,9 +425,10 @@ class Connection(asyncio.Protocol):
         head = self._known_heads.get(headers)
         if head is None:
             head = read_head(headers, self.limits.max_metadata_bytes)
-            if len(self._known_heads) == _MAX_KNOWN_BLOCKS:
-                self._known_heads.clear()
-            self._known_heads[headers] = head
+            if not head.http_status and head.problem is None:  # so it is not too large either
+                if len(self._known_heads) == _MAX_KNOWN_BLOCKS:
+                    self._known_heads.clear()
+                self._known_heads[headers] = head
         call = Call(
             self,
             stream,
@@ -461,7 +463,7 @@ class Connection(asyncio.Protocol):
         after = (table.maxsize, len(table.dynamic_entries))
         if before != after or next(iter(table.dynamic_entries), None) is not first:
             self._known_blocks.clear()
-        elif len(self._known_blocks) < _MAX_KNOWN_BLOCKS:
+        elif len(self._known_blocks) < _MAX_KNOWN_BLOCKS and len(block) <= _MAX_KNOWN_BLOCK_BYTES:
             self._known_blocks[block] = headers
         return headers
 
