@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import grpc
 import hpack
+from grpc_health.v1 import health_pb2
 
 from midstream.rpc.http2 import GrpcServer, wire
 from midstream.rpc.http2.connection import Connection
@@ -70,6 +71,9 @@ class Methods:
             "Wait": grpc.unary_unary_rpc_method_handler(cast("Any", self.wait)),
             "Repeat": grpc.unary_stream_rpc_method_handler(cast("Any", self.repeat)),
             "Hold": grpc.stream_unary_rpc_method_handler(cast("Any", self.hold)),
+            "Parse": grpc.stream_unary_rpc_method_handler(
+                cast("Any", self.hold), request_deserializer=health_pb2.HealthCheckRequest.FromString
+            ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 

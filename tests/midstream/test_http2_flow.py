@@ -495,6 +495,18 @@ async def test_compressed_messages_are_read_within_the_limit() -> None:
     assert len(methods.started) == 2
 
 
+async def test_a_malformed_message_is_refused_without_a_log_record(caplog: pytest.LogCaptureFixture) -> None:
+    server, methods = serving()
+    methods.release.set()
+    peer = Peer(server)
+    stream = peer.call(b"\xff", "Parse")
+    await turns()
+    (frame,) = [frame for frame in peer.frames() if frame[0] == wire.HEADERS and frame[2] == stream]
+    headers = peer.headers(frame)
+    assert (headers["grpc-status"], headers["grpc-message"]) == ("3", "the request cannot be parsed")
+    assert not caplog.records
+
+
 def test_a_budget_allows_a_burst_and_then_a_rate() -> None:
     budget = Budget(3, 2.0)
     assert [budget.spend(10.0) for _ in range(4)] == [True, True, True, False]

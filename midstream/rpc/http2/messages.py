@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from midstream.rpc.http2.wire import DEFAULT_WINDOW
 
@@ -98,7 +99,12 @@ class Messages(AsyncIterator[Any]):
             self._num_owed = len(buffer)
         if is_compressed:
             body = await self._decompress(is_compressed, body)
-        return body if self.deserialize is None else self.deserialize(body)
+        if self.deserialize is not None:
+            try:
+                return self.deserialize(body)
+            except DecodeError:
+                await self._refuse(grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be parsed")
+        return body
 
     async def _decompress(self, flag: int, body: bytes) -> bytes:
         bits = _WINDOW_BITS.get(self._encoding)
