@@ -7,7 +7,8 @@ import gzip
 import struct
 import zlib
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import hpack
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.rpc.http2 import GrpcServer, wire
+from midstream.rpc.http2.connection import _auth_context
 from midstream.rpc.http2.limits import Budget
 from midstream.rpc.http2.wire import ErrorCode, Setting
 from tests.midstream.http2_peer import HEADERS, Methods, Peer, framed, goaway_of, messages_of, turns
@@ -422,6 +424,13 @@ async def test_a_client_is_not_left_before_it_was_pinged() -> None:
     peer.connection._asked_at -= 5
     peer.connection._look()
     assert peer.transport.is_aborted
+
+
+def test_a_directory_name_in_a_certificate_is_skipped() -> None:
+    names = (("DirName", ((("commonName", "x"),),)), ("DNS", "a.example"))
+    tls = SimpleNamespace(getpeercert=lambda: {"subjectAltName": names})
+    found = _auth_context(cast("Any", tls))
+    assert found["x509_subject_alternative_name"] == found["peer_dns"] == (b"a.example",)
 
 
 MALFORMED = {

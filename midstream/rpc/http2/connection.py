@@ -733,6 +733,8 @@ def _auth_context(tls: ssl.SSLObject) -> dict[str, tuple[bytes, ...]]:
             if key == "commonName":
                 names.setdefault("x509_common_name", []).append(value)
     for kind, value in certificate.get("subjectAltName", ()):
+        if not isinstance(value, str):
+            continue  # a DirName is a nested tuple
         names.setdefault("x509_subject_alternative_name", []).append(value)
         if kind in ("DNS", "URI"):
             names.setdefault(f"peer_{kind.lower()}", []).append(value)
