@@ -136,9 +136,11 @@ async def test_the_last_of_a_frame_s_initial_windows_applies() -> None:
     server, _ = serving()
     peer = Peer(server)
     stream = peer.begin("Hold")
+    peer.send(wire.WINDOW_UPDATE, 0, stream, struct.pack(">L", 10))
+    # If the first one applied, the window would be too large.
     sizes = [(Setting.INITIAL_WINDOW_SIZE, size) for size in (wire.MAX_WINDOW, 0, 1000)]
     peer.connection.data_received(wire.settings(sizes))
-    assert peer.connection.calls[stream].window == 1000
+    assert peer.connection.calls[stream].window == 1010
     peer.connection.data_received(wire.settings([(Setting.INITIAL_WINDOW_SIZE, 1 << 31), *sizes]))
     await turns()
     assert (goaway_of(peer.frames()) or (0, 0))[1] == ErrorCode.FLOW_CONTROL_ERROR

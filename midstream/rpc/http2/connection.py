@@ -11,7 +11,7 @@ import asyncio
 import logging
 import ssl
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import hpack
@@ -493,7 +493,10 @@ class Connection(asyncio.Protocol):
             self._has_settings = True
             self._keep_alive()
         self._idle()
-        values = wire.read_settings(body)
+        self._obey_settings(wire.read_settings(body))
+        self._reply(wire.frame(wire.SETTINGS, wire.ACK, 0))
+
+    def _obey_settings(self, values: Sequence[tuple[int, int]]) -> None:
         if len(values) > _MAX_SETTINGS:
             raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, "too many settings")
         initial_window = self._initial_window
@@ -510,7 +513,6 @@ class Connection(asyncio.Protocol):
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH is invalid")
         if initial_window != self._initial_window:
             self._set_initial_window(initial_window)
-        self._reply(wire.frame(wire.SETTINGS, wire.ACK, 0))
 
     def _keep_alive(self) -> None:
         if self._timer is not None:
