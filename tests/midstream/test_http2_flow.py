@@ -112,7 +112,7 @@ async def test_updates_of_windows_serve_only_calls_that_can_send() -> None:
     assert messages_of(peer.frames(), streams[3]) == framed(b"x" * 10)[8:]
 
 
-async def test_many_updates_of_the_connection_s_window_are_one_turn() -> None:
+async def test_many_updates_of_a_connection_are_one_turn() -> None:
     server, methods = serving()
     peer = Peer(server)
     streams = [peer.call(bytes(50_000), "Wait") for _ in range(5)]
@@ -132,7 +132,7 @@ async def test_many_updates_of_the_connection_s_window_are_one_turn() -> None:
     assert {one[0][2], two[0][2]} < set(streams)
 
 
-async def test_the_last_of_a_frame_s_initial_windows_applies() -> None:
+async def test_the_last_initial_window_of_a_frame_applies() -> None:
     server, _ = serving()
     peer = Peer(server)
     stream = peer.begin("Hold")

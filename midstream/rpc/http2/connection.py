@@ -34,7 +34,7 @@ _MAX_SETTINGS = 32
 # Number of calls that are parsed in one iteration of the event loop.
 _MAX_CALLS_PER_TURN = 32
 _MAX_PING_STRIKES = 2
-# Replies other than the ends of concurrent calls.
+# Unread replies that a client may cause, in addition to one for each concurrent call.
 _MAX_UNWRITTEN_REPLIES = 1000
 _CLOSE_S = 2.0
 # Time for the rest of a message after which only the status follows.
