@@ -21,7 +21,8 @@ class AbortRequest(google.protobuf.message.Message):
     request_id: builtins.str
     only_if_unread: builtins.bool
     """Used between routers and schedulers: do not abort the request if a detokenizer reads its output, or read it until
-    that detokenizer was lost, because the client may have resumed the request at another router.
+    that detokenizer was lost, or if the request was submitted again and has not been read since, because the client may
+    have resumed it at another router.
     """
     def __init__(
         self,

@@ -113,6 +113,7 @@ class FrameConnection(asyncio.Protocol):
         self._buffer = bytearray()
         self._posted: list[bytes] = []
         self._heard_at = self._loop.time()
+        self._pinged_at: float | None = None  # first ping since then
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -129,7 +130,7 @@ class FrameConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        self._heard_at = self._loop.time()
+        self._heard_at, self._pinged_at = self._loop.time(), None
         try:
             try:
                 self._parse(data)
@@ -256,12 +257,15 @@ class FrameConnection(asyncio.Protocol):
             raise FrameError(f"unknown frame kind {kind}")
 
     def _look(self) -> None:
-        silent_s = self._loop.time() - self._heard_at
-        if silent_s >= self._timeout_s:
+        now = self._loop.time()
+        silent_s = now - self._heard_at
+        # If this process itself did not run for a while, the peer has not had time to reply.
+        if self._pinged_at is not None and now - self._pinged_at >= 0.9 * (self._timeout_s - self._keepalive_s):
             self.fail(TimeoutError(f"no message for {silent_s:.1f} s"))
             return
         if silent_s >= 0.9 * self._keepalive_s:
             self._write(Kind.PING)
+            self._pinged_at = now if self._pinged_at is None else self._pinged_at
         self._timer = self._loop.call_later(self._keepalive_s, self._look)
 
 

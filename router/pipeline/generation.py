@@ -54,6 +54,7 @@ from router.pipeline.metrics import RouterMetrics
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.quotas import Admission, Quotas
 from router.pipeline.request_checks import (
+    MAX_DURATION_MS,
     check_adapter_path,
     check_name,
     check_request,
@@ -257,6 +258,8 @@ class Runner:
             MidstreamError: The request is rejected.
         """
         timeout_s = _shorter(timeout_s, request.timeout_ms / 1000 if request.HasField("timeout_ms") else None)
+        if timeout_s is not None:  # gRPC's deadlines are not limited
+            timeout_s = min(timeout_s, MAX_DURATION_MS / 1000)
         if timeout_s is not None and timeout_s <= 0:
             raise DeadlineError("the deadline passed before the request arrived")
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s

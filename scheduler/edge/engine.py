@@ -177,6 +177,8 @@ class Engine:
         assert answer is not None
         if spec.request_id not in self.hub.logs:
             await self._uncommitted.setdefault(spec.request_id, asyncio.Event()).wait()
+        if answer.is_attached:
+            self.hub.expect_reader(spec.request_id)
         return answer
 
     @contextlib.contextmanager

@@ -28,9 +28,10 @@ class RequestLog:
         has_ended: Whether each sequence's end is committed.
         is_over: Whether the request's end is committed.
         is_awaited: Whether its last reader was lost without detaching, and is expected to reconnect.
+        num_expected: Number of readers that are expected because the request was submitted again.
     """
 
-    __slots__ = ("has_ended", "is_awaited", "is_over", "num_committed", "readers", "request")
+    __slots__ = ("has_ended", "is_awaited", "is_over", "num_committed", "num_expected", "readers", "request")
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -38,6 +39,7 @@ class RequestLog:
         self.has_ended = [False] * len(request.sequences)
         self.is_over = False
         self.is_awaited = False
+        self.num_expected = 0
         self.readers: set[Attachment] = set()
 
 
@@ -97,10 +99,23 @@ class FeedHub:
         log.is_over = not request.live_sequences
         log.is_awaited = True
 
-    def is_read(self, request_id: str) -> bool:
-        """Return whether a detokenizer reads the request, or did so until it was lost."""
+    def expect_reader(self, request_id: str) -> None:
+        """Note that a client submitted a known request again, and will read it."""
         log = self.logs.get(request_id)
-        return log is not None and (bool(log.readers) or log.is_awaited)
+        if log is not None:
+            log.num_expected += 1
+
+    def has_reader_left(self, request_id: str) -> bool:
+        """Return whether a client remains after one has left: whether a detokenizer reads the request, or did so until
+        it was lost, or a reader is expected. A reader is expected only until the next client leaves.
+        """
+        log = self.logs.get(request_id)
+        if log is None:
+            return False
+        is_expected = log.num_expected > 0
+        if is_expected:
+            log.num_expected -= 1
+        return bool(log.readers) or log.is_awaited or is_expected
 
     def is_over(self, request_id: str) -> bool:
         """Return whether a request's end has been committed."""
@@ -232,6 +247,7 @@ class DetokenizerFeed:
         self._attachments[stream] = attachment
         self.num_attached_total += 1
         log.readers.add(attachment)
+        log.num_expected = max(log.num_expected - 1, 0)
         self._hub.on_attach(request_id)
         self.mark(attachment)
 

@@ -136,7 +136,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:
         """Abort a request."""
-        if request.only_if_unread and self._engine.hub.is_read(request.request_id):
+        if request.only_if_unread and self._engine.hub.has_reader_left(request.request_id):
             return loads_pb2.AbortResponse()
         effects = self._engine.handle(AbortRequested(self._engine.now_ns(), request.request_id))
         return loads_pb2.AbortResponse(was_running=bool(effects))

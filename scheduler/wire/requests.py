@@ -12,6 +12,7 @@ from scheduler.core.request_spec import DEFAULT_RETENTION_PRIORITY, RequestSpec,
 
 DEFAULT_MAX_TOKENS = 16_384
 _NS_PER_MS, _NS_PER_S = 1_000_000, 1_000_000_000
+_MAX_TIMEOUT_MS = 1 << 40  # in nanoseconds, and added to the current time, it fits into 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,9 @@ def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: in
         is_cacheable=_is_cacheable(request),
         tensor_bytes=tensor_bytes(request, len(prompt), limits.vocab_size, limits.hidden_size),
         arrival_ns=request.arrival_time_unix_ns,
-        deadline_ns=now_ns + request.timeout_ms * _NS_PER_MS if request.HasField("timeout_ms") else None,
+        deadline_ns=now_ns + min(request.timeout_ms, _MAX_TIMEOUT_MS) * _NS_PER_MS
+        if request.HasField("timeout_ms")
+        else None,
         retention=tuple(_retention_range(item) for item in retention.token_ranges),
         decode_priority=retention.decode_priority if has_decode_priority else DEFAULT_RETENTION_PRIORITY,
         decode_duration_ns=(

@@ -66,6 +66,7 @@ ALLOWED = {
     ("router", "detokenizer", 50054),
     ("detokenizer", "scheduler", 50052),
     ("detokenizer", "scheduler", 50055),
+    ("router", "scheduler", 50055),
     ("router", "detokenizer", 50055),
     ("worker", "scheduler", 50053),
     *(("monitoring", part, 8000) for part in ("router", "scheduler", "detokenizer", "worker")),

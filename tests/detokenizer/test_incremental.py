@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models
 
@@ -164,6 +164,7 @@ def test_other_decoders_survive_any_cutting(other: Tokenizer, ids: list[int], cu
     )
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, len(OTHER_WORDS) + 1), max_size=30), cuts=CUTS)
 def test_a_decoder_that_changes_earlier_text_gives_text_that_depends_only_on_tokens(
     tmp_path_factory: pytest.TempPathFactory, ids: list[int], cuts: list[int]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -223,6 +225,16 @@ def test_it_serves_health_and_metrics(tiny_folder: Path) -> None:
     scripted.close()
 
 
+def wait_for_seals(folder: Path, num_blocks: int) -> None:
+    """Wait until a thread of the worker has sealed the first blocks of its pool, the only one in `folder`."""
+    (pool,) = folder.glob("*.kv")
+    page_size = 4096  # the first page contains the hashes, the second one the seals
+    give_up_at = time.monotonic() + 60
+    while not np.fromfile(pool, dtype=np.uint64, count=num_blocks, offset=page_size).all():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
 def test_a_worker_adopts_the_blocks_of_a_dead_one(tiny_folder: Path, tmp_path: Path, tiny_runner: ModelRunner) -> None:
     prompt = [(7 * place) % 300 + 5 for place in range(40)]  # 2.5 blocks
     flags = ("--shared-kv-folder", str(tmp_path))
@@ -238,6 +250,7 @@ def test_a_worker_adopts_the_blocks_of_a_dead_one(tiny_folder: Path, tmp_path: P
             hashed_blocks=[0, 1],
             block_hashes=[70, 71],
         )
+        wait_for_seals(tmp_path, 2)
         process.kill()
     with worker_process(scripted.address, tiny_folder, *flags):
         assert scripted.register(epoch=2).kv_store == store != ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -134,6 +135,21 @@ async def test_a_request_whose_reader_was_lost_is_not_taken_for_unread() -> None
         await leaving.call.write(scheduler_pb2.FeedCommand(detach=scheduler_pb2.FeedDetach(stream=1)))
         await until(lambda: hub.feeds[0].num_attached == 0)
         assert (await cell.stub.Abort(abort)).was_running
+
+
+async def test_an_abort_does_not_end_a_request_that_another_client_has_submitted_again() -> None:
+    async with run_cell() as cell:
+        await cell.submit("a", [5, 6, 7], 4)
+        await cell.submit("a", [5, 6, 7], 4)
+        abort = loads_pb2.AbortRequest(request_id="a", only_if_unread=True)
+        assert not (await cell.stub.Abort(abort)).was_running
+        assert (await cell.stub.Abort(abort)).was_running
+
+
+async def test_a_deadline_beyond_64_bits_does_not_stop_the_journal(tmp_path: Path) -> None:
+    async with run_cell(journal="log", journal_path=str(tmp_path / "journal")) as cell:
+        await cell.submit("a", [5, 6, 7], 4, timeout_ms=1 << 60)
+        await cell.submit("b", [5, 6, 7], 4)
 
 
 async def test_resubmitting_attaches_but_other_contents_are_rejected() -> None:
