@@ -397,17 +397,22 @@ class FrameServer:
         self._is_closed = True
         for server in self._servers:
             server.close()
+        await asyncio.sleep(0)  # connections that were just accepted are known from now on
         for connection in (*self.connections, *self._unknown):
             connection.close()
-        if self.connections:
+        await self._wait_until_none_left()
+        for connection in (*self.connections, *self._unknown):
+            connection.fail(ConnectionAbortedError("the server has stopped"))
+        await self._wait_until_none_left()
+
+    async def _wait_until_none_left(self) -> None:
+        if self.connections or self._unknown:
             self._none_left = asyncio.Event()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._none_left.wait(), _CLOSE_S)
-        for connection in tuple(self.connections):
-            connection.fail(ConnectionAbortedError("the server has stopped"))
 
     def _connect(self) -> FrameConnection:
-        connection = FrameConnection(self._max_message_bytes, _Unknown(lambda: self._unknown.pop(connection, None)))
+        connection = FrameConnection(self._max_message_bytes, _Unknown(lambda: self._forget(connection)))
         connection.on_hello = lambda token: self._greet(connection, token)
         if len(self._unknown) >= _MAX_UNKNOWN:
             next(iter(self._unknown)).fail(FrameError("too many connections have not sent a hello"))
@@ -434,7 +439,8 @@ class FrameServer:
 
     def _forget(self, connection: FrameConnection) -> None:
         self.connections.pop(connection, None)
-        if self._none_left is not None and not self.connections:
+        self._unknown.pop(connection, None)
+        if self._none_left is not None and not self.connections and not self._unknown:
             self._none_left.set()
 
 
