@@ -16,9 +16,13 @@ from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from protos import scheduler_pb2
+from router.authentication import current_caller
+from router.pipeline.client_semaphores import ClientSemaphores
 
 MAX_IMAGES = 16
 MAX_IMAGE_BYTES = 16 << 20
+# Images of one client that workers encode at the same time; those of other clients wait for no more than these.
+_MAX_ENCODED_PER_CLIENT = 2
 # The table must fit into a message to the scheduler, beside the rest of the request.
 _MAX_TABLE_BYTES = 48 << 20
 
@@ -71,6 +75,7 @@ class PromptImages:
         """
         self._model, self._encode = model, encode
         self._token_id = model.image_token_id
+        self._by_client = ClientSemaphores(_MAX_ENCODED_PER_CLIENT)
         self._token = (tokenizer.token(self._token_id) if self._token_id is not None else None) or ""
 
     @property
@@ -88,7 +93,13 @@ class PromptImages:
         images = images_of(request)
         if not images:
             return []
-        found = await asyncio.gather(*(self._encoded(field, data) for field, data in images))
+        with self._by_client.use(current_caller.get().name) as slots:
+
+            async def encoded(field: str, data: bytes) -> scheduler_pb2.EncodeImageResponse:
+                async with slots:
+                    return await self._encoded(field, data)
+
+            found = await asyncio.gather(*(encoded(field, data) for field, data in images))
         table = request.prompt_tuning.table
         table.dtype = found[0].embeddings.dtype
         table.data = b"".join(item.embeddings.data for item in found)

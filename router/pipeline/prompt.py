@@ -5,6 +5,7 @@ loop.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -39,7 +40,7 @@ class PromptBuilder:
         self._images = PromptImages(folder, self.tokenizer, encode_image)
         self._max_tokens = folder.max_sequence_length
         # A classifier's template may be left over from the model that it was made from.
-        has_own_template = "document" in (folder.chat_template or "")
+        has_own_template = re.search("[\"']document[\"']", folder.chat_template or "") is not None
         self._joins_pairs = folder.num_labels is not None and not has_own_template
         self._template: ChatTemplate | None = None
         if folder.chat_template is not None:

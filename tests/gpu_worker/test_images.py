@@ -103,7 +103,7 @@ def test_what_is_no_image_is_refused(files: ImageFiles, data: bytes, reason: str
 
 @pytest.mark.parametrize(
     ("limit", "value", "reason"),
-    [("MEMORY_BYTES", 1 << 26, "too much memory"), ("CPU_LIMIT_S", 0.02, "takes longer than"), ("", 0, "crashes")],
+    [("MEMORY_BYTES", 1 << 26, "too much memory"), ("CPU_LIMIT_S", 0.02, "takes too long"), ("", 0, "crashes")],
 )
 def test_an_image_that_exceeds_a_limit_is_refused_and_harms_no_other(
     limit: str, value: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
