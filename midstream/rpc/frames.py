@@ -349,7 +349,7 @@ class FrameServer:
         self._unix_name = ""
         self._tokens: dict[bytes, tuple[float, Accept]] = {}
         self._unknown: dict[FrameConnection, None] = {}
-        self._servers: list[asyncio.AbstractServer] = []
+        self._servers: list[asyncio.Server] = []
         self._none_left: asyncio.Event | None = None
         self._is_closed = False
 
@@ -395,9 +395,15 @@ class FrameServer:
     async def close(self) -> None:
         """Stop listening, and close all connections once their data has been written."""
         self._is_closed = True
+        # If a server is closed when a connection has been accepted but has no transport yet, asyncio forgets the socket
+        # without closing it.
+        loop = asyncio.get_running_loop()
+        for server in self._servers:
+            for listener in server.sockets:
+                loop.remove_reader(listener)
+        await asyncio.sleep(0)
         for server in self._servers:
             server.close()
-        await asyncio.sleep(0)  # connections that were just accepted are known from now on
         for connection in (*self.connections, *self._unknown):
             connection.close()
         await self._wait_until_none_left()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
+import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -289,3 +291,16 @@ async def test_a_connection_that_is_accepted_while_its_server_closes_is_closed()
         connection.connection_made(transport)
         transport.abort.assert_called_once()
         connection.connection_lost(None)
+
+
+async def test_a_connection_without_a_transport_is_closed_when_the_server_closes() -> None:
+    server = FrameServer("127.0.0.1", 0, max_message_bytes=1024)
+    await server.start()
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it is accepted in this iteration, and gets its transport in the next one
+        await server.close()
+        gc.collect()  # a socket that was not closed is a warning, and thus an error
+        client.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""

@@ -190,6 +190,9 @@ class Listener:
         """Return the bound address."""
         return self._address
 
+    def watch(self, _: object) -> None:
+        """Do nothing: the network itself opens connections."""
+
     def close(self) -> None:
         """Stop listening."""
         key = f"{self._address[0]}:{self._address[1]}"
