@@ -459,7 +459,7 @@ class Connection(asyncio.Protocol):
             raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, "headers are too large") from None
         except hpack.HPACKError:
             raise ProtocolError(ErrorCode.COMPRESSION_ERROR, "headers cannot be decoded") from None
-        # A block that leaves the table as it was means the same until another one changes it.
+        # A block that did not change the table decodes to the same headers until another block changes the table.
         after = (table.maxsize, len(table.dynamic_entries))
         if before != after or next(iter(table.dynamic_entries), None) is not first:
             self._known_blocks.clear()
