@@ -94,10 +94,12 @@ Way = Callable[[Target, list[Prompt], int], Awaitable[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of one protocol; CPU times in µs per token. `service_us` is that of all components together."""
+    """One run of one protocol: the output rate, and the CPU time of each part and of the client in µs per token."""
 
     tokens_per_s: float
-    service_us: float
+    scheduler_us: float
+    worker_us: float
+    detokenizer_us: float
     router_us: float
     client_us: float
 
@@ -128,8 +130,8 @@ def start_service(folder: Path, arguments: argparse.Namespace, router_flags: str
     fake = f"--model-fingerprint {model.fingerprint} --vocab-size {model.vocab_size} --num-blocks 65536"
     fake += f" --step-ms {arguments.step_ms}"
     commands = {
-        "scheduler": f"-m scheduler --port {scheduler} --worker-port {worker} --journal-path {folder}/journal.sqlite "
-        "--log-level warning",
+        "scheduler": f"-m scheduler --port {scheduler} --worker-port {worker} --model {model.path} "
+        f"--journal-path {folder}/journal.sqlite --log-level warning",
         "worker": f"-m tests.fakes.worker --scheduler tcp://127.0.0.1:{worker} {fake}"
         if arguments.fake
         else f"-m gpu_worker --scheduler tcp://127.0.0.1:{worker} --model {model.path} --log-level warning",
@@ -235,11 +237,11 @@ async def timed(target: Target, way: Way, prompts: list[Prompt], max_tokens: int
     before = time.perf_counter(), *map(cpu_seconds, processes)
     num_tokens = sum(await way(target, prompts, max_tokens))
     after = time.perf_counter(), *map(cpu_seconds, processes)
-    if num_tokens < len(prompts):
-        raise RuntimeError(f"{way.__name__}: {num_tokens} tokens of {len(prompts)} requests")
+    if num_tokens != len(prompts) * max_tokens:
+        raise RuntimeError(f"{way.__name__}: {num_tokens} tokens of {len(prompts)} requests of {max_tokens} each")
     seconds, *parts, own = (b - a for a, b in zip(before, after, strict=True))
-    router = dict(zip(target.processes, parts, strict=True))["router"]
-    return Run(num_tokens / seconds, *(part / num_tokens * 1e6 for part in (sum(parts), router, own)))
+    cpu_us = {f"{part}_us": cpu / num_tokens * 1e6 for part, cpu in zip(target.processes, parts, strict=True)}
+    return Run(num_tokens / seconds, **cpu_us, client_us=own / num_tokens * 1e6)
 
 
 async def native(target: Target, prompts: list[Prompt], max_tokens: int) -> list[int]:
@@ -350,7 +352,8 @@ async def _post(port: int, path: str, body: Mapping[str, object]) -> tuple[async
 
 def report(runs: dict[str, list[Run]], console: Console) -> None:
     """Print the medians, and the cost of each API relative to native gRPC."""
-    table = Table("way", "tok/s", "each run", *(f"{part} µs/token" for part in ("service", "router", "client")))
+    parts = [field.removesuffix("_us") for field in Run.__slots__[1:]]
+    table = Table("way", "tok/s", "each run", *(f"{part} µs/token" for part in parts))
     for name, items in runs.items():
         each = " ".join(f"{run.tokens_per_s:,.0f}" for run in items)
         figures = [statistics.median(getattr(run, field) for run in items) for field in Run.__slots__]
