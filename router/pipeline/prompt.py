@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TypeVar
+
+from google.protobuf.message import Message
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from midstream.model.folder import ModelFolder
@@ -102,9 +104,7 @@ class PromptBuilder:
 
     def _chat_ids(self, chat: pb.ChatInput, image_texts: Sequence[str]) -> list[int]:
         if self._joins_pairs and [message.role for message in chat.messages] == ["query", "document"]:
-            for message in chat.messages:
-                self._check_length(message.content, "chat")
-            return self.tokenizer.encode_pair(*(message.content for message in chat.messages))
+            return self.tokenizer.encode_pair(*self._pair(chat))
         if self._template is None:
             raise UnsupportedError("this model has no chat template", field="chat")
         if not chat.messages:
@@ -121,6 +121,21 @@ class PromptBuilder:
         self._check_length(text, "chat")
         # The template itself adds the special tokens.
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _pair(self, chat: pb.ChatInput) -> tuple[str, str]:
+        """Return the texts of a query and a document, for a model that reads them without a template."""
+        _refuse_all_but(chat, {"messages", "add_generation_prompt"}, "chat")
+        texts = []
+        for i, message in enumerate(chat.messages):
+            path = f"chat.messages[{i}]"
+            _refuse_all_but(message, {"role", "content", "parts"}, path)
+            for k, part in enumerate(message.parts):
+                if part.HasField("image"):
+                    raise UnsupportedError("an image cannot be scored", field=f"{path}.parts[{k}].image")
+            texts.append(str(_content(message, path, in_parts=False)))
+            self._check_length(texts[-1], "chat")
+        query, document = texts
+        return query, document
 
     def _check_length(self, text: str, field: str) -> None:
         """Reject a text that certainly exceeds the model's context, before it is tokenized."""
@@ -143,6 +158,12 @@ def _message(message: pb.ChatMessage, index: int, *, in_parts: bool) -> dict[str
     if message.name:
         turn["name"] = message.name
     return turn
+
+
+def _refuse_all_but(message: Message, names: Set[str], path: str) -> None:
+    for field, _ in message.ListFields():
+        if field.name not in names:
+            raise UnsupportedError("has no effect on the score of a pair", field=f"{path}.{field.name}")
 
 
 def _content(message: pb.ChatMessage, path: str, *, in_parts: bool) -> object:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import pytest
 
-from midstream.errors import ConfigError, InvalidArgumentError
+from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
 from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
@@ -87,6 +89,42 @@ async def test_a_bad_input_is_refused_by_name(builder: PromptBuilder, field: str
     with pytest.raises(InvalidArgumentError) as raised:
         await builder.token_ids(request_)
     assert raised.value.field == field
+
+
+@pytest.fixture(scope="module")
+def pairs(folder: ModelFolder) -> Iterator[PromptBuilder]:
+    """Return the prompts of a classifier, which reads a query and a document without a template."""
+    config = folder.config | {"architectures": ["LlamaForSequenceClassification"]}
+    builder = PromptBuilder(dataclasses.replace(folder, config=config), 1)
+    yield builder
+    builder.close()
+
+
+def pair(**document: Any) -> pb.GenerateRequest:
+    messages = [pb.ChatMessage(role="query", content="q"), pb.ChatMessage(role="document", **document)]
+    return pb.GenerateRequest(chat=pb.ChatInput(messages=messages))
+
+
+async def test_the_parts_of_a_pair_are_scored(pairs: PromptBuilder, tokenizer: Tokenizer) -> None:
+    parts = [pb.ContentPart(text="some"), pb.ContentPart(text="words")]
+    ids = await pairs.token_ids(pair(parts=parts))
+    assert ids == await pairs.token_ids(pair(content="some\nwords")) == tokenizer.encode_pair("q", "some\nwords")
+
+
+@pytest.mark.parametrize(
+    ("document", "field"),
+    [
+        ({"parts": [pb.ContentPart(image=pb.Image(data=b"x"))]}, "parts[0].image.data"),
+        ({"parts": [pb.ContentPart()]}, "parts[0]"),
+        ({"parts": [pb.ContentPart(text="a")], "content": "b"}, "content"),
+        ({"content": "b", "name": "c"}, "name"),
+        ({"content": "b", "reasoning_content": "c"}, "reasoning_content"),
+    ],
+)
+async def test_what_cannot_be_scored_is_refused(pairs: PromptBuilder, document: dict[str, Any], field: str) -> None:
+    with pytest.raises((InvalidArgumentError, UnsupportedError)) as raised:
+        await pairs.token_ids(pair(**document))
+    assert raised.value.field == f"chat.messages[1].{field}"
 
 
 async def test_bad_words_are_tokenized_with_and_without_a_space(builder: PromptBuilder, tokenizer: Tokenizer) -> None:
