@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Awaitable
 from typing import ClassVar, Generic, TypeVar, cast
 
@@ -206,35 +205,19 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
 class CommandStream(FrameLink[CommandT, BatchT]):
     """The stream to one service, over frames or gRPC."""
 
-    def __init__(
-        self,
-        kind: str,
-        target: str,
-        max_message_bytes: int,
-        tls: Tls | None,
-        server_name: str,
-        silence_s: float = 0.0,
-        *,
-        transport: str = "grpc",
-    ) -> None:
-        """See FrameLink."""
-        super().__init__(kind, target, max_message_bytes, tls, server_name, silence_s, transport=transport)
-        self._commands: deque[CommandT] = deque()
-        self._wake = asyncio.Event()
+    _commands: asyncio.Queue[CommandT] | None = None  # while gRPC is used
 
     @abstractmethod
     def _call(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[CommandT, BatchT]:
         """Call the gRPC method."""
 
     def _send(self, command: CommandT) -> None:
-        if self.over_frames:
-            super()._send(command)
+        if self._commands is not None:
+            self._commands.put_nowait(command)
         else:
-            self._commands.append(command)
-            self._wake.set()
+            super()._send(command)
 
     async def _run_without_frames(self, channel: grpc.aio.Channel) -> None:
-        self._commands.clear()
         call = self._call(channel)
         try:
             hello = self._hello()
@@ -245,10 +228,10 @@ class CommandStream(FrameLink[CommandT, BatchT]):
                 async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                     await call.wait_for_connection()
             self.is_open = True
+            commands = self._commands = asyncio.Queue()
             self._greet()
-            self._wake.set()
             async with asyncio.TaskGroup() as group:
-                writer = group.create_task(self._write(call))
+                writer = group.create_task(_write(call, commands))
                 asking = group.create_task(self._ask(channel)) if self._silence_s else None
                 while (batch := await call.read()) is not grpc.aio.EOF:
                     self._take(cast("BatchT", batch))
@@ -256,6 +239,7 @@ class CommandStream(FrameLink[CommandT, BatchT]):
                 if asking is not None:
                     asking.cancel()
         finally:
+            self._commands = None
             call.cancel()
 
     async def _ask(self, channel: grpc.aio.Channel) -> None:
@@ -271,12 +255,10 @@ class CommandStream(FrameLink[CommandT, BatchT]):
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise TimeoutError from None
 
-    async def _write(self, call: grpc.aio.StreamStreamCall[CommandT, BatchT]) -> None:
-        while True:
-            while self._commands:
-                await call.write(self._commands.popleft())
-            self._wake.clear()
-            await self._wake.wait()
+
+async def _write(call: grpc.aio.StreamStreamCall[CommandT, BatchT], commands: asyncio.Queue[CommandT]) -> None:
+    while True:
+        await call.write(await commands.get())
 
 
 def _is_cancelled() -> bool:
