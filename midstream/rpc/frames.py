@@ -112,14 +112,15 @@ class FrameConnection(asyncio.Protocol):
         self._error: Exception | None = None
         self._buffer = bytearray()
         self._posted: list[bytes] = []
+        self._num_posted_bytes = 0
         self._heard_at = self._loop.time()
         self._pinged_at: float | None = None  # first ping since then
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def is_writable(self) -> bool:
-        """Whether frames can be sent and the send buffer has room."""
-        return self.is_open and not self._is_full
+        """Whether frames can be sent and the send buffer, with the messages posted in this iteration, has room."""
+        return self.is_open and not self._is_full and self._num_posted_bytes <= _HIGH_WATER
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
@@ -183,6 +184,7 @@ class FrameConnection(asyncio.Protocol):
             self._loop.call_soon(self._flush)
         body = message.SerializeToString()
         self._posted += (_HEAD.pack(len(body) + 1, Kind.MESSAGE), body)
+        self._num_posted_bytes += len(body)
 
     def fail(self, error: Exception) -> None:
         """Close the connection immediately because of an error; unsent data is dropped."""
@@ -212,11 +214,15 @@ class FrameConnection(asyncio.Protocol):
 
     def _flush(self) -> None:
         posted, self._posted = self._posted, []
+        was_full = self._num_posted_bytes > _HIGH_WATER
+        self._num_posted_bytes = 0
         if not posted or not self.is_open or self._transport is None:
             return
         self._transport.write(b"".join(posted))
         if self._transport.get_write_buffer_size() > self._max_bytes:
             self.fail(FrameError("the peer stopped reading"))
+        elif was_full and self.is_writable:
+            self.handler.resume()
 
     def _parse(self, data: bytes) -> None:
         buffer = self._buffer

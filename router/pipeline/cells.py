@@ -13,8 +13,9 @@ from functools import partial
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
-from midstream.errors import DeadlineError, MidstreamError, UnavailableError
+from midstream.errors import DeadlineError, InvalidArgumentError, MidstreamError, UnavailableError
 from midstream.rpc.discovery import Discovery
 from midstream.rpc.errors import error_from_rpc
 from midstream.rpc.scheduler_epoch import scheduler_epoch
@@ -32,6 +33,8 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _TRY_TIMEOUT_S = 5.0
 # Images wait for each other, and a large one takes seconds on a CPU.
 _ENCODE_TIMEOUT_S = 120.0
+# Room in a message beside a request, for what a message to or from the scheduler adds to it.
+_ENVELOPE_BYTES = 4096
 
 
 class Cell:
@@ -66,6 +69,7 @@ class Cell:
         self._channel, self._watch_channel = open_one(), open_one()
         self.stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._channel)  # type: ignore[assignment]
         self.watch_stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._watch_channel)  # type: ignore[assignment]
+        self._max_request_bytes = max_message_bytes - _ENVELOPE_BYTES
         self._submissions = SubmissionLink(address, max_message_bytes, tls, server_name, transport=transport)
         self._submitting = asyncio.create_task(self._submissions.run(), name=f"submissions-{address}")
         self.load = 0
@@ -104,8 +108,10 @@ class Cell:
 
         Raises:
             MidstreamError: The scheduler rejected the request; UnavailableError if it is unreachable, DeadlineError if
-                the deadline has passed.
+                the deadline has passed, InvalidArgumentError if the request does not fit into a message.
         """
+        if request.ByteSize() > self._max_request_bytes:
+            raise _too_large(request, f"at most {self._max_request_bytes} fit into a message to the scheduler")
         loop = asyncio.get_running_loop()
         attempt, delay = 0, _FIRST_RETRY_S
         self.load += 1
@@ -146,6 +152,8 @@ class Cell:
             if error.code() is grpc.StatusCode.CANCELLED:
                 # A busy scheduler may return this when the deadline has passed on its side but not yet here.
                 raise UnavailableError(error.details() or "cancelled") from None
+            if _is_too_large(error):
+                raise _too_large(request, f"the scheduler's limit is lower: {error.details()}") from None
             raise error_from_rpc(error) from None
 
     def follow(self) -> None:
@@ -273,6 +281,10 @@ class Cells:
             try:
                 return await choose_home(cells, name).stub.EncodeImage(request, timeout=_ENCODE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
+                if _is_too_large(error):
+                    raise InvalidArgumentError(
+                        f"does not fit into a message: {error.details()}", field="data"
+                    ) from None
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or loop.time() + delay > give_up_at:
                     raise error_from_rpc(error) from None
             await asyncio.sleep(delay)
@@ -315,6 +327,27 @@ class Cells:
                 self.cells[target] = Cell(
                     name, target, self._max_message_bytes, self._tls, host, transport=self._transport
                 )
+
+
+def _is_too_large(error: grpc.aio.AioRpcError) -> bool:
+    """Return whether a message exceeded gRPC's limit; the status is otherwise that of an overloaded service."""
+    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or "")
+
+
+def _too_large(request: generation_pb2.GenerateRequest, limit: str) -> InvalidArgumentError:
+    """Return the error of a request that exceeds a limit; it names the largest field."""
+    size, name = max((_num_bytes(value), field.name) for field, value in request.ListFields())
+    if name == "prompt_tuning" and request.prompt_tuning.table.data:
+        name = "prompt_tuning.table"
+    return InvalidArgumentError(f"has {size} of the request's {request.ByteSize()} bytes; {limit}", field=name)
+
+
+def _num_bytes(value: object) -> int:
+    if isinstance(value, Message):
+        return value.ByteSize()
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return sum(map(_num_bytes, value)) if isinstance(value, Sequence) else 0
 
 
 async def _leave(cell: Cell) -> None:

@@ -40,6 +40,8 @@ class SubmissionLink(FrameLink[pb.Submission, pb.SubmissionResult]):
         super().__init__("scheduler", target, max_message_bytes, tls, server_name, _SILENCE_S, transport=transport)
         self._numbers = itertools.count(1)
         self._results: dict[int, asyncio.Future[pb.SubmissionResult]] = {}
+        self._turn = asyncio.Lock()
+        self._has_room = asyncio.Event()
 
     def can_take(self, request: generation_pb2.GenerateRequest) -> bool:
         """Return whether the connection is open and the request is small enough for it."""
@@ -55,9 +57,10 @@ class SubmissionLink(FrameLink[pb.Submission, pb.SubmissionResult]):
         number = next(self._numbers)
         answer: asyncio.Future[pb.SubmissionResult] = asyncio.get_running_loop().create_future()
         self._results[number] = answer
-        self._send(pb.Submission(number=number, request=request))
         try:
             async with asyncio.timeout(timeout_s):
+                await self._wait_for_room(answer)
+                self._send(pb.Submission(number=number, request=request))
                 result = await answer
         except TimeoutError:
             raise DeadlineError("the scheduler did not answer in time") from None
@@ -69,6 +72,17 @@ class SubmissionLink(FrameLink[pb.Submission, pb.SubmissionResult]):
                 error.retry_after_ms = result.retry_after_ms
             raise error
         return result.response
+
+    async def _wait_for_room(self, answer: asyncio.Future[pb.SubmissionResult]) -> None:
+        """Wait until the connection is writable or lost, so that many large submissions do not overflow its buffer."""
+        async with self._turn:
+            while not answer.done() and self._connection is not None and not self._connection.is_writable:
+                self._has_room.clear()
+                await self._has_room.wait()
+
+    def resume(self) -> None:
+        """Continue with the submissions that wait for room."""
+        self._has_room.set()
 
     def _ask_for_frames(self, channel: grpc.aio.Channel) -> Awaitable[FramesOffer]:
         stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[assignment]
@@ -86,3 +100,4 @@ class SubmissionLink(FrameLink[pb.Submission, pb.SubmissionResult]):
         for answer in self._results.values():
             if not answer.done():
                 answer.set_exception(UnavailableError(f"the connection to the scheduler at {self.target} was lost"))
+        self._has_room.set()

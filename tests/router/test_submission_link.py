@@ -64,7 +64,7 @@ async def scheduler() -> AsyncIterator[OneScheduler]:
     servicer = OneScheduler()  # type: ignore[abstract]  # the other calls stay unimplemented
     assert servicer.frames is not None
     frames = servicer.frames
-    server = Server("midstream.v1.Scheduler", "127.0.0.1", 0, Progress())
+    server = Server("midstream.v1.Scheduler", "127.0.0.1", 0, Progress(), max_message_bytes=MAX_BYTES)
     scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.grpc)
     await frames.start()
     await server.start()
@@ -170,6 +170,53 @@ async def test_a_submission_without_an_answer_is_given_up(scheduler: OneSchedule
 async def test_a_large_request_is_a_call_of_its_own(scheduler: OneScheduler, cell: Cell) -> None:
     assert (await submit(cell, "abc", prompt="x" * (1 << 20))).num_sequences == 3
     assert scheduler.num_calls == 1
+
+
+async def test_large_submissions_wait_until_the_connection_has_room(scheduler: OneScheduler, cell: Cell) -> None:
+    """Together they are larger than the connection's buffer may become."""
+    prompt = "x" * ((1 << 20) - 100)
+    answers = await asyncio.gather(*(submit(cell, "a" * number, prompt=prompt) for number in range(1, 13)))
+    assert [answer.num_sequences for answer in answers] == [*range(1, 13)]
+    assert not scheduler.num_calls
+    assert len(scheduler.connections) == 1
+
+
+async def test_submissions_that_wait_for_room_are_repeated_when_the_connection_breaks(
+    scheduler: OneScheduler, cell: Cell
+) -> None:
+    prompt = "x" * ((1 << 20) - 100)
+    submitting = [asyncio.create_task(submit(cell, "a" * number, prompt=prompt)) for number in range(1, 5)]
+    await asyncio.sleep(0)  # they are posted or wait
+    scheduler.connections[0].fail(ConnectionAbortedError("cut"))
+    assert [answer.num_sequences for answer in await asyncio.gather(*submitting)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"attachment": bytes(MAX_BYTES), "prompt": "x" * 100}, "attachment"),
+        ({"token_ids": pb.TokenIds(values=[1 << 30] * MAX_BYTES)}, "token_ids"),
+        ({"prompt": "x", "images": [pb.Image(data=bytes(MAX_BYTES // 2))] * 2}, "images"),
+        ({"prompt_tuning": pb.PromptTuningConfig(table=pb.Tensor(data=bytes(MAX_BYTES)))}, "prompt_tuning.table"),
+    ],
+)
+async def test_a_request_over_the_limit_of_a_message_is_invalid(
+    scheduler: OneScheduler, fields: dict[str, Any], field: str
+) -> None:
+    cell = Cell("cell", scheduler.address, MAX_BYTES)  # type: ignore[attr-defined]
+    with pytest.raises(InvalidArgumentError, match=str(MAX_BYTES - 4096)) as raised:
+        await submit(cell, "a", **fields)
+    assert raised.value.field == field
+    await cell.close()
+
+
+async def test_a_request_over_a_lower_limit_of_the_scheduler_is_invalid(scheduler: OneScheduler) -> None:
+    """gRPC itself refuses it, with the status of an overloaded service."""
+    cell = Cell("cell", scheduler.address, 1 << 30)  # type: ignore[attr-defined]
+    with pytest.raises(InvalidArgumentError, match="larger than max") as raised:
+        await submit(cell, "a", prompt="x" * (MAX_BYTES + 1))
+    assert raised.value.field == "prompt"
+    await cell.close()
 
 
 async def test_a_scheduler_without_frames_is_called(scheduler: OneScheduler) -> None:

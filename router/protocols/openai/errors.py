@@ -25,6 +25,7 @@ _PARAMS = {
     "chat": "messages",
     "lora.name": "model",
     "prompt_tuning.name": "model",
+    "prompt_tuning.table": "messages",  # only images make a table
     "token_ids": "prompt",
     "guided_decoding": "response_format",
     "sampling.embedding_bias": "logit_bias",

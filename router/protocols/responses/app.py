@@ -279,7 +279,14 @@ class ResponsesApi:
         """Start a new response, or read a stored one."""
         if native is None:
             return self.resume(stored)
-        output = await self._front.start(native, None, stored.key)
+        try:
+            output = await self._front.start(native, None, stored.key)
+        except InvalidArgumentError as error:
+            if error.field == "attachment":
+                raise InvalidArgumentError(f"{error.message}; with store=false, it is smaller", field="input") from None
+            if error.field == "prompt_tuning.table":
+                raise InvalidArgumentError(error.message, field="input") from None
+            raise
         first = (await self._kept.get(stored.response_id)).request if stored.key else native
         stored.created_at = first.arrival_time_unix_ns // _NS_PER_S
         return output
