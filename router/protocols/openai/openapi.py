@@ -18,26 +18,55 @@ from router.protocols.conversation import EFFORTS
 # A JSON schema, or another part of an OpenAPI document.
 Part = dict[str, Any]
 
+
+def _integer(low: int, high: int) -> Part:
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def _number(low: float, high: float) -> Part:
+    return {"type": "number", "minimum": low, "maximum": high}
+
+
+def _array(items: Part, **limits: int) -> Part:
+    return {"type": "array", "items": items, **limits}
+
+
+def _any(*schemas: Part) -> Part:
+    return {"anyOf": list(schemas)}
+
+
+def _object(properties: Part, *required: str) -> Part:
+    return {"type": "object", "properties": properties} | ({"required": list(required)} if required else {})
+
+
 _TEXT: Part = {"type": "string"}
+_SOME_TEXT: Part = {"type": "string", "minLength": 1}
 _FLAG: Part = {"type": "boolean"}
 _OBJECT: Part = {"type": "object"}
 _NAME: Part = {"type": "string", "maxLength": MAX_NAME}
-_INPUT: Part = {"anyOf": [_TEXT, {"type": "array", "items": _OBJECT, "minItems": 1}]}
-_ANY_TEXTS: Part = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}
+_INPUT = _any(_TEXT, _array(_OBJECT, minItems=1))
+_ANY_TEXTS = _any(_TEXT, _array(_TEXT))
+_TEXT_BLOCK = _object({"type": {"const": "text"}, "text": _TEXT}, "type", "text")
+_EFFORT: Part = {"enum": list(EFFORTS)}
+_TOOL_CHOICE = _any({"enum": ["none", "auto", "required"]}, _OBJECT)
+_SERVICE_TIER: Part = {"enum": ["auto", "default", "flex", "priority"]}
+_STOP_WORD: Part = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_WORD_CHARACTERS}
 
 
 def document(model: ModelFolder) -> Part:
     """Return the OpenAPI document of a router that serves `model`."""
     token = _integer(0, model.vocab_size - 1)
-    names = {"anyOf": [{"const": model.name}, {"type": "string", "description": "A loaded adapter."}]}
+    names = _any({"const": model.name}, {"type": "string", "description": "A loaded adapter."})
     common = _common_fields(model, token, names)
-    tokens = {"type": "array", "items": token, "minItems": 1}
-    text = {"type": "string", "minLength": 1}
-    prompts = {"anyOf": [{"type": "array", "items": item, "minItems": 1, "maxItems": 256} for item in (text, tokens)]}
-    embedded = {"anyOf": [{"type": "array", "items": item, "minItems": 1, "maxItems": 2048} for item in (text, tokens)]}
+    tokens = _array(token, minItems=1)
+
+    def inputs(max_items: int) -> Part:
+        lists = [_array(item, minItems=1, maxItems=max_items) for item in (_SOME_TEXT, tokens)]
+        return _any(_SOME_TEXT, tokens, *lists)
+
     completion = {
         **common,
-        "prompt": {"anyOf": [text, tokens, *prompts["anyOf"]]},
+        "prompt": inputs(256),
         "best_of": _integer(1, 128),
         "echo": _FLAG,
         "max_tokens": {**_integer(0, 0xFFFFFFFF), "description": "0 needs echo."},
@@ -45,17 +74,17 @@ def document(model: ModelFolder) -> Part:
     }
     chat = {
         **common,
-        "messages": {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1},
+        "messages": _array({"$ref": "#/components/schemas/Message"}, minItems=1),
         "max_completion_tokens": _integer(1, 0xFFFFFFFF),
         "logprobs": _FLAG,
         "top_logprobs": _integer(0, MAX_LOG_PROBS),
-        "tools": {"type": "array", "items": {"$ref": "#/components/schemas/Tool"}},
-        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _OBJECT]},
+        "tools": _array({"$ref": "#/components/schemas/Tool"}),
+        "tool_choice": _TOOL_CHOICE,
         "parallel_tool_calls": _FLAG,
-        "reasoning_effort": {"enum": list(EFFORTS)},
-        "service_tier": {"enum": ["auto", "default", "flex", "priority"]},
+        "reasoning_effort": _EFFORT,
+        "service_tier": _SERVICE_TIER,
         "prompt_cache_retention": {"enum": ["in_memory", "24h"]},
-        "prompt_cache_options": {"type": "object", "properties": {"ttl": {"enum": ["30m", "12h"]}}},
+        "prompt_cache_options": _object({"ttl": {"enum": ["30m", "12h"]}}),
         "prompt_cache_key": _TEXT,
         "safety_identifier": _NAME,
         "metadata": _OBJECT,
@@ -68,24 +97,22 @@ def document(model: ModelFolder) -> Part:
         "schema": _TEXT,
         "description": "Id of the last event received; the stream resumes after it, on any router.",
     }
-    version = {
-        "name": "anthropic-version",
-        "in": "header",
-        "required": True,
-        "schema": {"enum": ["2026-10-21", "2023-06-01"]},
-    }
+    versions = {"enum": ["2026-10-21", "2023-06-01"]}
+    version = {"name": "anthropic-version", "in": "header", "required": True, "schema": versions}
+    name, response_id, file_id, batch_id = (
+        {"name": n, "in": "path", "required": True, "schema": _SOME_TEXT}
+        for n in ("name", "response_id", "file_id", "batch_id")
+    )
     stored = (
-        {"name": "response_id", "in": "path", "required": True, "schema": text},
+        response_id,
         {"name": "stream", "in": "query", "schema": _FLAG},
         {"name": "starting_after", "in": "query", "schema": _integer(0, 10**9 - 1)},
     )
-    file_id, batch_id = ({"name": n, "in": "path", "required": True, "schema": text} for n in ("file_id", "batch_id"))
     messages = _messages_fields(names)
     counted = {name: messages[name] for name in ("model", "messages", "system", "tools", "tool_choice", "thinking")}
-    tokenize = {"model": names, "prompt": text, "messages": chat["messages"], "tools": chat["tools"]}
+    tokenize = {"model": names, "prompt": _SOME_TEXT, "messages": chat["messages"], "tools": chat["tools"]}
     tokenize |= {"add_special_tokens": _FLAG, "return_token_strs": _FLAG}
     detokenize = {"model": names, "tokens": tokens}
-    named = {"name": "name", "in": "path", "required": True, "schema": text}
     paths = {
         "/v1/completions": {"post": _post("Complete prompts.", completion, ["prompt"], stream=True) | _with(event_id)},
         "/v1/chat/completions": {
@@ -108,13 +135,13 @@ def document(model: ModelFolder) -> Part:
         },
         "/v1/responses/{response_id}": {
             "get": _get("A stored response, or its events after `starting_after`.") | _with(*stored),
-            "delete": _get("Delete a stored response.") | _with(stored[0]),
+            "delete": _get("Delete a stored response.") | _with(response_id),
         },
         "/v1/responses/{response_id}/cancel": {
-            "post": _get("Cancel a background response.") | _with(stored[0]),
+            "post": _get("Cancel a background response.") | _with(response_id),
         },
-        "/v1/responses/{response_id}/input_items": {"get": _get("The input items of a response.") | _with(stored[0])},
-        **_embedding_paths(names, {"anyOf": [text, tokens, *embedded["anyOf"]]}),
+        "/v1/responses/{response_id}/input_items": {"get": _get("The input items of a response.") | _with(response_id)},
+        **_embedding_paths(names, inputs(2048)),
         "/v1/files": {"get": _get("The caller's files, newest first."), "post": _upload()},
         "/v1/files/{file_id}": {
             "get": _get("A file's description.") | _with(file_id),
@@ -130,7 +157,7 @@ def document(model: ModelFolder) -> Part:
         "/tokenize": {"post": _post("Token ids of a text or a conversation.", tokenize, [])},
         "/detokenize": {"post": _post("The text of token ids.", detokenize, ["tokens"])},
         "/v1/models": {"get": _get("The model and its loaded adapters.")},
-        "/v1/models/{name}": {"get": _get("A model or adapter by name.") | _with(named)},
+        "/v1/models/{name}": {"get": _get("A model or adapter by name.") | _with(name)},
         "/health": {"get": _get("Health of this router; 503 if it cannot serve requests.")},
         "/metrics": {"get": _get("Prometheus' metrics.", "text/plain")},
         "/openapi.json": {"get": _get("This document.")},
@@ -145,7 +172,7 @@ def document(model: ModelFolder) -> Part:
 
 def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
     """Return the schemas shared by completions and chat completions."""
-    words = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_WORD_CHARACTERS}
+    guided = {"json": _any(_OBJECT, _TEXT), "regex": _TEXT, "grammar": _TEXT, "choice": _ANY_TEXTS}
     return {
         **_request_fields(names),
         **_sampling_fields(),
@@ -162,37 +189,24 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
             "propertyNames": {"pattern": "^[0-9]{1,4}$"},
             "additionalProperties": _number(-100, 100),
         },
-        "stop": {"anyOf": [words, {"type": "array", "items": words, "maxItems": MAX_STOP_WORDS}]},
-        "stop_token_ids": {"type": "array", "items": token, "maxItems": MAX_STOP_TOKENS},
-        "bad_words": {"type": "array", "items": words, "maxItems": MAX_STOP_WORDS},
+        "stop": _any(_STOP_WORD, _array(_STOP_WORD, maxItems=MAX_STOP_WORDS)),
+        "stop_token_ids": _array(token, maxItems=MAX_STOP_TOKENS),
+        "bad_words": _array(_STOP_WORD, maxItems=MAX_STOP_WORDS),
         "min_tokens": _integer(0, model.max_sequence_length),
         "ignore_eos": _FLAG,
         "include_stop_str_in_output": _FLAG,
         "skip_special_tokens": _FLAG,
         "return_token_ids": _FLAG,
-        "stream_options": {"type": "object", "properties": {"include_usage": _FLAG}},
-        "response_format": {
-            "type": "object",
-            "properties": {
+        "stream_options": _object({"include_usage": _FLAG}),
+        "response_format": _object(
+            {
                 "type": {"enum": ["text", "json_object", "json_schema"]},
-                "json_schema": {"type": "object", "properties": {"name": _TEXT, "schema": _OBJECT}},
+                "json_schema": _object({"name": _TEXT, "schema": _OBJECT}),
             },
-            "required": ["type"],
-        },
-        "guided_json": {"anyOf": [_OBJECT, _TEXT]},
-        "guided_regex": _TEXT,
-        "guided_grammar": _TEXT,
-        "guided_choice": _ANY_TEXTS,
-        "structured_outputs": {
-            "type": "object",
-            "properties": {
-                "json": {"anyOf": [_OBJECT, _TEXT]},
-                "regex": _TEXT,
-                "grammar": _TEXT,
-                "choice": _ANY_TEXTS,
-                "json_object": _FLAG,
-            },
-        },
+            "type",
+        ),
+        **{f"guided_{name}": schema for name, schema in guided.items()},
+        "structured_outputs": _object({**guided, "json_object": _FLAG}),
         "detached": _FLAG,
     }
 
@@ -220,8 +234,8 @@ def _sampling_fields() -> Part:
 
 def _embedding_paths(names: Part, inputs: Part) -> Part:
     """Return the paths of the endpoints for embeddings, scores and reranking."""
-    text = {"type": "string", "minLength": 1}
-    texts = {"type": "array", "items": text, "minItems": 1, "maxItems": 1024}
+    texts = _array(_SOME_TEXT, minItems=1, maxItems=1024)
+    either = _any(_SOME_TEXT, texts)
     common = {**_request_fields(names), "pooling": {"enum": ["last", "mean"]}}
     vectors = {
         **common,
@@ -230,8 +244,14 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
         "dimensions": _integer(1, 1 << 20),
         "normalize": _FLAG,
     }
-    scored = {**common, "text_1": {"anyOf": [text, texts]}, "text_2": {"anyOf": [text, texts]}}
-    ranked = {**common, "query": text, "documents": texts, "top_n": _integer(0, 1 << 20), "return_documents": _FLAG}
+    scored = {**common, "text_1": either, "text_2": either}
+    ranked = {
+        **common,
+        "query": _SOME_TEXT,
+        "documents": texts,
+        "top_n": _integer(0, 1 << 20),
+        "return_documents": _FLAG,
+    }
     return {
         "/v1/embeddings": {"post": _post("Embeddings of texts.", vectors, ["input"])},
         "/score": {"post": _post("Similarities of texts (also /v1/score).", scored, ["text_1", "text_2"])},
@@ -256,44 +276,32 @@ def _responses_fields(names: Part) -> Part:
         "background": _FLAG,
         **_sampling_fields(),
         "max_output_tokens": _integer(1, 0xFFFFFFFF),
-        "tools": {"type": "array", "items": _OBJECT},
-        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _OBJECT]},
+        "tools": _array(_OBJECT),
+        "tool_choice": _TOOL_CHOICE,
         "parallel_tool_calls": _FLAG,
-        "text": {"type": "object", "properties": {"format": _OBJECT}},
-        "reasoning": {"type": "object", "properties": {"effort": {"enum": list(EFFORTS)}}},
-        "include": {"type": "array", "items": _TEXT},
+        "text": _object({"format": _OBJECT}),
+        "reasoning": _object({"effort": _EFFORT}),
+        "include": _array(_TEXT),
         "metadata": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 512}},
-        "service_tier": {"enum": ["auto", "default", "flex", "priority"]},
+        "service_tier": _SERVICE_TIER,
         "user": _NAME,
     }
 
 
 def _messages_fields(names: Part) -> Part:
     """Return the schemas of /v1/messages."""
-    text = {"type": "object", "properties": {"type": {"const": "text"}, "text": _TEXT}, "required": ["type", "text"]}
-    turn = {
-        "type": "object",
-        "properties": {
-            "role": {"enum": ["user", "assistant", "system"]},
-            "content": {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": [text, _OBJECT]}}]},
-        },
-        "required": ["role", "content"],
-    }
-    tool = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "minLength": 1}, "description": _TEXT, "input_schema": _OBJECT},
-        "required": ["name", "input_schema"],
-    }
-    stop = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_WORD_CHARACTERS}
+    content = _any(_TEXT, _array(_any(_TEXT_BLOCK, _OBJECT)))
+    turn = _object({"role": {"enum": ["user", "assistant", "system"]}, "content": content}, "role", "content")
+    tool = _object({"name": _SOME_TEXT, "description": _TEXT, "input_schema": _OBJECT}, "name", "input_schema")
     return {
         "model": names,
-        "messages": {"type": "array", "items": turn, "minItems": 1},
+        "messages": _array(turn, minItems=1),
         "max_tokens": _integer(1, 0xFFFFFFFF),
-        "system": {"anyOf": [_TEXT, {"type": "array", "items": text}]},
-        "stop_sequences": {"type": "array", "items": stop, "maxItems": MAX_STOP_WORDS},
+        "system": _any(_TEXT, _array(_TEXT_BLOCK)),
+        "stop_sequences": _array(_STOP_WORD, maxItems=MAX_STOP_WORDS),
         **_sampling_fields(),
         "top_k": _integer(0, 0xFFFFFFFF),
-        "tools": {"type": "array", "items": tool},
+        "tools": _array(tool),
         "tool_choice": _OBJECT,
         "thinking": _OBJECT,
         "output_config": _OBJECT,
@@ -303,78 +311,37 @@ def _messages_fields(names: Part) -> Part:
     }
 
 
-_MESSAGE: Part = {
-    "type": "object",
-    "properties": {
-        "role": {"type": "string", "minLength": 1},
-        "content": {
-            "anyOf": [
-                _TEXT,
-                {"type": "null"},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": _TEXT},
-                        "required": ["type", "text"],
-                    },
-                },
-            ]
-        },
+_MESSAGE = _object(
+    {
+        "role": _SOME_TEXT,
+        "content": _any(_TEXT, {"type": "null"}, _array(_TEXT_BLOCK)),
         "reasoning_content": _TEXT,
         "name": _TEXT,
         "tool_call_id": _TEXT,
-        "tool_calls": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
+        "tool_calls": _array(
+            _object(
+                {
                     "id": _TEXT,
                     "type": {"const": "function"},
-                    "function": {"type": "object", "properties": {"name": _TEXT, "arguments": _TEXT}},
+                    "function": _object({"name": _TEXT, "arguments": _TEXT}),
                 },
-                "required": ["function"],
-            },
-        },
+                "function",
+            )
+        ),
     },
-    "required": ["role"],
-}
-_TOOL: Part = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string", "minLength": 1}, "description": _TEXT, "parameters": _OBJECT},
-            "required": ["name"],
-        },
+    "role",
+)
+_FUNCTION = _object({"name": _SOME_TEXT, "description": _TEXT, "parameters": _OBJECT}, "name")
+_TOOL = _object({"type": {"const": "function"}, "function": _FUNCTION}, "type", "function")
+_NAMED: Part = {"type": ["string", "null"]}
+_ERROR = _object(
+    {
+        "error": _object(
+            {"message": _TEXT, "type": _TEXT, "param": _NAMED, "code": _NAMED}, "message", "type", "param", "code"
+        )
     },
-    "required": ["type", "function"],
-}
-_ERROR: Part = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": _TEXT,
-                "type": _TEXT,
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-    "required": ["error"],
-}
-
-
-def _integer(low: int, high: int) -> Part:
-    return {"type": "integer", "minimum": low, "maximum": high}
-
-
-def _number(low: float, high: float) -> Part:
-    return {"type": "number", "minimum": low, "maximum": high}
+    "error",
+)
 
 
 def _with(*parameters: Part) -> Part:
@@ -386,14 +353,14 @@ def _post(summary: str, fields: Part, required: list[str], *, stream: bool = Fal
     properties = {
         name: schema if name in required else {"anyOf": [schema, {"type": "null"}]} for name, schema in fields.items()
     }
-    schema = {"type": "object", "properties": properties, "required": required}
+    schema = _object(properties) | {"required": required}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {"summary": summary, "requestBody": body, "responses": _responses("text/event-stream" if stream else "")}
 
 
 def _upload() -> Part:
     properties = {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch", "user_data"]}}
-    schema = {"type": "object", "properties": properties, "required": ["file", "purpose"]}
+    schema = _object(properties, "file", "purpose")
     body = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
     return {"summary": "Upload a file.", "requestBody": body, "responses": _responses("")}
 
@@ -406,7 +373,7 @@ def _batch_fields() -> Part:
         "endpoint": {"enum": endpoints},
         "completion_window": {"type": "string", "pattern": "^[1-9][0-9]{0,4}[smh]$"},
         "metadata": {"type": "object", "additionalProperties": _TEXT},
-        "output_expires_after": {"type": "object", "properties": lifetime, "required": ["anchor", "seconds"]},
+        "output_expires_after": _object(lifetime, "anchor", "seconds"),
     }
 
 
