@@ -12,14 +12,13 @@ import functools
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from midstream.chunk import Chunk
-from midstream.cli.demo_view import DemoView
+from midstream.cli.demo_view import Answer, DemoView
 from midstream.cli.display import RunDisplay
 from midstream.cli.kill_demo import MAX_TOKENS, SEED, KillDemo
 from midstream.cli.kill_view import KillView, summarize
@@ -39,15 +38,6 @@ PROMPTS = (
     "Write a haiku about a river.",
 )
 _MAX_TOKENS = 120
-
-
-@dataclass(slots=True)
-class Answer:
-    """One prompt and its answer so far."""
-
-    prompt: str
-    text: str = ""
-    pace: Pace = field(default_factory=Pace)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

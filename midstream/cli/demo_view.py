@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Self
 
 from rich.columns import Columns
 from rich.console import Console
-from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from midstream.cli.display import LiveDisplay, answer_panel
 from midstream.cli.pace import Pace
 
 _LINE_WIDTH = 92
@@ -20,35 +20,28 @@ _WIDE = 100
 _MAX_HEIGHT = 14
 
 
-class ShownAnswer(Protocol):
-    """The attributes of an answer that the view reads."""
+@dataclass(slots=True)
+class Answer:
+    """One prompt and its answer so far."""
 
     prompt: str
-    text: str
-    pace: Pace
+    text: str = ""
+    pace: Pace = field(default_factory=Pace)
 
 
-class DemoView:
-    """Context manager that shows `answers`, which change between updates."""
+class DemoView(LiveDisplay):
+    """Shows `answers`, which change between updates."""
 
-    def __init__(self, answers: Sequence[ShownAnswer], console: Console) -> None:
+    def __init__(self, answers: Sequence[Answer], console: Console) -> None:
         self._answers = answers
-        self._console = console
         self._printed = [0] * len(answers)
-        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=12)
+        super().__init__(console, is_transient=False, frames_per_second=12)
 
-    def __enter__(self) -> DemoView:
-        if self._console.is_terminal:
-            self._live.start()
-        else:
+    def __enter__(self) -> Self:
+        if not self._console.is_terminal:
             for number, answer in enumerate(self._answers, 1):
                 self._console.print(f"{number} > {answer.prompt}", markup=False, soft_wrap=True)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
+        return super().__enter__()
 
     def advance(self, index: int) -> None:
         """Show new text of answer `index`."""
@@ -79,15 +72,6 @@ class DemoView:
         return Columns(panels, width=panel_width, padding=(0, 0), expand=False)
 
     @staticmethod
-    def _panel(answer: ShownAnswer, width: int, height: int) -> Panel:
-        room = height - 2
-        lines = [line for part in answer.text.split("\n") for line in (textwrap.wrap(part, width - 4) or [""])]
-        return Panel(
-            Text("\n".join(lines[-room:])),
-            title=Text(textwrap.shorten(answer.prompt, width - 6, placeholder="…"), style="bold"),
-            title_align="left",
-            subtitle=Text(str(answer.pace), style="green" if answer.pace.reason else "dim"),
-            subtitle_align="right",
-            height=height,
-            border_style="green" if answer.pace.reason else "blue",
-        )
+    def _panel(answer: Answer, width: int, height: int) -> Panel:
+        label, border = ("green", "green") if answer.pace.reason else ("dim", "blue")
+        return answer_panel(answer.prompt, answer.text, Text(str(answer.pace), style=label), border, width, height)

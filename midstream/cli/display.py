@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -43,9 +44,7 @@ class LiveDisplay(ABC):
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     @abstractmethod
@@ -92,3 +91,17 @@ class RunDisplay(LiveDisplay):
             )
         table.add_row("", f"{time.monotonic() - self._start_s:.0f} s", "", "", style="dim")
         return table
+
+
+def answer_panel(prompt: str, text: str, subtitle: Text, border_style: str, width: int, height: int) -> Panel:
+    """Return a panel with the prompt as its title and the last lines of the answer that fit."""
+    lines = [line for part in text.split("\n") for line in (textwrap.wrap(part, width - 4) or [""])]
+    return Panel(
+        Text("\n".join(lines[-(height - 2) :])),
+        title=Text(textwrap.shorten(prompt, width - 6, placeholder="…"), style="bold"),
+        title_align="left",
+        subtitle=subtitle,
+        subtitle_align="right",
+        height=height,
+        border_style=border_style,
+    )

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from midstream.cli.display import PHASE_STYLES, LiveDisplay
+from midstream.cli.display import PHASE_STYLES, LiveDisplay, answer_panel
 from midstream.cli.kill_demo import Answer, KillDemo
 from midstream.cli.recording import SvgRecording
 from midstream.cli.run_dir import ProcessPhase, RunState
@@ -91,19 +91,10 @@ class KillView(LiveDisplay):
 
 
 def _stream_panel(answer: Answer, width: int, height: int) -> Panel:
-    lines = [line for part in answer.text.split("\n") for line in (textwrap.wrap(part, width - 4) or [""])]
     style, verdict = "blue", str(answer.pace)
     if answer.is_identical is not None:
         style, verdict = ("green", "identical") if answer.is_identical else ("red", "DIFFERENT")
-    return Panel(
-        Text("\n".join(lines[-(height - 2) :])),
-        title=Text(textwrap.shorten(answer.prompt, width - 6, placeholder="…"), style="bold"),
-        title_align="left",
-        subtitle=Text(verdict, style=style),
-        subtitle_align="right",
-        height=height,
-        border_style=style,
-    )
+    return answer_panel(answer.prompt, answer.text, Text(verdict, style=style), style, width, height)
 
 
 def summarize(demo: KillDemo, console: Console) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from midstream.chunk import Chunk
@@ -93,9 +92,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from enum import StrEnum
-from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from midstream.client import AsyncClient, FinishReason
@@ -122,7 +121,7 @@ class GenerationExecutor:
             return GenerationExecutor([address] if isinstance(address, str) else address)
         config = executor_config or ExecutorConfig()
         tokenizer = one_tokenizer(tokenizer_dir, postprocess_tokenizer_dir)
-        service = LocalService.of_config(
+        service = LocalService(
             engine_dir or model,
             config,
             tokenizer_dir=tokenizer,
@@ -368,9 +367,7 @@ class GenerationExecutor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     async def _follow(self, result: GenerationResult, message: Any) -> None:
@@ -468,7 +465,7 @@ class Executor(GenerationExecutor):
         config = executor_config or ExecutorConfig()
         if model_type not in list(ModelType):
             raise InvalidArgumentError("must be decoder_only", field="model_type")
-        service = LocalService.of_config(model_path, config)
+        service = LocalService(model_path, config)
         super().__init__(service.addresses, service, config)
 
 

@@ -7,9 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
 from midstream.cli.run_dir import RunDir
 from midstream.errors import ExecutionError
@@ -26,21 +24,37 @@ class LocalService:
     """
 
     def __init__(
-        self, model: str, parts: Mapping[str, int], environment: Mapping[str, str], tokenizer_dir: str | None = None
+        self,
+        model: str,
+        config: ExecutorConfig,
+        *,
+        tokenizer_dir: str | None = None,
+        num_workers: int = 1,
+        num_detokenizers: int = 1,
     ) -> None:
         """Start the service, and wait until it has loaded the model and is ready.
 
         Args:
             model: As for `midstream up --model`.
-            parts: Numbers of processes, as flags of `midstream up`: `routers`, `detokenizers`, `workers`,
-                `tensor-parallel`, ...
-            environment: MIDSTREAM_* variables, in addition to those of this process.
+            config: Settings of the processes, in addition to the MIDSTREAM_* variables of this process.
             tokenizer_dir: Folder of the tokenizer, if it is not the model's.
+            num_workers: Number of worker groups.
+            num_detokenizers: Number of detokenizers.
 
         Raises:
             ConfigError: A folder is missing.
             ExecutionError: The service did not start.
+            InvalidArgumentError: A setting is invalid.
+            UnsupportedError: A setting requires a feature that is not implemented.
         """
+        parts = {
+            "routers": 1,
+            "workers": num_workers,
+            "detokenizers": num_detokenizers,
+            "tensor-parallel": config.parallel_config.tensor_parallel_size,
+            "pipeline-parallel": config.parallel_config.pipeline_parallel_size,
+        }
+        environment = config.environment()
         self._directory = Path(tempfile.mkdtemp(prefix="midstream-"))
         # Only this process connects to the service, and it may read the same files.
         own = {"MIDSTREAM_ADAPTER_ROOT": "/"}
@@ -56,26 +70,6 @@ class LocalService:
         except BaseException:
             self.stop()
             raise
-
-    @classmethod
-    def of_config(
-        cls,
-        model: str,
-        config: ExecutorConfig,
-        *,
-        tokenizer_dir: str | None = None,
-        num_workers: int = 1,
-        num_detokenizers: int = 1,
-    ) -> Self:
-        """Start a service with an executor's settings; arguments and errors are those of the constructor."""
-        parts = {
-            "routers": 1,
-            "workers": num_workers,
-            "detokenizers": num_detokenizers,
-            "tensor-parallel": config.parallel_config.tensor_parallel_size,
-            "pipeline-parallel": config.parallel_config.pipeline_parallel_size,
-        }
-        return cls(model, parts, config.environment(), tokenizer_dir)
 
     def stop(self) -> None:
         """Stop the service and delete its state; running requests end with an error."""

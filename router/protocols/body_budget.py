@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import TracebackType
 
 from midstream.errors import OverloadedError
 from midstream.model.folder import ModelFolder
@@ -88,7 +87,5 @@ class HeldBody:
         self._budget.add(self._client, num_bytes)
         self._num_bytes += num_bytes
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._budget.remove(self._client, self._num_bytes)

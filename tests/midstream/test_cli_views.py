@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -9,18 +8,11 @@ from rich.console import Console
 
 from midstream.chunk import Chunk, FinishReason
 from midstream.cli import main
-from midstream.cli.demo_view import DemoView
+from midstream.cli.demo_view import Answer, DemoView
 from midstream.cli.display import RunDisplay
 from midstream.cli.logs import last_lines, last_message
 from midstream.cli.pace import Pace
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunState
-
-
-@dataclass
-class Answer:
-    prompt: str
-    text: str = ""
-    pace: Pace = field(default_factory=Pace)
 
 
 def test_fast_responses_are_printed_line_by_line() -> None:
