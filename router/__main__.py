@@ -160,7 +160,7 @@ async def serve(config: RouterConfig) -> None:
     )
     parts = {"schedulers": cells.run(), "detokenizers": pool.run(), "status": status.run()}
     parts["batches"] = batches.runner.run()
-    if config.grpc_server == "grpcio":  # our own server limits connections itself
+    if not server.limits_addresses:
         parts["connections"] = ConnectionGuard(server.port, max_connections()).run()
     parts["health"] = watch_reach(cells, pool, progress)
     if config.throughput_log_s > 0:

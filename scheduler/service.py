@@ -94,6 +94,7 @@ class SchedulerService:
             tls=self._tls,
             admit=_admit(config),
             is_standby=config.standby,
+            grpc_server=config.grpc_server,
         )
         self.port = self.server.port
         self.frames = FrameServer.from_config(config, self._tls)

@@ -21,11 +21,6 @@ class RouterConfig(GrpcServiceConfig):
         choices=("auto", "none"),
     )
     port: int = setting(50051, "gRPC port.")
-    grpc_server: str = setting(
-        "own",
-        "Server of the gRPC port: own, on asyncio, takes less processor time per token; grpcio is gRPC's.",
-        choices=("own", "grpcio"),
-    )
     http_port: int = setting(8000, "HTTP port.")
     schedulers: str = setting(
         "127.0.0.1:50052",

@@ -41,6 +41,12 @@ class GrpcServiceConfig(ServiceConfig):
         "service meshes. grpc is also used if the other side does not support frames.",
         choices=("frames", "grpc"),
     )
+    grpc_server: str = setting(
+        "auto",
+        "Server of the gRPC port: own, on asyncio, takes less processor time; grpcio is gRPC's. auto is own if the "
+        "package hpack is installed, otherwise grpcio.",
+        choices=("auto", "own", "grpcio"),
+    )
     tls: bool = setting(False, "Use TLS on the gRPC port and for connections to other services.")
     tls_cert: str = setting(
         "", "PEM file with this process's certificate chain; re-read when it changes, like all of these files."

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import importlib.util
 import logging
 import signal
 import time
@@ -59,6 +60,7 @@ class Server:
     Attributes:
         grpc: The gRPC server, to which servicers are added before `start`.
         port: The bound port.
+        limits_addresses: Whether the server itself limits the connections from one address.
         draining: Set once the process should finish its work and accept no new work.
     """
 
@@ -77,7 +79,7 @@ class Server:
         receive: Receive | None = None,
         more_services: Sequence[str] = (),
         is_standby: bool = False,
-        grpc_server: str = "grpcio",
+        grpc_server: str = "auto",
     ) -> None:
         """Bind the port, or, if `is_standby`, check that it is free.
 
@@ -94,13 +96,15 @@ class Server:
             receive: Reads the messages of unary requests; if None, gRPC reads them.
             more_services: Full protobuf names of other services that reflection shows.
             is_standby: Whether `bind` will be called later. Connections to a bound port would wait to be accepted.
-            grpc_server: Implementation of the server: `grpcio`, or `own` (midstream/rpc/http2).
+            grpc_server: Implementation of the server: `own` (midstream/rpc/http2), `grpcio`, or `auto`, which is `own`
+                if the package hpack is installed, otherwise `grpcio`.
 
         Raises:
             OSError: The port is in use.
             ConfigError: `own` was asked for, but what it requires is not installed.
         """
-        make = _own_server if grpc_server == "own" else _grpcio_server
+        self.limits_addresses = _is_own(grpc_server)
+        make = _own_server if self.limits_addresses else _grpcio_server
         self.grpc, self._add_port = make(
             ErrorMapper(admit, receive),
             max_send_bytes=max_message_bytes,
@@ -216,6 +220,18 @@ class Server:
             await asyncio.sleep(_EVENT_LOOP_BEAT_S)
 
 
+def _is_own(grpc_server: str) -> bool:
+    """Return whether a setting selects our own server."""
+    if grpc_server == "grpcio":
+        return False
+    if importlib.util.find_spec("hpack") is not None:
+        return True
+    if grpc_server == "own":
+        raise ConfigError("own requires the package hpack; install it, or set grpcio", field="grpc_server")
+    logger.warning("the package hpack is not installed; serving with gRPC's server, which takes more processor time")
+    return False
+
+
 def _grpcio_server(
     errors: ErrorMapper,
     *,
@@ -258,12 +274,7 @@ def _own_server(
     max_concurrent_streams: int,
     probes_bandwidth: bool,
 ) -> tuple[grpc.aio.Server, _AddPort]:
-    try:
-        from midstream.rpc.http2 import GrpcServer  # here, because only routers have hpack installed
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"own requires {error.name}; install midstream[router], or set grpcio", field="grpc_server"
-        ) from None
+    from midstream.rpc.http2 import GrpcServer  # here, because not every process has hpack installed
 
     server = GrpcServer(
         interceptors=[errors],

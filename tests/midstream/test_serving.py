@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -236,6 +237,23 @@ async def test_a_taken_port_is_an_error(kind: str) -> None:
     with pytest.raises(OSError, match="cannot listen"):
         Server(NAME, "127.0.0.1", server.port, Progress(), grpc_server=kind)
     await server.stop()
+
+
+async def test_without_hpack_the_default_is_grpcs_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server(NAME, "127.0.0.1", 0, Progress())
+    assert isinstance(server.grpc, GrpcServer)
+    assert server.limits_addresses
+    await server.stop()
+    monkeypatch.setitem(sys.modules, "hpack", None)
+    server = Server(NAME, "127.0.0.1", 0, Progress())
+    assert not isinstance(server.grpc, GrpcServer)
+    assert not server.limits_addresses
+    await server.stop()
+    assert "hpack is not installed" in caplog.text
+    with pytest.raises(errors.ConfigError, match="grpc_server: own requires the package hpack"):
+        Server(NAME, "127.0.0.1", 0, Progress(), grpc_server="own")
 
 
 async def test_connections_are_limited_in_total_and_for_an_address() -> None:

@@ -190,6 +190,7 @@ class Cluster:
             "tokens_per_block": TOKENS_PER_BLOCK,
             "journal": "sqlite",
             "internal_transport": self.shape.transport,
+            "grpc_server": "grpcio",  # only its interface is simulated
             "heartbeat_interval_ms": 400,
             "worker_timeout_ms": 1_000,
             "worker_progress_timeout_ms": 2_000,
@@ -221,6 +222,7 @@ class Cluster:
             port=DETOKENIZER_PORT,
             schedulers=f"scheduler:{SCHEDULER_PORT}",
             internal_transport=self.shape.transport,
+            grpc_server="grpcio",
             drain_timeout_s=10.0,
         )
         await detokenizer.__main__.serve(config)
@@ -234,7 +236,7 @@ class Cluster:
             **{
                 "detokenizers": f"dns:///detokenizers:{DETOKENIZER_PORT}",
                 "internal_transport": self.shape.transport,
-                "grpc_server": "grpcio",  # only its interface is simulated
+                "grpc_server": "grpcio",
                 "drain_timeout_s": 10.0,
                 **self.shape.router,
             },
