@@ -11,7 +11,7 @@ import transformers
 
 from midstream.model.folder import ModelFolder, open_model_folder
 from midstream.model.tokenizer import Tokenizer
-from tests.gpu_worker.tiny_models import SHAPE
+from tests.gpu_worker.tiny_models import SHAPE, auto_class
 
 # Any token can follow any other token. Most characters here take two or three tokens.
 _TEXT = "so the stream goes on and on, never lost. 😀 🎉 🫠 🚀 日本語 漢字 東京 你好 naïve Grüße"
@@ -34,7 +34,7 @@ def make_small_model(folder: Path, family: str = "Llama", **settings: Any) -> Mo
     else:
         config = config_class(**(shape | settings))
     is_classifier = "num_labels" in settings
-    auto: Any = getattr(transformers, f"AutoModelFor{'SequenceClassification' if is_classifier else 'CausalLM'}")
+    auto: Any = transformers.AutoModelForSequenceClassification if is_classifier else auto_class(family)
     model = auto.from_config(config).eval()
     spoken = sorted(set(Tokenizer(embedded.path).encode(_TEXT)))
     with torch.no_grad():

@@ -6,7 +6,8 @@ with another kind each time, so that every kind is killed at every token. By def
 with 32 tokens. With MIDSTREAM_ALL_KILLS=1 all of them are made, with 48 tokens, over frames and gRPC, and with each
 layout of workers. MIDSTREAM_KILL_MODEL=NAME runs the tests on a model of tests/gpu_worker/test_families.py.
 
-By default, models whose state consists of more than keys and values are tested with only a few kills.
+By default, of the other models only those with recurrent state or a latent cache are tested, with a few kills. With
+MIDSTREAM_ALL_KILLS=1 all models of tests/gpu_worker/test_families.py are.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from tests.gpu_worker.tiny_models import make_runner
 from tests.gpu_worker.whole import Whole, outputs
 
 MODEL = os.environ.get("MIDSTREAM_KILL_MODEL", "llama")
-# Models with recurrent state, or with a latent cache.
-OTHER_MODELS = ("lfm2", "deepseek_v3")
 ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else None
+# By default one model with recurrent state, and one with a latent cache.
+OTHER_MODELS = tuple(MODELS) if ROTATIONS else ("lfm2", "deepseek_v3")
 NUM_TOKENS = 48 if ROTATIONS else 32
 PROMPT = list(range(400, 437))
 SEEDED = pb.SamplingConfig(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,9 +33,11 @@ from kernels import dispatch
 from kernels import triton as operations
 from midstream.model.families import SERVED_FAMILIES
 from midstream.model.folder import open_model_folder
+from protos import generation_pb2 as pb
 from tests.gpu_worker.adapters import adapted, make_lora, ref_of
 from tests.gpu_worker.test_models import Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
+from tests.gpu_worker.whole import Whole, contents
 
 # Tolerance, relative to the largest logit.
 TOLERANCE = 1e-4
@@ -223,6 +226,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_moe": ("Lfm2Moe", {**EXPERTS, "layer_types": CONVOLVED, "num_dense_layers": 1, "conv_bias": True}),
 }  # fmt: skip
 
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+# Other values of `model_type` that a family has, with text models of `MODELS` inside multimodal ones.
+OTHER_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama4": (
+        "Llama4",
+        {
+            "text_config": LLAMA4,
+            "vision_config": {
+                "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "image_size": 28, "patch_size": 14, "vision_output_dim": 16, "projector_input_dim": 16,
+                "projector_output_dim": 16,
+            },
+        },
+    ),
+    "qwen3_5": ("Qwen3_5", {"text_config": DELTA_NET, "vision_config": VISION}),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {"text_config": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40}, "vision_config": VISION},
+    ),
+    "smolvlm": ("SmolVLM", MODELS["idefics3"][1]),
+    # transformers has no type of this name; the files are those of DeepSeek-V3.
+    "kimi_k2": MODELS["deepseek_v3"],
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module", params=MODELS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
@@ -277,6 +305,21 @@ def test_logits_are_those_of_transformers_and_their_bits_depend_on_the_tokens_al
         assert all(torch.equal(a, b) for a, b in zip(whole, others, strict=True)), (chunk, beside)
 
 
+@pytest.mark.parametrize("model_type", OTHER_TYPES)
+def test_logits_of_other_types_of_a_family_are_those_of_transformers(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, settings = OTHER_TYPES[model_type]
+    model, tokens = make_tiny_model(tmp_path, name, **settings), prompt(40, seed=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    runner = make_runner(tmp_path, implementation="native", kv="f32")
+    driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+    driver.step([driver.sequence(0, tokens)], [(0, 0, 40)])
+    wanted = expected_logits(model, tokens)[-1:]
+    assert float((recorder.logits[-1] - wanted).abs().max()) <= TOLERANCE * max(1.0, float(wanted.abs().max()))
+
+
 def test_a_cached_prefix_gives_the_same_bits(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prompt(48, seed=2)
     tokens = first + prompt(9, seed=3)
@@ -286,6 +329,44 @@ def test_a_cached_prefix_gives_the_same_bits(runner: ModelRunner, monkeypatch: p
     driver.step([driver.sequence(0, tokens, shared_blocks=driver.blocks[1][:3])], [(0, 48, 9)])
     assert torch.equal(recorder.logits[-1], whole[0])
     assert driver.output(0) == chosen[:1]
+
+
+def kill_requests() -> list[pb.GenerateRequest]:
+    """Return a greedy and a seeded request, whose prompts fill more than one block."""
+    samplings = (pb.SamplingConfig(temperature=0), pb.SamplingConfig(temperature=1, seed=5, repetition_penalty=1.2))
+    return [
+        pb.GenerateRequest(
+            request_id=f"r{i}",
+            token_ids=pb.TokenIds(values=prompt(20 + i, seed=8)),
+            max_tokens=4,
+            sampling=sampling,
+            output=pb.OutputConfig(log_probs=0),
+        )
+        for i, sampling in enumerate(samplings)
+    ]
+
+
+def test_the_loss_of_the_worker_after_any_step_changes_no_bits(runner: ModelRunner) -> None:
+    """By default one run loses its worker three times: during the prefill, after it, and after a decode step. With
+    MIDSTREAM_ALL_KILLS=1 there is a run for each step, and tests/faults/test_kill_at_every_step.py kills the real
+    components with every model of `MODELS`.
+    """
+    whole = Whole(runner, (), max_context_chunk=16)
+    undisturbed = [contents(found) for found in whole.run(kill_requests())]
+    num_steps = len(whole.stats)
+    assert num_steps >= 5
+    every = [(number,) for number in range(1, num_steps)]
+    for numbers in every if os.environ.get("MIDSTREAM_ALL_KILLS") else [(1, 2, 3)]:
+        whole = Whole(runner, (), max_context_chunk=16)
+        made = [whole.submit(request) for request in kill_requests()]
+        for number in numbers:
+            for _ in range(number):
+                assert whole.step()
+            for pool in (runner.kv.keys, runner.kv.values, runner.kv.states):
+                pool.fill_(0.5)  # the next worker's blocks have other contents
+            whole.lose_worker()
+        whole.run([])
+        assert [contents(found) for found in made] == undisturbed
 
 
 def forward(decoder: PartDecoder, shard: Shard, tokens: list[int]) -> Tensor:
@@ -493,6 +574,7 @@ def test_the_table_of_models_states_how_it_is_served(runner: ModelRunner) -> Non
 
 def test_every_family_of_the_table_is_tested() -> None:
     types = {getattr(transformers, f"{name}Config").model_type for name, _ in MODELS.values()}
+    assert types | set(OTHER_TYPES) == {model_type for family in FAMILIES for model_type in family.types}
     assert {family_of(model_type) for model_type in types} == set(FAMILIES)
     described = {(family.title, family.types, family.reads_gguf) for family in FAMILIES}
     assert {(item.title, item.types, item.reads_gguf) for item in SERVED_FAMILIES if item.is_own} == described

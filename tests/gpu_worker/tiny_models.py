@@ -28,6 +28,13 @@ SHAPE = {
 }
 
 
+def auto_class(family: str) -> Any:
+    """Return the class of transformers that makes models of `family`."""
+    # transformers does not list these families among the causal language models.
+    reads_images = family in ("Idefics3", "SmolVLM", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+    return transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
+
+
 def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Module:
     """Write a random model of `family` (such as Llama) to `folder`, and return transformers' model."""
     torch.manual_seed(len(family))
@@ -37,9 +44,7 @@ def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Modu
         config = config_class(**settings)
     else:
         config = config_class(**{**SHAPE, **settings})
-    # transformers does not list this family among the causal language models.
-    auto = transformers.AutoModelForImageTextToText if family == "Idefics3" else transformers.AutoModelForCausalLM
-    model: torch.nn.Module = auto.from_config(config, attn_implementation="eager").eval()
+    model: torch.nn.Module = auto_class(family).from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Initial weights are larger than usual, so that any mistake is visible in the logits.
