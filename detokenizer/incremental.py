@@ -66,7 +66,6 @@ class ByteLevelFactory:
         self._plain = [b"" if i in tokenizer.special_ids else piece for i, piece in enumerate(self._all)]
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
-        """Return a new decoder for one sequence."""
         return _ByteLevelDecoder(self._plain if skip_special_tokens else self._all)
 
 
@@ -97,7 +96,6 @@ class ByteFallbackFactory:
         self._strip_first_space = strip_first_space
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
-        """Return a new decoder for one sequence."""
         return _ByteFallbackDecoder(self._plain if skip_special_tokens else self._all, self._strip_first_space)
 
 
@@ -151,7 +149,6 @@ class LibraryFactory:
         self._tokenizer = tokenizer
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
-        """Return a new decoder for one sequence."""
         return _LibraryDecoder(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
 

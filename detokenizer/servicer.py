@@ -73,7 +73,6 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
         await self._drained.wait()
 
     def connect(self, wake: Callable[[], None]) -> RouterConnection:
-        """Add a router."""
         connection = RouterConnection(wake, self._pool.detach)
         self._connections[connection] = None
         return connection
@@ -83,7 +82,6 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
         return self.connect(lambda: self._pool.wake_router(pump))
 
     def disconnect(self, connection: RouterConnection) -> None:
-        """Remove a router."""
         if self._connections.pop(connection, self) is None:
             for stream in connection.streams.values():
                 self._pool.detach(stream)

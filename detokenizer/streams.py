@@ -368,7 +368,6 @@ class RouterConnection:
         return batch if batch.chunks else None
 
     def detach(self, number: int) -> OutputStream | None:
-        """Drop a stream."""
         self._ready.pop(number, None)
         return self.streams.pop(number, None)
 

@@ -25,7 +25,6 @@ class Feature(enum.IntFlag):
 
 
 def features_of(new: NewSequence) -> Feature:
-    """Return the features that a sequence uses."""
     features = _of_sampling(new.sampling) | _of_outputs(new)
     if new.guide is not None:
         features |= Feature.GUIDED

@@ -494,7 +494,6 @@ class ModelRunner:
 
     @property
     def has_draft_model(self) -> bool:
-        """Return whether a draft model is loaded."""
         return self._draft is not None
 
     def _draft_maker(self, num_blocks: int) -> DraftModel | None:

@@ -67,7 +67,6 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         await _relay(output, context)
 
     async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:
-        """Abort a request."""
         return loads_pb2.AbortResponse(was_running=await self._front.abort(request.request_id))
 
     async def Embed(
@@ -158,7 +157,6 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
     async def GetRequestStats(
         self, request: stats_pb2.GetRequestStatsRequest, context: object
     ) -> stats_pb2.GetRequestStatsResponse:
-        """Return the requests of all cells."""
         scope = current_caller.get().scope
         names = {scope(request_id): request_id for request_id in request.request_ids}
         scoped = stats_pb2.GetRequestStatsRequest(request_ids=names)

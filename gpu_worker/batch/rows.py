@@ -117,7 +117,6 @@ class Rows:
             self.post_processors[row] = (new.post_processor, new.client_id, new.request_id)
 
     def release(self, rows: IntArray) -> None:
-        """Clear rows."""
         self.is_active[rows] = False
         for row in rows.tolist() if self.failed else ():
             self.failed.pop(row, None)
@@ -201,7 +200,6 @@ class Rows:
         self.lengths[shadow] = length
 
     def clear(self) -> None:
-        """Clear all rows."""
         self.is_active[:] = False
         self.occupancies += 1
         self.failed.clear()

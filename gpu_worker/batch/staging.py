@@ -72,7 +72,6 @@ class Copy:
 
     @property
     def is_done(self) -> bool:
-        """Return whether the copy is complete."""
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> IntArray:

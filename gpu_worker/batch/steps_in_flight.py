@@ -89,5 +89,4 @@ class StepsInFlight(Generic[W, LaunchedT]):
         return oldest.step, self._runner.finish(oldest.launched), oldest.waiting_s
 
     def clear(self) -> None:
-        """Discard all steps."""
         self._steps.clear()

@@ -30,7 +30,6 @@ class LoraPair:
 
     @property
     def rank(self) -> int:
-        """R."""
         return self.a.shape[-2]
 
     @property

@@ -68,12 +68,10 @@ class AdapterCache(Generic[P]):
 
     @property
     def num_device_bytes(self) -> int:
-        """Number of bytes in use on the device."""
         return sum(item.num_bytes for item in self._device.values())
 
     @property
     def num_host_bytes(self) -> int:
-        """Number of bytes in use on the host."""
         return sum(item.host_bytes for item in self._host.values())
 
     def size_of(self, adapter: Adapter) -> int:

@@ -57,7 +57,6 @@ class RowAdapters(Generic[P]):
                 self._tables[fork.to_row] = self._tables[fork.from_row]
 
     def release(self, rows: IntArray) -> None:
-        """Release the adapters and tables of rows."""
         if self._placed or self._tables:
             for row in rows.tolist():
                 self._release(row)

@@ -203,7 +203,6 @@ class TorchDecoder:
         return self._adapters.place(adapter)
 
     def use_cache(self, kv: KvCache) -> None:
-        """Use this cache from now on."""
         self._kv = kv
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:

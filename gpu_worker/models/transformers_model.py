@@ -245,7 +245,6 @@ class TransformersDecoder:
         raise UnsupportedError(NO_LORA, field="lora")
 
     def use_cache(self, kv: KvCache) -> None:
-        """Use this cache from now on."""
         self._kv = kv
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:

@@ -115,7 +115,6 @@ def encode_adapter_layer(number: int, pairs: Mapping[str, LoraPair], *, is_last:
 
 
 def decode_adapter_layer(layer: ranks_pb2.AdapterLayer) -> dict[str, LoraPair]:
-    """Return the pairs of one layer of an adapter, by module."""
     return {
         pair.module: LoraPair(
             _tensor(pair.a, torch.float32).view(pair.rank, -1),
@@ -140,7 +139,6 @@ def encode_post_process(call: Call) -> ranks_pb2.RankCommand:
 
 
 def decode_post_process(message: ranks_pb2.PostProcess) -> Call:
-    """Decode a call of a post-processor."""
     tokens = np.frombuffer(message.tokens, dtype=np.int32)
     parts = np.split(tokens, np.cumsum(message.lengths)[:-1])
     return Call(message.name, parts, list(message.client_ids), list(message.request_ids))

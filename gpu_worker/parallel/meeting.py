@@ -41,7 +41,6 @@ class Connections:
     frames: dict[int, socket.socket] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Close all connections."""
         for connection in (*self.lifelines.values(), *self.frames.values()):
             connection.close()
 

@@ -79,7 +79,6 @@ class PipelineDecoder:
         return self._part.place_adapter(adapter)
 
     def use_cache(self, kv: KvCache) -> None:
-        """Use this cache from now on."""
         self._part.use_cache(kv)
 
     def logits(self, last: Tensor) -> Tensor:

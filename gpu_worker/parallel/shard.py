@@ -54,7 +54,6 @@ class Shard:
 
 
 def whole_shard(description: DecoderDescription) -> Shard:
-    """Return the shard of the whole model."""
     return shard_of(description, Ranks())
 
 

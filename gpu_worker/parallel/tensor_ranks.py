@@ -23,11 +23,9 @@ class OneRank:
     """The interface for a single rank."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return `x` itself."""
         return x
 
     def join(self, x: Tensor) -> Tensor:
-        """Return `x` itself."""
         return x
 
 

@@ -15,7 +15,6 @@ _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument(
         "names",
         nargs="+",
@@ -34,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
     for name in arguments.names:
         if not re.fullmatch(r"[\w.-]{1,64}", name):
             raise ConfigError("must be 1 to 64 letters, digits, or . _ -", field="NAME")

@@ -41,7 +41,6 @@ _MAX_TOKENS = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="PATH", help="Model folder or .gguf file. [smollm2]")
     parser.add_argument("--routers", type=int, default=2, metavar="N", help="[2]")
     parser.add_argument("--detokenizers", type=int, default=2, metavar="N", help="[2]")

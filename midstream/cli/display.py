@@ -65,7 +65,6 @@ class RunDisplay(LiveDisplay):
         super().__init__(console, is_transient=True, frames_per_second=8)
 
     def show(self, state: RunState) -> None:
-        """Show `state`."""
         self._state = state
         if self._live.is_started:
             return

@@ -60,7 +60,6 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("model", nargs="?", default=EMBEDDED_MODEL, metavar="MODEL", help=f"{MODEL_HELP} [smollm2]")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     add_run_dir(parser)
@@ -79,7 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(model: str, run_dir: RunDir) -> Iterator[Finding]:
-    """Run all checks."""
     yield _python()
     yield _settings()
     yield from _packages()

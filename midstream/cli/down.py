@@ -20,7 +20,6 @@ _TIMEOUT_S = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     add_run_dir(parser)
     parser.add_argument("--now", action="store_true", help="Stop immediately, without waiting for streams.")
 

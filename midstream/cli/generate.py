@@ -14,7 +14,6 @@ from midstream.cli.pace import Pace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("prompt", metavar="PROMPT", help="Prompt text, or `-` for standard input.")
     parser.add_argument("--raw", action="store_true", help="Continue the raw text, without the model's chat template.")
     add_sampling(parser, temperature=None, max_tokens=256)

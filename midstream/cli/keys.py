@@ -10,13 +10,11 @@ from midstream.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("name", metavar="NAME", help="Base name of the key files, NAME.key and NAME.key_secret.")
     parser.add_argument("--output", type=Path, default=Path(), metavar="FOLDER", help="Output directory. [.]")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
     if not re.fullmatch(r"[\w.-]+", arguments.name):
         raise ConfigError("must be letters, digits, or . _ -", field="name")
     try:

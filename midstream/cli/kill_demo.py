@@ -57,7 +57,6 @@ class Answer:
 
     @property
     def prompt(self) -> str:
-        """Text of the prompt."""
         return PROMPTS[self.number][0]
 
 

@@ -14,7 +14,6 @@ from midstream.client.info import LoraInfo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     load = actions.add_parser("load", help="load an adapter from a PEFT folder that every worker can read")
     load.add_argument("name", help="Name of the adapter in requests.")
@@ -27,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
     if arguments.action == "load":
         arguments.path = str(Path(arguments.path).absolute())
     asyncio.run(_run(arguments))

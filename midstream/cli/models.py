@@ -15,12 +15,10 @@ _WIDTH = 180  # columns without a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("--json", action="store_true", help="Print JSON, one object per line.")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
     if arguments.json:
         for family in SERVED_FAMILIES:
             print(json.dumps(asdict(family)))

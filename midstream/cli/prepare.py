@@ -15,7 +15,6 @@ from midstream.python_process import python_command, python_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument(
         "source",
         nargs="?",
@@ -44,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
     console = Console(highlight=False)
     if arguments.weights:
         return _quantize(arguments, console)

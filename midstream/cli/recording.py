@@ -38,7 +38,6 @@ class SvgRecording:
         return not self._frames or time.monotonic() - self._frames[-1][0] >= self._interval_s
 
     def add(self, view: RenderableType) -> None:
-        """Record the current contents of `view`."""
         console = Console(
             width=self.WIDTH,
             height=self.HEIGHT,

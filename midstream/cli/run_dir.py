@@ -116,7 +116,6 @@ class RunDir:
         self._lock = lock
 
     def release(self) -> None:
-        """Release the directory."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -9,6 +9,5 @@ from midstream.cli.up import run as run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_service_flags(parser)

@@ -13,7 +13,6 @@ from midstream.cli.connect import add_connection, open_client
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("--follow", action="store_true", help="Show iterations as they complete, until Ctrl-C.")
     parser.add_argument(
         "--interval",
@@ -27,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
     asyncio.run(_show(arguments))
     return 0
 

@@ -48,7 +48,6 @@ class ProcessStatus:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     add_credentials(parser)
     add_run_dir(parser)
     parser.add_argument("--json", action="store_true", help="Print JSON.")

@@ -44,7 +44,6 @@ def add_run_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="MODEL", help=f"{MODEL_HELP} [smollm2, embedded]")
     add_service_flags(parser)
 
@@ -95,7 +94,6 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
     check_environment(os.environ)
     topology = _topology(arguments)
     run_dir, console = RunDir(arguments.run_dir), Console(highlight=False)

@@ -93,7 +93,6 @@ class GrammarProcess:
         return states, masks
 
     def kill(self) -> None:
-        """Kill the process."""
         self._connection.close()
         self._process.kill()
         self._process.wait()

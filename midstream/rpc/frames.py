@@ -123,7 +123,6 @@ class FrameConnection(asyncio.Protocol):
         return self.is_open and not self._is_full and self._num_posted_bytes <= _HIGH_WATER
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_HIGH_WATER)
         if self._is_closed:

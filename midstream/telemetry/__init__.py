@@ -60,7 +60,6 @@ class JsonFormatter(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as a line of JSON."""
         line: dict[str, object] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
@@ -84,7 +83,6 @@ class TextFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)-7s {service} %(message)s%(request)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as a line of text."""
         request_id = current_request_id.get()
         record.request = f" [{request_id}]" if request_id else ""
         return super().format(record)
@@ -115,7 +113,6 @@ class Metrics:
         return Counter(PREFIX + name, text, labels, registry=self.registry)
 
     def gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
-        """Create a gauge."""
         return Gauge(PREFIX + name, text, labels, registry=self.registry)
 
     def histogram(
@@ -196,7 +193,6 @@ class HttpServer:
         self._thread = threading.Thread(target=self._serve, name="telemetry-http", daemon=True)
 
     def start(self) -> None:
-        """Start serving."""
         self._thread.start()
 
     def stop(self) -> None:

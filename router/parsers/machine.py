@@ -112,7 +112,6 @@ class Machine:
             self._events.append(TextDelta(text))
 
     def reasoning(self, text: str) -> None:
-        """Emit reasoning."""
         if not self._is_full:
             self._events.append(ReasoningDelta(text))
 

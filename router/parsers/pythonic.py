@@ -51,7 +51,6 @@ def _start(machine: Machine) -> Steps[str]:
 
 
 def _read(text: str) -> list[Call] | None:
-    """Return the calls in a list of calls."""
     reader, calls = Literals(text), list[Call]()
     try:
         reader.expect("[")

@@ -176,7 +176,6 @@ class Cell:
             await asyncio.sleep(_POLL_S)
 
     async def close(self) -> None:
-        """Close the connections."""
         tasks = [task for task in (self._following, self._submitting) if task is not None]
         for task in tasks:
             task.cancel()

@@ -165,7 +165,6 @@ class _Process:
         return "crashed its process"
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

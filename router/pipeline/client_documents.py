@@ -85,7 +85,6 @@ class ClientDocuments:
         return _document(cell, response.document)
 
     async def delete(self, cell: Cell, kind: str, owner: str, document_id: str) -> None:
-        """Delete a document if it exists."""
         request = pb.DeleteDocumentRequest(key=pb.DocumentKey(owner=owner, kind=kind, id=document_id))
         try:
             await self._ask(cell, lambda cell: cell.stub.DeleteDocument(request, timeout=_TRY_TIMEOUT_S))

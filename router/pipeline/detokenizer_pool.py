@@ -68,7 +68,6 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         return number
 
     def detach(self, number: int) -> None:
-        """Detach a stream."""
         if self.streams.pop(number, None) is not None and self.is_open:
             self._send(pb.StreamCommand(detach=pb.StreamDetach(stream=number)))
 

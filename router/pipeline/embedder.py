@@ -79,7 +79,6 @@ class EmbedInput:
     prompt: str | Sequence[int]
 
     def fill(self, request: pb.GenerateRequest) -> None:
-        """Set the prompt of a request to this input."""
         if isinstance(self.prompt, str):
             request.prompt = self.prompt
         else:
@@ -99,7 +98,6 @@ class Pair:
     document: str
 
     def fill(self, request: pb.GenerateRequest) -> None:
-        """Set the prompt of a request to this pair."""
         for role, content in (("query", self.query), ("document", self.document)):
             request.chat.messages.add(role=role, content=content)
 

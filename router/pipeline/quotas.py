@@ -44,7 +44,6 @@ class _Rate:
         return self._level
 
     def take(self, amount: int, now: float) -> None:
-        """Take an amount from the bucket."""
         self._level = self.level(now) - amount
 
     def seconds_until(self, level: float, now: float) -> float:
@@ -87,7 +86,6 @@ class Account:
             self._requests.take(1, now)
 
     def charge(self, num_tokens: int) -> None:
-        """Charge tokens."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, self._clock())
 
@@ -119,7 +117,6 @@ class Admission:
         self._is_released = False
 
     def charge(self, *, prompt: int = 0, output: int = 0) -> None:
-        """Charge tokens."""
         if self._client:
             self._quotas.charge(self._client, prompt, output)
 
@@ -175,7 +172,6 @@ class Quotas:
         self._report(client, account)
 
     def charge(self, client: str, prompt: int, output: int) -> None:
-        """Charge tokens."""
         account = self._accounts[client]
         account.charge(prompt + output)
         self._report(client, account, num_tokens=prompt + output)

@@ -60,7 +60,6 @@ class BodyBudget:
         self._by_client[client] += num_bytes
 
     def remove(self, client: str, num_bytes: int) -> None:
-        """Release bytes."""
         self.num_bytes -= num_bytes
         self._by_client[client] -= num_bytes
         if not self._by_client[client]:

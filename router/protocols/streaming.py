@@ -36,7 +36,6 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": named})
 
     async def write(self, text: str, *, more: bool = True) -> None:
-        """Write events."""
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
 
@@ -44,7 +43,6 @@ class ComputedResponse(Response):
     """A response that is computed while its client is connected; a dropped connection cancels the computation."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the response."""
         await _while_connected(receive, self._answer(scope, receive, send))
 
     @abstractmethod

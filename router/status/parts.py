@@ -97,7 +97,6 @@ class Parts:
 
 
 def router_part(router: status_pb2.RouterStatus) -> PartStatus:
-    """Return a router's status."""
     detail = _count(router.num_open_streams, "stream")
     state = PartStatus.SERVING
     if router.is_draining:

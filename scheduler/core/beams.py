@@ -66,7 +66,6 @@ class Beam:
     places: tuple[int, ...] = ()
 
     def extended(self, token: int, log_prob: float, place: int) -> Beam:
-        """Return the beam extended by one token."""
         tokens, log_probs = self.tokens[:], self.log_probs[:]
         tokens.append(token)
         log_probs.append(log_prob)

@@ -126,7 +126,6 @@ class BlockTables:
         return most if self.has_window else most - num_known // self.tokens_per_block
 
     def reserve(self, lane: Sequence, num_known: int) -> None:
-        """Reserve blocks for a spare lane."""
         lane.reserve(self.num_to_reserve(lane.request.spec, num_known))
         self.num_reserved_blocks += lane.num_reserved
         lane.publish_at(NO_RESULTS)

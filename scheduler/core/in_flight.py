@@ -59,5 +59,4 @@ class InFlightStep:
         return [chunk[1] for chunk in self.context if chunk[3]] + list(self.generation)
 
     def requests(self) -> set[Request]:
-        """Return the requests that run in the step."""
         return {chunk[1].request for chunk in self.context} | {sequence.request for sequence in self.generation}

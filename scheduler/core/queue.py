@@ -170,7 +170,6 @@ class RequestQueue:
         return len(self._waiting) >= self.max_size
 
     def push(self, request: Request) -> None:
-        """Add a new request."""
         self._add(request)
         priority = request.spec.priority
         if priority not in self._fair:

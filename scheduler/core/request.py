@@ -198,7 +198,6 @@ class Sequence:
         self.num_freed, self.num_sink_blocks = index, num_sink_blocks
 
     def reserve(self, num_blocks: int) -> None:
-        """Set the number of blocks reserved for the sequence."""
         self.num_reserved = num_blocks
 
     def limit_hits(self, num_blocks: int) -> None:
@@ -505,7 +504,6 @@ class Request:
         self.times.queued_ns = self.orphaned_ns = self.waiting_since_ns = now_ns
 
     def activate(self, group: Host) -> None:
-        """Place the request on a group."""
         self.group = group
         self.state = RequestState.ACTIVE
 

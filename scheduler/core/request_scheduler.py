@@ -31,21 +31,16 @@ class SimpleScheduler(RequestScheduler):
         self.micro_batch_scheduler = micro_batch_scheduler
 
     def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request] | None:
-        """Delegate to the capacity policy."""
         return self.capacity_scheduler.select(queued, group)
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Delegate to the capacity policy."""
         return self.capacity_scheduler.can_start(request, group)
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
-        """Delegate to the capacity policy."""
         return self.capacity_scheduler.num_sequences_to_start(request, group)
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """Delegate to the capacity policy."""
         return self.capacity_scheduler.requests_to_pause(group)
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """Delegate to the micro-batch policy."""
         self.micro_batch_scheduler.schedule(group, step)

@@ -45,7 +45,6 @@ class RequestTable(Mapping[str, Request]):
         return [request for request, _ in self._ended.values()]
 
     def add(self, request: Request) -> None:
-        """Add a request with a new id."""
         self._requests[request.request_id] = request
 
     def keep(self, request: Request, now_ns: int) -> None:

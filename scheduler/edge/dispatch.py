@@ -341,7 +341,6 @@ class Dispatcher:
         self._send_message(connection, worker_pb2.SchedulerMessage(encode_image=image))
 
     def send_heartbeat_ack(self, connection: bytes, epoch: int) -> None:
-        """Acknowledge a heartbeat."""
         self._send(connection, _heartbeat_ack(epoch))
 
     def _send_message(self, connection: bytes, message: worker_pb2.SchedulerMessage) -> None:
@@ -360,7 +359,6 @@ class Dispatcher:
         self._socket.send(frame, _NOBLOCK)
 
     def close(self) -> None:
-        """Close the port."""
         self._socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()

@@ -31,7 +31,6 @@ class DocumentCalls:
         self._max_owner_bytes = max_owner_bytes
 
     async def PutDocument(self, request: pb.PutDocumentRequest, context: object) -> pb.PutDocumentResponse:
-        """Store a document."""
         key = _key(request.key)
         if request.expires_unix_ns and request.expires_unix_ns <= self._now_ns():
             raise InvalidArgumentError("must be in the future", field="expires_unix_ns")
@@ -49,14 +48,12 @@ class DocumentCalls:
         return pb.PutDocumentResponse(version=stored.version if stored is not None else 0)
 
     async def GetDocument(self, request: pb.GetDocumentRequest, context: object) -> pb.GetDocumentResponse:
-        """Return a document."""
         found = await self._documents.get(_key(request.key))
         if found is None:
             raise NotFoundError("no such document")
         return pb.GetDocumentResponse(document=_to_proto(found))
 
     async def DeleteDocument(self, request: pb.DeleteDocumentRequest, context: object) -> pb.DeleteDocumentResponse:
-        """Delete a document."""
         if not await self._documents.delete(_key(request.key)):
             raise NotFoundError("no such document")
         return pb.DeleteDocumentResponse()

@@ -266,7 +266,6 @@ class DetokenizerFeed:
             self._hub.on_detach(attachment.log.request.request_id)
 
     def request_of(self, stream: int) -> Request | None:
-        """Return the request of a stream."""
         attachment = self._attachments.get(stream)
         return attachment.log.request if attachment is not None else None
 

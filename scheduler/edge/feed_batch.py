@@ -159,7 +159,6 @@ class FeedBatchBuilder:
             ended.error.code, ended.error.message, ended.error.field = failure.code, failure.message, failure.field
 
     def finish(self) -> scheduler_pb2.FeedBatch:
-        """Return the finished batch."""
         batch = self._batch
         batch.streams.extend(self._streams)
         batch.token_offsets.extend(self._offsets)
@@ -172,7 +171,6 @@ class FeedBatchBuilder:
 
 
 def usage_of(request: Request) -> generation_pb2.Usage:
-    """Return the token usage of a request."""
     return generation_pb2.Usage(
         prompt_tokens=len(request.spec.prompt),
         completion_tokens=request.num_output_tokens,

@@ -135,7 +135,6 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return replace(spec, arrival_ns=self._engine.clock.from_unix_ns(spec.arrival_ns))
 
     async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:
-        """Abort a request."""
         if request.only_if_unread and self._engine.hub.has_reader_left(request.request_id):
             return loads_pb2.AbortResponse()
         effects = self._engine.handle(AbortRequested(self._engine.now_ns(), request.request_id))
@@ -157,7 +156,6 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
     async def DeleteRequest(
         self, request: scheduler_pb2.DeleteRequestRequest, context: object
     ) -> scheduler_pb2.DeleteRequestResponse:
-        """Delete a kept request."""
         await self._kept.delete(request.request_id)
         return scheduler_pb2.DeleteRequestResponse()
 
@@ -168,7 +166,6 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return self._frames.offer(lambda connection: FeedFrames(self._engine, self._kept, connection))
 
     async def GetLedger(self, request: ledger_pb2.GetLedgerRequest, context: object) -> ledger_pb2.GetLedgerResponse:
-        """Return a part of the ledger."""
         if self._ledger is None:
             raise UnsupportedError("this scheduler keeps no ledger (--ledger-ttl-s 0)")
         return await self._ledger.read(request.after)
@@ -201,7 +198,6 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
                 await reader
 
     async def GetModelInfo(self, request: loads_pb2.GetModelInfoRequest, context: object) -> loads_pb2.ModelInfo:
-        """Return the served model."""
         model = self._model
         if request.model not in ("", model.name):
             raise NotFoundError(f"{request.model!r} is not served here; the model is {model.name!r}", field="model")
@@ -238,7 +234,6 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         )
 
     async def GetLoads(self, request: loads_pb2.GetLoadsRequest, context: object) -> loads_pb2.GetLoadsResponse:
-        """Return the current load."""
         core = self._engine.core
         load = loads_pb2.CellLoad(
             cell=self._cell,
@@ -270,7 +265,6 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
     async def GetRequestStats(
         self, request: stats_pb2.GetRequestStatsRequest, context: object
     ) -> stats_pb2.GetRequestStatsResponse:
-        """Return the state of some requests."""
         if not 1 <= len(request.request_ids) <= _MAX_REQUEST_STATS:
             raise InvalidArgumentError(f"must name 1 to {_MAX_REQUEST_STATS} requests", field="request_ids")
         known = self._engine.core.lifecycle.requests
@@ -301,7 +295,6 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return self._status.answer(request, self._engine.now_ns())
 
     async def LoadLora(self, request: loads_pb2.LoadLoraRequest, context: object) -> loads_pb2.LoadLoraResponse:
-        """Load an adapter."""
         return loads_pb2.LoadLoraResponse(lora=_lora_info(await self._adapters.load(request.name, request.path)))
 
     async def UnloadLora(self, request: loads_pb2.UnloadLoraRequest, context: object) -> loads_pb2.UnloadLoraResponse:
@@ -310,7 +303,6 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return loads_pb2.UnloadLoraResponse()
 
     async def ListLoras(self, request: loads_pb2.ListLorasRequest, context: object) -> loads_pb2.ListLorasResponse:
-        """Return the loaded adapters."""
         return loads_pb2.ListLorasResponse(loras=map(_lora_info, self._adapters.loaded()))
 
 

@@ -34,7 +34,6 @@ class CellStatusReport:
         self._routers: dict[str, tuple[float, status_pb2.RouterStatus]] = {}
 
     def answer(self, request: status_pb2.GetCellStatusRequest, now_ns: int) -> status_pb2.CellStatus:
-        """Return the current status of the cell."""
         self._note(request.router)
         core = self._core
         totals = core.totals
@@ -108,7 +107,6 @@ class CellStatusReport:
 
 
 def detokenizer_infos(hub: FeedHub) -> list[loads_pb2.DetokenizerInfo]:
-    """Return the detokenizers that have a feed."""
     return [
         loads_pb2.DetokenizerInfo(
             detokenizer_id=feed.detokenizer_id,

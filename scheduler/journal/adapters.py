@@ -14,7 +14,6 @@ logger = logging.getLogger(__name__)
 
 
 def encode_adapter(adapter: LoadedAdapter, model_fingerprint: str) -> bytes:
-    """Return the record of a loaded adapter."""
     return pb.JournalAdapter(
         name=adapter.name,
         path=adapter.path,

@@ -255,7 +255,6 @@ class SqlDocuments(DocumentStore):
     def put(
         self, key: DocumentKey, data: bytes, now_ns: int, expires_ns: int | None, if_version: int | None
     ) -> Document | None:
-        """See Documents.put."""
         place = (key.owner, key.kind, key.id)
         with self._writing() as execute:
             execute(
@@ -283,14 +282,12 @@ class SqlDocuments(DocumentStore):
         return Document(key, data, version + 1, created_ns, expires_ns)
 
     def get(self, key: DocumentKey, now_ns: int) -> Document | None:
-        """See Documents.get."""
         statement = _SELECT + "WHERE owner = ? AND kind = ? AND id = ? AND (expires_ns IS NULL OR expires_ns > ?)"
         with self._reading() as execute:
             found = _documents(execute(statement, (key.owner, key.kind, key.id, now_ns)).fetchall())
         return next(found, None)
 
     def delete(self, key: DocumentKey, now_ns: int) -> bool:
-        """See Documents.delete."""
         statement = (
             "DELETE FROM midstream_documents "
             "WHERE owner = ? AND kind = ? AND id = ? AND (expires_ns IS NULL OR expires_ns > ?)"
@@ -299,7 +296,6 @@ class SqlDocuments(DocumentStore):
             return execute(statement, (key.owner, key.kind, key.id, now_ns)).rowcount > 0
 
     def list(self, query: Query, now_ns: int) -> list[Document]:
-        """See Documents.list."""
         conditions = ["kind = ? AND (expires_ns IS NULL OR expires_ns > ?)"]
         values: list[object] = [query.kind, now_ns]
         if query.owner is not None:
@@ -317,7 +313,6 @@ class SqlDocuments(DocumentStore):
             return list(_documents(execute(statement, (*values, query.limit)).fetchall()))
 
     def usage(self, owner: str, now_ns: int) -> Usage:
-        """See Documents.usage."""
         statement = (
             "SELECT count(*), coalesce(sum(length(data)), 0) FROM midstream_documents "
             "WHERE owner = ? AND (expires_ns IS NULL OR expires_ns > ?)"
@@ -327,7 +322,6 @@ class SqlDocuments(DocumentStore):
         return Usage(int(cast("int", count)), int(cast("int", num_bytes)))
 
     def expire(self, now_ns: int) -> None:
-        """Delete expired documents."""
         with self._reading() as execute:
             due = execute("SELECT 1 FROM midstream_documents WHERE expires_ns <= ? LIMIT 1", (now_ns,)).fetchall()
         if due:

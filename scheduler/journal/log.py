@@ -229,7 +229,6 @@ class LogStore(Store):
             raise self._failure("begun anew", error) from None
 
     def close(self) -> None:
-        """Close the files."""
         if self._segments and not self._is_marked:
             with contextlib.suppress(JournalError):
                 self.check()

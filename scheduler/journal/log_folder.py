@@ -91,7 +91,6 @@ class LogFolder:
             os.close(file)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Rename a file in the folder."""
         (self.path / name).rename(self.path / new_name)
         if name in self._files:
             self._files[new_name] = self._files.pop(name)
@@ -177,7 +176,6 @@ class LogFolder:
         os.pwrite(self._lock, epoch.to_bytes(_EPOCH_BYTES, "little"), 0)
 
     def close(self) -> None:
-        """Close all files."""
         for name in list(self._files):
             self.release(name)
         if self._lock >= 0:

@@ -136,7 +136,6 @@ class PostgresStore(Store):
         return None
 
     def read(self) -> StoredJournal:
-        """Read all rows."""
         stored = StoredJournal()
         with self._errors("cannot be read"):
             query = "SELECT number, request, output FROM midstream_requests ORDER BY number"

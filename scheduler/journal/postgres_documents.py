@@ -88,7 +88,6 @@ class PostgresDocuments(SqlDocuments):
             raise UnavailableError(message) from None
 
     def close(self) -> None:
-        """Disconnect."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -103,7 +103,6 @@ def encode_request(request: Request, model_fingerprint: str, clock: SteadyClock)
 
 
 def add_end(record: pb.JournalCommit, number: int, index: int, end: SequenceEnd) -> None:
-    """Add the end of a sequence to a record."""
     record.sequence_ends.add(
         request=number,
         sequence_index=index,
@@ -116,7 +115,6 @@ def add_end(record: pb.JournalCommit, number: int, index: int, end: SequenceEnd)
 
 
 def add_beam_steps(record: pb.JournalCommit, number: int, steps: Iterable[BeamStep]) -> None:
-    """Add steps of a beam search to a record."""
     for step in steps:
         kept = record.beam_steps.add(
             request=number,
@@ -131,7 +129,6 @@ def add_beam_steps(record: pb.JournalCommit, number: int, steps: Iterable[BeamSt
 
 
 def read_beam_step(record: pb.JournalBeamStep) -> BeamStep:
-    """Return a beam-search step from a record."""
     reports: list[list[bytes]] = [[] for _ in range(max(record.report_ranks, default=-1) + 1)]
     for rank, data in zip(record.report_ranks, record.reports, strict=True):
         reports[rank].append(data)

@@ -64,7 +64,6 @@ class Measures:
     end_to_end_ns: list[int] = field(default_factory=list)
 
     def note(self, effects: Iterable[Effect]) -> None:
-        """Add the effects of an event."""
         for effect in effects:
             if isinstance(effect, IterationDone):
                 self._note_iteration(effect.stats)

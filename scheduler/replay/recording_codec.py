@@ -53,7 +53,6 @@ _PLAN_LISTS = (
 
 
 def encode_event(event: Event, effects: TypingSequence[Effect]) -> pb.Record:
-    """Return the record of an event and its effects."""
     record = pb.Record(time_ns=event.time_ns)
     if isinstance(event, Turn):
         record.turn = True

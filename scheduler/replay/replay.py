@@ -87,7 +87,6 @@ def replay(path: Path, *, keep_outside: bool = False) -> Replay:
 
 
 def make_core(started: pb.RecordingStarted, config: CoreConfig) -> SchedulerCore:
-    """Return a core with the recorded policies."""
     return SchedulerCore(
         config, load_scheduler(started.scheduler_plugin, started.capacity_policy, started.batching_type)
     )
@@ -151,7 +150,6 @@ class Changes:
 
 
 def simulate(recorded: Replay, changes: Changes) -> Measures:
-    """Simulate the recorded load with `changes`."""
     started = pb.RecordingStarted()
     started.CopyFrom(recorded.started)
     started.capacity_policy = changes.policy or started.capacity_policy

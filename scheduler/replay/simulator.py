@@ -99,7 +99,6 @@ class Fleet:
             )
 
     def core(self, policy: str, batching_type: str, max_queue_size: int = 4096) -> SchedulerCore:
-        """Return a core for the fleet."""
         config = CoreConfig(
             scheduler_epoch=1,
             vocab_size=_VOCAB_SIZE,

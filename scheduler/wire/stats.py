@@ -77,7 +77,6 @@ def iteration_stats_proto(stats: IterationStats, clock: SteadyClock) -> stats_pb
 
 
 def request_stats_proto(request: Request) -> stats_pb2.RequestStats:
-    """Return the current state of one request."""
     num_prompt = len(request.spec.prompt)
     stats = stats_pb2.RequestStats(
         id=request.request_id,

@@ -338,7 +338,6 @@ class DecoderWeights:
 
 
 def open_weights(folder: ModelFolder, description: DecoderDescription) -> WeightFile:
-    """Open the weight files of a model."""
     if folder.weights_format == "safetensors":
         return SafetensorsFiles(folder.weight_files, read_scheme(folder))
     permuted = (description.num_heads, description.num_kv_heads) if description.architecture == "llama" else None

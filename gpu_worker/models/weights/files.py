@@ -113,11 +113,9 @@ class SafetensorsFiles:
         return Weight("bf16" if tensor.dtype == torch.bfloat16 else "f32", tensor, tensor.shape[-1])
 
     def vector(self, name: str) -> Tensor:
-        """Return a vector as float32."""
         return self._get(name).float()
 
     def names(self) -> list[str]:
-        """Return the names of all tensors."""
         return list(self._owners)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -169,7 +167,6 @@ class GgufFile:
         return _gguf_name(name) in self._tensors
 
     def matrix(self, name: str) -> Weight:
-        """Return a matrix in the format of the file."""
         kind, columns, data = self._get(name)
         blocks = from_gguf(kind, torch.from_numpy(np.array(data)))
         if blocks is not None:
@@ -182,7 +179,6 @@ class GgufFile:
         return weight if order is None else weight.take(order)
 
     def vector(self, name: str) -> Tensor:
-        """Return a vector as float32."""
         kind, _, data = self._get(name)
         values = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32)).flatten()
         order = self._row_order(name, values.shape[0])

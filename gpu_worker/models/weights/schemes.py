@@ -40,7 +40,6 @@ class Module:
         self.name, self._has, self._get = name, has, get
 
     def has(self, name: str) -> bool:
-        """Return whether the module has this tensor."""
         return self._has(f"{self.name}.{name}")
 
     def get(self, name: str) -> Tensor:

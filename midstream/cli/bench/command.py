@@ -20,7 +20,6 @@ from midstream.errors import InvalidArgumentError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     add_connection(parser)
     parser.add_argument(
         "--workload", action="append", choices=sorted(workloads.WORKLOADS), help="Workload to send; repeatable. [all]"

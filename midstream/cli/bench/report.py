@@ -42,7 +42,6 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarize(result: RunResult) -> Summary:
-    """Return the metrics of one run."""
     finished = [times for times in result.requests if not times.error]
     counted = sum(times.num_prompt_tokens if result.counts_input else times.num_tokens for times in finished)
     first = [(times.arrivals[0][0] - times.started) * 1e3 for times in finished if times.arrivals]

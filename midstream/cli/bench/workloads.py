@@ -77,7 +77,6 @@ def chat(generator: random.Random) -> Workload:
 
 
 def chat_request(generator: random.Random) -> BenchRequest:
-    """Return a request of the `chat` workload."""
     prompt = _tokens(generator, _log_normal(generator, 4.8, 0.9, 8, 1024))
     return BenchRequest(prompt, _log_normal(generator, 4.4, 0.8, 4, 256))
 

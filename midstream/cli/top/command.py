@@ -22,7 +22,6 @@ _RETRY_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("--once", action="store_true", help="Print one frame and exit; this is the default in a pipe.")
     add_connection(parser)
     parser.epilog = (
@@ -31,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
     console = Console(highlight=False)
     with contextlib.suppress(asyncio.CancelledError):
         if arguments.once or not console.is_terminal:

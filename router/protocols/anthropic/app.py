@@ -120,7 +120,6 @@ class _Reply(StreamedResponse):
         self._writer = MessageWriter(self._id, job.model or front.runner.model.name, shows_thinking=job.shows_thinking)
 
     async def compute(self, events: EventStream) -> Response | None:
-        """Return the message, or stream its events."""
         own_headers = {"request-id": quote(self._id, safe="")}
         opened = await self._front.start(self._native, None, self._key)
         async with opened as output:
@@ -135,7 +134,6 @@ class _Reply(StreamedResponse):
         return _error_response(error, self._id)
 
     def failure(self, error: MidstreamError) -> str:
-        """Return the error as an event."""
         return _lines([error_body(error, self._id)])
 
     async def _whole(self, output: Output) -> Fields:

@@ -22,7 +22,6 @@ _PARAMS = {"stop": "stop_sequences", "response_format": "output_config.format"}
 
 
 def http_status(error: MidstreamError) -> int:
-    """Return the HTTP status of an error."""
     return _STATUSES.get(error.code, (500, ""))[0]
 
 
@@ -35,7 +34,6 @@ def headers(error: MidstreamError, request_id: str = "") -> dict[str, str]:
 
 
 def error_body(error: MidstreamError, request_id: str = "") -> dict[str, object]:
-    """Return the JSON body of an error."""
     kind = _STATUSES.get(error.code, (500, "api_error"))[1]
     param = param_of(error.field)
     param = _PARAMS.get(param, param)

@@ -117,7 +117,6 @@ class Files:
         await self._documents.put(cell, _FILE, owner, info.id, data, expires_ns=info.expires_at * NS_PER_S)
 
     async def contents(self, cell: Cell, owner: str, file_id: str) -> AsyncIterator[bytes]:
-        """Yield the contents of a file."""
         async for chunk in self._documents.parts(cell, _CHUNK, owner, f"{file_id}/", _CHUNKS_AT_ONCE):
             yield chunk.data
 
@@ -133,7 +132,6 @@ class Files:
             yield rest
 
     async def delete(self, cell: Cell, owner: str, file_id: str) -> None:
-        """Delete a file and its contents."""
         await self._documents.delete(cell, _FILE, owner, file_id)
         async for chunk in self._documents.parts(cell, _CHUNK, owner, f"{file_id}/", _CHUNKS_AT_ONCE):
             await self._documents.delete(cell, _CHUNK, owner, chunk.id)

@@ -55,7 +55,6 @@ class EmbeddingsApi:
         self._models = Models(self._front.runner.model, self._front.runner.cells)
 
     def routes(self) -> list[Route]:
-        """Return the HTTP routes."""
         endpoints: dict[str, Endpoint] = {"/v1/embeddings": self._embeddings}
         endpoints |= dict.fromkeys(("/score", "/v1/score"), self._score)
         endpoints |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), self._rerank)

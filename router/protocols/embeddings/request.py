@@ -64,7 +64,6 @@ class RerankJob(ScoreJob):
 
     @property
     def documents(self) -> list[str]:
-        """The documents' texts."""
         return [str(item.prompt) for item in self.inputs[1:]]
 
 

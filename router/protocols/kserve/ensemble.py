@@ -264,7 +264,6 @@ def whole_outputs(results: list[Result]) -> list[OutputTensor]:
 
 
 def piece_outputs(chunk: Chunk, batch_index: int) -> list[OutputTensor]:
-    """Return the output tensors of one chunk."""
     tensors = [
         OutputTensor.of_texts("text_output", [chunk.text]),
         OutputTensor.of_ints("batch_index", [batch_index]),

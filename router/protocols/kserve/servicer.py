@@ -72,11 +72,9 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: object) -> pb.ServerReadyResponse:
-        """Return whether requests are accepted."""
         return pb.ServerReadyResponse(ready=not self._front.draining.is_set())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: object) -> pb.ModelReadyResponse:
-        """Return whether the model is served."""
         known = request.name in (_ALIAS, self._model.name) and request.version in ("", _VERSION)
         return pb.ModelReadyResponse(ready=known and not self._front.draining.is_set())
 

@@ -142,13 +142,11 @@ class OutputTensor:
 
     @staticmethod
     def of_texts(name: str, texts: Sequence[str]) -> OutputTensor:
-        """Return a vector of texts."""
         parts = [text.encode() for text in texts]
         return OutputTensor(name, "BYTES", (len(parts),), b"".join(struct.pack("<I", len(p)) + p for p in parts))
 
     @staticmethod
     def of_floats(name: str, shape: Sequence[int], values: Iterable[float]) -> OutputTensor:
-        """Return a tensor of 32-bit floats."""
         return OutputTensor(name, "FP32", tuple(shape), struct.pack(f"<{prod(shape)}f", *values))
 
     @staticmethod

@@ -52,7 +52,6 @@ class Body:
         return self._fields.get(name)
 
     def has(self, name: str) -> bool:
-        """Return whether a field is set."""
         return self.get(name) is not None
 
     def path(self, name: str) -> str:
@@ -60,7 +59,6 @@ class Body:
         return self._path + name
 
     def text(self, name: str) -> str | None:
-        """Return a string."""
         value = self.get(name)
         return value if value is None or isinstance(value, str) else self._refuse(name, "a string")
 
@@ -70,7 +68,6 @@ class Body:
         return value if value is None or value in options else self._refuse(name, f"one of {', '.join(options)}")
 
     def flag(self, name: str) -> bool | None:
-        """Return a boolean."""
         value = self.get(name)
         return value if value is None or isinstance(value, bool) else self._refuse(name, "a boolean")
 
@@ -93,7 +90,6 @@ class Body:
         return float(value)
 
     def child(self, name: str) -> Body | None:
-        """Return an object."""
         value = self._fields.get(name)
         if value is None:
             return None
@@ -111,7 +107,6 @@ class Body:
         return value if isinstance(value, list) else self._refuse(name, "an array")
 
     def objects(self, name: str) -> list[Body]:
-        """Return an array of objects."""
         values = self._fields.get(name)
         if values is None:
             return []
@@ -146,7 +141,6 @@ class Body:
         return texts
 
     def token_ids(self, name: str) -> list[int]:
-        """Return an array of token ids."""
         return token_ids(self.array(name), self.path(name))
 
     def _refuse(self, name: str, expected: str) -> NoReturn:

@@ -66,7 +66,6 @@ def integer(query: Mapping[str, str], name: str) -> int | None:
 
 
 def page_limit(query: Mapping[str, str], default: int, highest: int) -> int:
-    """Return the query parameter `limit`."""
     limit = integer(query, "limit")
     limit = default if limit is None else limit
     if not 1 <= limit <= highest:

@@ -37,7 +37,6 @@ _PARAMS = {
 
 
 def http_status(error: MidstreamError) -> int:
-    """Return the HTTP status of an error."""
     return _STATUSES.get(error.code, (500, ""))[0]
 
 
@@ -52,7 +51,6 @@ def headers(error: MidstreamError) -> dict[str, str]:
 
 
 def error_body(error: MidstreamError) -> dict[str, object]:
-    """Return the JSON body of an error."""
     kind = _STATUSES.get(error.code, (500, "server_error"))[1]
     code = "model_not_found" if error.code is StatusCode.NOT_FOUND and error.field == "model" else None
     if error.code is StatusCode.UNIMPLEMENTED:

@@ -162,7 +162,6 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         return oe.HealthResponse(state=max(check.state for check in checks), checks=checks)
 
     async def Abort(self, request: oe.AbortRequest, context: object) -> oe.AbortResponse:
-        """Abort one request."""
         if request.WhichOneof("target") != "request_id":
             raise UnsupportedError("abort requests one at a time, by request id", field="target")
         was_running = await self._front.abort(request.request_id)

@@ -63,7 +63,6 @@ class StoredResponse:
     has_finished: bool = False
 
     def writer(self) -> ResponseWriter:
-        """Return a new writer."""
         head = {"created_at": self.created_at, "model": self.model, **self.job.echo}
         job = self.job
         return ResponseWriter(
@@ -311,7 +310,6 @@ class _Reply(StreamedResponse):
         self._last = after
 
     async def compute(self, events: EventStream) -> Response | None:
-        """Return the response, or write its events."""
         output = await self._api.open(self._stored, self._native)
         if not self._stored.job.is_stream:
             return JSONResponse(await self._whole(output))

@@ -74,7 +74,6 @@ class ResponseWriter:
         return [*events, self._event("response.in_progress", response=self.response("in_progress"))]
 
     def add(self, parsed: Iterable[Event]) -> list[Fields]:
-        """Return the events for the parser events in `parsed`."""
         events: list[Fields] = []
         for event in parsed:
             if isinstance(event, TextDelta) and event.text:
