@@ -3,7 +3,8 @@
 `--write` compiles all cases for every capability, and writes compiled.jsonl next to this file; existing entries for the
 same source and types are kept. `--write --triton VERSION` does this with another version of Triton, which pip installs
 in a temporary folder. Each version has its own lines. `--check` lists the cases that the installed version or the
-oldest supported one lacks, without compiling them. `--table` prints the installed version's lines as a table.
+oldest supported one lacks, without compiling them; with names, it compiles these cases with the installed version, and
+also lists those whose results differ from the recorded ones. `--table` prints the installed version's lines as a table.
 
 The launchers run on meta tensors at the shapes of an 8B model, and each kernel that they would start is compiled for
 compute capability 8.0, 9.0 (Hopper) or 10.0 with the tools in Triton's package. Prints one JSON object per line:
@@ -173,6 +174,20 @@ def missing(capability: int, version: str = triton.__version__) -> dict[str, set
             found[case] = keys - seen
             seen |= keys
     return found
+
+
+def differing(names: set[str], capability: int) -> list[str]:
+    """Compile the cases with these names, and return those whose results are not the ones in compiled.jsonl."""
+    # A kernel that several cases launch is recorded for one of them.
+    recorded = {line["key"]: line | {"case": ""} for line in read_table() if line["capability"] == capability}
+    version = {"triton": triton.__version__, "capability": capability}
+    return sorted(
+        {
+            made.case
+            for made in compile_cases(names, capability)
+            if recorded.get(made.key) != {**version, **asdict(made), "case": ""}
+        }
+    )
 
 
 def write_table(num_processes: int) -> None:
@@ -521,7 +536,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.compiled")
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--capability", type=int, choices=CAPABILITIES, action="append", help="may be repeated [90]")
-    parser.add_argument("--check", action="store_true", help="print the cases that compiled.jsonl lacks")
+    parser.add_argument(
+        "--check", action="store_true", help="print the cases that compiled.jsonl lacks, and differences"
+    )
     parser.add_argument("--write", action="store_true", help="compile these, and add them to it")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="of --write")
     parser.add_argument("--triton", metavar="VERSION", default=triton.__version__, help="version for --write")
@@ -541,6 +558,12 @@ if __name__ == "__main__":
             for capability in CAPABILITIES
             for case in missing(capability, version)
         ]
+        if options.names:
+            lacking += [
+                f"{case} for {capability}, which gives other results"
+                for capability in CAPABILITIES
+                for case in differing(set(options.names), capability)
+            ]
         raise SystemExit("\n".join(lacking) if lacking else 0)
     for capability in options.capability or [90]:
         for found in compile_cases(set(options.names), capability):
