@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import kernels
 from gpu_worker.batch.staging import PinnedBuffers
@@ -144,6 +145,29 @@ def _waits_raise() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
+class _NumbersOnDevice(TorchFunctionMode):
+    """While it is entered, `torch.tensor` copies a number to a device only once, and later copies that tensor.
+
+    Some models of transformers make constants in each step. Copies from the host's memory cannot be recorded, unless it
+    is pinned. The tensors must outlive the graphs that read them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[str, Tensor] = {}
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is not torch.tensor or not args or not isinstance(args[0], int | float):
+            return function(*args, **kwargs)
+        key = repr((args, kwargs))
+        if key not in self._made:
+            self._made[key] = function(*args, **kwargs)
+        return self._made[key].clone()
+
+
 def _wait_for(device: torch.device) -> None:
     """Wait until the device has finished its work."""
     if device.type == "cuda":
@@ -203,6 +227,7 @@ class GraphDecoder:
         # first.
         self._shapes = [Shape(size, size) for size in graph_sizes(max_batch_size)]
         self._shapes += mixed_shapes(max_batch_size, max_num_tokens)
+        self._numbers = _NumbersOnDevice()
         # Graphs by shape, and by whether tokens may have adapters.
         self._graphs: dict[tuple[Shape, bool], Callable[[], None]] = {}
         self._logits = torch.empty(0, device=device)
@@ -329,7 +354,8 @@ class GraphDecoder:
     def _run(self, inputs: ForwardInputs, changes: tuple[Tensor, Tensor], num_rows: int) -> None:
         self._entries.scatter_(0, changes[0].long(), changes[1])
         # All graphs write their logits to one shared buffer, which may be larger than the rest of their memory.
-        logits = self._decoder.forward(replace(inputs, token_ids=self._known(inputs.token_ids)))
+        with self._numbers:
+            logits = self._decoder.forward(replace(inputs, token_ids=self._known(inputs.token_ids)))
         self._logits[:num_rows] = logits
         # Ranks other than the first have no logits.
         if logits.shape[1]:

@@ -1,7 +1,7 @@
 """Neither recording CUDA graphs nor sampling after them reads from the device or mixes devices.
 
 Tensors of the `meta` device stand in for a GPU's: they have no values, so anything that reads one (`item`, `tolist`,
-`nonzero`, a condition) raises, as does an operation that mixes them with CPU tensors.
+`nonzero`, a condition) raises. So does an operation of a graph that mixes them with CPU tensors.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from gpu_worker.sampling.guided import Constraints
 from gpu_worker.sampling.sampler import Sampler
 from kernels import Activation, dispatch
 from midstream.model.folder import open_model_folder
+from tests.gpu_worker.one_device import META, run_on_one_device
 from tests.gpu_worker.test_families import MODELS
 from tests.gpu_worker.tiny_models import ints, make_tiny_model
 
-META = torch.device("meta")
 # There is one model for each kind of layer: grouped queries, experts, soft caps and windows, sinks, chunks, norms of
 # whole rows.
 NAMES = ["llama", "qwen3_moe", "gemma2", "gpt_oss", "llama4_text", "olmo2"]
@@ -87,6 +87,25 @@ def kernels_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_takes_triton", lambda x: x.device == META)
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x[torch.zeros(2, dtype=torch.int64)],
+        lambda x: x.index_select(0, torch.zeros(2, dtype=torch.int64)),
+        lambda x: x.index_put_((torch.zeros(2, dtype=torch.int64),), x[0]),
+        lambda x: x @ torch.zeros(5, 5),
+        lambda x: x.copy_(torch.zeros(4, 5)),
+        lambda x: torch.zeros(5).to(META),
+        lambda x: torch.tensor([1.0], device=META),
+    ],
+)
+def test_operations_that_a_graph_cannot_record_are_refused(run: Callable[[Tensor], object]) -> None:
+    x = torch.empty(4, 5, device=META)
+    run(x)
+    with pytest.raises(AssertionError):
+        run_on_one_device(lambda: run(x))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_steps_read_nothing_from_the_device(tmp_path: Path, name: str) -> None:
     family, settings = MODELS[name]
@@ -100,7 +119,7 @@ def test_recorded_steps_read_nothing_from_the_device(tmp_path: Path, name: str) 
     def record(run: Callable[[], object]) -> Callable[[], None]:
         nonlocal num_recorded
         num_recorded += 1
-        run()
+        run_on_one_device(run)
         return lambda: None
 
     graphs = GraphDecoder(

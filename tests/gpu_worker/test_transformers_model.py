@@ -33,6 +33,7 @@ from midstream.model.folder import open_model_folder, prepare_model_folder
 from protos import generation_pb2 as pb
 from tests.gpu_worker.adapters import make_lora
 from tests.gpu_worker.launch_keys import BLOCKS_EACH, MOST_TOKENS, NUM_ROWS, VOCAB_SIZE, new_keys, trace
+from tests.gpu_worker.one_device import META, run_on_one_device
 from tests.gpu_worker.test_models import TOLERANCE, Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
 from tests.gpu_worker.whole import Whole, outputs
@@ -40,7 +41,7 @@ from tests.gpu_worker.whole import Whole, outputs
 if TYPE_CHECKING:
     from gpu_worker.parallel.links import RankLinks
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU = torch.device("cpu")
 TABLES = torch.tensor([[5, 1], [2, 7], [4, 3]], dtype=torch.int32)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # This model has both soft caps, and windows on every other layer.
@@ -322,8 +323,8 @@ def recorded_over(runner: ModelRunner, make_recorder: Any, device: torch.device 
 def test_steps_that_read_nothing_back_are_recorded(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test runs on tensors without values: reading one raises an error, and so would a kernel that gets a tensor on
-    another device.
+    """The test runs on tensors without values: reading one raises an error, and so does an operation that mixes them
+    with CPU tensors.
     """
     name, settings = FAMILIES[family]
     make_tiny_model(tmp_path, name, **settings)
@@ -338,6 +339,7 @@ def test_steps_that_read_nothing_back_are_recorded(
     def record(run: Any) -> Any:
         nonlocal num_recorded
         num_recorded += 1
+        run_on_one_device(run)
         return run
 
     graphs = recorded_over(runner, lambda: record, META)

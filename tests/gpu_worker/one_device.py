@@ -1,0 +1,57 @@
+"""Refuses what a CUDA graph cannot record, for tensors of the `meta` device that stand in for a GPU's.
+
+Most operations of `meta` tensors accept CPU tensors, for example as indices. A GPU's operations either raise an error
+or copy them first, and wait for the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+META = torch.device("meta")
+_COPIES = {torch.ops.aten.copy_, torch.ops.aten._to_copy}
+_COPIES_OF_NUMBERS = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
+
+
+class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, operations raise AssertionError if they use both CPU and `meta` tensors.
+
+    A CPU tensor without dimensions is an argument of a launch like a number, unless it is copied.
+    """
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        is_copy = function.overloadpacket in _COPIES
+        tensors = [item for item in tree_leaves((args, kwargs, result)) if isinstance(item, Tensor)]
+        devices = {tensor.device for tensor in tensors if tensor.dim() or is_copy}
+        assert len(devices) <= 1 or META not in devices, f"{function} uses {sorted(map(str, devices))}"
+        return result
+
+
+class NoNumbers(TorchFunctionMode):
+    """While it is entered, making a `meta` tensor of the host's numbers raises AssertionError; the other mode sees no
+    operation in this.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        assert function not in _COPIES_OF_NUMBERS or result.device != META, f"{function.__name__} copies to the device"
+        return result
+
+
+def run_on_one_device(run: Callable[[], object]) -> None:
+    """Call a function as `GraphRecorder` does: once freely, and then as it is recorded."""
+    run()
+    with OneDevice(), NoNumbers():  # type: ignore[no-untyped-call]
+        run()
