@@ -27,8 +27,9 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 from midstream.chunk import Chunk, FinishReason
 from midstream.errors import (
@@ -44,12 +45,13 @@ from midstream.errors import (
 from midstream.model.folder import ModelFolder
 from midstream.telemetry import Metrics, current_request_id
 from protos import generation_pb2 as pb
-from router.authentication import current_caller
+from router.authentication import Caller, current_caller
 from router.pipeline.background import current_background
 from router.pipeline.cells import Cell, Cells
 from router.pipeline.detokenizer_pool import Attachment, DetokenizerPool
 from router.pipeline.grammar_check import GrammarChecker
 from router.pipeline.idempotency import naming_key
+from router.pipeline.images import images_of
 from router.pipeline.metrics import RouterMetrics
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.quotas import Admission, Quotas
@@ -71,6 +73,8 @@ from router.pipeline.virtual_tokens import put_table_first, take_embeddings
 
 logger = logging.getLogger(__name__)
 
+Prepare = Callable[[], Awaitable[None]]
+_T = TypeVar("_T")
 _REATTACH_S = 0.05
 # Time for which a disconnected client may reconnect.
 _RETURN_S = 0.5
@@ -245,6 +249,7 @@ class Runner:
         on_overflow: Callable[[], None] = lambda: None,
         *,
         is_keyed: bool = False,
+        prepare: Prepare | None = None,
     ) -> Generation:
         """Start a request; `request` is normalized in place, to the form sent to the scheduler.
 
@@ -253,6 +258,7 @@ class Runner:
             timeout_s: Time left until the call's deadline.
             on_overflow: Called when the client reads too slowly; the next `take` raises the error.
             is_keyed: Whether the request's id was derived from an idempotency key.
+            prepare: Completes the request.
 
         Raises:
             MidstreamError: The request is rejected.
@@ -269,7 +275,7 @@ class Runner:
                 check_adapter_path(path, self.adapter_root, field)
         try:
             async with asyncio.timeout_at(deadline):  # images may wait for a worker
-                await self._normalize(request)
+                await self._normalize(request, prepare)
         except TimeoutError:
             raise DeadlineError("the deadline passed while the prompt was prepared") from None
         cell = self._choose_cell(request, is_keyed=is_keyed)
@@ -368,8 +374,11 @@ class Runner:
             # The scheduler ends the request itself if no client is attached for a while.
             logger.warning("abort failed: %s", error, extra={"request_id": request_id})
 
-    async def _normalize(self, request: pb.GenerateRequest) -> None:
-        """Tokenize the input and fill unset fields, deterministically."""
+    async def _normalize(self, request: pb.GenerateRequest, prepare: Prepare | None = None) -> None:
+        """Complete the request, tokenize its input and fill unset fields, deterministically."""
+        if prepare is not None:
+            await prepare()
+            check_request(request, self.model, self._max_beam_width)
         kind = request.WhichOneof("input") or "input"
         take_embeddings(request, self.model)
         token_ids = put_table_first(request, await self._prompts.token_ids(request), self.model)
@@ -527,13 +536,16 @@ class FrontDoor:
         self._starts = StartSlots()
         self._traces = traces
 
-    async def start(self, request: pb.GenerateRequest, timeout_s: float | None, key: str = "") -> Output:
+    async def start(
+        self, request: pb.GenerateRequest, timeout_s: float | None, key: str = "", prepare: Prepare | None = None
+    ) -> Output:
         """Start a request, or attach to the one that was started with the same idempotency key.
 
         Args:
             request: The request as received from the client; it is modified.
             timeout_s: Time left until the call's deadline.
             key: The idempotency key from which the request's id was derived; empty if there is none.
+            prepare: Completes the request; called once the client's quotas and limits admit it, within its deadline.
 
         Raises:
             MidstreamError: The request is rejected.
@@ -550,12 +562,7 @@ class FrontDoor:
         if background is not None:
             request.priority = min(request.priority, background.priority)
             timeout_s = max(background.until - time.time(), 0.0)
-        admission = self._quotas.admit(caller)
-        try:
-            release = self._limits.take(caller.name)
-        except OverloadedError:
-            admission.release()
-            raise
+        admission, release = self._admit(caller)
         span = self._traces.begin("router.generate", request_id) if self._traces is not None else None
         request.trace_parent = str(span.span) if span is not None else ""
         try:
@@ -564,7 +571,9 @@ class FrontDoor:
                 if timeout_s is not None:
                     timeout_s -= time.monotonic() - arrival
                 with naming_key(key):
-                    generation = await self.runner.start(request, timeout_s, _canceller(), is_keyed=bool(key))
+                    generation = await self.runner.start(
+                        request, timeout_s, _canceller(), is_keyed=bool(key), prepare=prepare
+                    )
         except BaseException as error:
             release()
             admission.release()
@@ -575,6 +584,41 @@ class FrontDoor:
             span.note("submitted")
         admission.charge(prompt=len(request.token_ids.values))
         return Output(request_id, generation, self._metrics, self.draining, release, arrival, span, admission)
+
+    async def run_unstarted(self, request: pb.GenerateRequest, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Return the result of `work`, which processes the prompt of a request that is not started.
+
+        With images, which workers encode, it counts as a request of the caller.
+
+        Raises:
+            MidstreamError: A quota or limit is reached, the deadline passed, or `work` failed.
+        """
+        if not images_of(request):
+            return await work()
+        caller = current_caller.get()
+        timeout_s = request.timeout_ms / 1000 if request.HasField("timeout_ms") else None
+        admission, release = self._admit(caller)
+        try:
+            async with asyncio.timeout(timeout_s), self._starts.hold(caller.name):
+                return await work()
+        except TimeoutError:
+            raise DeadlineError("the deadline passed while the prompt was prepared") from None
+        finally:
+            release()
+            admission.release()
+
+    def _admit(self, caller: Caller) -> tuple[Admission, Callable[[], None]]:
+        """Count a request by the caller's quotas and by the limit on streams; return what ends each of the two.
+
+        Raises:
+            OverloadedError: One of them is reached.
+        """
+        admission = self._quotas.admit(caller)
+        try:
+            return admission, self._limits.take(caller.name)
+        except OverloadedError:
+            admission.release()
+            raise
 
     def resume(
         self, request_id: str, from_token: int, from_token_by_sequence: Sequence[int], timeout_s: float | None

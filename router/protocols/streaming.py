@@ -52,15 +52,21 @@ class ComputedResponse(Response):
 class CompleteResponse(ComputedResponse):
     """A response without a stream."""
 
-    def __init__(self, compute: Callable[[], Awaitable[Response]]) -> None:
+    def __init__(
+        self,
+        compute: Callable[[], Awaitable[Response]],
+        refusal: Callable[[MidstreamError], Response] = error_response,
+    ) -> None:
+        """`refusal` returns the response to a request that failed."""
         super().__init__()
         self._compute = compute
+        self._refusal = refusal
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             response = await self._compute()
         except Exception as error:  # noqa: BLE001 (it is logged)
-            response = error_response(shown(error))
+            response = self._refusal(shown(error))
         await response(scope, receive, send)
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
+from detokenizer.incremental import DecoderFactory
 from midstream.client import AsyncClient, SamplingParams
-from midstream.errors import ConfigError, OverloadedError
+from midstream.errors import ConfigError, DeadlineError, InvalidArgumentError, OverloadedError
+from midstream.model.folder import ModelFolder
+from midstream.model.tokenizer import Tokenizer
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
+from protos import scheduler_pb2
 from router.authentication import Authenticator, Caller, Quota, TokenFile
+from router.pipeline.prompt import PromptBuilder
 from router.pipeline.quotas import Quotas
 from tests.router.conftest import Cluster, Part
 
@@ -180,3 +187,68 @@ async def test_files_and_batches_are_their_owners(cluster: Cluster, tmp_path: Pa
         assert not (await bob.files.list()).data
         assert not (await bob.batches.list()).data
         assert [item.id for item in (await alice.files.list()).data] == [file.id]
+
+
+_IMAGE = "data:image/png;base64,AAAA"
+_SOURCE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+_CHAT = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": _IMAGE}}]}]}
+_MESSAGES = {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image", "source": _SOURCE}]}]}
+_INPUT = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": _IMAGE}]}]}
+
+
+class SlowEncoder:
+    """Encodes images once it may."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, data: bytes) -> scheduler_pb2.EncodeImageResponse:
+        self.num_begun += 1
+        self.begun.set()
+        await self.may_end.wait()
+        raise InvalidArgumentError("is not an image", field="data")
+
+
+async def test_images_are_encoded_only_within_a_quota(
+    folder: ModelFolder, tokenizer: Tokenizer, decoders: DecoderFactory, tmp_path: Path
+) -> None:
+    """An image that is being encoded counts as a running request, whichever call it belongs to."""
+    config = folder.config | {"image_token_id": tokenizer.added_tokens["<file_sep>"]}
+    cluster = Cluster(dataclasses.replace(folder, architecture="smolvlm", config=config), decoders)
+    encoder = SlowEncoder()
+    cluster.prompts = PromptBuilder(cluster.folder, 1, encoder)
+    await cluster.start_scheduler()
+    part = await router_with(cluster, tmp_path, "max_concurrent=1")
+    assert part.http is not None
+    headers = {"authorization": f"Bearer {ALICE}", "anthropic-version": "2023-06-01"}
+    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{part.http.port}", headers=headers) as client:
+        for path, body in (
+            ("/v1/messages", _MESSAGES),
+            ("/v1/messages/count_tokens", _MESSAGES),
+            ("/v1/responses", _INPUT),
+            ("/v1/responses/input_tokens", _INPUT),
+            ("/v1/chat/completions", _CHAT),
+            ("/tokenize", _CHAT),
+        ):
+            waiting = asyncio.create_task(client.post(path, json={"model": "", **body}))
+            await encoder.begun.wait()
+            num_begun = encoder.num_begun
+            assert (await client.post(path, json={"model": "", **body})).status_code == 429, path
+            assert encoder.num_begun == num_begun, path
+            encoder.may_end.set()
+            assert (await waiting).status_code == 400
+            for event in (encoder.begun, encoder.may_end):
+                event.clear()
+    cluster.prompts.close()
+    await cluster.close()
+
+
+async def test_the_deadline_covers_the_preparation_of_a_prompt(cluster: Cluster) -> None:
+    front: Any = (await cluster.add_router()).servicer
+    with pytest.raises(DeadlineError, match="prepared"):
+        await front.start(pb.GenerateRequest(prompt="a"), 0.01, prepare=asyncio.Event().wait)
+    request = pb.GenerateRequest(prompt="a", images=[pb.Image(data=b"x")], timeout_ms=10)
+    with pytest.raises(DeadlineError, match="prepared"):
+        await front.run_unstarted(request, asyncio.Event().wait)
+    assert front._limits.num_open == 0

@@ -27,7 +27,7 @@ from router.protocols.conversation import ChatModel, SequenceReader, keep_prefix
 from router.protocols.openai import app as openai_app
 from router.protocols.openai.endpoints import shown
 from router.protocols.openai.models import Models
-from router.protocols.streaming import EventStream, StreamedResponse, dump
+from router.protocols.streaming import CompleteResponse, EventStream, StreamedResponse, dump
 
 logger = logging.getLogger(__name__)
 
@@ -66,16 +66,24 @@ class MessagesApi:
         # If several breakpoints have the same duration, the last one covers the others.
         points = {point.duration_s: point for point in job.breakpoints}
         prefixes = {duration_s: job.prefix_of(point) for duration_s, point in points.items()}
-        await job.conversation.prepare(self._prompts, self._folder, renders=True)
-        num_kept = await self._keep(native, prefixes)
-        return _Reply(self._front, job, num_kept, key)
+
+        async def prepare() -> int:
+            await job.conversation.prepare(self._prompts, self._folder, renders=True)
+            return await self._keep(native, prefixes)
+
+        return _Reply(self._front, job, key, prepare)
 
     async def _count(self, request: Request, request_id: str) -> Response:
         job = await self._job(request, needs_limit=False)
         native = job.conversation.request
         await self._models.resolve([native])
         check_model(native.model, self._folder)
-        return JSONResponse({"input_tokens": len(await job.conversation.token_ids(self._prompts))})
+
+        async def compute() -> Response:
+            ids = await self._front.run_unstarted(native, lambda: job.conversation.token_ids(self._prompts))
+            return JSONResponse({"input_tokens": len(ids)})
+
+        return CompleteResponse(compute, lambda error: _error_response(error, request_id))
 
     async def _job(self, request: Request, *, needs_limit: bool) -> MessagesJob:
         version = request.headers.get("anthropic-version")
@@ -107,26 +115,32 @@ class MessagesApi:
 class _Reply(StreamedResponse):
     """The response to one job; a dropped connection aborts its request."""
 
-    def __init__(self, front: FrontDoor, job: MessagesJob, num_kept: int, key: str) -> None:
+    def __init__(self, front: FrontDoor, job: MessagesJob, key: str, prepare: Callable[[], Awaitable[int]]) -> None:
+        """`prepare` completes the request, and returns how many tokens of its prompt are kept in the cache."""
         super().__init__()
         self._key = key
         self._front = front
         self._job = job
-        self._num_kept = num_kept
+        self._prepare = prepare
+        self._num_kept = 0
         self._native = job.conversation.request
         self._id = self._native.request_id
         self._stop_words = list(self._native.stopping.stop_words)
-        self._reader = SequenceReader(job.conversation, self._id, 0)
         self._writer = MessageWriter(self._id, job.model or front.runner.model.name, shows_thinking=job.shows_thinking)
 
     async def compute(self, events: EventStream) -> Response | None:
         own_headers = {"request-id": quote(self._id, safe="")}
-        opened = await self._front.start(self._native, None, self._key)
+
+        async def prepare() -> None:
+            self._num_kept = await self._prepare()
+
+        opened = await self._front.start(self._native, None, self._key, prepare)
+        reader = SequenceReader(self._job.conversation, self._id, 0)
         async with opened as output:
             if not self._job.is_stream:
-                return JSONResponse(await self._whole(output), headers=own_headers)
+                return JSONResponse(await self._whole(output, reader), headers=own_headers)
             await events.begin(own_headers)
-            await self._stream(output, events)
+            await self._stream(output, reader, events)
         return None
 
     def refusal(self, error: MidstreamError) -> Response:
@@ -136,19 +150,19 @@ class _Reply(StreamedResponse):
     def failure(self, error: MidstreamError) -> str:
         return _lines([error_body(error, self._id)])
 
-    async def _whole(self, output: Output) -> Fields:
+    async def _whole(self, output: Output, reader: SequenceReader) -> Fields:
         while not output.is_final:
             for chunk in await output.take():
-                self._writer.add(self._reader.read(chunk.text, is_final=chunk.is_sequence_final))
+                self._writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final))
         last = _end(output, chunk)
         self._writer.end(last, self._stop_words, {})
         return self._writer.message(*self._writer.stop(last, self._stop_words), self._usage(last))
 
-    async def _stream(self, output: Output, events: EventStream) -> None:
+    async def _stream(self, output: Output, reader: SequenceReader, events: EventStream) -> None:
         await events.write(_lines(self._writer.begin(self._job.conversation.num_prompt_tokens)))
         while not output.is_final:
             for chunk in await output.take():
-                written = self._writer.add(self._reader.read(chunk.text, is_final=chunk.is_sequence_final))
+                written = self._writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final))
                 if written:
                     await events.write(_lines(written))
         last = _end(output, chunk)

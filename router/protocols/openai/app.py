@@ -32,6 +32,7 @@ from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_j
 from router.protocols.openai.models import Models
 from router.protocols.openai.openapi import document
 from router.protocols.openai.reply import Reply
+from router.protocols.streaming import CompleteResponse
 
 
 class OpenAiApi:
@@ -95,11 +96,9 @@ class OpenAiApi:
 
         job = await self._bodies.read(request, make_job)
         await self._models.resolve(job.requests)
-        if job.conversation is not None:
-            await job.conversation.prepare(self._prompts, self._model)
         if key:
             job.created = await self._first_arrival(job)
-        return Reply(self._front, job, request.headers.get("last-event-id"))
+        return Reply(self._front, job, request.headers.get("last-event-id"), self._prompts)
 
     async def _first_arrival(self, job: Job) -> int:
         """Return the Unix time, in seconds, at which a job first arrived; for a new job, this is the current time."""
@@ -129,11 +128,17 @@ class OpenAiApi:
             body.flag("return_token_strs"),
         )
         ignored = ignored_fields(body, TOKENIZE)
-        ids = await self._prompts.token_ids(native, add_special_tokens=adds_special_tokens)
-        answer = {"tokens": ids, "count": len(ids), "max_model_len": self._model.max_sequence_length}
-        if returns_texts:
-            answer["token_strs"] = [self._prompts.tokenizer.token(token) or "" for token in ids]
-        return JSONResponse(answer, headers=ignored_header(ignored))
+
+        async def compute() -> Response:
+            ids = await self._front.run_unstarted(
+                native, lambda: self._prompts.token_ids(native, add_special_tokens=adds_special_tokens)
+            )
+            answer = {"tokens": ids, "count": len(ids), "max_model_len": self._model.max_sequence_length}
+            if returns_texts:
+                answer["token_strs"] = [self._prompts.tokenizer.token(token) or "" for token in ids]
+            return JSONResponse(answer, headers=ignored_header(ignored))
+
+        return CompleteResponse(compute)
 
     async def _detokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, lambda body: body)

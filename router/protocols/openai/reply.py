@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from midstream.chunk import Chunk, PerfMetrics, Usage
 from midstream.errors import InvalidArgumentError, MidstreamError
 from router.pipeline.generation import FrontDoor, Output
+from router.pipeline.prompt import PromptBuilder
 from router.protocols.fields import ignored_header
 from router.protocols.openai.echo import EchoedPrompt
 from router.protocols.openai.errors import error_body
@@ -28,9 +29,10 @@ from router.protocols.streaming import EventStream, StreamedResponse, dump
 class Reply(StreamedResponse):
     """The response to one job; a dropped connection aborts its requests."""
 
-    def __init__(self, front: FrontDoor, job: Job, last_event_id: str | None) -> None:
+    def __init__(self, front: FrontDoor, job: Job, last_event_id: str | None, prompts: PromptBuilder) -> None:
         super().__init__()
         self._front = front
+        self._prompts = prompts
         self._job = job
         self._last_event_id = last_event_id
         self._is_resumed = last_event_id is not None
@@ -66,6 +68,10 @@ class Reply(StreamedResponse):
             for position in self._positions
         ]
         outputs: list[Output] = []
+        prepare = self._prepare if self._job.conversation is not None else None
+        if self._is_resumed and prepare is not None:
+            # How the text is parsed depends on the prompt.
+            await self._front.run_unstarted(self._job.requests[0], prepare)
         names = request_ids(self._job.request_id, len(self._job.requests))
         try:
             for name, request, position in zip(names, self._job.requests, self._positions, strict=True):
@@ -73,7 +79,7 @@ class Reply(StreamedResponse):
                     offsets = [] if self._job.reads_text else position.next_offsets
                     output = self._front.resume(name, 0, offsets, None)
                 else:
-                    output = await self._front.start(request, None, self._job.key)
+                    output = await self._front.start(request, None, self._job.key, prepare)
                 outputs.append(await stack.enter_async_context(output))
         except MidstreamError:
             # If one request fails, the others are useless, unless the client retries with its key.
@@ -81,6 +87,10 @@ class Reply(StreamedResponse):
                 self._front.abort_soon(output.request_id)
             raise
         return outputs
+
+    async def _prepare(self) -> None:
+        assert self._job.conversation is not None
+        await self._job.conversation.prepare(self._prompts, self._front.runner.model)
 
     def _read_positions(self, text: str) -> None:
         if not self._job.is_stream:

@@ -33,7 +33,7 @@ from router.protocols.openai.models import Models
 from router.protocols.responses.items import Item
 from router.protocols.responses.request import ResponseJob, previous_id, read_response
 from router.protocols.responses.writer import Fields, ResponseWriter, Status
-from router.protocols.streaming import EventStream, StreamedResponse, dump
+from router.protocols.streaming import CompleteResponse, EventStream, StreamedResponse, dump
 
 _PATH = "/v1/responses"
 _PREFIX = "resp_"
@@ -118,7 +118,7 @@ class ResponsesApi:
         native = job.conversation.request
         key = check_key(request.headers.get(HEADER))
         native.request_id = _PREFIX + (request_id_of(key, _PATH) if key else uuid.uuid4().hex)
-        await self._prepare(job)
+        await self._models.resolve([native])
         if job.is_stored:
             native.keep_s = self._ttl_s
             native.attachment = json.dumps({"body": body.fields, "context": context}).encode()
@@ -133,12 +133,12 @@ class ResponsesApi:
         conversation = read_response(body, self._chat, context).conversation
         await self._models.resolve([conversation.request])
         check_model(conversation.request.model, self._folder)
-        count = len(await conversation.token_ids(self._prompts))
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
-    async def _prepare(self, job: ResponseJob) -> None:
-        await self._models.resolve([job.conversation.request])
-        await job.conversation.prepare(self._prompts, self._folder, renders=True)
+        async def compute() -> Response:
+            ids = await self._front.run_unstarted(conversation.request, lambda: conversation.token_ids(self._prompts))
+            return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+        return CompleteResponse(compute)
 
     async def _retrieve(self, request: Request) -> Response:
         query = request.query_params
@@ -278,8 +278,12 @@ class ResponsesApi:
         """Start a new response, or read a stored one."""
         if native is None:
             return self.resume(stored)
+
+        async def prepare() -> None:
+            await stored.job.conversation.prepare(self._prompts, self._folder, renders=True)
+
         try:
-            output = await self._front.start(native, None, stored.key)
+            output = await self._front.start(native, None, stored.key, prepare)
         except InvalidArgumentError as error:
             if error.field == "attachment":
                 raise InvalidArgumentError(f"{error.message}; with store=false, it is smaller", field="input") from None
