@@ -211,7 +211,7 @@ async def test_a_request_over_the_limit_of_a_message_is_invalid(
 
 
 async def test_a_request_over_a_lower_limit_of_the_scheduler_is_invalid(scheduler: OneScheduler) -> None:
-    """gRPC itself refuses it, with the status of an overloaded service."""
+    """The gRPC server refuses it, with the status of an overloaded service."""
     cell = Cell("cell", scheduler.address, 1 << 30)  # type: ignore[attr-defined]
     with pytest.raises(InvalidArgumentError, match="larger than max") as raised:
         await submit(cell, "a", prompt="x" * (MAX_BYTES + 1))

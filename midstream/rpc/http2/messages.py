@@ -18,6 +18,8 @@ from google.protobuf.message import DecodeError
 from midstream.rpc.http2.wire import DEFAULT_WINDOW
 
 _HEAD = struct.Struct(">BL")
+# Clients tell this from an overloaded service by gRPC's own words, "larger than max".
+_TOO_LARGE = "the message is larger than max"
 _CREDIT_BYTES = DEFAULT_WINDOW // 2
 # zlib's formats: deflate has zlib's header, gzip its own.
 _WINDOW_BITS = {b"deflate": zlib.MAX_WBITS, b"gzip": zlib.MAX_WBITS | 16}
@@ -71,7 +73,7 @@ class Messages(AsyncIterator[Any]):
             if size is not None and size > self._max_bytes:
                 await self._refuse(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    f"the message is too large ({size} bytes, the limit is {self._max_bytes})",
+                    f"{_TOO_LARGE} ({size} bytes, the limit is {self._max_bytes})",
                 )
             if size is not None and len(self._buffer) >= _HEAD.size + size:
                 return await self._take(size)
@@ -118,7 +120,7 @@ class Messages(AsyncIterator[Any]):
         if len(data) > self._max_bytes:
             await self._refuse(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"the message is too large when decompressed (the limit is {self._max_bytes} bytes)",
+                f"{_TOO_LARGE} when decompressed (the limit is {self._max_bytes} bytes)",
             )
         if not stream.eof:
             await self._refuse(grpc.StatusCode.INTERNAL, "a compressed message is damaged")
