@@ -68,7 +68,9 @@ def main() -> None:
     """Print the description as one JSON object."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--limits", action="store_true", help="Also measure memory bandwidth and matrix products (one second)."
+        "--limits",
+        action="store_true",
+        help="Also measure the rates of memory access and matrix multiplication (takes one second).",
     )
     arguments = parser.parse_args()
     print(json.dumps(describe() | (measure_limits() if arguments.limits else {})))

@@ -164,7 +164,7 @@ class Worker:
 
     @contextmanager
     def _abandoning(self, step: Step) -> Iterator[None]:
-        """End the epoch if the body of the context, which runs this step, fails."""
+        """End the epoch if the body of the context raises while it runs this step."""
         try:
             yield
         except Exception:

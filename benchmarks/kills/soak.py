@@ -43,7 +43,7 @@ _MIB = 1 << 20
 
 @dataclass
 class Life:
-    """Memory of one process from its start to its end, as seconds and bytes."""
+    """Samples of the memory use of one process over its lifetime, in seconds and bytes."""
 
     name: str
     times: list[float] = field(default_factory=list)

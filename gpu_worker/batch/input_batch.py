@@ -143,7 +143,7 @@ class InputBatch:
 
     def _check(self, rows: IntArray) -> None:
         if rows.min() < 0 or rows.max() >= self.rows.num_rows or not self.rows.is_active[rows].all():
-            raise ExecutionError("the step names an empty row")
+            raise ExecutionError("the step contains an inactive row")
 
     def _prefills(self, step: Step) -> tuple[list[ContextChunk], IntArray]:
         """Return the context chunks and the rows that sample."""

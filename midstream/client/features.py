@@ -40,18 +40,24 @@ class Guide:
             InvalidArgumentError: Not exactly one is set, or a value has the wrong type.
         """
         with naming("guided"):
-            schema = self.json_schema
-            given = [
-                (pb.GUIDE_TYPE_JSON, "" if self.json else None),
-                (pb.GUIDE_TYPE_JSON_SCHEMA, schema if isinstance(schema, str | None) else json.dumps(schema)),
-                (pb.GUIDE_TYPE_REGEX, self.regex),
-                (pb.GUIDE_TYPE_EBNF_GRAMMAR, self.ebnf),
-            ]
-            chosen = [(kind, guide) for kind, guide in given if guide is not None]
-            if len(chosen) != 1:
-                raise InvalidArgumentError("set exactly one of json, json_schema, regex and ebnf", field="guided")
-            kind, guide = chosen[0]
-            return pb.GuidedDecodingConfig(guide_type=kind, guide=guide)
+            found = one_guide(self.json, self.json_schema, self.regex, self.ebnf)
+        if found is None:
+            raise InvalidArgumentError("set exactly one of json, json_schema, regex and ebnf", field="guided")
+        return found
+
+
+def one_guide(
+    is_json: bool, schema: str | Mapping[str, object] | None, regex: str | None, ebnf: str | None
+) -> pb.GuidedDecodingConfig | None:
+    """Return the message for the only guide that is set; None if not exactly one is set."""
+    guides = [
+        (pb.GUIDE_TYPE_JSON, "" if is_json else None),
+        (pb.GUIDE_TYPE_JSON_SCHEMA, schema if isinstance(schema, str | None) else json.dumps(schema)),
+        (pb.GUIDE_TYPE_REGEX, regex),
+        (pb.GUIDE_TYPE_EBNF_GRAMMAR, ebnf),
+    ]
+    chosen = [pb.GuidedDecodingConfig(guide_type=kind, guide=guide) for kind, guide in guides if guide is not None]
+    return chosen[0] if len(chosen) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)

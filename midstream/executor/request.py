@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from midstream.client import request as native
+from midstream.client.features import Drafts
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from midstream.executor.sampling_params import SamplingParams
 from protos import generation_pb2 as pb
@@ -87,9 +88,7 @@ class NGramDecodingConfig:
 
     def to_proto(self) -> pb.SpeculativeConfig:
         """Convert the settings to their message."""
-        config = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP)
-        native.set_fields(config, num_draft_tokens=self.max_draft_len, max_ngram_size=self.max_matching_ngram_size)
-        return config
+        return Drafts("prompt_lookup", self.max_draft_len, self.max_matching_ngram_size).to_proto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +99,7 @@ class DraftTargetDecodingConfig:
 
     def to_proto(self) -> pb.SpeculativeConfig:
         """Convert the settings to their message."""
-        config = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_DRAFT_MODEL)
-        native.set_fields(config, num_draft_tokens=self.max_draft_len)
-        return config
+        return Drafts("draft_model", self.max_draft_len).to_proto()
 
 
 @dataclass(frozen=True, slots=True)

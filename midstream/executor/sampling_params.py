@@ -4,11 +4,11 @@ request.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from midstream.client import request as native
+from midstream.client.features import one_guide
 from midstream.errors import InvalidArgumentError
 from protos import generation_pb2 as pb
 
@@ -35,19 +35,12 @@ class GuidedDecodingParams:
         Raises:
             InvalidArgumentError: Not exactly one field is set.
         """
-        given = [
-            (pb.GUIDE_TYPE_JSON_SCHEMA, self.json if isinstance(self.json, str | None) else json.dumps(self.json)),
-            (pb.GUIDE_TYPE_JSON, "" if self.json_object else None),
-            (pb.GUIDE_TYPE_REGEX, self.regex),
-            (pb.GUIDE_TYPE_EBNF_GRAMMAR, self.grammar),
-        ]
-        chosen = [(kind, guide) for kind, guide in given if guide is not None]
-        if len(chosen) != 1:
+        found = one_guide(self.json_object, self.json, self.regex, self.grammar)
+        if found is None:
             raise InvalidArgumentError(
                 "set exactly one of json, json_object, regex and grammar", field="guided_decoding"
             )
-        kind, guide = chosen[0]
-        return pb.GuidedDecodingConfig(guide_type=kind, guide=guide)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

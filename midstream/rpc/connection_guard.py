@@ -39,7 +39,7 @@ class ConnectionGuard:
     def look(self) -> int:
         """Close the connections that exceed the limit; return their number."""
         descriptors = [int(path.name) for path in _DESCRIPTORS.iterdir()]
-        # Also done while there cannot be too many, because their order must be known once there are.
+        # The connections are listed even if they are too few to exceed a limit, because their order is needed later.
         with contextlib.ExitStack() as opened:
             connections = self._connections(descriptors, opened)
             order = {peer: number for number, peer in enumerate(self._known)}

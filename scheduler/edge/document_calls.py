@@ -16,7 +16,7 @@ _PREFIX = "client "
 _MAX_LISTED = 1000
 # A response of ListDocuments ends after this many bytes; a single document may be larger.
 _LISTED_BYTES = 8 << 20
-# Smaller documents, such as the state of a batch, are stored whatever else the owner has stored.
+# Smaller documents, such as the state of a batch, are stored even if the owner has reached its limit.
 _COUNTED_BYTES = 32 << 10
 _RETRY_AFTER_MS = 60_000
 

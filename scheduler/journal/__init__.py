@@ -106,7 +106,7 @@ class Journal(ABC):
         num_commits: Number of transactions since it was opened.
         num_damaged: Number of records that could not be read when it was opened, or were dropped because they followed
             such a record.
-        num_lost: Number of times it was lost in use and recreated from memory.
+        num_lost: Number of times the journal was lost while in use, and was recreated from memory.
         documents: Documents that the service stores for clients; open as long as the journal is.
         after_commits: Called on the event loop after the callbacks of all commits that became durable together.
     """

@@ -31,7 +31,7 @@ from scheduler.core.events import (
 )
 from scheduler.core.request import Finish, FinishReason, RequestTimes, SequenceEnd
 from scheduler.core.request_spec import RequestSpec, RetentionRange
-from scheduler.wire.worker_messages import decode_worker_message
+from scheduler.wire.worker_messages import REGISTRATION, REGISTRATION_LISTS, STEP_LISTS, decode_worker_message
 
 _SPEC_FIELDS = tuple(
     item.name
@@ -39,17 +39,14 @@ _SPEC_FIELDS = tuple(
     if item.name
     not in ("prompt", "stop_token_ids", "retention", "deadline_ns", "decode_duration_ns", "keep_ns", "payload")
 )
-_OF_A_REQUEST: dict[type[AbortRequested | Attached | Detached], str] = {
+_WITH_ONE_FIELD: dict[type[AbortRequested | Attached | Detached | WorkerLost], str] = {
     AbortRequested: "abort_requested",
     Attached: "attached",
     Detached: "detached",
+    WorkerLost: "worker_lost",
 }
-# Fields without the hashes of blocks, which follow from tables and tokens.
-_PLAN_LISTS = (
-    "released_rows", "context_rows", "context_starts", "context_lengths", "generation_rows", "idle_rows", "block_rows",
-    "block_ids", "copy_source_blocks", "copy_target_blocks", "beam_rows", "beam_token_ids", "draft_rows",
-    "draft_limits", "adopted_blocks",
-)  # fmt: skip
+# Fields without the hashes of blocks, which follow from tables and tokens, and without retention.
+_PLAN_LISTS = tuple(name for name in STEP_LISTS if name in pb.RecordedPlan.DESCRIPTOR.fields_by_name)
 
 
 def encode_event(event: Event, effects: TypingSequence[Effect]) -> pb.Record:
@@ -59,16 +56,15 @@ def encode_event(event: Event, effects: TypingSequence[Effect]) -> pb.Record:
     elif isinstance(event, StepDone | WorkerBeat | WorkerRegistered | WorkerLeft | BlocksFetched):
         record.worker_message.connection = event.connection
         record.worker_message.frame = _encode_worker_event(event)
-    elif isinstance(event, WorkerLost):
-        record.worker_lost = event.connection
     elif isinstance(event, WorkerFailed):
         record.worker_failed.connection, record.worker_failed.reason = event.connection, event.reason
     elif isinstance(event, Submitted):
         _encode_spec(event.spec, record.submitted)
     elif isinstance(event, Recovered):
         _encode_recovered(event, record.recovered)
-    elif isinstance(event, AbortRequested | Attached | Detached):
-        setattr(record, _OF_A_REQUEST[type(event)], event.request_id)
+    elif isinstance(event, AbortRequested | Attached | Detached | WorkerLost):
+        value = event.connection if isinstance(event, WorkerLost) else event.request_id
+        setattr(record, _WITH_ONE_FIELD[type(event)], value)
     elif isinstance(event, StopWordFound):
         for name in ("request_id", "sequence_index", "num_tokens", "stop_word"):
             setattr(record.stop_word_found, name, getattr(event, name))
@@ -104,14 +100,8 @@ def decode_event(record: pb.Record) -> Event:
         event = decode_worker_message(message.frame, message.connection, time_ns)
         assert not isinstance(event, worker_pb2.LoraResult | worker_pb2.StepOutputs | worker_pb2.ImageEncoded)
         return event
-    if kind in ("worker_lost", "worker_failed"):
-        failed = record.worker_failed
-        is_lost = kind == "worker_lost"
-        return (
-            WorkerLost(time_ns, record.worker_lost)
-            if is_lost
-            else WorkerFailed(time_ns, failed.connection, failed.reason)
-        )
+    if kind == "worker_failed":
+        return WorkerFailed(time_ns, record.worker_failed.connection, record.worker_failed.reason)
     if kind == "submitted":
         return Submitted(time_ns, _decode_spec(record.submitted))
     if kind == "recovered":
@@ -121,7 +111,7 @@ def decode_event(record: pb.Record) -> Event:
         return StopWordFound(time_ns, found.request_id, found.sequence_index, found.num_tokens, found.stop_word)
     if kind == "drain_started":
         return DrainStarted(time_ns)
-    for event_type, name in _OF_A_REQUEST.items():
+    for event_type, name in _WITH_ONE_FIELD.items():
         if kind == name:
             return event_type(time_ns, getattr(record, name))
     raise ValueError(f"unknown event kind in a record: {kind or 'none'}")
@@ -230,11 +220,11 @@ def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegis
     elif isinstance(event, WorkerLeft):
         message.leave.epoch, message.leave.reason = event.epoch, event.reason
     else:
-        for item in dataclasses.fields(event):
-            if item.name in ("features", "kept_blocks", "kept_hashes", "stored_hashes", "attention_windows"):
-                getattr(message.register, item.name).extend(getattr(event, item.name))
-            elif item.name not in ("time_ns", "connection"):
-                setattr(message.register, item.name, getattr(event, item.name))
+        for name in REGISTRATION:
+            if name in REGISTRATION_LISTS:
+                getattr(message.register, name).extend(getattr(event, name))
+            else:
+                setattr(message.register, name, getattr(event, name))
     return message.SerializeToString()
 
 

@@ -103,7 +103,7 @@ def test_rolling_updates_keep_the_required_replicas(rendered: Rendered) -> None:
     if rendered.overlay != "ha":
         assert scheduler == {"type": "Recreate"}
     else:
-        # A third pod might fit on no node; one of the two takes over at once.
+        # A third pod might not fit on any node. When one pod is replaced, the other takes over immediately.
         assert scheduler["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
