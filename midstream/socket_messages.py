@@ -19,13 +19,15 @@ def send(connection: socket.socket, header: object, data: bytes = b"") -> None:
     connection.sendall(_LENGTHS.pack(len(head), len(data)) + head + data)
 
 
-def receive(connection: socket.socket) -> tuple[object, bytes]:
+def receive(connection: socket.socket, max_bytes: int | None = None) -> tuple[object, bytes]:
     """Return the next message.
 
     Raises:
-        OSError: The peer has closed the connection or sent nothing in time.
+        OSError: The peer has closed the connection or sent nothing in time, or the message is longer than `max_bytes`.
     """
     head, data = _LENGTHS.unpack(_read(connection, _LENGTHS.size))
+    if max_bytes is not None and head + data > max_bytes:
+        raise ConnectionError(f"the message has {head + data} bytes; must have at most {max_bytes}")
     return json.loads(_read(connection, head)), _read(connection, data)
 
 

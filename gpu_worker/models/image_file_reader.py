@@ -1,12 +1,16 @@
-"""The process that reads image files: `python -m gpu_worker.models.image_file_reader`, with a socket as its input.
+"""The process that forks readers of image files: `python -m gpu_worker.models.image_file_reader`, with a socket as its
+input.
 
-Its memory and its processor time for each file are limited, and it can open no files or sockets. Each message has a
-file; the answer has the size of the image and its pixels in RGB, or an error. The process ends with its connection.
+Over this socket, it receives a connection for each file, forks a reader for it, and answers with the reader's exit
+code. The reader answers the file with the size of the image and its pixels in RGB, or with an error, and ends. Its
+memory and processor time are limited, and it can open no files or sockets. The process ends with its input.
 """
 
 from __future__ import annotations
 
 import io
+import math
+import os
 import resource
 import signal
 import socket
@@ -14,7 +18,7 @@ import warnings
 
 from PIL import Image, UnidentifiedImageError
 
-from gpu_worker.models.image_files import CPU_LIMIT_S, MAX_PIXELS, MAX_SIDE, MEMORY_BYTES
+from gpu_worker.models.image_files import CPU_LIMIT_S, EXIT_CODE, MAX_PIXELS, MAX_SIDE, MEMORY_BYTES, WALL_LIMIT_S
 from midstream.socket_messages import receive, send
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -49,28 +53,56 @@ def _warm_up() -> None:
         read_image(file.getvalue())
 
 
-def main() -> None:
-    """Answer messages until the connection ends."""
-    connection = socket.socket(fileno=0)
-    _warm_up()
+def _read_one(connection: socket.socket) -> None:
+    """Answer the file that arrives over `connection`, in a new process."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for limit, value in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, math.ceil(CPU_LIMIT_S) + 1),  # what a file runs could stop the timer
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, 0),  # the connection is open already
     ):
         resource.setrlimit(limit, (value, value))
+    _, data = receive(connection)
+    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+    send(connection, *read_image(data))
+
+
+def _wait(pid: int) -> int:
+    """Return the exit code of a reader, which is killed at the time limit; it is then that of SIGALRM."""
+    killed = []
+
+    def kill(*_: object) -> None:
+        killed.append(pid)
+        os.kill(pid, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, kill)
+    signal.setitimer(signal.ITIMER_REAL, WALL_LIMIT_S)
+    _, status = os.waitpid(pid, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return -signal.SIGALRM if killed else os.waitstatus_to_exitcode(status)
+
+
+def main() -> None:
+    """Fork a reader for each connection until the input ends."""
+    control = socket.socket(fileno=0)
+    _warm_up()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        try:
-            _, data = receive(connection)
-        except OSError:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
             return
-        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
-        answer, pixels = read_image(data)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        send(connection, answer, pixels)
+        pid = os.fork()
+        if not pid:
+            try:
+                control.close()
+                _read_one(socket.socket(fileno=descriptors[0]))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        os.close(descriptors[0])
+        control.sendall(EXIT_CODE.pack(_wait(pid)))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Reads image files in a child process (image_file_reader.py): files come from clients, and the libraries that decode
-them may crash or use any amount of memory and time.
+"""Reads image files in processes of their own (image_file_reader.py): files come from clients, and the libraries that
+decode them may crash, use any amount of memory and time, or run what a file contains.
 
-A file that ends the child twice is refused; the next file gets a new child.
+A child process, which never sees a file, forks a reader for each file. The file and the image travel over a connection
+that only this reader has, so that no file affects the image of another. A file that ends its reader twice is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 from typing import Any
 
@@ -18,13 +21,17 @@ from midstream.socket_messages import receive, send
 
 # A small file may contain a huge image. An image of few rows takes much more time to scale than its pixels suggest.
 MAX_PIXELS, MAX_SIDE = 1 << 25, 1 << 14
-# Limits of the child; the processor time is that for one file.
+# Limits of a reader.
 CPU_LIMIT_S = 10.0
 MEMORY_BYTES = 1 << 30
-# Time limit for a child that does not compute; its processor time has a limit of its own.
-_WALL_LIMIT_S = 60.0
+# Time limit for a reader that does not compute; its processor time has a limit of its own.
+WALL_LIMIT_S = 60.0
 _TOO_LONG = "takes too long"
+_CRASHES = "crashes the process that reads it"
+_MAX_ANSWER_BYTES = 3 * MAX_PIXELS + (1 << 16)
+EXIT_CODE = struct.Struct("<i")
 _NUM_TRIES = 2
+_MAX_REASON = 300
 
 
 class ImageFiles:
@@ -45,49 +52,85 @@ class ImageFiles:
         Raises:
             InvalidArgumentError: The file is invalid, or cannot be read within the limits.
         """
-        from PIL import Image
-
         reason = ""
-        for _ in range(_NUM_TRIES):  # somebody else may have killed the first child
+        for _ in range(_NUM_TRIES):  # somebody else may have killed the first reader
             if self._child is None:
                 self._child = _Child()
             try:
-                answer, pixels = self._child.read(data)
-            except OSError as error:
-                reason = _TOO_LONG if isinstance(error, TimeoutError) else self._child.end()
+                return _image(*self._child.read(data))
+            except ChildProcessError as error:
+                reason = str(error)
+            except OSError:  # it was not the reader
+                reason = "ends the process that reads it"
                 self.close()
-                if reason == _TOO_LONG:  # it would take as long again
-                    break
-                continue
-            if "error" in answer:
-                raise InvalidArgumentError(answer["error"], field="data")
-            return Image.frombytes("RGB", (answer["width"], answer["height"]), pixels)
+            if reason == _TOO_LONG:  # it would take as long again
+                break
         raise InvalidArgumentError(f"cannot be read as an image: it {reason}", field="data")
 
 
 class _Child:
+    """The process that forks readers, with those in its process group."""
+
     def __init__(self) -> None:
-        self._connection, other = socket.socketpair()
-        self._connection.settimeout(_WALL_LIMIT_S)
-        self._process = subprocess.Popen(
-            python_command("gpu_worker.models.image_file_reader"),
-            stdin=other.fileno(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=python_environment({"PATH": os.environ.get("PATH", "")}),
-        )
-        other.close()
+        self._control, other = socket.socketpair()
+        self._control.settimeout(2 * WALL_LIMIT_S)
+        with other:
+            self._process = subprocess.Popen(
+                python_command("gpu_worker.models.image_file_reader"),
+                stdin=other.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=python_environment({"PATH": os.environ.get("PATH", "")}),
+                process_group=0,
+            )
 
-    def read(self, data: bytes) -> tuple[dict[str, Any], bytes]:
-        send(self._connection, {}, data)
-        answer, pixels = receive(self._connection)
-        assert isinstance(answer, dict)
-        return answer, pixels
+    def read(self, data: bytes) -> tuple[object, bytes]:
+        """Return the answer of a new reader.
 
-    def end(self) -> str:
-        """Kill the process if it runs; return why it ended."""
-        self._connection.close()
-        self._process.kill()
-        if self._process.wait() == -signal.SIGPROF:
-            return _TOO_LONG
-        return "crashes the process that reads it"
+        Raises:
+            ChildProcessError: The reader died, or its answer is invalid; the message says why.
+            OSError: The child has ended, or does not respond.
+        """
+        answer: tuple[object, bytes] | None = None
+        own, other = socket.socketpair()
+        with own:
+            own.settimeout(2 * WALL_LIMIT_S)
+            with other:
+                socket.send_fds(self._control, [b"\0"], [other.fileno()])
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                send(own, {}, data)
+                answer = receive(own, _MAX_ANSWER_BYTES)
+        code = self._control.recv(EXIT_CODE.size, socket.MSG_WAITALL)
+        if len(code) < EXIT_CODE.size:
+            raise ConnectionError("the child has ended")
+        (number,) = EXIT_CODE.unpack(code)
+        if -number in (signal.SIGPROF, signal.SIGALRM):
+            raise ChildProcessError(_TOO_LONG)
+        if number or answer is None:
+            raise ChildProcessError(_CRASHES)
+        return answer
+
+    def end(self) -> None:
+        """Kill the process and its readers."""
+        self._control.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _image(answer: object, pixels: bytes) -> Any:
+    """Return the image of a reader's answer, which may be anything if a file has taken over the reader.
+
+    Raises:
+        InvalidArgumentError: The reader refuses the file.
+        ChildProcessError: The answer is invalid.
+    """
+    from PIL import Image
+
+    match answer:
+        case {"error": str(reason)}:
+            raise InvalidArgumentError(reason[:_MAX_REASON], field="data")
+        case {"width": int(width), "height": int(height)} if 0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE:
+            if len(pixels) == 3 * width * height:
+                return Image.frombytes("RGB", (width, height), pixels)
+    raise ChildProcessError(_CRASHES)

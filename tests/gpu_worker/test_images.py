@@ -117,14 +117,67 @@ def test_an_image_that_exceeds_a_limit_is_refused_and_harms_no_other(
     else:
         code += "read = reader.read_image\n"
         code += "reader.read_image = lambda data: read(data) if len(data) < 5000 else ctypes.string_at(0)\n"
-    (tmp_path / "child.py").write_text(f"{code}reader.main()\n")
-    command = [sys.executable, str(tmp_path / "child.py")]
-    monkeypatch.setattr(image_files, "python_command", lambda _: command)
+    _replace_reader(f"{code}reader.main()\n", tmp_path, monkeypatch)
     with closing(ImageFiles()) as files:
         assert files.read(small).size == (9, 9)
         with pytest.raises(InvalidArgumentError, match=reason):
             files.read(large)
         assert files.read(small).size == (9, 9)
+
+
+def _replace_reader(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "child.py").write_text(code)
+    command = [sys.executable, str(folder / "child.py")]
+    monkeypatch.setattr(image_files, "python_command", lambda _: command)
+
+
+_HOSTILE_READER = """
+import contextlib, signal, socket, time
+from gpu_worker.models import image_file_reader as reader
+from midstream.socket_messages import send
+
+reader.WALL_LIMIT_S = 0.5
+files, read = [], reader.read_image
+
+def read_image(data):
+    files.append(data)
+    if data == b"forge":  # a second answer
+        for number in range(20):
+            with contextlib.suppress(OSError):
+                connection = socket.socket(fileno=number)
+                send(connection, {"error": "forged"})
+                connection.detach()
+    if data == b"sleep":
+        signal.signal(signal.SIGPROF, signal.SIG_IGN)
+        while True:
+            time.sleep(1)
+    if data == b"tell":
+        return {"error": repr([file for file in files if len(file) < 9])}, b""  # without those at the start
+    if data == b"huge":
+        return {"width": 16384, "height": 16384}, bytes(3 * reader.MAX_PIXELS + (1 << 20))
+    if data == b"wrong":
+        return {"width": 1 << 40, "height": "x"}, b"abc"
+    return read(data)
+
+reader.read_image = read_image
+reader.main()
+"""
+
+
+def test_a_file_that_takes_over_its_reader_affects_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither may what it writes reach the result of another file, nor may it see another file."""
+    image, data = picture(9, 7)
+    _replace_reader(_HOSTILE_READER, tmp_path, monkeypatch)
+    with closing(ImageFiles()) as files:
+        for attack in (b"forge", b"huge", b"wrong", b"sleep"):
+            with pytest.raises(InvalidArgumentError):
+                files.read(attack)
+            assert files.read(data).tobytes() == image.tobytes(), attack
+        with pytest.raises(InvalidArgumentError) as raised:
+            files.read(b"tell")
+        assert raised.value.message == "[b'tell']"
 
 
 def test_a_killed_child_is_replaced() -> None:
