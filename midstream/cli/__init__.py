@@ -6,8 +6,10 @@ Each sub-command is a module with `add_arguments(parser)` and `run(arguments)`, 
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -57,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0] in PROGRAMS:
         return _run_program(PROGRAMS[words[0]][0], words[1:])
     try:
-        parsed = _parser(words).parse_args(words)
+        parsed, unknown = _parser(words).parse_known_args(words)
+        if unknown:
+            parsed.parser.error(_unrecognized(unknown, parsed.parser))
     except KeyboardInterrupt:  # while the command's modules are imported
         return 130
     try:
@@ -86,6 +90,21 @@ def _run_program(module_name: str, words: Sequence[str]) -> int:
         return 130
 
 
+def _unrecognized(words: list[str], command: argparse.ArgumentParser) -> str:
+    """Return an error message for arguments that are not of `command`, with the setting or flag that may be meant."""
+    from midstream.config import KNOWN_SETTINGS
+
+    flag = words[0].partition("=")[0]
+    setting = flag.removeprefix("--").replace("-", "_")
+    close = difflib.get_close_matches(flag, re.findall(r"--[\w-]+", command.format_usage()), n=1)
+    hint = ""
+    if flag.startswith("--") and setting in KNOWN_SETTINGS:
+        hint = f"; this is a setting of the services: MIDSTREAM_{setting.upper()}=VALUE {command.prog} …"
+    elif close:
+        hint = f"; did you mean {close[0]}?"
+    return f"unrecognized arguments: {' '.join(words)}{hint}"
+
+
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="midstream", description=midstream.__doc__)
     parser.add_argument("--version", action="version", version=f"midstream {midstream.__version__}")
@@ -95,7 +114,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         if name == next((word for word in words if not word.startswith("-")), None):
             module = importlib.import_module(module_name)
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(run=module.run, parser=command)
     for name, (_, text) in PROGRAMS.items():
         commands.add_parser(name, help=text)
     return parser

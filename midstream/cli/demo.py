@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import signal
 import time
@@ -27,7 +28,7 @@ from midstream.cli.recording import SvgRecording
 from midstream.cli.run_dir import RunDir, RunState, default_run_dir
 from midstream.cli.supervisor import Supervisor
 from midstream.cli.topology import Topology, plan_processes
-from midstream.cli.up import prepare_model
+from midstream.cli.up import MODEL_HELP, prepare_model
 from midstream.client import AsyncClient, SamplingParams
 from midstream.model.folder import EMBEDDED_MODEL
 
@@ -41,7 +42,7 @@ _MAX_TOKENS = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="PATH", help="Model folder or .gguf file. [smollm2]")
+    parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="MODEL", help=f"{MODEL_HELP} [smollm2, embedded]")
     parser.add_argument("--routers", type=int, default=2, metavar="N", help="[2]")
     parser.add_argument("--detokenizers", type=int, default=2, metavar="N", help="[2]")
     parser.add_argument("--workers", type=int, metavar="N", help="[1, with --kill 2]")
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     num_workers = arguments.workers or (2 if arguments.kill else 1)
     topology = Topology(arguments.model, arguments.routers, arguments.detokenizers, num_workers)
     begin = time.monotonic()
-    prepare_model(topology.model, console)
+    topology = dataclasses.replace(topology, model=prepare_model(topology.model, console))
     if arguments.kill:
         kill = functools.partial(_kill, arguments.kills, arguments.record, console)
         return asyncio.run(_demo(topology, console, begin, kill))

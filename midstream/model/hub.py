@@ -50,15 +50,17 @@ def download(model: str) -> Path:
     except errors.GatedRepoError:
         problem = "requires its license to be accepted; do so on its page, then set HF_TOKEN to your token"
     except errors.RepositoryNotFoundError:
-        problem = (
-            "is neither on this machine nor on the Hub; if it is private, set HF_TOKEN to a token that may read it"
-        )
+        problem = "is neither a folder here nor on the Hub; if it is private, set HF_TOKEN to a token that may read it"
     except errors.RevisionNotFoundError:
         problem = f"has no revision {revision!r}"
     except errors.EntryNotFoundError as error:
         # The cause of LocalEntryNotFoundError distinguishes an unreachable Hub from offline mode.
         is_local = isinstance(error, errors.LocalEntryNotFoundError)
-        problem = "is not in the Hub's cache, and the Hub cannot be reached" if is_local else f"has no file {file}"
+        problem = (
+            "is neither a folder here nor in the Hub's cache, and the Hub cannot be reached"
+            if is_local
+            else f"has no file {file}"
+        )
     except (errors.HfHubHTTPError, OSError) as error:
         problem = f"cannot be downloaded: {error}"
     else:

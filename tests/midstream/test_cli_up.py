@@ -72,6 +72,28 @@ def test_a_mistyped_setting_is_named_before_anything_starts(
     assert capsys.readouterr().err == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--detahc"], "; did you mean --detach?"),
+        (["--tensor-parallel-size=2"], "; did you mean --tensor-parallel?"),
+        (
+            ["--max-batch-size", "8"],
+            "; this is a setting of the services: MIDSTREAM_MAX_BATCH_SIZE=VALUE midstream serve …",
+        ),
+        (["other-model"], ""),
+    ],
+)
+def test_an_unknown_flag_names_the_one_that_may_be_meant(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "smollm2", *words])
+    printed = capsys.readouterr().err
+    assert printed.startswith("usage: midstream serve ")
+    assert printed.endswith(f"midstream serve: error: unrecognized arguments: {' '.join(words)}{hint}\n")
+
+
 def test_hints_contain_the_address_of_the_started_service(tmp_path: Path) -> None:
     router = ProcessState("router-0", "router", {"grpc": "127.0.0.1:1", "http": "127.0.0.1:2"}, "")
     state = RunState("smollm2", ProcessPhase.READY, 1, 0.0, (router,))
@@ -81,10 +103,11 @@ def test_hints_contain_the_address_of_the_started_service(tmp_path: Path) -> Non
     assert f"--run-dir '{with_space}'" in how_to_talk(state, with_space)
 
 
-@pytest.mark.parametrize("command", [["bench"], ["generate", "hi"], ["status"]])
+@pytest.mark.parametrize("command", [["bench"], ["bench", "--quick"], ["generate", "hi"], ["status"]])
 def test_without_a_service_commands_name_the_address(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delattr("midstream.cli.bench.quick.ask_machine")  # the machine is not measured in vain
     assert main([*command, "--run-dir", str(tmp_path)]) == 1
     output = capsys.readouterr()
     assert f"No Midstream service is running in {tmp_path}" in output.out + output.err

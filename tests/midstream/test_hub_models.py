@@ -145,7 +145,7 @@ for model in sys.argv[1:]:
 def test_download_errors_name_a_remedy(hub: str, tmp_path: Path) -> None:
     cures = {
         "acme/private": "set HF_TOKEN",
-        "acme/none": "neither on this machine nor on the Hub",
+        "acme/none": "neither a folder here nor on the Hub",
         "acme/gated": "license",
         "acme/tiny@v9": "no revision 'v9'",
         "acme/tiny/none.gguf": "no file",

@@ -29,6 +29,7 @@ _NUM_PROMPT_TOKENS, _NUM_TOKENS = 64, 48
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return 1 if a request failed. The comparison requires that the service runs on this machine."""
     console = Console(highlight=False)
+    asyncio.run(_check(arguments))  # measuring the machine takes a while
     with console.status("Measuring this machine"):
         machine = ask_machine(with_limits=True)
     with console.status("Measuring the service"):
@@ -39,10 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if one.num_failed or many.num_failed else 0
 
 
-async def _measure(arguments: argparse.Namespace) -> tuple[Summary, Summary]:
-    addresses, credentials = router_addresses(arguments), credentials_of(arguments)
+async def _check(arguments: argparse.Namespace) -> None:
+    """Raise UnavailableError if no service responds."""
     async with open_client(arguments) as client:
         await client.model_info()
+
+
+async def _measure(arguments: argparse.Namespace) -> tuple[Summary, Summary]:
+    addresses, credentials = router_addresses(arguments), credentials_of(arguments)
     dice = random.Random(arguments.seed)
     workloads = [
         uniform(dice, width, _NUM_PROMPT_TOKENS, _NUM_TOKENS, width)
