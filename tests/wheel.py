@@ -43,11 +43,14 @@ def main() -> int:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         # Compilers and earlier builds are hidden.
         environment |= {"CXX": "/nonexistent", "MIDSTREAM_HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder)}
-        answer_once(python, folder, environment)
+        first_token_s = answer_once(python, folder, environment)
         pip_install(python, f"{wheel}[dev]", "setuptools")
         copy_tests(folder / "tests-of-wheel")
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or TESTS)]
-        return subprocess.run(command, cwd=folder / "tests-of-wheel", env=environment, check=False).returncode
+        status = subprocess.run(command, cwd=folder / "tests-of-wheel", env=environment, check=False).returncode
+        # This is checked last, since a loaded machine may exceed it, and the tests are of interest all the same.
+        assert first_token_s < MAX_FIRST_TOKEN_S, f"the first token took {first_token_s:.0f} s"
+        return status
 
 
 def install(wheel: Path, folder: Path) -> Path:
@@ -78,9 +81,11 @@ def copy_tests(folder: Path) -> None:
         file.write_text(rewrite_imports(file.read_text(encoding="utf-8"), file.name), encoding="utf-8")
 
 
-def answer_once(python: Path, folder: Path, environment: dict[str, str]) -> None:
-    """Start a service for the first time, next to a user's folder with the name of one of our packages, and print how
-    long it took.
+def answer_once(python: Path, folder: Path, environment: dict[str, str]) -> float:
+    """Start a service for the first time, next to a user's folder with the name of one of our packages.
+
+    Returns:
+        The time to the first answer, in seconds.
     """
     (folder / "router").mkdir()
     (folder / "router" / "__init__.py").write_text("raise SystemExit('the user folder was imported')")
@@ -105,7 +110,7 @@ def answer_once(python: Path, folder: Path, environment: dict[str, str]) -> None
         print(f"from `midstream serve` to {done.stdout.strip()!r}: {took_s:.0f} s", flush=True)
         log = (folder / "run" / "logs" / "worker-0.log").read_text()
         assert "PyTorch's operations" not in log, "the kernels of the wheel were not used"
-        assert took_s < MAX_FIRST_TOKEN_S
+        return took_s
     finally:
         subprocess.run([midstream, "down", *run_dir], check=False, cwd=folder, env=environment)
 
