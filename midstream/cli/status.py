@@ -105,9 +105,10 @@ async def _ask_epochs(state: RunState, credentials: Credentials) -> dict[str, in
 
 def _table(statuses: list[ProcessStatus]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "pid", "health", "up", "restarts", "epoch", "addresses"):
+    for column in ("name", "pid", "health", "up", "restarts", "addresses and epoch"):
         # Long reasons wrap, but addresses do not, since users copy them.
-        table.add_column(column, no_wrap=column != "health", overflow="fold")
+        is_reason = column == "health"
+        table.add_column(column, no_wrap=not is_reason, overflow="fold", min_width=7 if is_reason else None)
     for status in statuses:
         process = status.process
         style = "green" if status.health == "serving" else "red"
@@ -117,8 +118,10 @@ def _table(statuses: list[ProcessStatus]) -> Table:
             f"[{style}]{status.health}[/{style}]",
             f"{time.time() - process.started_unix_s:.0f} s" if process.pid else "-",
             str(process.num_restarts),
-            str(status.epoch or "-"),
-            "\n".join(f"{protocol} {address}" for protocol, address in process.addresses.items()),
+            "\n".join(
+                [f"{protocol} {address}" for protocol, address in process.addresses.items()]
+                + ([f"epoch {status.epoch}"] if status.epoch else [])
+            ),
         )
     return table
 

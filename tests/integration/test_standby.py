@@ -172,11 +172,15 @@ async def _read_all(port: int) -> list[int]:
 
 
 async def test_routers_and_detokenizers_follow_the_active_scheduler(database: str, tmp_path: Path) -> None:
-    """The stream continues at the standby, which also gets the next requests, whatever their ids."""
+    """The stream continues at the standby, which also gets the next requests, whatever their ids. The standby is ready
+    before, so that a rolling update goes on to the active scheduler.
+    """
     flags = ("--journal", "postgres", "--journal-url", database, "--standby")
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()
-    first, second = Parts(tmp_path / "first", *flags), Parts(tmp_path / "second", *flags)
+    (http_port,) = free_ports(1)
+    first = Parts(tmp_path / "first", *flags)
+    second = Parts(tmp_path / "second", *flags, "--http-port", str(http_port))
     schedulers = ("--schedulers", f"one-of:127.0.0.1:{first.scheduler_port}|127.0.0.1:{second.scheduler_port}")
     with running(first, "scheduler", "worker"):
         await asyncio.to_thread(first.wait_for_log, "scheduler", "serving")
@@ -189,12 +193,22 @@ async def test_routers_and_detokenizers_follow_the_active_scheduler(database: st
             async with second.stub() as stub:
                 reading = asyncio.create_task(collect(stub, tokens([1000], max_tokens=NUM_TOKENS, request_id="a")))
                 await eventually(lambda: num_running(stub), bool, START_TIMEOUT_S)
+                probes = ("/live", "/ready", "/health")
+                assert [await status_of(http_port, path) for path in probes] == [200, 200, 503]
                 first.kill("scheduler")
                 answer = await reading
                 requests = [tokens([1000], max_tokens=2, request_id=f"b{i}") for i in range(8)]
                 answers = await asyncio.gather(*(collect(stub, request) for request in requests))
     assert answer.token_ids == list(range(1001, 1001 + NUM_TOKENS))
     assert [other.token_ids for other in answers] == [[1001, 1002]] * 8
+
+
+async def status_of(port: int, path: str) -> int:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {path} HTTP/1.0\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+    status = (await reader.readline()).split()[1]
+    writer.close()
+    return int(status)
 
 
 async def num_running(stub: Stub) -> int:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from midstream.cli.display import RunDisplay
 from midstream.cli.logs import last_lines, last_message
 from midstream.cli.pace import Pace
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunState
+from midstream.cli.status import ProcessStatus, _table
 
 
 def test_fast_responses_are_printed_line_by_line() -> None:
@@ -54,6 +56,24 @@ def test_without_a_terminal_a_run_prints_lines() -> None:
         display.show(state)
         display.show(state)
     assert [line.split()[2:] for line in output.getvalue().splitlines()] == [["worker-0", "starting", "loading"]]
+
+
+def test_status_fits_a_terminal_of_80_columns() -> None:
+    addresses = {"grpc": "127.0.0.1:50052", "zmq": "127.0.0.1:50053", "http": "127.0.0.1:24800"}
+    process = ProcessState(
+        "detokenizer-0",
+        "detokenizer",
+        addresses,
+        "",
+        ProcessPhase.READY,
+        1_234_567,
+        started_unix_s=time.time() - 99_999,
+    )
+    output = io.StringIO()
+    Console(file=output, width=80).print(_table([ProcessStatus(process, "serving", 1882672033313062913)]))
+    text = output.getvalue()
+    parts = [f"{protocol} {address}" for protocol, address in addresses.items()]
+    assert all(part in text for part in ("detokenizer-0", "1234567", "serving", "epoch 1882672033313062913", *parts))
 
 
 def test_the_end_of_a_log_is_readable(tmp_path: Path) -> None:
