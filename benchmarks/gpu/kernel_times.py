@@ -130,6 +130,8 @@ def measure_linear(report: Report) -> None:
     for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD)):
         for num_rows in (1, 16, ROWS, 2048):
             _measure_linear_shape(report, outer, inner, num_rows)
+    for num_tokens in (1, ROWS, 2048):
+        _measure_experts(report, num_tokens)
 
 
 def _measure_linear_shape(report: Report, outer: int, inner: int, num_rows: int) -> None:
@@ -162,6 +164,26 @@ def _measure_linear_shape(report: Report, outer: int, inner: int, num_rows: int)
         report.note(
             f"linear {inner} → {outer}, {num_rows} rows, {name}", f"{took * 1e6:.1f} µs, {share:.0%} of the bandwidth"
         )
+
+
+def _measure_experts(report: Report, num_tokens: int) -> None:
+    """Measure the gates and ups of 8 of 128 experts of width 768 with hidden size 2,048."""
+    num_experts, num_active, hidden, size = 128, 8, 2048, 768
+    weight = torch.randn(num_experts, 2 * size, hidden, device=CUDA, dtype=torch.bfloat16)
+    x = torch.randn(num_tokens, hidden, device=CUDA, dtype=torch.bfloat16)
+    # Several choices, so that the chosen experts of one token are not all in the GPU's cache.
+    chosen = [
+        torch.rand(num_tokens, num_experts, device=CUDA).topk(num_active).indices.flatten().int()
+        for _ in range(NUM_COPIES)
+    ]
+    multiply = functools.partial(operations.grouped_linear, x, weight, num_repeats=num_active)
+    variants: dict[str, Callable[[], object]] = {
+        "then SiLU-mul": lambda: [operations.activate(multiply(experts), "silu") for experts in chosen],
+        "and SiLU": lambda: [multiply(experts, activation="silu") for experts in chosen],
+    }
+    for name, run in variants.items():
+        took = graph_seconds(run) / NUM_COPIES
+        report.note(f"experts' gates, ups {name}, {num_tokens} tokens", f"{took * 1e6:.1f} µs")
 
 
 def measure_others(report: Report) -> None:

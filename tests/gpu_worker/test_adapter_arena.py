@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.model import random_decoder
 from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.kv.cache import KvCache
+from gpu_worker.lora import cache
 from gpu_worker.lora.adapter import Adapter, LoraPair
 from gpu_worker.lora.arena import AdapterArena, PlacedAdapter
 from gpu_worker.lora.inputs import AdapterTokens
 from gpu_worker.models.families import describe
+from midstream.config import WorkerConfig
 from midstream.errors import OverloadedError
+from tests.gpu_worker.lazy_stream import LazyStream
 from tests.gpu_worker.test_cuda_path import BLOCK, LENGTH, NUM_BLOCKS, TINY, TOKENS, step_inputs
+
+if TYPE_CHECKING:
+    from gpu_worker.models.loader import LoadedModel
 
 CPU = torch.device("cpu")
 HIDDEN = TINY["hidden_size"]
@@ -37,8 +47,12 @@ def tokens(*placed: PlacedAdapter | None) -> AdapterTokens[PlacedAdapter]:
 
 
 def added(arena: AdapterArena, *placed: PlacedAdapter | None, layer: int = 0) -> list[float]:
-    y = torch.zeros(len(placed), HIDDEN)
-    arena.add(arena.slots(tokens(*placed)), layer, "o", torch.ones(len(placed), HIDDEN) / HIDDEN, y)
+    return added_by(arena, arena.slots(tokens(*placed)), layer)
+
+
+def added_by(arena: AdapterArena, slots: Tensor, layer: int = 0) -> list[float]:
+    y = torch.zeros(len(slots), HIDDEN)
+    arena.add(slots, layer, "o", torch.ones(len(slots), HIDDEN) / HIDDEN, y)
     assert (y == y[:, :1]).all()
     return y[:, 0].tolist()
 
@@ -53,6 +67,77 @@ def test_adapters_are_compacted_if_free_space_is_fragmented() -> None:
     del first, third
     wide = arena.place(adapter(5.0, 16))  # as large as the two removed adapters together
     assert added(arena, wide, second, fourth) == pytest.approx([80, 4, 8])
+
+
+def test_adapters_are_exchanged_behind_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second adapter takes over the memory and the slot of the first, which a launched step has yet to use."""
+    arena = AdapterArena(describe(TINY), 2 * ONE_PAIR * 4, 16, torch.float32, CPU)
+    stream, results = LazyStream(monkeypatch), list[list[float]]()
+    for value, rank in ((1.0, 2), (5.0, 16)):
+        placed = arena.place(adapter(value, rank))
+        slots = arena.slots(tokens(placed))
+        stream.launch(lambda slots=slots: results.append(added_by(arena, slots)))  # type: ignore[misc]
+        assert placed.slot == 0
+        del placed
+    assert stream.num_done == 0
+    stream.run(stream.num_launched)
+    assert results == [pytest.approx([2]), pytest.approx([80])]
+
+
+def test_adapters_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From other memory, copies to a GPU would block."""
+    arena = AdapterArena(describe(TINY), ONE_PAIR * 4, 8, torch.float32, CPU)
+    monkeypatch.setattr(arena, "_device", torch.device("cuda"))
+    pinned, copied = list[int](), list[int]()
+    zeros, copy = torch.zeros, Tensor.copy_
+
+    def zeros_in(*shape: Any, pin_memory: bool = False, **settings: Any) -> Tensor:
+        made = zeros(*shape, **settings)
+        return made.pin_memory() if pin_memory else made
+
+    def pin(tensor: Tensor) -> Tensor:
+        pinned.append(tensor.data_ptr())
+        return tensor
+
+    def copy_from(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        copied.append(source.data_ptr())
+        assert non_blocking
+        return copy(target, source)
+
+    monkeypatch.setattr(torch, "zeros", zeros_in)
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    monkeypatch.setattr(Tensor, "copy_", copy_from)
+    arena.place(adapter(1.0, 2))
+    assert len(copied) == 2
+    assert copied == pinned
+
+
+def test_the_reader_packs_adapters_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing an adapter of 84 MB in the compute loop would delay the steps in flight."""
+    decoder = random_decoder(TINY, CPU, torch.float32)
+    decoder.reserve_adapters(ONE_PAIR * 4, 8)
+    packers = list[str]()
+    pack = decoder.packed_adapter
+
+    def note(read: Adapter) -> Adapter:
+        packers.append(threading.current_thread().name)
+        return pack(read)
+
+    monkeypatch.setattr(decoder, "packed_adapter", note)
+    monkeypatch.setattr(cache, "read_adapter", lambda path, *_, **__: adapter(1.0, 2))
+    model = SimpleNamespace(
+        description=describe(TINY),
+        decoder=decoder,
+        device=torch.device("cuda"),
+        dtype=torch.float32,
+        adapter_bytes=ONE_PAIR * 4,
+        takes_lora=True,
+    )
+    adapters = cache.adapter_cache(WorkerConfig(), cast("LoadedModel", model), decoder.place_adapter)
+    read = adapters.load("folder").result()
+    adapters.close()
+    assert read.packed is not None
+    assert [name.startswith("adapter-reader") for name in packers] == [True]
 
 
 def replays(run: Callable[[], object]) -> Callable[[], None]:

@@ -135,10 +135,13 @@ def test_steps_and_graphs_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_pool_is_sized_after_full_batches_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, events = random_decoder(TINY, torch.device("cpu"), torch.float32), list[object]()
+    sizes = set[int]()
     forward = decoder.forward
 
     def note(inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         events.append(len(inputs.sampled))
+        if "recorded" not in events:
+            sizes.add(len(inputs.token_ids))
         return forward(inputs, probe)
 
     monkeypatch.setattr(decoder, "forward", note)
@@ -164,6 +167,7 @@ def test_the_pool_is_sized_after_full_batches_and_graphs(monkeypatch: pytest.Mon
     eager = before[: before.index("recorded")]
     # There are four ways of sampling, each with a prefill and two decodes of six rows.
     assert eager.count(6) == 12
+    assert max(sizes) == 16  # the longest prompt that fits in a step
     # Recording starts with the largest batch. It is repeated on the real pool, followed by the largest steps.
     assert before[len(eager) :] == ["recorded", 6]
     after = events[events.index("sized") + 1 :]
