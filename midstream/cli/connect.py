@@ -11,6 +11,19 @@ from midstream.client import AsyncClient, SamplingParams
 from midstream.errors import UnavailableError
 from midstream.rpc.target import check_target
 
+# Sampling parameters that are unset by default: name, type, placeholder and help of the flag.
+_SAMPLING = (
+    ("top_p", float, "P", "Sample from the most likely tokens up to this cumulative probability. [model default]"),
+    ("top_k", int, "K", "Sample from the K most likely tokens; 0: all. [model default]"),
+    ("min_p", float, "P", "Sample only from tokens at least P times as likely as the most likely one. [model default]"),
+    ("repetition_penalty", float, "R", "Values above 1 discourage repetition. [model default]"),
+    ("presence_penalty", float, "P", "Penalty on each token already generated. [0]"),
+    ("frequency_penalty", float, "P", "Penalty per occurrence of each generated token. [0]"),
+    ("no_repeat_ngram_size", int, "N", "Never repeat a sequence of N tokens; 0: no limit. [0]"),
+    ("min_tokens", int, "N", "Generate at least N tokens. [0]"),
+    ("seed", int, "N", "Seed for reproducible sampling. [random]"),
+)
+
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select the service."""
@@ -29,35 +42,8 @@ def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None, 
     parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"[{max_tokens}]")
     default = "the model's" if temperature is None else str(temperature)
     parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=f"0 is greedy. [{default}]")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="Sample from the most likely tokens up to this cumulative probability. [model default]",
-    )
-    parser.add_argument(
-        "--top-k", type=int, metavar="K", help="Sample from the K most likely tokens; 0: all. [model default]"
-    )
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        metavar="P",
-        help="Sample only from tokens that are at least P times as likely as the most likely one. [model default]",
-    )
-    parser.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="Values above 1 discourage repetition. [model default]"
-    )
-    parser.add_argument(
-        "--presence-penalty", type=float, metavar="P", help="Penalty on each token already generated. [0]"
-    )
-    parser.add_argument(
-        "--frequency-penalty", type=float, metavar="P", help="Penalty per occurrence of each generated token. [0]"
-    )
-    parser.add_argument(
-        "--no-repeat-ngram-size", type=int, metavar="N", help="Never repeat a sequence of N tokens; 0: no limit. [0]"
-    )
-    parser.add_argument("--min-tokens", type=int, metavar="N", help="Generate at least N tokens. [0]")
-    parser.add_argument("--seed", type=int, metavar="N", help="Seed for reproducible sampling. [random]")
+    for name, kind, metavar, text in _SAMPLING:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="Stop before this text; repeatable."
     )
@@ -71,17 +57,9 @@ def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
     return SamplingParams(
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty,
-        presence_penalty=arguments.presence_penalty,
-        frequency_penalty=arguments.frequency_penalty,
-        no_repeat_ngram_size=arguments.no_repeat_ngram_size,
-        min_tokens=arguments.min_tokens,
-        seed=arguments.seed,
         stop=tuple(arguments.stop),
         bad_words=tuple(arguments.bad_word),
+        **{name: getattr(arguments, name) for name, *_ in _SAMPLING},
     )
 
 

@@ -29,6 +29,19 @@ from midstream.python_process import python_command, python_environment
 from midstream.security.host_header import is_loopback
 
 _POLL_INTERVAL_S = 0.1
+# Flag of a command that starts a service -> the field of Topology that it sets.
+_TOPOLOGY = {
+    "host": "host",
+    "port": "port",
+    "http_port": "http_port",
+    "routers": "num_routers",
+    "detokenizers": "num_detokenizers",
+    "workers": "num_workers",
+    "prefill_workers": "num_prefill_workers",
+    "tensor_parallel": "tensor_parallel",
+    "pipeline_parallel": "pipeline_parallel",
+    "served_model_name": "served_model_name",
+}
 MODEL_HELP = "Folder, .gguf file, or name on the Hugging Face Hub (ORG/NAME)."
 
 
@@ -114,19 +127,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _topology(arguments: argparse.Namespace) -> Topology:
     settings = parse_config(RouterConfig, (), os.environ, program="router", known=KNOWN_SETTINGS)
-    return Topology(
-        arguments.model,
-        arguments.routers,
-        arguments.detokenizers,
-        arguments.workers,
-        arguments.tensor_parallel,
-        arguments.pipeline_parallel,
-        settings.host if arguments.host is None else arguments.host,
-        settings.port if arguments.port is None else arguments.port,
-        settings.http_port if arguments.http_port is None else arguments.http_port,
-        arguments.served_model_name,
-        arguments.prefill_workers,
-    )
+    values = {name: getattr(arguments, flag) for flag, name in _TOPOLOGY.items()}
+    values |= {name: getattr(settings, name) for name in ("host", "port", "http_port") if values[name] is None}
+    return Topology(arguments.model, **values)
 
 
 def prepare_model(model: str, console: Console) -> str:
@@ -194,19 +197,8 @@ async def _run(name: str, topology: Topology, run_dir: RunDir, console: Console)
 
 def _run_detached(name: str, topology: Topology, run_dir: RunDir, console: Console) -> int:
     command = python_command("midstream.cli", "up", "--run-dir", str(run_dir.path), "--model", topology.model)
-    for flag, value in (
-        ("--host", topology.host),
-        ("--port", topology.port),
-        ("--http-port", topology.http_port),
-        ("--routers", topology.num_routers),
-        ("--detokenizers", topology.num_detokenizers),
-        ("--workers", topology.num_workers),
-        ("--prefill-workers", topology.num_prefill_workers),
-        ("--tensor-parallel", topology.tensor_parallel),
-        ("--pipeline-parallel", topology.pipeline_parallel),
-        ("--served-model-name", topology.served_model_name),
-    ):
-        command += [flag, str(value)]
+    for flag, field in _TOPOLOGY.items():
+        command += [f"--{flag.replace('_', '-')}", str(getattr(topology, field))]
     log = run_dir.logs / "supervisor.log"
     with log.open("wb") as output:
         supervisor = subprocess.Popen(
