@@ -21,6 +21,12 @@ from scheduler.wire.requests import ModelLimits, spec_from_proto
 
 logger = logging.getLogger(__name__)
 
+# Fields with the same names in JournalFinish and in RequestTimes or Finish.
+_TIMES = ("arrival_ns", "queued_ns", "first_scheduled_ns", "first_token_ns", "last_token_ns", "finished_ns")
+_COUNTS = (
+    "num_cached_tokens", "num_preemptions", "num_recoveries", "num_steps", "num_draft_tokens", "num_accepted_tokens",
+)  # fmt: skip
+
 
 @dataclass(slots=True)
 class StoredRequest:
@@ -146,18 +152,8 @@ def add_finish(record: pb.JournalCommit, number: int, finish: Finish, clock: Ste
     times, failure = finish.times, finish.failure
     message = record.finished.add(
         request=number,
-        arrival_ns=clock.to_unix_ns(times.arrival_ns),
-        queued_ns=clock.to_unix_ns(times.queued_ns),
-        first_scheduled_ns=clock.to_unix_ns(times.first_scheduled_ns),
-        first_token_ns=clock.to_unix_ns(times.first_token_ns),
-        last_token_ns=clock.to_unix_ns(times.last_token_ns),
-        finished_ns=clock.to_unix_ns(times.finished_ns),
-        num_cached_tokens=finish.num_cached_tokens,
-        num_preemptions=finish.num_preemptions,
-        num_recoveries=finish.num_recoveries,
-        num_steps=finish.num_steps,
-        num_draft_tokens=finish.num_draft_tokens,
-        num_accepted_tokens=finish.num_accepted_tokens,
+        **{name: clock.to_unix_ns(getattr(times, name)) for name in _TIMES},
+        **{name: getattr(finish, name) for name in _COUNTS},
     )
     if failure is not None:
         message.error.code, message.error.message, message.error.field = failure.code, failure.message, failure.field
@@ -286,21 +282,5 @@ def _read_finish(record: pb.JournalFinish, clock: SteadyClock) -> Finish:
     failure = None
     if record.HasField("error"):
         failure = Failure(record.error.code, record.error.message, record.error.field)
-    times = RequestTimes(
-        arrival_ns=clock.from_unix_ns(record.arrival_ns),
-        queued_ns=clock.from_unix_ns(record.queued_ns),
-        first_scheduled_ns=clock.from_unix_ns(record.first_scheduled_ns),
-        first_token_ns=clock.from_unix_ns(record.first_token_ns),
-        last_token_ns=clock.from_unix_ns(record.last_token_ns),
-        finished_ns=clock.from_unix_ns(record.finished_ns),
-    )
-    return Finish(
-        times,
-        failure,
-        num_cached_tokens=record.num_cached_tokens,
-        num_preemptions=record.num_preemptions,
-        num_recoveries=record.num_recoveries,
-        num_steps=record.num_steps,
-        num_draft_tokens=record.num_draft_tokens,
-        num_accepted_tokens=record.num_accepted_tokens,
-    )
+    times = RequestTimes(**{name: clock.from_unix_ns(getattr(record, name)) for name in _TIMES})
+    return Finish(times, failure, **{name: getattr(record, name) for name in _COUNTS})
