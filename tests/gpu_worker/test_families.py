@@ -57,6 +57,7 @@ DELTA_NET = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16,
     "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
+WINDOWED = ["sliding_attention", "full_attention", "sliding_attention"]
 CONVOLVED = ["conv", "full_attention", "conv"]
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12}
 # The class in transformers and the settings of the tiny model, by name.
@@ -101,7 +102,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {
             "pad_token_id": 0,
-            "original_max_position_embeddings": 256,
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 512,
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 10000.0,
@@ -227,7 +229,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
-# Other values of `model_type` that a family has, with text models of `MODELS` inside multimodal ones.
+# Other values of `model_type`, and families that differ little from others. By default only their logits are tested,
+# and with MIDSTREAM_ALL_FAMILIES=1 everything.
 OTHER_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama4": (
@@ -247,16 +250,48 @@ OTHER_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"text_config": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40}, "vision_config": VISION},
     ),
     "smolvlm": ("SmolVLM", MODELS["idefics3"][1]),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {
+            **LATENT, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "q_lora_rank": 24,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 48, "moe_num_shared_experts": 2},
+    ),
+    "cohere": ("Cohere", {"logit_scale": 0.5}),
+    "ministral": ("Ministral", {"sliding_window": 24, "layer_types": WINDOWED, "head_dim": 32}),
+    "solar_open": ("SolarOpen", {**GROUPED, "head_dim": 32}),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {
+            "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "sliding_window": 24,
+            "layer_types": WINDOWED,
+        },
+    ),
     # transformers has no type of this name; the files are those of DeepSeek-V3.
     "kimi_k2": MODELS["deepseek_v3"],
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[*MODELS, *OTHER_TYPES] if os.environ.get("MIDSTREAM_ALL_FAMILIES") else MODELS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
-    name, settings = MODELS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
+    if request.param in OTHER_TYPES:
+        return make_model_of(request.param, folder), folder
+    name, settings = MODELS[request.param]
     return make_tiny_model(folder, name, **settings), folder
+
+
+def make_model_of(model_type: str, folder: Path) -> torch.nn.Module:
+    """Write the model of `OTHER_TYPES` to `folder`."""
+    name, settings = OTHER_TYPES[model_type]
+    model = make_tiny_model(folder, name, **settings)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -306,13 +341,10 @@ def test_logits_are_those_of_transformers_and_their_bits_depend_on_the_tokens_al
 
 
 @pytest.mark.parametrize("model_type", OTHER_TYPES)
-def test_logits_of_other_types_of_a_family_are_those_of_transformers(
+def test_logits_of_other_types_are_those_of_transformers(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, settings = OTHER_TYPES[model_type]
-    model, tokens = make_tiny_model(tmp_path, name, **settings), prompt(40, seed=1)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    model, tokens = make_model_of(model_type, tmp_path), prompt(40, seed=1)
     runner = make_runner(tmp_path, implementation="native", kv="f32")
     driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
     driver.step([driver.sequence(0, tokens)], [(0, 0, 40)])
@@ -575,7 +607,7 @@ def test_the_table_of_models_states_how_it_is_served(runner: ModelRunner) -> Non
 def test_every_family_of_the_table_is_tested() -> None:
     types = {getattr(transformers, f"{name}Config").model_type for name, _ in MODELS.values()}
     assert types | set(OTHER_TYPES) == {model_type for family in FAMILIES for model_type in family.types}
-    assert {family_of(model_type) for model_type in types} == set(FAMILIES)
+    assert {family_of(model_type) for model_type in types | set(OTHER_TYPES)} == set(FAMILIES)
     described = {(family.title, family.types, family.reads_gguf) for family in FAMILIES}
     assert {(item.title, item.types, item.reads_gguf) for item in SERVED_FAMILIES if item.is_own} == described
 

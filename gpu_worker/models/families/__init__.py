@@ -8,14 +8,14 @@ from typing import Any
 
 from gpu_worker.models.description import DecoderDescription, narrowed
 from gpu_worker.models.families.arcee import ARCEE
-from gpu_worker.models.families.cohere2 import COHERE2
-from gpu_worker.models.families.deepseek import DEEPSEEK
+from gpu_worker.models.families.cohere2 import COHERE, COHERE2
+from gpu_worker.models.families.deepseek import DEEPSEEK, GLM_LITE
 from gpu_worker.models.families.dots import DOTS1
-from gpu_worker.models.families.ernie import ERNIE4_5
-from gpu_worker.models.families.exaone import EXAONE4
+from gpu_worker.models.families.ernie import ERNIE4_5, ERNIE4_5_MIXTURE
+from gpu_worker.models.families.exaone import EXAONE4, EXAONE_MIXTURE
 from gpu_worker.models.families.family import Family
 from gpu_worker.models.families.gemma import GEMMA, GEMMA2, GEMMA3
-from gpu_worker.models.families.glm import GLM, GLM4, GLM_MIXTURE
+from gpu_worker.models.families.glm import GLM, GLM4, GLM_MIXTURE, SOLAR_OPEN
 from gpu_worker.models.families.gpt import GPT2, OPT, PHI, STABLELM, STARCODER2
 from gpu_worker.models.families.gpt_oss import GPT_OSS
 from gpu_worker.models.families.granite import GRANITE, GRANITE_MIXTURE
@@ -25,7 +25,7 @@ from gpu_worker.models.families.llama import LLAMA, SEED_OSS
 from gpu_worker.models.families.llama4 import LLAMA4
 from gpu_worker.models.families.mamba import BAMBA, FALCON_H1, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
 from gpu_worker.models.families.minimax import MINIMAX_M2
-from gpu_worker.models.families.mistral import MISTRAL, MIXTRAL
+from gpu_worker.models.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from gpu_worker.models.families.olmo import OLMO2, OLMO3, OLMOE
 from gpu_worker.models.families.phi3 import PHI3
 from gpu_worker.models.families.qwen import QWEN, QWEN3_5, QWEN_MIXTURE, QWEN_NEXT
@@ -37,6 +37,7 @@ FAMILIES = (
     GLM_MIXTURE, GPT_OSS, DEEPSEEK, SMOLLM3, COHERE2, QWEN_NEXT, QWEN3_5, MAMBA2, NEMOTRON_H, GRANITE_HYBRID,
     BAMBA, FALCON_H1, LFM2, PHI, STARCODER2, STABLELM, GPT2, OPT, OLMO3, SEED_OSS,
     EXAONE4, ERNIE4_5, MINIMAX_M2, IDEFICS3, ARCEE, DOTS1, GRANITE_MIXTURE,
+    GLM_LITE, ERNIE4_5_MIXTURE, COHERE, MINISTRAL, SOLAR_OPEN, EXAONE_MIXTURE,
 )  # fmt: skip
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.types}
 

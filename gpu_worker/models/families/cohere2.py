@@ -1,4 +1,4 @@
-"""Command R7B and Command A (Cohere 2): attention and feed-forward network in parallel, layer norms without bias."""
+"""Command R, Command R7B and Command A: attention and feed-forward network in parallel, layer norms without bias."""
 
 from __future__ import annotations
 
@@ -29,4 +29,19 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     )
 
 
+def _read_first(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config, tie_word_embeddings=True)
+    s.refuse(use_qk_norm=False)
+    head_dim = s.size("head_dim", default=s.size("hidden_size") // s.size("num_attention_heads"))
+    return plain(
+        s,
+        norm="layer",
+        norm_eps=s.number("layer_norm_eps", 1e-5),
+        is_parallel=True,
+        rotary=(rotary_of(s, head_dim, is_interleaved=True),) * s.size("num_hidden_layers"),
+        logits_scale=s.number("logit_scale", 0.0625),
+    )
+
+
+COHERE = Family(title="Command R (Cohere)", types=("cohere",), read=_read_first)
 COHERE2 = Family(title="Command R7B, A (Cohere 2)", types=("cohere2",), read=_read)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Kimi K2: latent attention, and experts that are chosen within groups."""
+"""DeepSeek-V3, Kimi K2 and GLM-4.7 Flash: latent attention, and experts that are chosen within groups."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 from gpu_worker.models.description import DecoderDescription, Latent, Mixture
 from gpu_worker.models.families.family import Family, Settings, plain, rotary_of
 from gpu_worker.models.layers.rotary import yarn_magnitude
+
+_DEFAULTS = {"q_lora_rank": 1536, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
+_GLM_DEFAULTS = {"q_lora_rank": 768, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5}
 
 
 def chosen_in_groups(s: Settings) -> Mixture:
@@ -23,12 +26,13 @@ def chosen_in_groups(s: Settings) -> Mixture:
         num_groups=s.size("n_group", default=1),
         num_active_groups=s.size("topk_group", default=1),
         has_correction=True,
-        shared_size=size * s.size("n_shared_experts", default=1),
+        shared_size=size * s.size("n_shared_experts", "num_shared_experts", default=1),
     )
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
-    s = Settings(config, q_lora_rank=1536, routed_scaling_factor=2.5, n_group=8, topk_group=4)
+    is_glm = config.get("model_type") == "glm4_moe_lite"
+    s = Settings(config, **(_GLM_DEFAULTS if is_glm else _DEFAULTS))
     s.refuse(attention_bias=False)
     latent = Latent(
         q_rank=s.get("q_lora_rank"),
@@ -42,6 +46,10 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
         scale *= yarn_magnitude(float(rope["factor"]), float(rope["mscale_all_dim"])) ** 2
     num_layers, experts = s.size("num_hidden_layers"), chosen_in_groups(s)
+    first = 1 if is_glm else int(s.get("first_k_dense_replace", 3))
+    kinds = (s.layers("mlp_layer_types") if is_glm else None) or [
+        "dense" if i < first else "sparse" for i in range(num_layers)
+    ]
     return plain(
         s,
         num_kv_heads=1,
@@ -49,8 +57,9 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
         latent=latent,
         rotary=(rotary,) * num_layers,
         scale=scale,
-        mixtures=tuple(None if i < int(s.get("first_k_dense_replace", 3)) else experts for i in range(num_layers)),
+        mixtures=tuple(experts if kind == "sparse" else None for kind in kinds),
     )
 
 
 DEEPSEEK = Family(title="DeepSeek-V3, Kimi K2", types=("deepseek_v3", "kimi_k2"), read=_read)
+GLM_LITE = Family(title="GLM-4.7 Flash", types=("glm4_moe_lite",), read=_read)

@@ -1,4 +1,4 @@
-"""GLM-4 and GLM-4.5: rotary embedding on half of each head; GLM-4.5 has a mixture of experts."""
+"""GLM-4 and GLM-4.5, with rotary embedding on half of each head, and Solar Open. The last two have experts."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
-    s = Settings(config, rms_norm_eps=1e-5)
+    is_solar = config.get("model_type") == "solar_open"
+    s = Settings(config, rms_norm_eps=1e-5, **({"head_dim": 128, "rope_theta": 1e6} if is_solar else {}))
     head_dim = s.size("head_dim", default=s.size("hidden_size") // s.size("num_attention_heads"))
     num_layers, experts = s.size("num_hidden_layers"), chosen_in_groups(s)
-    num_dense = int(s.get("first_k_dense_replace", 1))
+    num_dense = 0 if is_solar else int(s.get("first_k_dense_replace", 1))
     mixtures: tuple[Mixture | None, ...] = tuple(None if i < num_dense else experts for i in range(num_layers))
     return plain(
         s,
-        rotary=(rotary_of(s, head_dim, part=_ROTATED_PART),) * num_layers,
-        qk_norm="head" if s.get("use_qk_norm", False) else None,
+        rotary=(rotary_of(s, head_dim, part=1.0 if is_solar else _ROTATED_PART),) * num_layers,
+        qk_norm="head" if s.get("use_qk_norm", False) and not is_solar else None,
+        # Solar Open has no other feed-forward layers.
+        intermediate_size=s.size("moe_intermediate_size" if is_solar else "intermediate_size"),
         mixtures=mixtures,
     )
 
@@ -49,3 +52,4 @@ GLM4 = Family(
     ),
 )
 GLM_MIXTURE = Family(title="GLM-4.5", types=("glm4_moe",), read=_read_mixture)
+SOLAR_OPEN = Family(title="Solar Open", types=("solar_open",), read=_read_mixture)

@@ -1,4 +1,4 @@
-"""Mistral and Mixtral."""
+"""Mistral, Ministral and Mixtral."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ def _read_mistral(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config)
     # If the setting is missing, the window is 4,096 tokens; if it is null, there is no window.
     window = config.get("sliding_window", 4096)
-    return plain(s, windows=windows_of(s, window, None))
+    kinds = s.layers("layer_types") if s.get("model_type") == "ministral" else None
+    if window is None:
+        kinds = ["full_attention"] * s.size("num_hidden_layers")
+    return plain(s, windows=windows_of(s, window, kinds))
 
 
 def _read_mixtral(config: Mapping[str, Any]) -> DecoderDescription:
@@ -28,6 +31,7 @@ def _read_mixtral(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 MISTRAL = Family(title="Mistral", types=("mistral",), read=_read_mistral, reads_gguf=True)
+MINISTRAL = Family(title="Ministral 8B", types=("ministral",), read=_read_mistral)
 MIXTRAL = Family(
     title="Mixtral",
     types=("mixtral",),

@@ -196,7 +196,10 @@ class DecoderWeights:
         bias = self._vector(router + ".bias", mixture.num_experts) if self._has(router + ".bias") else None
         correction = None
         if mixture.has_correction:
-            correction = self._vector(prefix + names.correction, mixture.num_experts)
+            name = prefix + names.correction
+            # ERNIE 4.5 stores a matrix with one row.
+            is_row = self._has(name) and len(self._file.shape(self._in_file(name))) == 2
+            correction = self._vector_of(name, (1,) * is_row + (mixture.num_experts,)).flatten()
         return MixtureWeights(
             # The router keeps the file's format: it is small, and rounding could change which experts are chosen.
             router=LinearWeights(self._stored(router, mixture.num_experts, d.hidden_size), bias),
