@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -154,7 +155,7 @@ class Conversation:
         """
         tags = self.model.format.reasoning
         if tags is not None or renders:
-            ids = await self.token_ids(prompts)
+            ids = await prompts.token_ids(self.request)
             asked = self.request.max_tokens if self.request.HasField("max_tokens") else None
             fit_to_context(len(ids), asked, folder, "chat")
             self.note_prompt(ids, prompts.tokenizer)
@@ -168,15 +169,12 @@ class Conversation:
             self.request.output.return_perf_metrics = True
         self.add_guide()
 
-    async def token_ids(self, prompts: PromptBuilder) -> list[int]:
-        """Return the prompt's tokens.
-
-        Raises:
-            MidstreamError: The conversation cannot be rendered; an error of an image names the client's field.
-        """
+    @contextlib.contextmanager
+    def naming_images(self) -> Iterator[None]:
+        """Have errors of images name the client's fields."""
         native_fields = [native_field for native_field, _ in images_of(self.request)]
         try:
-            return await prompts.token_ids(self.request)
+            yield
         except MidstreamError as error:
             if not self.image_fields or error.field not in native_fields:
                 raise

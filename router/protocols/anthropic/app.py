@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from midstream.chunk import Chunk, FinishReason, Usage
-from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, UnavailableError
+from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
 from protos import generation_pb2 as pb
 from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import HEADER, check_key, make_repeatable, request_id_of
@@ -50,7 +50,8 @@ class MessagesApi:
     def routes(self) -> list[Route]:
         """Return the routes for the HTTP port."""
         posts: dict[str, Endpoint] = {_PATH: self._create, f"{_PATH}/count_tokens": self._count}
-        return [Route(path, _mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+        routes = [Route(path, _mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+        return [*routes, Route(f"{_PATH}/{{rest:path}}", _mapped(self._missing), methods=["GET", "POST", "DELETE"])]
 
     async def _create(self, request: Request, request_id: str) -> Response:
         if self._front.draining.is_set():
@@ -80,10 +81,14 @@ class MessagesApi:
         check_model(native.model, self._folder)
 
         async def compute() -> Response:
-            ids = await self._front.run_unstarted(native, lambda: job.conversation.token_ids(self._prompts))
+            with job.conversation.naming_images():
+                ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native))
             return JSONResponse({"input_tokens": len(ids)})
 
         return CompleteResponse(compute, lambda error: _error_response(error, request_id))
+
+    async def _missing(self, request: Request, request_id: str) -> Response:
+        raise NotFoundError(f"there is no endpoint {request.url.path[:128]} for {request.method}")
 
     async def _job(self, request: Request, *, needs_limit: bool) -> MessagesJob:
         version = request.headers.get("anthropic-version")
@@ -134,7 +139,8 @@ class _Reply(StreamedResponse):
         async def prepare() -> None:
             self._num_kept = await self._prepare()
 
-        opened = await self._front.start(self._native, None, self._key, prepare)
+        with self._job.conversation.naming_images():
+            opened = await self._front.start(self._native, None, self._key, prepare)
         reader = SequenceReader(self._job.conversation, self._id, 0)
         async with opened as output:
             if not self._job.is_stream:

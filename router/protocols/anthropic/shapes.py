@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from midstream.chunk import Chunk, FinishReason, Usage
 from router.parsers.events import CallArguments, CallBegin, CallEnd, Event, ReasoningDelta, TextDelta
@@ -37,6 +37,8 @@ class MessageWriter:
         """Return Anthropic's events for parser events."""
         written: list[Fields] = []
         for event in events:
+            if isinstance(event, (TextDelta, ReasoningDelta, CallArguments)) and not event.text:
+                continue
             if isinstance(event, TextDelta):
                 written += self._block("text", {"text": ""})
                 written.append(self._delta("text", "text_delta", event.text))
@@ -116,6 +118,25 @@ class MessageWriter:
     def _shown_delta(self, kind: str, field: str, value: object) -> Fields:
         delta = {"type": kind, field: value}
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+
+
+def model_fields(card: Mapping[str, object]) -> Fields:
+    """Return Anthropic's description of a model, given OpenAI's."""
+    return {
+        "type": "model",
+        "id": card["id"],
+        "display_name": card["id"],
+        "created_at": "1970-01-01T00:00:00Z",  # unknown
+        "lifecycle": "active",
+        "max_input_tokens": card["max_model_len"],
+        "max_tokens": card["max_model_len"],
+    }
+
+
+def model_list(cards: Sequence[Mapping[str, object]]) -> Fields:
+    """Return Anthropic's list of models."""
+    ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+    return {"data": [model_fields(card) for card in cards], "has_more": False, **ends}
 
 
 def usage_fields(usage: Usage, num_kept: int) -> Fields:

@@ -22,6 +22,7 @@ from router.pipeline.idempotency import HEADER, check_key, check_no_id
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import check_model
+from router.protocols.anthropic.shapes import model_fields, model_list
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
 from router.protocols.fields import CHAT, COMPLETIONS, TOKENIZE, ignored_fields, ignored_header
@@ -33,6 +34,9 @@ from router.protocols.openai.models import Models
 from router.protocols.openai.openapi import document
 from router.protocols.openai.reply import Reply
 from router.protocols.streaming import CompleteResponse
+
+# Clients of Anthropic's API send this header.
+_ANTHROPIC_VERSION = "anthropic-version"
 
 
 class OpenAiApi:
@@ -110,10 +114,13 @@ class OpenAiApi:
         return first.arrival_time_unix_ns // 1_000_000_000
 
     async def _list_models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": await self._models.cards()})
+        cards = await self._models.cards()
+        is_anthropic = _ANTHROPIC_VERSION in request.headers
+        return JSONResponse(model_list(cards) if is_anthropic else {"object": "list", "data": cards})
 
     async def _one_model(self, request: Request) -> Response:
-        return JSONResponse(await self._models.card(request.path_params["name"]))
+        card = await self._models.card(request.path_params["name"])
+        return JSONResponse(model_fields(card) if _ANTHROPIC_VERSION in request.headers else card)
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, lambda body: body)

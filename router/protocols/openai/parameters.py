@@ -139,7 +139,7 @@ def _response_format(body: Body) -> pb.GuidedDecodingConfig | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON)
+        return json_object_guide()
     if kind == "json_schema":
         schema = response_format.child("json_schema")
         if schema is None or not isinstance(schema.get("schema"), dict):
@@ -163,8 +163,13 @@ def _named_guides(body: Body, prefix: str) -> list[pb.GuidedDecodingConfig | Non
         expression = "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices)
         guides.append(pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide=f"({expression})"))
     if body.flag(prefix + "json_object"):
-        guides.append(pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON))
+        guides.append(json_object_guide())
     return guides
+
+
+def json_object_guide() -> pb.GuidedDecodingConfig:
+    """Return the guide for any JSON object; GUIDE_TYPE_JSON would also allow arrays."""
+    return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide='{"type": "object"}')
 
 
 def refuse(body: Body, *names: str) -> None:

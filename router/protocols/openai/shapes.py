@@ -287,7 +287,7 @@ def _joined(events: list[Event]) -> tuple[str, str, dict[int, dict[str, object]]
         elif isinstance(event, CallBegin):
             function = {"name": event.name, "arguments": ""}
             calls[event.index] = {"id": event.call_id, "type": "function", "function": function}
-        elif isinstance(event, CallArguments):
+        elif isinstance(event, CallArguments) and event.text:
             known = calls.setdefault(event.index, {"function": {"arguments": ""}})["function"]
             assert isinstance(known, dict)
             known["arguments"] += event.text

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from protos import openengine_pb2 as oe
+from router.protocols.openai.parameters import json_object_guide
 
 _PRIORITY_KEY = "openengine-priority"
 _COPIED = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -100,7 +101,7 @@ def _guide(guided: oe.GuidedDecoding) -> pb.GuidedDecodingConfig:
     if kind == "ebnf_grammar":
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=guided.ebnf_grammar)
     if kind == "json_object":
-        return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON)
+        return json_object_guide()
     if kind == "choice":
         if not guided.choice.choices:
             raise InvalidArgumentError("must not be empty", field="guided.choice.choices")

@@ -135,7 +135,9 @@ class ResponsesApi:
         check_model(conversation.request.model, self._folder)
 
         async def compute() -> Response:
-            ids = await self._front.run_unstarted(conversation.request, lambda: conversation.token_ids(self._prompts))
+            native = conversation.request
+            with conversation.naming_images():
+                ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native))
             return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 
         return CompleteResponse(compute)
@@ -283,7 +285,8 @@ class ResponsesApi:
             await stored.job.conversation.prepare(self._prompts, self._folder, renders=True)
 
         try:
-            output = await self._front.start(native, None, stored.key, prepare)
+            with stored.job.conversation.naming_images():
+                output = await self._front.start(native, None, stored.key, prepare)
         except InvalidArgumentError as error:
             if error.field == "attachment":
                 raise InvalidArgumentError(f"{error.message}; with store=false, it is smaller", field="input") from None

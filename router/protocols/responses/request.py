@@ -12,7 +12,7 @@ from router.parsers.machine import Schema
 from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools, keep_prefix
 from router.protocols.fields import RESPONSES, RESPONSES_OPAQUE, RESPONSES_TYPES, check_fields
 from router.protocols.openai.body import Body
-from router.protocols.openai.parameters import TIERS, read_cache_retention_s
+from router.protocols.openai.parameters import TIERS, json_object_guide, read_cache_retention_s
 from router.protocols.responses.items import CUSTOM_SCHEMA, Item, Turns, input_items
 
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
@@ -132,7 +132,7 @@ def _text_format(body: Body, request: pb.GenerateRequest) -> None:
     if output is None or kind == "text":
         return
     if kind == "json_object":
-        request.guided_decoding.guide_type = pb.GUIDE_TYPE_JSON
+        request.guided_decoding.CopyFrom(json_object_guide())
         return
     schema = output.get("schema")
     if kind is None or not isinstance(schema, dict):

@@ -24,9 +24,11 @@ from midstream.errors import (
 )
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
+from router.parsers.events import CallArguments, CallBegin, CallEnd, ReasoningDelta, TextDelta
 from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat
 from router.protocols.anthropic.errors import http_status
 from router.protocols.anthropic.request import MessagesJob, read_messages
+from router.protocols.anthropic.shapes import MessageWriter
 from router.protocols.conversation import ChatModel
 from router.protocols.openai.body import Body
 from tests.router.conftest import Cluster, Part
@@ -139,6 +141,42 @@ async def test_every_error_has_its_status_and_shape(cluster: Cluster, client: an
     assert [http_status(error) for error in (DeadlineError("no"), UnavailableError("no"))] == [504, 529]
     with pytest.raises(anthropic.NotFoundError):
         await client.messages.create(model="other", max_tokens=9, messages=HI)
+
+
+async def test_a_missing_endpoint_has_the_shape_of_anthropics_errors(client: anthropic.AsyncAnthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError) as refused:
+        await client.messages.batches.list()
+    body: Any = refused.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+
+
+async def test_models_are_listed_in_anthropics_format(client: anthropic.AsyncAnthropic) -> None:
+    listed = await client.models.list()
+    assert [(model.id, model.type, model.display_name) for model in listed.data] == [("smollm2", "model", "smollm2")]
+    assert listed.data[0] == await client.models.retrieve("smollm2")
+    assert listed.data[0].max_input_tokens == 8192
+    assert not listed.has_next_page()
+
+
+async def test_an_image_that_is_refused_is_named_by_its_own_field(client: anthropic.AsyncAnthropic) -> None:
+    """The model reads no images, which is a check of the native request."""
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    messages: list[Any] = [{"role": "user", "content": [TEXT_BLOCK, {"type": "image", "source": source}]}]
+    for call in (
+        client.messages.create(model="", max_tokens=1, messages=messages),
+        client.messages.count_tokens(model="", messages=messages),
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[1\].source.data: the model"):
+            await call
+
+
+def test_nothing_is_written_for_empty_text() -> None:
+    writer = MessageWriter("r", "m", shows_thinking=True)
+    assert writer.add([ReasoningDelta(""), TextDelta("")]) == []
+    events = writer.add([CallBegin(0, "f", "c"), CallArguments(0, "{}"), CallArguments(0, ""), CallEnd(0)])
+    assert [event["type"] for event in events] == [
+        "content_block_start", "content_block_delta", "content_block_stop",
+    ]  # fmt: skip
 
 
 async def test_the_version_must_be_known(router: Part) -> None:

@@ -246,6 +246,16 @@ def test_a_strict_tool_is_a_grammar_even_where_the_call_is_the_model_s_choice() 
     assert not chat(tools=TOOLS).requests[0].HasField("guided_decoding")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"response_format": {"type": "json_object"}}, {"guided_json_object": True}],
+)
+def test_a_json_object_is_no_array(fields: dict[str, Any]) -> None:
+    guide = chat(**fields).requests[0].guided_decoding
+    assert guide.guide_type == pb.GUIDE_TYPE_JSON_SCHEMA
+    assert json.loads(guide.guide) == {"type": "object"}
+
+
 def test_reasoning_precedes_text_that_a_grammar_requires() -> None:
     for fields in (
         {"response_format": {"type": "json_object"}},

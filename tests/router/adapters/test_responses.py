@@ -283,3 +283,16 @@ async def test_structured_output_and_refusals(client: openai.AsyncOpenAI, cluste
         assert str(raised.value.param).startswith(param)
     counted = await client.responses.input_tokens.count(model="smollm2", input="Hi")
     assert counted.input_tokens > 1
+
+
+async def test_a_json_object_is_no_array_and_an_image_is_named_by_its_own_field(
+    client: openai.AsyncOpenAI, cluster: Cluster
+) -> None:
+    call = client.responses.create(model="", input="Hi", text={"format": {"type": "json_object"}})
+    await answered(cluster, call, [1])
+    (script,) = cluster.scheduler.requests.values()
+    assert json.loads(script.request.guided_decoding.guide) == {"type": "object"}
+    image: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.create(model="", input=[{"role": "user", "content": [image]}])
+    assert refused.value.param == "input[0].content[0].image_url"
