@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.block_weight import BlockWeight
 
 LARGEST_FLOAT8 = 448.0
-# A device's float8 products require sizes that are multiples of this.
+# Float8 matrix multiplication on a device requires sizes that are multiples of this.
 _ALIGNMENT = 16
 QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]
 

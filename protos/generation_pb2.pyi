@@ -253,7 +253,7 @@ class Image(google.protobuf.message.Message):
 
     DATA_FIELD_NUMBER: builtins.int
     data: builtins.bytes
-    """The contents of a PNG, JPEG, WebP or GIF file of at most 16 MiB and 2^25 pixels. Of a GIF, the first frame is used."""
+    """The contents of a PNG, JPEG, WebP or GIF file of at most 16 MiB and 2^25 pixels. The first frame of a GIF is used."""
     def __init__(
         self,
         *,

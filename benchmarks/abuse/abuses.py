@@ -512,7 +512,7 @@ AS_ORDINARY = {
     "inferences": (240, 16, 1000),
     "stored-responses": (32, 1000, 1),
 }
-# These abuses use features that a worker without a model does not have.
+# These abuses use features that require a worker with a model.
 NEED_A_MODEL = frozenset({"guides", "embeddings"})
 
 

@@ -8,7 +8,7 @@ also lists those whose results differ from the recorded ones. `--table` prints t
 
 The launchers run on meta tensors at the shapes of an 8B model, and each kernel that they would start is compiled for
 compute capability 8.0, 9.0 (Hopper) or 10.0 with the tools in Triton's package. Prints one JSON object per line:
-registers and stack bytes per thread, spills (local stores), shared memory per program, whether the matrix products use
+registers and stack bytes per thread, spills (local stores), shared memory per program, whether multiplications use
 Hopper's instructions (HGMMA), and whether the kernel waits for the previous kernel and releases the next one
 (programmatic dependent launch). The results show that kernels compile and which resources they need, not that they are
 correct.

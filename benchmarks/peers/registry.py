@@ -12,7 +12,7 @@ from .reference import Transformers
 from .vllm_engine import VllmEngine
 from .vllm_server import VllmServer
 
-# Without native bf16 products, vLLM may be faster in float32, so both are tried and the better one is used.
+# Without native bf16 arithmetic, vLLM may be faster in float32, so both are tried and the better one is used.
 _VLLM_DTYPES = ("bfloat16",) if "avx512_bf16" in cpu_flags() else ("bfloat16", "float32")
 
 _ALL: tuple[Peer, ...] = (

@@ -41,7 +41,7 @@ _KV_DTYPES = {
 _OTHER_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 # Minimum compute capability for float8 (Ada, Hopper).
 _FLOAT8_CAPABILITY = (8, 9)
-# Minimum compute capability for float8 products with a scale per row (Hopper).
+# Minimum compute capability for float8 matrix multiplication with a scale per row (Hopper).
 _FLOAT8_ROWS_CAPABILITY = (9, 0)
 
 

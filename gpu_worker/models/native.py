@@ -297,7 +297,7 @@ class CpuDecoder:
 
 
 def _alike(experts: list[FeedForwardWeights]) -> list[FeedForwardWeights]:
-    """Convert experts to a common format and input order, as grouped products require, or to floats if there is
+    """Convert experts to a common format and input order, as grouped multiplication requires, or to floats if there is
     none.
     """
 

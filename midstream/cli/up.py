@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_service_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of commands that start a service, without its model."""
+    """Add the flags of commands that start a service, except for the model."""
     parser.add_argument("--revision", default="", help="Branch, tag or commit of a model on the Hugging Face Hub.")
     parser.add_argument(
         "--host", metavar="ADDRESS", help="Address on which routers listen. [MIDSTREAM_HOST, 127.0.0.1]"

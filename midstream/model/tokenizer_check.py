@@ -45,7 +45,7 @@ def check_tokenizer(file: Path, text: str) -> None:
                 f"the {part} in {file} may expand one character to {expansion}; must be at most {MAX_EXPANSION}",
                 field="model",
             )
-    # Byte-level tokenizers without a normalizer are safe without a trial, which makes starts faster.
+    # Byte-level tokenizers without a normalizer are known to be safe; not trying them makes starts faster.
     if fields.get("normalizer") is None and not any("pattern" in step for step in steps):
         return
     command = python_command("midstream.model.tokenizer_check", str(file))

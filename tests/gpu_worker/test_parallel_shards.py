@@ -71,7 +71,7 @@ def test_the_embedded_models_kv_heads_are_divided_or_shared(embedded: DecoderDes
 
 
 def test_the_first_stage_has_fewer_layers_because_it_has_the_head(embedded: DecoderDescription) -> None:
-    """The head's 49,152 * 576 products take as long as those of 8 layers with 576 * (576 + 576 + 384 + 3 * 1,536)."""
+    """The head's 49,152 * 576 multiplications cost as much as 8 layers of 576 * (576 + 576 + 384 + 3 * 1,536)."""
     assert stage_layers(embedded, 2) == [range(11), range(11, 30)]
     assert stage_layers(embedded, 3) == [range(4), range(4, 17), range(17, 30)]
     # Every stage has a layer.

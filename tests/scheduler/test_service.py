@@ -125,7 +125,7 @@ async def test_a_request_whose_reader_was_lost_is_not_taken_for_unread() -> None
         lost.call.cancel()
         await until(lambda: len(hub.feeds) == 1)
         assert not (await cell.stub.Abort(abort)).was_running
-        # A lost feed does not keep the request alive when another, older feed ends, either.
+        # Nor does a lost feed keep the request alive when another, older feed ends.
         another = await Feed(cell.stub).open()
         await leaving.attach(1, "a")
         await another.attach(1, "a")

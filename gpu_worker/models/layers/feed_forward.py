@@ -16,7 +16,7 @@ from kernels import Activation
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """Two matrix products with an activation between them; without a gate, gate_up is just the first matrix.
+    """Two matrix multiplications with an activation between them; without a gate, gate_up is just the first matrix.
 
     Attributes:
         gate_scale, output_scale: Factors of the gates before the activation, and of the output.
@@ -122,7 +122,7 @@ class Experts:
     def _activated(
         self, x: Tensor, inner: Tensor, experts: Tensor, num_repeats: int, add_lora: AddExpertLora | None
     ) -> Tensor:
-        """Return the inputs of the second products, given the outputs of the first, after adding those of adapters."""
+        """Return the inputs of the second multiplication, given the outputs of the first; add those of adapters."""
         first = self._experts[0]
         if add_lora is not None:
             inputs = x.repeat_interleave(num_repeats, dim=0)

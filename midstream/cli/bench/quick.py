@@ -1,7 +1,7 @@
 """`midstream bench --quick`: compare the service with this machine's limits.
 
 A single stream reads all weights for each token, so memory bandwidth limits it. Concurrent streams share each read of
-the weights, so the speed of matrix products limits them too.
+the weights, so the speed of matrix multiplication limits them too.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def table_of(machine: Machine, model: ModelFolder | None, one: Summary, many: Su
     kind = machine.gpus[0] if machine.gpus else f"{machine.threads} cores, {machine.kernels or 'no'} kernels"
     table.add_row("machine", kind, "", "")
     table.add_row("memory, read", "", f"{machine.read_bytes_per_s / 1e9:.1f} GB/s", "")
-    table.add_row("matrix products, float32", "", f"{machine.flops_per_s / 1e9:,.0f} GFLOP/s", "")
+    table.add_row("matrix multiplication, float32", "", f"{machine.flops_per_s / 1e9:,.0f} GFLOP/s", "")
     token_s = one.inter_token_ms[0] / 1e3
     rate = 1 / token_s if token_s else 0.0
     limit, share = "", ""
