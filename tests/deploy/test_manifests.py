@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from tests.deploy.rendering import ROOT, Manifest, Rendered, container_of, labels_match, render
 
@@ -130,6 +131,24 @@ def test_keda_replaces_the_autoscaler() -> None:
     for scaled in rendered.all("ScaledObject"):
         assert scaled["spec"]["scaleTargetRef"]["name"] in rendered.names("Deployment")
         check_behaviour(scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"])
+
+
+def test_workers_can_be_autoscaled_without_keda() -> None:
+    rendered = render("hpa-workers")
+    assert rendered.names("HorizontalPodAutoscaler") == {"router", "detokenizer", "worker"}
+    spec = rendered.get("HorizontalPodAutoscaler", "worker")["spec"]
+    assert "replicas" not in rendered.get("Deployment", spec["scaleTargetRef"]["name"])["spec"]
+    check_behaviour(spec["behavior"])
+    (metric,) = spec["metrics"]
+    rules = yaml.safe_load(rendered.get("ConfigMap", "prometheus")["data"]["adapter-rules.yaml"])["externalRules"]
+    assert metric["external"]["metric"]["name"] in {rule["name"]["as"] for rule in rules}
+    scaled = {item["metadata"]["name"]: item["spec"] for item in render("keda").all("ScaledObject")}["worker"]
+    (trigger,) = scaled["triggers"]
+    assert metric["external"]["target"] == {
+        "type": "AverageValue",
+        "averageValue": int(trigger["metadata"]["threshold"]),
+    }
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (scaled["minReplicaCount"], scaled["maxReplicaCount"])
 
 
 def check_behaviour(behaviour: Manifest) -> None:
