@@ -115,11 +115,9 @@ class Metrics:
     def gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
         return Gauge(PREFIX + name, text, labels, registry=self.registry)
 
-    def histogram(
-        self, name: str, text: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] = LATENCY_BUCKETS_S
-    ) -> Histogram:
-        """Create a histogram, in seconds unless `buckets` is given."""
-        return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
+    def histogram(self, name: str, text: str) -> Histogram:
+        """Create a histogram of times in seconds."""
+        return Histogram(PREFIX + name, text, buckets=LATENCY_BUCKETS_S, registry=self.registry)
 
     def render(self) -> bytes:
         """Return the text to serve at `/metrics`."""

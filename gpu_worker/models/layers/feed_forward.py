@@ -122,7 +122,7 @@ class Experts:
     def _activated(
         self, x: Tensor, inner: Tensor, experts: Tensor, num_repeats: int, add_lora: AddExpertLora | None
     ) -> Tensor:
-        """Return the inputs of the second multiplication, given the outputs of the first; add those of adapters."""
+        """Return the inputs of the second multiplication; add the adapters' outputs to `inner`, those of the first."""
         first = self._experts[0]
         if add_lora is not None:
             inputs = x.repeat_interleave(num_repeats, dim=0)

@@ -13,10 +13,10 @@ from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.pipeline.idempotency import make_repeatable, request_id_of
 from router.pipeline.request_checks import check_name
-from router.protocols.conversation import EFFORTS, ChatModel, Conversation, keep_prefix
+from router.protocols.conversation import ChatModel, Conversation, keep_prefix
 from router.protocols.openai.body import Body, token_ids
 from router.protocols.openai.messages import chat_messages
-from router.protocols.openai.parameters import native_request, read_cache_retention_s, refuse
+from router.protocols.openai.parameters import effort_variables, native_request, read_cache_retention_s, refuse
 from router.protocols.openai.shapes import ChatShape, CompletionShape, Shape, Spell
 from router.protocols.openai.tools import read_tools
 
@@ -143,7 +143,7 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     prompt_follows = body.flag("add_generation_prompt")
     if prompt_follows is not None:
         request.chat.add_generation_prompt = prompt_follows
-    variables = _thinking_variables(body, vocabulary.chat)
+    variables = effort_variables(body, "reasoning_effort", vocabulary.chat)
     if body.child("chat_template_kwargs") is not None:
         given = body.get("chat_template_kwargs")
         assert isinstance(given, dict)
@@ -180,16 +180,6 @@ def _prediction(body: Body) -> str:
     for part in parts:
         part.choice("type", ("text",))
     return "".join(part.text("text") or "" for part in parts)
-
-
-def _thinking_variables(body: Body, model: ChatModel) -> dict[str, object]:
-    effort = body.choice("reasoning_effort", EFFORTS)
-    if effort is None:
-        return {}
-    variables = model.thinking_variables(effort)
-    if not variables:
-        raise UnsupportedError("cannot be set for this model", field="reasoning_effort")
-    return variables
 
 
 def _job(body: Body, requests: list[pb.GenerateRequest], shape: Shape, num_choices: int) -> Job:

@@ -7,6 +7,7 @@ import re
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
+from router.protocols.conversation import EFFORTS, ChatModel
 from router.protocols.openai.body import Body
 
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -63,6 +64,21 @@ def read_priority(body: Body) -> int:
     tier = TIERS[body.choice("service_tier", tuple(TIERS)) or "auto"]
     priority = body.integer("priority", -100, 100)
     return tier if priority is None else -priority
+
+
+def effort_variables(fields: Body, name: str, model: ChatModel) -> dict[str, object]:
+    """Return the template variables for the reasoning effort in a field; empty if it is unset.
+
+    Raises:
+        UnsupportedError: The model's template has no setting for reasoning.
+    """
+    effort = fields.choice(name, EFFORTS)
+    if effort is None:
+        return {}
+    variables = model.thinking_variables(effort)
+    if not variables:
+        raise UnsupportedError("cannot be set for this model", field=fields.path(name))
+    return variables
 
 
 def read_cache_retention_s(body: Body) -> int:

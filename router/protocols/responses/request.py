@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.parsers.machine import Schema
-from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools, keep_prefix
+from router.protocols.conversation import ChatModel, Conversation, Tools, keep_prefix
 from router.protocols.fields import RESPONSES, RESPONSES_OPAQUE, RESPONSES_TYPES, check_fields
 from router.protocols.openai.body import Body
-from router.protocols.openai.parameters import TIERS, json_object_guide, read_cache_retention_s
+from router.protocols.openai.parameters import TIERS, effort_variables, json_object_guide, read_cache_retention_s
 from router.protocols.responses.items import CUSTOM_SCHEMA, Item, Turns, input_items
 
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
@@ -92,7 +92,8 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
     retention_s = read_cache_retention_s(body)
     if retention_s:
         keep_prefix(request, None, retention_s)
-    variables = _thinking_variables(body, model)
+    reasoning = body.child("reasoning")
+    variables = effort_variables(reasoning, "effort", model) if reasoning is not None else {}
     if variables:
         request.chat.template_variables_json = json.dumps(variables)
     _text_format(body, request)
@@ -110,17 +111,6 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         is_background,
         "reasoning.encrypted_content" in body.texts("include"),
     )
-
-
-def _thinking_variables(body: Body, model: ChatModel) -> dict[str, object]:
-    reasoning = body.child("reasoning")
-    effort = reasoning.choice("effort", EFFORTS) if reasoning is not None else None
-    if effort is None:
-        return {}
-    variables = model.thinking_variables(effort)
-    if not variables:
-        raise UnsupportedError("cannot be set for this model", field="reasoning.effort")
-    return variables
 
 
 def _text_format(body: Body, request: pb.GenerateRequest) -> None:
