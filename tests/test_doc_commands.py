@@ -28,7 +28,7 @@ from tests.test_docs import PAGES, ROOT
 _FENCE = re.compile(r"^(?P<before>[^\n]*)\n```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"<!-- (?:(run)(?:: (service|all))?|not run: (\S.*)) -->")
 _RUNS_ALL = bool(os.environ.get("MIDSTREAM_ALL_DOC_COMMANDS"))
-_TIMEOUT_S = 580
+_TIMEOUT_S = 400
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,10 @@ RUN = [
     pytest.param(
         block,
         id=f"{block.page}:{block.line}",
-        marks=pytest.mark.skipif(block.kind != "run" and not _RUNS_ALL, reason="MIDSTREAM_ALL_DOC_COMMANDS"),
+        marks=[
+            pytest.mark.skipif(block.kind != "run" and not _RUNS_ALL, reason="MIDSTREAM_ALL_DOC_COMMANDS"),
+            pytest.mark.timeout(_TIMEOUT_S + 20),
+        ],
     )
     for block in BLOCKS
     if block.kind in ("run", "service", "all")
