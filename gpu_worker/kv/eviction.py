@@ -6,6 +6,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 # As in the pool, blocks that no request asked to keep have this priority.
 DEFAULT_PRIORITY = 35
@@ -84,10 +85,27 @@ class EvictionOrder:
 
     def first(self, now_ns: int) -> tuple[int, int]:
         """Return the block to evict first, and its priority. Precondition: there is one."""
+        self._expire(now_ns)
+        priority = min(self._blocks)
+        return next(iter(self._blocks[priority])), priority
+
+    def limit_raised(self, max_blocks: int, now_ns: int) -> list[tuple[int, Retention]]:
+        """Reset blocks until at most `max_blocks` have a priority above the default: the lowest of these priorities
+        first, then the least recently used. Return the blocks that were reset, with the retention that they lost.
+        """
+        self._expire(now_ns)
+        lost: list[tuple[int, Retention]] = []
+        raised = sorted(priority for priority in self._blocks if priority > DEFAULT_PRIORITY)
+        num_above = sum(len(self._blocks[priority]) for priority in raised) - max_blocks
+        for priority in raised:
+            for value in list(islice(self._blocks[priority], max(0, num_above - len(lost)))):
+                lost.append((value, self._retentions[value]))
+                self.add(value)
+        return lost
+
+    def _expire(self, now_ns: int) -> None:
         while self._ends and self._ends[0][0] <= now_ns:
             until_ns, value = heapq.heappop(self._ends)
             retention = self._retentions.get(value)
             if retention is not None and retention.until_ns == until_ns:
                 self.add(value)
-        priority = min(self._blocks)
-        return next(iter(self._blocks[priority])), priority

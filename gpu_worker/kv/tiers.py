@@ -54,6 +54,8 @@ _SCAN_S, _PAUSE_S = 5.0, 10.0
 _UNUSED_S = 7 * 86_400.0
 # Maximum number of blocks waiting to be stored; the oldest are dropped, since they can be computed again.
 _MAX_WAITING = 8192
+# Share of a tier that blocks with a raised priority may hold.
+_RETAINED_SHARE = 0.5
 # How long an incomplete file, or a retention without its block, may belong to a process that is writing it.
 _INCOMPLETE_S = 60.0
 
@@ -89,6 +91,7 @@ class TierFolder:
         self._folder = folder / self._kind.hex()
         self._block_bytes = block_bytes
         self._max_blocks = max_bytes // (block_bytes + HEAD_BYTES)
+        self._max_retained = int(self._max_blocks * _RETAINED_SHARE)
         self._lock = threading.Lock()
         self._index = EvictionOrder()
         # Retentions of blocks that are about to be stored, oldest first.
@@ -133,6 +136,7 @@ class TierFolder:
         """
         self._is_private = self._make_folder()
         order = self._read_folder() if self._is_private else EvictionOrder()
+        self._unmark(order.limit_raised(self._max_retained, time.time_ns()))
         with self._lock:
             before, self._index = self._index, order
             self._news |= dict.fromkeys(set(before) - set(order), False)
@@ -178,7 +182,8 @@ class TierFolder:
     def retain(self, value: int, retention: Retention) -> None:
         """Note that a request asked to keep a block, which is stored or will be, longer or shorter than others.
 
-        As in the pool, this only raises the retention of a block that is stored.
+        As in the pool, this only raises the retention of a block that is stored. Blocks with a raised priority hold at
+        most half of the tier; above it, those of the lowest priority, then the least recently used, lose theirs.
         """
         now_ns = time.time_ns()
         with self._lock:
@@ -193,8 +198,15 @@ class TierFolder:
             after = before.raised(retention)
             if after != before:
                 self._index.add(value, after)
+            lost = self._index.limit_raised(self._max_retained, now_ns)
         if after != before:
             self._mark(value, before, after)
+        self._unmark(lost)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a maximum rate of writes."""
+        return self._write_s > 0
 
     @property
     def delay_s(self) -> float:
@@ -231,7 +243,9 @@ class TierFolder:
         with self._lock:
             self._index.add(value, retention)
             self._news[value] = True
+            lost = self._index.limit_raised(self._max_retained, time.time_ns())
         self._mark(value, DEFAULT_RETENTION, retention)
+        self._unmark(lost)
         self.num_stored += 1
         self.written_bytes += HEAD_BYTES + len(contents)
         return True
@@ -305,6 +319,10 @@ class TierFolder:
                 os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
             if old is not None and old != new:
                 old.unlink(missing_ok=True)
+
+    def _unmark(self, lost: Iterable[tuple[int, Retention]]) -> None:
+        for value, retention in lost:
+            self._mark(value, retention, DEFAULT_RETENTION)
 
     def _forget(self, value: int) -> None:
         with self._lock:
@@ -482,13 +500,15 @@ class KvTiers:
                 if self._stopped:
                     return
                 work = [self._waiting.popleft() for _ in range(min(len(self._waiting), 64))]
-                if self._delayed and not any(tier.delay_s for tier in self._tiers):
-                    work.append(self._delayed.popleft())
+                is_due = bool(self._delayed) and not any(tier.delay_s for tier in self._tiers)
+                due = self._delayed.popleft() if is_due else None
                 retentions, self._retentions = self._retentions, {}
-                self._is_storing = bool(work or retentions)
+                self._is_storing = bool(work or due or retentions)
             for value, retention in retentions.items():
                 for tier in self._tiers:
                     tier.retain(value, retention)
+            if due is not None:
+                self._store(*due, is_delayed=True)
             for block, value in work:
                 self._store(block, value)
             if time.monotonic() >= next_scan:
@@ -497,13 +517,13 @@ class KvTiers:
                     with contextlib.suppress(OSError):
                         tier.scan()
 
-    def _store(self, block: int, value: int) -> None:
+    def _store(self, block: int, value: int, *, is_delayed: bool = False) -> None:
         lacking = []
         for tier in self._tiers:
             if value in tier:
                 tier.touch(value)
-            elif tier.delay_s:
-                self._delayed.append((block, value))
+            elif tier.delay_s or (tier.is_limited and self._delayed and not is_delayed):
+                self._delayed.append((block, value))  # behind those that have waited longer
             else:
                 lacking.append(tier)
         if not lacking and self._seal is None:

@@ -144,6 +144,33 @@ def test_retention_decides_before_use(tmp_path: Path) -> None:
     assert folder.num_errors == 0
 
 
+def test_retained_blocks_hold_at_most_half_of_a_tier(tmp_path: Path) -> None:
+    """Otherwise one client could keep all others out of a tier, even after restarts."""
+    folder = tier(tmp_path / "tier", num_blocks=6)
+    for value, priority in ((1, 90), (2, 80), (3, 80), (4, 80), (5, 100)):
+        folder.retain(value, Retention(priority))
+        assert folder.put(value, block(value))
+    for again in (folder, tier(tmp_path / "tier", num_blocks=6)):
+        for value in range(10, 16):
+            assert again.put(value, block(value)), "there is space for other requests"
+        assert values_in(again, range(1, 16)) == [1, 4, 5, 13, 14, 15], "the highest, then the last used"
+    folder.retain(13, Retention(85))
+    assert {path.name[14:] for path in files(tmp_path) if "." in path.name} == {
+        f"{value:02x}.{priority}.{2**63}" for value, priority in ((1, 90), (5, 100), (13, 85))
+    }
+
+
+def test_a_smaller_tier_retains_fewer_blocks_after_a_restart(tmp_path: Path) -> None:
+    before = tier(tmp_path / "tier", num_blocks=8)
+    for value in (1, 2, 3, 4):
+        before.put(value, block(value))
+        before.retain(value, Retention(80))
+    after = tier(tmp_path / "tier", num_blocks=4)
+    for value in (5, 6):
+        assert after.put(value, block(value))
+    assert values_in(after, range(1, 7)) == [3, 4, 5, 6]
+
+
 def test_retention_ends_with_its_duration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tier(tmp_path / "tier", num_blocks=2)
     now_ns = time.time_ns()
@@ -163,7 +190,7 @@ def test_retention_ends_with_its_duration(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_retention_outlives_workers(tmp_path: Path) -> None:
-    before = tier(tmp_path / "tier", num_blocks=3)
+    before = tier(tmp_path / "tier", num_blocks=6)
     until_ns = time.time_ns() + 3600 * 10**9
     before.put(1, block(1))
     before.retain(1, Retention(80))
@@ -175,10 +202,10 @@ def test_retention_outlives_workers(tmp_path: Path) -> None:
         f"01.90.{2**63}",
         f"02.60.{until_ns}",
     }
-    after = tier(tmp_path / "tier", num_blocks=3)
-    for value in (4, 5):
+    after = tier(tmp_path / "tier", num_blocks=6)
+    for value in (4, 5, 8, 9):
         assert after.put(value, block(value))
-    assert values_in(after, range(1, 6)) == [1, 2, 5]
+    assert values_in(after, range(1, 10)) == [1, 2, 4, 5, 8, 9]
     after.retain(6, Retention(95))
     after.retain(7, Retention(95))
     after.put(6, block(6))
@@ -195,6 +222,25 @@ def test_blocks_above_the_rate_of_a_tier_are_stored_later(tmp_path: Path) -> Non
     assert tiers.wait_until_stored(30)
     assert time.monotonic() - started > 3 / 20
     assert values_in(host, range(100, 108)) == values_in(disk, range(100, 108)) == [100, 101, 102, 103]
+    tiers.close()
+
+
+def test_delayed_blocks_are_stored_before_later_ones(tmp_path: Path) -> None:
+    """Under a write limit, blocks that are always new would otherwise be stored instead of those that wait."""
+    disk = TierFolder("disk", tmp_path / "disk", "kind", BLOCK_BYTES, 100 * FILE_BYTES, max_bytes_per_s=1)
+    new = [(number, 100 + number) for number in range(4, NUM_BLOCKS)]
+
+    def seal(block: int, value: int, _: np.ndarray) -> None:
+        """Whenever the last known block was offered, offer another one and let one block be written."""
+        if new and block == new[0][0] - 1:
+            tiers.offer([new.pop(0)])
+            disk._may_write_at = 0.0
+            disk._write_s *= bool(new)
+
+    tiers = KvTiers([disk], "store", pool(), seal)
+    tiers.offer([(number, 100 + number) for number in range(4)])
+    assert tiers.wait_until_stored(30)
+    assert [*disk.take_news()] == [100 + number for number in range(NUM_BLOCKS)]
     tiers.close()
 
 
