@@ -243,6 +243,7 @@ def _registration(
         max_attention_window=config.max_attention_window,
         role=config.role,
         kv_source="" if runner.kv.server is None else str(runner.kv.server.source),
+        block_kind=runner.kv.transfer_kind,
         sink_token_length=config.sink_token_length,
         num_micro_batches=runner.num_micro_batches,
         max_loras=runner.adapters.device_bytes // usual_adapter_bytes(model.description, model.dtype.itemsize),

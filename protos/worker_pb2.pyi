@@ -156,6 +156,7 @@ class Register(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     KV_SOURCE_FIELD_NUMBER: builtins.int
     NUM_MICRO_BATCHES_FIELD_NUMBER: builtins.int
+    BLOCK_KIND_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     incarnation: builtins.int
     """A random number, chosen when the process starts."""
@@ -203,6 +204,10 @@ class Register(google.protobuf.message.Message):
     """
     num_micro_batches: builtins.int
     """Number of steps without common sequences that the worker computes at the same time, one per pipeline stage. 0: 1."""
+    block_kind: builtins.str
+    """Identifies everything besides the tokens that determines a block's bits: model, settings, code, instruction set.
+    Workers fetch blocks only from workers of the same kind. Empty if unknown, as from older workers.
+    """
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Request features that the group supports. In addition, `recurrent_state` means that blocks contain the recurrent
@@ -259,8 +264,9 @@ class Register(google.protobuf.message.Message):
         role: builtins.str = ...,
         kv_source: builtins.str = ...,
         num_micro_batches: builtins.int = ...,
+        block_kind: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "block_bytes", b"block_bytes", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_source", b"kv_source", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "num_micro_batches", b"num_micro_batches", "protocol_version", b"protocol_version", "role", b"role", "sink_token_length", b"sink_token_length", "stored_hashes", b"stored_hashes", "tier_store", b"tier_store", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "block_bytes", b"block_bytes", "block_kind", b"block_kind", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_source", b"kv_source", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "num_micro_batches", b"num_micro_batches", "protocol_version", b"protocol_version", "role", b"role", "sink_token_length", b"sink_token_length", "stored_hashes", b"stored_hashes", "tier_store", b"tier_store", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 global___Register = Register
 

@@ -119,6 +119,12 @@ class KvCache:
         """Name of the store from which other workers can fetch these blocks; empty if there is none."""
         return self.store.name if self.store is not None else ""
 
+    @property
+    def transfer_kind(self) -> str:
+        """Kind of the blocks that this worker offers or fetches; empty if it does neither."""
+        transfers = self.server or self.fetcher
+        return "" if transfers is None else transfers.kind.hex()
+
     def close(self) -> None:
         """Remove the pool from the store, and stop storing blocks in tiers."""
         if self.fetcher is not None:

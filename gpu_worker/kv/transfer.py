@@ -84,6 +84,7 @@ class BlockServer:
 
     Attributes:
         source: The address from which they can be fetched.
+        kind: Digest of the kind of blocks.
         num_sent, sent_bytes: Number of blocks and bytes sent since the start.
     """
 
@@ -104,7 +105,7 @@ class BlockServer:
             zmq.ZMQError: The address cannot be used.
         """
         self.num_sent = self.sent_bytes = 0
-        self._kind, self._pool, self._store = kind, pool, store
+        self.kind, self._pool, self._store = kind, pool, store
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -149,9 +150,9 @@ class BlockServer:
             reply = blocks_pb2.BlockReply(hash=value)
             (places,) = np.nonzero(self._pool.hashes == np.uint64(value))
             found = self._pool.read(int(places[0]), value) if len(places) and value else None
-            if found is not None and request.kind == self._kind:
+            if found is not None and request.kind == self.kind:
                 reply.is_found = True
-                reply.checksum = checksum(block_header(self._kind, value, len(found)), found)
+                reply.checksum = checksum(block_header(self.kind, value, len(found)), found)
                 if request.in_place and self._store is not None:
                     reply.pool, reply.block = self._store.pool_name, int(places[0])
                 else:
@@ -270,6 +271,7 @@ class BlockFetcher:
     """Fetches blocks in a thread and holds them until steps adopt them.
 
     Attributes:
+        kind: Digest of the kind of blocks.
         num_fetched, fetched_bytes, num_missing, num_damaged: Counts since the start.
     """
 
@@ -291,7 +293,7 @@ class BlockFetcher:
             connect: Creates a transport; by default a ZmqTransport.
         """
         self.num_fetched = self.fetched_bytes = self.num_missing = self.num_damaged = 0
-        self._kind, self._block_bytes = kind, block_bytes
+        self.kind, self._block_bytes = kind, block_bytes
         self._max_blocks = max_bytes // block_bytes
         self._context = zmq.Context()
         self._connect = connect or (lambda source: ZmqTransport(self._context, source, kind, store))
@@ -382,7 +384,7 @@ class BlockFetcher:
             left.pop(0)
             if contents is None:
                 missing.append(value)
-            elif checksum(block_header(self._kind, value, self._block_bytes), contents) != expected:
+            elif checksum(block_header(self.kind, value, self._block_bytes), contents) != expected:
                 self.num_damaged += 1
                 missing.append(value)
             else:

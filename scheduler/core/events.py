@@ -96,6 +96,7 @@ class WorkerRegistered:
         role: A Role; empty means both.
         kv_source: Where other groups can fetch blocks of its pool; empty if they cannot.
         num_micro_batches: Number of steps without common sequences that the group computes at the same time.
+        block_kind: Only groups of equal kinds fetch each other's blocks; empty if unknown.
     """
 
     time_ns: int
@@ -128,6 +129,7 @@ class WorkerRegistered:
     role: str = ""
     kv_source: str = ""
     num_micro_batches: int = 1
+    block_kind: str = ""
 
     @property
     def attention_window(self) -> int:

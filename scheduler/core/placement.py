@@ -168,11 +168,11 @@ class Placement:
         return self._scheduler.num_sequences_to_start(request, group)
 
     def _is_for_others(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether a group only takes requests that are handed over to it, since other groups can compute this
-        context.
+        """Return whether a group only takes requests that are handed over to it, since a group that can do so can
+        compute this context.
         """
         return group.role is Role.DECODE and any(
-            other.role is not Role.DECODE and self.could_run(request, other)
+            other.role is Role.PREFILL and group.can_fetch_from(other) and self.could_run(request, other)
             for other in self._membership.groups.values()
         )
 

@@ -278,7 +278,9 @@ class WorkerGroup:
 
     def can_fetch_from(self, source: WorkerGroup) -> bool:
         """Return whether the worker can fetch blocks from the pool of another group."""
-        return source.registration.kv_source != "" and source.tokens_per_block == self.tokens_per_block
+        kinds = {source.registration.block_kind, self.registration.block_kind} - {""}
+        has_equal_blocks = source.tokens_per_block == self.tokens_per_block and len(kinds) <= 1
+        return source.registration.kv_source != "" and has_equal_blocks
 
     @property
     def first_open_step(self) -> int:

@@ -20,6 +20,17 @@ _MAX_COUNT = 1 << 24
 _MAX_MICRO_BATCHES = 256
 _MAX_STATUS_CODE = 16
 _MAX_DIMENSIONS = 8
+_REGISTERED_NAMES = (
+    "group_id",
+    "model_fingerprint",
+    "device",
+    "dtype",
+    "kv_store",
+    "tier_store",
+    "role",
+    "kv_source",
+    "block_kind",
+)
 _ITEM_BYTES = {
     generation_pb2.Tensor.DTYPE_FLOAT32: 4,
     generation_pb2.Tensor.DTYPE_FLOAT16: 2,
@@ -63,7 +74,7 @@ def check_worker_message(message: worker_pb2.WorkerMessage) -> None:
 
 
 def _check_registration(message: worker_pb2.Register) -> None:
-    for field in ("group_id", "model_fingerprint", "device", "dtype", "kv_store", "tier_store", "role", "kv_source"):
+    for field in _REGISTERED_NAMES:
         _check_text(field, getattr(message, field), MAX_NAME)
     if not message.group_id.isprintable():
         raise WrongMessageError("group_id must have only printable characters")

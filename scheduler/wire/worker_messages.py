@@ -35,7 +35,7 @@ REGISTRATION = (
     "max_sequence_length", "max_batch_size", "max_num_tokens", "protocol_version", "world_size", "device", "dtype",
     "features", "lora_cache_bytes", "max_loras", "kept_blocks", "kept_hashes", "kv_store", "tier_store",
     "stored_hashes", "block_bytes", "attention_windows", "max_attention_window", "sink_token_length", "role",
-    "kv_source", "num_micro_batches",
+    "kv_source", "num_micro_batches", "block_kind",
 )  # fmt: skip
 REGISTRATION_LISTS = frozenset({"features", "kept_blocks", "kept_hashes", "stored_hashes", "attention_windows"})
 _lists_of = attrgetter(*STEP_LISTS)

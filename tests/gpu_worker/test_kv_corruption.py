@@ -192,7 +192,7 @@ def test_a_block_damaged_between_workers_is_not_used(
 
     def connect(source: BlockSource) -> BlockTransport:
         assert fetcher is not None
-        made.append(Spoiled(ZmqTransport(fetcher._context, source, fetcher._kind, store), rng))
+        made.append(Spoiled(ZmqTransport(fetcher._context, source, fetcher.kind, store), rng))
         return made[-1]
 
     client = Client(prefill, decode)

@@ -79,6 +79,7 @@ class Member:
             "kv_store": kv.store_name,
             "kv_source": "" if kv.server is None else str(kv.server.source),
             "role": role,
+            "block_kind": kv.transfer_kind,
             "tier_store": "" if kv.tiers is None else kv.tiers.name,
             "stored_hashes": () if kv.tiers is None else tuple(kv.tiers.hashes()),
         }

@@ -122,6 +122,7 @@ class Harness:
             role=more.pop("role", ""),
             kv_source=more.pop("kv_source", ""),
             num_micro_batches=more.pop("num_micro_batches", 1),
+            block_kind=more.pop("block_kind", ""),
         )
         assert not more, more
         model = FakeModel(

@@ -219,6 +219,35 @@ def test_late_and_invalid_reports_change_nothing() -> None:
     harness.check_is_empty()
 
 
+@pytest.mark.parametrize(("kinds", "is_moved"), [(("x", "x"), True), (("x", "y"), False), (("", "y"), True)])
+def test_blocks_are_fetched_only_between_groups_of_equal_kinds(kinds: tuple[str, str], *, is_moved: bool) -> None:
+    """A group that registers no kind is an older worker."""
+    harness = Harness()
+    harness.add_group("p", role="prefill", kv_source="at p", block_kind=kinds[0])
+    decode = harness.add_group("d", role="decode", block_kind=kinds[1])
+    harness.submit("a", PROMPT, 6)
+    harness.turn()
+    harness.step("p")
+    assert bool(decode.fetches) == is_moved
+    harness.run()
+    totals = harness.core.totals
+    assert (totals.num_handovers, totals.num_failed_handovers) == (int(is_moved), 0)
+    harness.check_is_empty()
+
+
+def test_a_decode_group_runs_whole_requests_if_no_prefill_group_has_its_kind_of_blocks() -> None:
+    """As during an upgrade: its capacity is used."""
+    harness = Harness()
+    harness.add_group("p", role="prefill", kv_source="at p", block_kind="new")
+    harness.add_group("d", role="decode", block_kind="old")
+    harness.submit("a", PROMPT, 6)
+    harness.submit("b", PROMPT[::-1], 6)
+    harness.turn()
+    assert sorted(len(group.active) for group in harness.core.groups) == [1, 1]
+    harness.run()
+    harness.check_is_empty()
+
+
 def test_an_unknown_role_is_refused() -> None:
     harness = Harness()
     harness.add_group("p", role="prefil")
