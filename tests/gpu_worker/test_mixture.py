@@ -1,7 +1,8 @@
 """Many requests to the embedded model with random features: the output of each is bit-identical to that of the request
 alone.
 
-MIDSTREAM_MIXTURE=100 pytest tests/gpu_worker/test_mixture.py runs more requests.
+MIDSTREAM_MIXTURE=100 pytest tests/gpu_worker/test_mixture.py runs more requests. MIDSTREAM_ALL_PLACES=1 pytest
+tests/gpu_worker/test_mixture.py -k tiers runs them with all combinations of tiers and roles.
 """
 
 from __future__ import annotations
@@ -135,6 +136,83 @@ def test_the_loss_of_the_scheduler_changes_nothing(
     made = [whole.core.lifecycle.requests[request.request_id] for request in requests]
     assert by_number(made) == alone
     assert sum(request.num_recoveries for request in made) > 50
+
+
+ALL_PLACES = "MIDSTREAM_ALL_PLACES" in os.environ
+TIERS = {"no tiers": (), "host": ("host",), "disk": ("disk",), "host and disk": ("host", "disk")}
+LAYOUTS = ("together", "apart on one host", "apart on two hosts")
+SMALL_BLOCK = 4  # most prompts have several full blocks
+
+
+def place_settings(folder: Path, tiers: str, layout: str, number: int) -> dict[str, Any]:
+    """Return the settings of worker `number` for its role and its tiers, which the workers of a host share."""
+    host = folder / (f"host{number}" if layout == "apart on two hosts" else "host")
+    settings: dict[str, Any] = {"tokens_per_block": SMALL_BLOCK}
+    if layout != "together":
+        settings["role"] = ("prefill", "decode")[number]
+    if layout == "apart on one host" or "host" in TIERS[tiers]:
+        settings["shared_kv_folder"] = str(host / "shared")
+    if "host" in TIERS[tiers]:
+        settings["host_kv_bytes"] = 1 << 28
+    if "disk" in TIERS[tiers]:
+        settings["disk_kv_folder"] = str(host / "disk")
+    return settings
+
+
+@pytest.fixture
+def workers(
+    runner: ModelRunner, folders: list[Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[list[ModelRunner]]:
+    """Return two workers with the tiers and the layout that are the test's parameter."""
+    tiers, layout = request.param
+    with contextlib.ExitStack() as stack:
+        made = []
+        for number in range(2):
+            places = place_settings(tmp_path, tiers, layout, number)
+            made.append(
+                make_runner("smollm2", max_kv_tokens=16_384, max_batch_size=NUM_ROWS, max_num_tokens=2048, **places)
+            )
+            stack.callback(made[-1].close)
+            for folder in folders:
+                resolve(made[-1], folder)
+        yield made
+
+
+@pytest.mark.timeout(3600 if ALL_PLACES else 600)
+@pytest.mark.parametrize(
+    "workers",
+    [
+        pytest.param((tiers, layout), id=f"{tiers}, {layout}")
+        for tiers, layout in (itertools.product(TIERS, LAYOUTS) if ALL_PLACES else [("disk", "apart on two hosts")])
+    ],
+    indirect=True,
+)
+def test_tiers_and_roles_change_nothing(
+    workers: list[ModelRunner], requests: list[pb.GenerateRequest], alone: list[list[Contents]]
+) -> None:
+    """First each worker is lost while the requests run; then everything is restarted, and their blocks are reused."""
+    num = len(requests) if ALL_PLACES else 16
+    is_apart = workers[0].kv.server is not None
+    for is_restarted in (False, True):
+        whole = Whole(workers[0], END_IDS, others=workers[1:], max_batch_size=NUM_ROWS, enable_block_reuse=True)
+        made = [whole.submit(request) for request in requests[:num]]
+        for lost in () if is_restarted else (0, 1):
+            for _ in range(4):
+                assert whole.step()
+            whole.lose_worker(lost)
+        whole.run([])
+        assert by_number(made) == alone[:num]
+        assert (whole.core.totals.num_handovers > num // 4) == is_apart
+    if workers[0].kv.tiers is not None and workers[0].kv.tiers.name:
+        hits = [tier.num_hits for tier in workers[0].kv.tiers._tiers]
+        assert hits[0] > num // 2
+    shares_tiers = len({worker.kv.tiers.name for worker in workers if worker.kv.tiers is not None} - {""}) == 1
+    if is_apart and not shares_tiers:  # blocks in shared tiers need no transfer
+        server, fetcher = workers[0].kv.server, workers[1].kv.fetcher
+        assert server is not None
+        assert fetcher is not None
+        assert server.num_sent >= fetcher.num_fetched > num // 4
+        assert fetcher.num_damaged == 0
 
 
 def test_reported_outputs_equal_those_of_transformers_and_peft(
