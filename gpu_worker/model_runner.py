@@ -19,8 +19,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,8 +37,8 @@ from gpu_worker.features import Feature
 from gpu_worker.kv.block_format import kind_digest
 from gpu_worker.kv.block_kind import block_kind
 from gpu_worker.kv.cache import KvCache, block_bytes
-from gpu_worker.kv.shared_store import KvStore
-from gpu_worker.kv.tiers import KvTiers, TierFolder
+from gpu_worker.kv.shared_store import KvStore, free_bytes
+from gpu_worker.kv.tiers import UNUSED_HOST_S, KvTiers, TierFolder
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks, may_run_ahead
 from gpu_worker.lora.adapter import zero_adapter
 from gpu_worker.lora.cache import adapter_cache
@@ -556,8 +557,7 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
     """
     host_folder = config.shared_kv_folder and f"{config.shared_kv_folder}/tier"
     places = [("host", "host_kv_bytes", config.host_kv_bytes, host_folder)]
-    rates = {"host": 0, "disk": config.disk_kv_bytes_per_s}
-    if min(rates.values()) < 0:
+    if config.disk_kv_bytes_per_s < 0:
         raise ConfigError(f"is {config.disk_kv_bytes_per_s}; must be at least 0", field="disk_kv_bytes_per_s")
     if config.disk_kv_folder:
         places.append(("disk", "disk_kv_bytes", config.disk_kv_bytes, config.disk_kv_folder))
@@ -576,7 +576,12 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
             raise ConfigError("requires shared_kv_folder", field=setting)
     kind = block_kind(config, folder, model)
     size = block_bytes(model.description, config.tokens_per_block, model.kv_dtype)
-    tiers = [TierFolder(name, Path(path), kind, size, num_bytes, rates[name]) for name, _, num_bytes, path in places]
+    # Blocks in host memory leave the space that the pools of workers beside them will need.
+    more: dict[str, dict[str, Any]] = {
+        "host": {"unused_s": UNUSED_HOST_S, "free_bytes": partial(free_bytes, Path(config.shared_kv_folder))},
+        "disk": {"max_bytes_per_s": config.disk_kv_bytes_per_s},
+    }
+    tiers = [TierFolder(name, Path(path), kind, size, num_bytes, **more[name]) for name, _, num_bytes, path in places]
     num_ahead = config.kv_transfer_bytes // size
     host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     name = hashlib.blake2b(repr((host, places, kind)).encode(), digest_size=12).hexdigest()

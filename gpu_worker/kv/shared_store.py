@@ -128,9 +128,9 @@ class KvStore:
         size = _size(num_blocks, self._num_layers, layer_block_bytes)
         try:
             with self._locked_folder():
-                if _room(self._folder) < size:
+                if free_bytes(self._folder) < size:
                     self._remove_left(lambda _: True)
-                room = _room(self._folder)
+                room = free_bytes(self._folder)
                 if room >= size:
                     self._make_file(num_blocks, size)
                     pool = self._map(self._file_number, num_blocks, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -323,7 +323,7 @@ def _size(num_blocks: int, num_layers: int, layer_block_bytes: int) -> int:
     return 2 * _hashes_size(num_blocks) + 2 * num_layers * num_blocks * layer_block_bytes
 
 
-def _room(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
     """Return the number of free bytes in a folder that are not reserved for the pools of live workers."""
     room = shutil.disk_usage(folder).free
     for path in _pools(folder):

@@ -27,10 +27,11 @@ import secrets
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,12 +51,19 @@ logger = logging.getLogger(__name__)
 
 # Interval between scans for other workers' files; also how long a tier is paused after a write error.
 _SCAN_S, _PAUSE_S = 5.0, 10.0
-# Kinds that no worker has opened for this long are removed, for example those of models that are no longer served.
-_UNUSED_S = 7 * 86_400.0
+# How long a step waits for one block. A disk that does not answer, as on a network, must not stop its worker.
+_HUNG_S = 2.0
+# How long to wait for the threads when closing.
+_CLOSE_S = 5.0
+# Kinds that no worker has used for this long are removed, for example those of models that are no longer served. Memory
+# is scarcer than disks, and each upgrade leaves a kind.
+UNUSED_HOST_S, _UNUSED_S = 3600.0, 7 * 86_400.0
 # Maximum number of blocks waiting to be stored; the oldest are dropped, since they can be computed again.
 _MAX_WAITING = 8192
 # Share of a tier that blocks with a raised priority may hold.
 _RETAINED_SHARE = 0.5
+# Length of a block's file name: its hash in hexadecimal.
+_NAME_LENGTH = 16
 # How long an incomplete file, or a retention without its block, may belong to a process that is writing it.
 _INCOMPLETE_S = 60.0
 
@@ -69,7 +77,16 @@ class TierFolder:
     """
 
     def __init__(
-        self, name: str, folder: Path, kind: str, block_bytes: int, max_bytes: int, max_bytes_per_s: int = 0
+        self,
+        name: str,
+        folder: Path,
+        kind: str,
+        block_bytes: int,
+        max_bytes: int,
+        max_bytes_per_s: int = 0,
+        *,
+        unused_s: float = _UNUSED_S,
+        free_bytes: Callable[[], int] | None = None,
     ) -> None:
         """Open the tier's folder; create it if it is missing.
 
@@ -80,6 +97,8 @@ class TierFolder:
             block_bytes: Size of a block's contents in bytes.
             max_bytes: Maximum total size of files of this kind.
             max_bytes_per_s: Maximum rate of this process's writes; 0 means no limit.
+            unused_s: How long other kinds are kept after their last use.
+            free_bytes: Returns how many bytes blocks may still take up, if others need space in the same file system.
 
         Raises:
             ConfigError: The folder cannot be used, or others can access it.
@@ -87,6 +106,7 @@ class TierFolder:
         self.name = name
         self.num_hits = self.num_stored = self.num_evicted = self.num_damaged = self.num_errors = 0
         self.read_bytes = self.written_bytes = 0
+        self._unused_s, self._free_bytes = unused_s, free_bytes
         self._kind = kind_digest(kind)
         self._folder = folder / self._kind.hex()
         self._block_bytes = block_bytes
@@ -102,8 +122,6 @@ class TierFolder:
         self._write_s = (block_bytes + HEAD_BYTES) / max_bytes_per_s if max_bytes_per_s else 0.0
         try:
             self.scan()
-            if self._is_private:
-                _remove_unused(folder)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be used: {error}", field=f"{name}_kv_folder") from None
         if not self._is_private:
@@ -137,6 +155,8 @@ class TierFolder:
         self._is_private = self._make_folder()
         order = self._read_folder() if self._is_private else EvictionOrder()
         self._unmark(order.limit_raised(self._max_retained, time.time_ns()))
+        if self._is_private:
+            _remove_unused(self._folder.parent, self._unused_s)
         with self._lock:
             before, self._index = self._index, order
             self._news |= dict.fromkeys(set(before) - set(order), False)
@@ -152,11 +172,14 @@ class TierFolder:
                     continue
                 with contextlib.suppress(ValueError, FileNotFoundError):
                     name, _, mark = entry.name.partition(".")
+                    value = int.from_bytes(bytes.fromhex(name))
+                    if len(name) != _NAME_LENGTH:
+                        continue  # not ours
                     if mark:
                         priority, until_ns = mark.split(".")
-                        marks.append((int(name, 16), Retention(int(priority), int(until_ns)), entry))
+                        marks.append((value, Retention(int(priority), int(until_ns)), entry))
                     else:
-                        found.append((entry.stat().st_mtime_ns, int(name, 16)))
+                        found.append((entry.stat().st_mtime_ns, value))
         retentions: dict[int, Retention] = {}
         now_ns, stored = time.time_ns(), {value for _, value in found}
         for value, retention, entry in marks:
@@ -223,7 +246,10 @@ class TierFolder:
         header = block_header(self._kind, value, len(contents))
         path, new = self._path(value), self._folder / f".{secrets.token_hex(8)}"
         try:
-            if not self._make_room(self._max_blocks - 1, retention.priority):
+            num_left = self._max_blocks - 1
+            if self._free_bytes is not None and self._free_bytes() < HEAD_BYTES + len(contents):
+                num_left = min(num_left, len(self) - 1)
+            if not self._make_room(num_left, retention.priority):
                 return False
             file_number = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
@@ -256,7 +282,7 @@ class TierFolder:
         if not self._is_private:
             return None
         try:
-            data = np.fromfile(path, dtype=np.uint8)
+            data = np.fromfile(path, dtype=np.uint8, count=HEAD_BYTES + self._block_bytes + 1)
         except FileNotFoundError:
             self._forget(value)
             return None
@@ -380,6 +406,14 @@ class KvTiers:
         self._ahead: OrderedDict[int, None] = OrderedDict()  # blocks to read ahead, in this order
         self._held: OrderedDict[int, Bytes] = OrderedDict()  # blocks that were read ahead, oldest first
         self._wake_reader = threading.Condition()
+        # Blocks that a step waits for, and where to put them.
+        self._to_read: SimpleQueue[tuple[list[int], SimpleQueue[Bytes | None]] | None] = SimpleQueue()
+        # Where the blocks read at present are put, and for which of them no step waits any longer. While these are the
+        # same, a read hangs, and steps use no tier.
+        self._reading: SimpleQueue[Bytes | None] | None = None
+        self._abandoned: SimpleQueue[Bytes | None] | None = None
+        if tiers:
+            threading.Thread(target=self._read_for_steps, name="kv-fetcher", daemon=True).start()
         self._reader = threading.Thread(target=self._read_ahead, name="kv-reader", daemon=True)
         if tiers and max_held:
             self._reader.start()
@@ -412,21 +446,51 @@ class KvTiers:
             self._wake.notify()
 
     def fetch(self, hashes: NDArray[np.uint64], targets: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Fill target blocks from the tiers by hash; return the targets that were not found."""
-        missing = []
+        """Fill target blocks from the tiers by hash; return the targets that were not found, or not in time."""
+        if not self._tiers:
+            return targets
+        unread: dict[int, int] = {}
         for value, target in zip(hashes.tolist(), targets.tolist(), strict=True):
             with self._wake_reader:
                 self._ahead.pop(value, None)
                 contents = self._held.pop(value, None)
-            if contents is not None:
-                self.num_read_ahead += 1
-            else:
-                contents = self._get(value)
+            if contents is None:
+                unread[target] = value
+                continue
+            self.num_read_ahead += 1
+            self._pool.write(target, contents)
+        missing = []
+        for target, contents in zip(unread, self._read(list(unread.values())), strict=True):
             if contents is None:
                 missing.append(target)
-                continue
-            self._pool.write(target, contents)
+            else:
+                self._pool.write(target, contents)
         return np.array(missing, dtype=np.int32)
+
+    def _read(self, values: list[int]) -> Iterator[Bytes | None]:
+        """Yield blocks in order, read by a thread; None for those that are missing, and once a read hangs."""
+        answers: SimpleQueue[Bytes | None] = SimpleQueue()
+        is_waiting = self._reading is None or self._reading is not self._abandoned
+        if is_waiting and values:
+            self._to_read.put((values, answers))
+        for number in range(len(values)):
+            contents = None
+            if is_waiting:
+                try:
+                    contents = answers.get(timeout=_HUNG_S)
+                except Empty:
+                    logger.warning("the KV tiers do not answer; %d blocks will be computed", len(values) - number)
+                    self._abandoned, is_waiting = answers, False
+            yield contents
+
+    def _read_for_steps(self) -> None:
+        for values, answers in iter(self._to_read.get, None):
+            self._reading = answers
+            for value in values:
+                if self._abandoned is answers:
+                    break
+                answers.put(self._get(value))
+            self._reading = None
 
     def _get(self, value: int) -> Bytes | None:
         return next((found for tier in self._tiers if (found := tier.get(value)) is not None), None)
@@ -482,9 +546,10 @@ class KvTiers:
             self._wake.notify()
         with self._wake_reader:
             self._wake_reader.notify()
-        self._thread.join()
+        self._to_read.put(None)
+        self._thread.join(_CLOSE_S)
         if self._reader.is_alive():
-            self._reader.join()
+            self._reader.join(_CLOSE_S)
 
     def _run(self) -> None:
         next_scan = time.monotonic() + _SCAN_S
@@ -565,11 +630,11 @@ def _remove_left(entry: os.DirEntry[str]) -> None:
             Path(entry.path).unlink()
 
 
-def _remove_unused(folder: Path) -> None:
-    """Remove kinds that no worker has opened for a long time; other files in the folder are not ours."""
+def _remove_unused(folder: Path, unused_s: float) -> None:
+    """Remove kinds that no worker has used for a long time; other files in the folder are not ours."""
     for kind in folder.iterdir():
         with contextlib.suppress(OSError, ValueError):
-            if len(bytes.fromhex(kind.name)) == 16 and time.time() - kind.stat().st_mtime > _UNUSED_S:
+            if len(bytes.fromhex(kind.name)) == 16 and time.time() - kind.stat().st_mtime > unused_s:
                 for path in kind.iterdir():
                     path.unlink()
                 kind.rmdir()

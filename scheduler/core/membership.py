@@ -105,8 +105,8 @@ class Membership:
         """Record the blocks in a worker's tiers; return all blocks known to be there."""
         if not event.tier_store:
             return set()
-        if not any(group.registration.tier_store == event.tier_store for group in self.groups.values()):
-            self._stored.pop(event.tier_store, None)
+        in_use = {group.registration.tier_store for group in self.groups.values()}
+        self._stored = {name: hashes for name, hashes in self._stored.items() if name in in_use}
         stored = self._stored.setdefault(event.tier_store, set())
         stored.update(event.stored_hashes)
         return stored

@@ -222,9 +222,9 @@ def test_a_pool_without_room_is_not_shared(tmp_path: Path, caplog: pytest.LogCap
 def test_unused_space_of_living_pools_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpu_worker.kv.shared_store.shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 30))
     leave_pool(tmp_path)
-    assert kv_store._room(tmp_path) == 1 << 30
+    assert kv_store.free_bytes(tmp_path) == 1 << 30
     store, memory = heir_of(tmp_path)
-    assert 0 <= 2 * memory.keys.size + 2 * 4096 - ((1 << 30) - kv_store._room(tmp_path)) <= 4096
+    assert 0 <= 2 * memory.keys.size + 2 * 4096 - ((1 << 30) - kv_store.free_bytes(tmp_path)) <= 4096
     store.close()
 
 

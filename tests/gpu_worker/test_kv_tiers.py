@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -231,11 +232,11 @@ def test_delayed_blocks_are_stored_before_later_ones(tmp_path: Path) -> None:
     new = [(number, 100 + number) for number in range(4, NUM_BLOCKS)]
 
     def seal(block: int, value: int, _: np.ndarray) -> None:
-        """Whenever the last known block was offered, offer another one and let one block be written."""
+        """Whenever the newest block is sealed, offer another one and let one block be written, in the end all."""
         if new and block == new[0][0] - 1:
             tiers.offer([new.pop(0)])
             disk._may_write_at = 0.0
-            disk._write_s *= bool(new)
+            disk._write_s = disk._write_s if new else 1e-9
 
     tiers = KvTiers([disk], "store", pool(), seal)
     tiers.offer([(number, 100 + number) for number in range(4)])
@@ -262,6 +263,80 @@ def test_blocks_are_read_before_a_step_needs_them(tmp_path: Path) -> None:
     assert tiers.num_read_ahead == 2
     assert np.array_equal(after.keys[:, (0, 2)], memory.keys[:, (5, 4)])
     tiers.close()
+
+
+def test_a_disk_that_does_not_answer_delays_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = pool()
+    store_all(tmp_path / "tier", memory)
+    folder, after = tier(tmp_path / "tier"), empty_pool()
+    tiers, answers, get = KvTiers([folder], "store", after), threading.Event(), folder.get
+    monkeypatch.setattr("gpu_worker.kv.tiers._HUNG_S", 0.05)
+
+    def hang(value: int) -> np.ndarray | None:
+        if value == 104:
+            answers.wait(30)
+        return get(value)
+
+    def missing(*values: int) -> list[int]:
+        targets = np.arange(len(values), dtype=np.int32)
+        return [int(target) for target in tiers.fetch(np.array(values, dtype=np.uint64), targets)]
+
+    monkeypatch.setattr(folder, "get", hang)
+    assert missing(103, 104, 105) == [1, 2]
+    started, done = time.monotonic(), tiers._reading
+    assert missing(101, 102) == [0, 1]
+    assert time.monotonic() - started < 0.05, "steps do not wait again"
+    answers.set()
+    while tiers._reading is done:
+        time.sleep(0.001)
+    monkeypatch.setattr("gpu_worker.kv.tiers._HUNG_S", 30)
+    assert missing(104, 999, 101) == [1]
+    assert np.array_equal(after.keys[:, (0, 2)], memory.keys[:, (4, 1)])
+    tiers.close()
+
+
+def test_a_tier_leaves_the_space_that_pools_need(tmp_path: Path) -> None:
+    """Pools in the same memory take up space when they are written, and the worker would be killed without it."""
+    used = tmp_path / "tier"
+    folder = TierFolder(
+        "host",
+        used,
+        "kind",
+        BLOCK_BYTES,
+        100 * FILE_BYTES,
+        free_bytes=lambda: 3 * FILE_BYTES - sum(path.stat().st_size for path in files(used)),
+    )
+    for value in range(1, 6):
+        assert folder.put(value, block(value))
+    assert values_in(folder, range(1, 6)) == [3, 4, 5]
+    folder._free_bytes = lambda: 0
+    folder._make_room(0, 100)
+    assert not folder.put(6, block(6))
+    assert folder.num_errors == 0
+
+
+def test_files_that_are_not_blocks_are_ignored(tmp_path: Path) -> None:
+    folder = tier(tmp_path / "tier")
+    folder.put(1, block(1))
+    (stored,) = files(tmp_path)
+    for name in ("-1", "f" * 17, "f" * 18, "1", "notes", "f" * 18 + ".50.60"):
+        (stored.parent / name).write_bytes(b"")
+    folder.scan()
+    assert folder.take_all() == {1}
+
+
+def test_kinds_that_are_not_in_use_are_removed(tmp_path: Path) -> None:
+    """In host memory soon, because each upgrade leaves a kind there."""
+    old = tier(tmp_path / "tier", kind="old")
+    old.put(1, block(1))
+    hour_ago = time.time() - 3600
+    os.utime(old._folder, (hour_ago, hour_ago))
+    new = TierFolder("host", tmp_path / "tier", "new", BLOCK_BYTES, 1 << 20, unused_s=3700)
+    assert old._folder.exists()
+    new._unused_s = 3500
+    new.scan()
+    assert not old._folder.exists()
+    assert new.put(1, block(1))
 
 
 def test_a_tier_is_used_again_after_its_folder_was_removed(tmp_path: Path) -> None:
