@@ -225,10 +225,13 @@ def test_a_rank_without_logits_replays_graphs_too() -> None:
 
 def test_a_graph_gives_the_likeliest_tokens_and_feeds_them() -> None:
     graphs = graph_decoder(FakeDecoder(), Replays())
+    graphs.feed(torch.tensor([9, 9, 9], dtype=torch.int32))
     graphs.forward(decode_inputs(3))
     best = graphs.best(3)
     assert best is not None
     assert best.tolist() == [0, 0, 0]
+    ahead = replace(decode_inputs(3), token_ids=torch.tensor([-1, -2, -3], dtype=torch.int32))
+    assert graphs.forward(ahead).tolist() == [[1, 2], [1, 4], [1, 6]]
     graphs.feed(torch.tensor([5, -1, 6], dtype=torch.int32))
     # Rows 1 to 3 use the second, first and third of these tokens. The second logits were not finite, so their token
     # counts as 0.
