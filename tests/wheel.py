@@ -40,7 +40,9 @@ def main() -> int:
         names = subprocess.run([python, "-c", NAMES_OF], capture_output=True, text=True, check=True, cwd="/").stdout
         print(f"top-level names of {wheel.name}: {names}", end="", flush=True)
         assert names.split() == ["midstream"], names
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        # Without bytecode, which pip does not make here, each process would compile its modules again for many seconds.
+        dropped = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+        environment = {name: value for name, value in os.environ.items() if name not in dropped}
         # Compilers and earlier builds are hidden.
         environment |= {"CXX": "/nonexistent", "MIDSTREAM_HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder)}
         first_token_s = answer_once(python, folder, environment)
