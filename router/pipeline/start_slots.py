@@ -34,11 +34,10 @@ class StartSlots:
             DeadlineError: There was no slot within `timeout_s`.
         """
         with self._by_client.use(client) as slots:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await slots.acquire()
-            except TimeoutError:
-                raise DeadlineError("the deadline passed while earlier requests of this client were starting") from None
+            if slots.locked():
+                await _acquire(slots, timeout_s)
+            else:
+                await slots.acquire()  # does not wait, so that no timeout is needed
             held = [slots]
 
             def release() -> None:
@@ -51,3 +50,11 @@ class StartSlots:
             finally:
                 timer.cancel()
                 release()
+
+
+async def _acquire(slots: asyncio.Semaphore, timeout_s: float | None) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await slots.acquire()
+    except TimeoutError:
+        raise DeadlineError("the deadline passed while earlier requests of this client were starting") from None

@@ -28,6 +28,9 @@ class RequestTable(Mapping[str, Request]):
     def __getitem__(self, request_id: str) -> Request:
         return self._requests[request_id]
 
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests  # Mapping's own raises and catches a KeyError
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._requests)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 from grpc.aio import ServicerContext
@@ -128,11 +127,10 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     async def _spec(self, request: generation_pb2.GenerateRequest) -> RequestSpec:
         now_ns = self._engine.now_ns()
+        arrival_ns = self._engine.clock.from_unix_ns(request.arrival_time_unix_ns)
         if request.prompt_tuning.HasField("table"):  # there may be megabytes to hash and to copy
-            spec = await asyncio.to_thread(spec_from_proto, request, self._limits, now_ns)
-        else:
-            spec = spec_from_proto(request, self._limits, now_ns)
-        return replace(spec, arrival_ns=self._engine.clock.from_unix_ns(spec.arrival_ns))
+            return await asyncio.to_thread(spec_from_proto, request, self._limits, now_ns, arrival_ns)
+        return spec_from_proto(request, self._limits, now_ns, arrival_ns)
 
     async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:
         if request.only_if_unread and self._engine.hub.has_reader_left(request.request_id):

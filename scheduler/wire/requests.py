@@ -25,13 +25,17 @@ class ModelLimits:
     hidden_size: int = 0
 
 
-def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: int) -> RequestSpec:
+def spec_from_proto(
+    request: pb.GenerateRequest, limits: ModelLimits, now_ns: int, arrival_ns: int | None = None
+) -> RequestSpec:
     """Return the core's form of a request.
 
     Args:
         request: The request, checked by a router: token ids, request id and seed are set.
         limits: Limits of the served model.
-        now_ns: Arrival time at the scheduler, where the timeout starts; `arrival_ns` stays in wall-clock time.
+        now_ns: Arrival time at the scheduler, where the timeout starts.
+        arrival_ns: Arrival time at the router by the scheduler's clock; by default, the request's own, in wall-clock
+            time.
     """
     virtual = request.prompt_tuning.resolved
     named = range(virtual.first_virtual_token, virtual.first_virtual_token + virtual.num_virtual_tokens)
@@ -67,7 +71,7 @@ def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: in
         is_detached=request.detached,
         is_cacheable=_is_cacheable(request),
         tensor_bytes=tensor_bytes(request, len(prompt), limits.vocab_size, limits.hidden_size),
-        arrival_ns=request.arrival_time_unix_ns,
+        arrival_ns=request.arrival_time_unix_ns if arrival_ns is None else arrival_ns,
         deadline_ns=now_ns + min(request.timeout_ms, _MAX_TIMEOUT_MS) * _NS_PER_MS
         if request.HasField("timeout_ms")
         else None,
