@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import urllib.error
@@ -276,6 +277,18 @@ async def test_connections_are_limited_in_total_and_for_an_address() -> None:
         for _, writer in streams:
             writer.close()
         await server.stop(0)
+
+
+async def test_a_connection_accepted_while_the_server_stops_is_closed() -> None:
+    server = GrpcServer()
+    port = server.add_port("127.0.0.1", 0)
+    await server.start()
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it was accepted, and its task has not begun
+        await server.stop(0)
+        client.settimeout(WAIT_S)
+        assert await asyncio.to_thread(client.recv, 1) == b""
 
 
 def get(port: int, path: str) -> tuple[int, str]:

@@ -237,7 +237,7 @@ class GrpcServer(grpc.aio.Server):
             found.setblocking(False)
             task = loop.create_task(self._open(found, listener))
             self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            task.add_done_callback(functools.partial(self._opened, found))
 
     def _accept_again(self, listener: _Listener) -> None:
         if not self._is_stopping:
@@ -255,21 +255,25 @@ class GrpcServer(grpc.aio.Server):
         context = listener.context
         if listener.tls is not None:
             listener.tls.refresh()
-        try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: Connection(self, functools.partial(self._release, found)),
-                found,
-                ssl=context,
-                ssl_handshake_timeout=self.limits.handshake_timeout_s if context is not None else None,
-            )
-        except (OSError, TimeoutError) as error:
-            logger.debug("a connection was not opened: %s", error)
-            self._release(found)
-            found.close()
-        except BaseException:
-            self._release(found)
-            found.close()
-            raise
+        await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: Connection(self, functools.partial(self._release, found)),
+            found,
+            ssl=context,
+            ssl_handshake_timeout=self.limits.handshake_timeout_s if context is not None else None,
+        )
+
+    def _opened(self, found: socket.socket, task: asyncio.Task[None]) -> None:
+        """Close a connection that was not opened. Its task may have been canceled before it began."""
+        self._opening.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None and not task.cancelled():
+            return
+        self._release(found)
+        found.close()
+        if error is not None:
+            is_usual = isinstance(error, OSError | TimeoutError)
+            level = logging.DEBUG if is_usual else logging.ERROR
+            logger.log(level, "a connection was not opened: %s", error, exc_info=None if is_usual else error)
 
     # Calls
 
