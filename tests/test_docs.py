@@ -17,7 +17,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # These variables are read by the kernels, the tests, the compiler and the shell, not by the configuration of a service.
-OTHER_VARIABLES = {"all_doc_commands", "all_kills", "cpu_isa", "fuzz_messages", "fuzz_seed", "wheel_kernels", "run_dir"}
+OTHER_VARIABLES = {
+    "all_doc_commands", "all_families", "all_kills", "cpu_isa",
+    "fuzz_messages", "fuzz_seed", "run_dir", "wheel_kernels",
+}  # fmt: skip
 
 
 def text_of(page: Path) -> str:
