@@ -111,13 +111,15 @@ async def _kill_in_a_transfer(service: Service, decode: dict[str, Any], number: 
         return metrics(decode)["worker_kv_fetched_blocks"]
 
     worker = await eventually(prefill, lambda worker: metrics(worker).get("worker_registrations_total") == 1, 60)
-    for attempt in range(20):
+    end, attempt = time.monotonic() + 150, 0
+    while time.monotonic() < end:
+        attempt += 1
         wanted = await num_fetched() + 1 + number % 8 * 5
-        new = [300 + number + 1000 * attempt, *PROMPTS[0]]
+        new = [300 + (number + 1000 * attempt) % 48_000, *PROMPTS[0]]
         running = asyncio.create_task(answers(service, [new, *PROMPTS]))
         if await eventually(num_fetched, lambda count: count >= wanted or running.done(), 60) >= wanted:  # noqa: B023
             os.kill(worker["pid"], signal.SIGKILL)
             return await running
-        # After many deaths of the prefill worker, the scheduler uses only the decode worker for a while.
+        # After many deaths of the prefill worker, the scheduler uses only the decode worker for up to a minute.
         await running
     raise AssertionError("no blocks were transferred")
