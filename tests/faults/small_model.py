@@ -30,8 +30,6 @@ def make_small_model(folder: Path, family: str = "Llama", **settings: Any) -> Mo
     config_class = getattr(transformers, f"{family}Config")
     if "text_config" in config_class.sub_configs:
         settings["text_config"] = shape | settings["text_config"]
-        if family == "Idefics3":
-            settings["image_token_id"] = shape["eos_token_id"]  # an id of the tokenizer
         config = config_class(**settings)
     else:
         config = config_class(**(shape | settings))
