@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from midstream.python_process import python_command
+
 
 def resolve_by(hosts: Path) -> None:
     """Make `socket.getaddrinfo` resolve the names in the file, and resolve all other names as usual."""
@@ -36,4 +38,6 @@ def publish(hosts: Path, **names: list[str]) -> None:
 if __name__ == "__main__":
     resolve_by(Path(sys.argv[1]))
     sys.argv = sys.argv[2:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    # In an installation, the service is in the package midstream.
+    *_, module = python_command(sys.argv[0])
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
