@@ -327,7 +327,8 @@ def free_bytes(folder: Path) -> int:
     """Return the number of free bytes in a folder that are not reserved for the pools of live workers."""
     room = shutil.disk_usage(folder).free
     for path in _pools(folder):
-        if not _is_left(path):
-            status = path.stat()
-            room -= max(0, status.st_size - status.st_blocks * 512)
+        with contextlib.suppress(FileNotFoundError):  # its worker has removed it
+            if not _is_left(path):
+                status = path.stat()
+                room -= max(0, status.st_size - status.st_blocks * 512)
     return room

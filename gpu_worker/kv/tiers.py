@@ -117,6 +117,7 @@ class TierFolder:
         # Retentions of blocks that are about to be stored, oldest first.
         self._expected: OrderedDict[int, Retention] = OrderedDict()
         self._news: dict[int, bool] = {}
+        self._forgotten: set[int] = set()  # since the last scan began
         self._is_private = False
         self._paused_until = self._may_write_at = 0.0
         self._write_s = (block_bytes + HEAD_BYTES) / max_bytes_per_s if max_bytes_per_s else 0.0
@@ -152,12 +153,16 @@ class TierFolder:
         """Read the folder, including files of other workers, in the order of their last use; create it if it has been
         removed. While others can access the folder, the tier is empty.
         """
+        with self._lock:
+            self._forgotten.clear()
         self._is_private = self._make_folder()
         order = self._read_folder() if self._is_private else EvictionOrder()
         self._unmark(order.limit_raised(self._max_retained, time.time_ns()))
         if self._is_private:
             _remove_unused(self._folder.parent, self._unused_s)
         with self._lock:
+            for value in self._forgotten:
+                order.remove(value)
             before, self._index = self._index, order
             self._news |= dict.fromkeys(set(before) - set(order), False)
             self._news |= dict.fromkeys(set(order) - set(before), True)
@@ -352,6 +357,7 @@ class TierFolder:
 
     def _forget(self, value: int) -> None:
         with self._lock:
+            self._forgotten.add(value)
             if self._index.remove(value):
                 self._news[value] = False
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gpu_worker.kv import block_kind
-from gpu_worker.kv.eviction import Retention
+from gpu_worker.kv.eviction import EvictionOrder, Retention
 from gpu_worker.kv.shared_store import PoolMemory
 from gpu_worker.kv.tiers import KvTiers, StoreChanges, TierFolder
 from midstream.errors import ConfigError
@@ -111,6 +111,29 @@ def test_kinds_never_share_a_block(tmp_path: Path) -> None:
     other.scan()
     assert other.get(7) is None
     assert other.num_damaged == 1
+
+
+def test_a_block_that_is_removed_during_a_scan_can_be_stored_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tier(tmp_path / "tier")
+    assert folder.put(7, block(7))
+    read = folder._read_folder
+
+    def read_before_it_is_removed() -> EvictionOrder:
+        order = read()
+        (file,) = files(tmp_path)
+        file.write_bytes(file.read_bytes()[:-1])
+        assert folder.get(7) is None
+        return order
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_read_folder", read_before_it_is_removed)
+        folder.scan()
+    assert 7 not in folder
+    assert folder.put(7, block(7))
+    folder.scan()
+    assert folder.get(7) is not None
 
 
 def test_the_least_recently_used_is_evicted_first(tmp_path: Path) -> None:
