@@ -154,7 +154,11 @@ class Placement:
             others = group.num_context_tokens + _TOKENS_PER_ACTIVE_SEQUENCE * len(group.active)
             return cost.num_tokens - cost.num_cached_tokens - group.num_fetchable_tokens(request) + others
 
-        return min(best, key=work), most
+        # A decode group on trial gets nothing by handover, so it goes first if groups have equal work.
+        def may_wait(group: WorkerGroup) -> bool:
+            return group.role is not Role.DECODE or not group.standing.is_on_trial
+
+        return min(best, key=lambda group: (work(group), may_wait(group))), most
 
     def _num_to_start(self, request: Request, group: WorkerGroup) -> int:
         """Return how many of a queued request's waiting sequences can start on the group now."""
@@ -169,9 +173,11 @@ class Placement:
 
     def _is_for_others(self, request: Request, group: WorkerGroup) -> bool:
         """Return whether a group only takes requests that are handed over to it, since a group that can do so can
-        compute this context.
+        compute this context. None is handed over to a group on trial.
         """
-        return group.role is Role.DECODE and any(
+        if group.role is not Role.DECODE or group.standing.is_on_trial:
+            return False
+        return any(
             other.role is Role.PREFILL and group.can_fetch_from(other) and self.could_run(request, other)
             for other in self._membership.groups.values()
         )

@@ -9,6 +9,7 @@ import pytest
 from scheduler.core.effects import GroupRefused
 from scheduler.core.events import BlocksFetched
 from scheduler.core.request import FinishReason
+from scheduler.core.standing import MAX_PAUSE_NS
 from tests.scheduler.fake_group import FakeGroup
 from tests.scheduler.harness import Harness
 
@@ -150,6 +151,23 @@ def test_a_decode_worker_that_dies_in_a_transfer_is_replaced_by_another() -> Non
     harness.cut(chosen)
     harness.run()
     assert heir.num_adopted == 5
+    harness.check_is_empty()
+
+
+def test_a_decode_group_on_trial_computes_a_whole_request_and_then_takes_over_others() -> None:
+    harness, _, _ = apart()
+    for _ in range(2):
+        harness.cut("d")
+        decode = harness.add_group("d", role="decode")
+    harness.wait_until(harness.now_ns + MAX_PAUSE_NS)
+    assert harness.group("d").standing.is_on_trial
+    harness.submit("a", PROMPT, 12)
+    harness.run()
+    assert harness.core.totals.num_handovers == 0
+    assert decode.model.num_context_tokens == len(PROMPT)
+    harness.submit("b", [1, *PROMPT], 12)
+    harness.run()
+    assert harness.core.totals.num_handovers == 1
     harness.check_is_empty()
 
 
