@@ -36,8 +36,9 @@ def generate(target: Path) -> None:
     write(target / "monitoring.yaml", monitoring)
     policy = KUSTOMIZE / "overlays" / "roles" / "transfer-policy.yaml"
     write(target / "roles.yaml", list(yaml.safe_load_all(policy.read_text(encoding="utf-8"))))
-    scaled = KUSTOMIZE / "components" / "keda" / "scaled-objects.yaml"
-    write(target / "keda.yaml", list(yaml.safe_load_all(scaled.read_text(encoding="utf-8"))))
+    for name, source in (("keda", "keda/scaled-objects.yaml"), ("hpa-workers", "hpa-workers/worker.yaml")):
+        text = (KUSTOMIZE / "components" / source).read_text(encoding="utf-8")
+        write(target / f"{name}.yaml", list(yaml.safe_load_all(text)))
     apart = [item for item in render("overlays/roles", ["keda-roles"]) if item["kind"] == "ScaledObject"]
     write(target / "keda-roles.yaml", apart)
 

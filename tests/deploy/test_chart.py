@@ -36,8 +36,8 @@ def chart(values: str, *flags: str) -> dict[tuple[str, str], Manifest]:
     return objects_of(made.stdout)
 
 
-def test_there_are_six_examples() -> None:
-    assert VALUES == ["cpu", "gpu", "ha", "keda", "roles", "secure"]
+def test_there_are_seven_examples() -> None:
+    assert VALUES == ["cpu", "gpu", "ha", "hpa-workers", "keda", "roles", "secure"]
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -59,6 +59,7 @@ def test_its_files_equal_the_output_of_kustomize(tmp_path: Path) -> None:
         ("cpu", ()),
         ("gpu", ("--set", "accelerator=gpu")),
         ("secure", ("--set", "secure.enabled=true")),
+        ("hpa-workers", ("--set", "autoscaling.kind=hpa-workers")),
         ("keda", ("--set", "autoscaling.kind=keda")),
         ("roles", ("--set", "roles.enabled=true")),
         ("roles-keda", ("--set", "roles.enabled=true,autoscaling.kind=keda")),
@@ -68,10 +69,6 @@ def test_without_other_values_it_is_the_overlay(overlay: str, flags: tuple[str, 
     ours = chart("cpu", *flags)
     theirs = {(item["kind"], item["metadata"]["name"]): item for item in render(overlay).objects}
     del theirs["Namespace", "midstream"]  # the namespace already exists
-    if "keda" in overlay:  # KEDA determines the number of replicas
-        for (kind, name), item in theirs.items():
-            if kind == "Deployment" and name.startswith("worker"):
-                item["spec"].pop("replicas", None)
     assert ours == theirs
 
 
@@ -104,6 +101,30 @@ def test_prefill_and_decode_workers_have_their_own_values() -> None:
     assert decode["spec"]["template"]["spec"]["volumes"] == prefill["spec"]["template"]["spec"]["volumes"]
     refused = helm("template", "midstream", str(CHART), "--set", "roles.enabled=true,accelerator=gpu")
     assert "roles: needs accelerator cpu" in refused.stderr
+
+
+def test_replicas_of_autoscaled_workers_are_a_minimum() -> None:
+    objects = chart("hpa-workers")
+    spec = objects["HorizontalPodAutoscaler", "worker"]["spec"]
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (3, 12)
+    assert "replicas" not in objects["Deployment", "worker"]["spec"]
+    unset = chart("hpa-workers", "--set", "replicas.worker=null,replicas.router=null")
+    assert unset["HorizontalPodAutoscaler", "worker"]["spec"]["minReplicas"] == 2
+    none = chart("keda", "--set", "replicas.worker=0")
+    assert none["ScaledObject", "worker"]["spec"]["minReplicaCount"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("replicas.worker=0", "replicas.worker: only KEDA scales to 0"),
+        ("roles.enabled=true", "roles: prefill and decode workers are autoscaled with autoscaling.kind keda"),
+    ],
+)
+def test_what_prometheus_adapter_cannot_scale_is_rejected(flags: str, words: str) -> None:
+    made = helm("template", "midstream", str(CHART), "--set", f"autoscaling.kind=hpa-workers,{flags}")
+    assert made.returncode != 0
+    assert words in made.stderr
 
 
 def test_a_changed_setting_rolls_out() -> None:
