@@ -92,15 +92,21 @@ def _run_program(module_name: str, words: Sequence[str]) -> int:
 
 def _unrecognized(words: list[str], command: argparse.ArgumentParser) -> str:
     """Return an error message for arguments that are not of `command`, with the setting or flag that may be meant."""
+    from midstream.cli.other_servers import our_flag
     from midstream.config import KNOWN_SETTINGS
 
     flag = words[0].partition("=")[0]
-    setting = flag.removeprefix("--").replace("-", "_")
-    close = difflib.get_close_matches(flag, re.findall(r"--[\w-]+", command.format_usage()), n=1)
+    ours = our_flag(flag)
+    setting = ours.removeprefix("--").replace("-", "_")
+    known = re.findall(r"--[\w-]+", command.format_usage())
     hint = ""
-    if flag.startswith("--") and setting in KNOWN_SETTINGS:
+    if ours in known:
+        hint = f"; did you mean {ours}?"
+    elif ours == "--model":
+        hint = f"; the model is an argument without a flag: {command.prog} MODEL"
+    elif ours.startswith("--") and setting in KNOWN_SETTINGS:
         hint = f"; this is a setting of the services: MIDSTREAM_{setting.upper()}=VALUE {command.prog} …"
-    elif close:
+    elif close := difflib.get_close_matches(flag, known, n=1):
         hint = f"; did you mean {close[0]}?"
     return f"unrecognized arguments: {' '.join(words)}{hint}"
 

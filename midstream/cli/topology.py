@@ -73,6 +73,10 @@ class Topology:
         for flag, port in (("--port", self.port), ("--http-port", self.http_port)):
             if port is not None and not 0 <= port <= MAX_PORT:
                 raise ConfigError(f"{port} is not in 0..{MAX_PORT}", field=flag)
+        if self.port and self.port == self.http_port:
+            raise ConfigError(
+                f"{self.port} is the HTTP port as well; --port is for gRPC, --http-port for HTTP", field="--port"
+            )
         for flag, count in (
             ("--routers", self.num_routers),
             ("--detokenizers", self.num_detokenizers),

@@ -213,6 +213,7 @@ def _run_detached(name: str, topology: Topology, run_dir: RunDir, console: Conso
         state = _wait_until_ready(run_dir, supervisor, console)
     except KeyboardInterrupt:
         supervisor.terminate()
+        supervisor.wait()  # the next start would find the directory in use
         raise
     if state is None:
         last = run_dir.read_state()

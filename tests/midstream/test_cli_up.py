@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import stat
 from contextlib import closing
@@ -77,6 +78,8 @@ def test_a_mistyped_setting_is_named_before_anything_starts(
     [
         (["--detahc"], "; did you mean --detach?"),
         (["--tensor-parallel-size=2"], "; did you mean --tensor-parallel?"),
+        (["-tp", "2"], "; did you mean --tensor-parallel?"),
+        (["--model"], "; the model is an argument without a flag: midstream serve MODEL"),
         (
             ["--max-batch-size", "8"],
             "; this is a setting of the services: MIDSTREAM_MAX_BATCH_SIZE=VALUE midstream serve …",
@@ -92,6 +95,37 @@ def test_an_unknown_flag_names_the_one_that_may_be_meant(
     printed = capsys.readouterr().err
     assert printed.startswith("usage: midstream serve ")
     assert printed.endswith(f"midstream serve: error: unrecognized arguments: {' '.join(words)}{hint}\n")
+
+
+def flags_of_other_servers() -> list[tuple[str, str]]:
+    """Return the pairs of a flag of another server and ours, from the table in docs/migration.md."""
+    page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
+    rows = page.partition("## Starting")[2].partition("\n## ")[0].splitlines()
+    pairs = []
+    for row in rows:
+        *theirs, ours = (re.findall(r"`([^`]*)`", cell) for cell in row.split("|")[2:-1] or [""])
+        pairs += [(flag, ours[0]) for names in theirs for name in names for flag in re.findall(r"--[\w-]+", name)]
+    return pairs
+
+
+def test_flags_of_other_servers_are_accepted_or_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = flags_of_other_servers()
+    assert len(pairs) > 50
+    for theirs, ours in pairs:
+        with pytest.raises(SystemExit, match="2"):
+            main(["serve", "smollm2", theirs, "1", "--no-such-flag"])
+        error = capsys.readouterr().err.splitlines()[-1]
+        if error.endswith("unrecognized arguments: --no-such-flag"):  # `serve` has a flag of this name
+            assert theirs == ours or (theirs, ours) == ("--port", "--http-port")
+        else:
+            assert theirs in error
+            assert ours in error.partition(";")[2], error
+
+
+def test_two_ports_differ() -> None:
+    with pytest.raises(ConfigError, match="8000 is the HTTP port as well; --port is for gRPC"):
+        Topology(port=8000, http_port=8000)
+    assert Topology(port=0, http_port=0).port == 0
 
 
 def test_hints_contain_the_address_of_the_started_service(tmp_path: Path) -> None:
