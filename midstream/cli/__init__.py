@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0] in PROGRAMS:
         return _run_program(PROGRAMS[words[0]][0], words[1:])
     try:
-        parsed, unknown = _parser(words).parse_known_args(words)
+        parsed, unknown = _parser(words).parse_known_args(words or ["--help"])
         if unknown:
             parsed.parser.error(_unrecognized(unknown, parsed.parser))
     except KeyboardInterrupt:  # while the command's modules are imported

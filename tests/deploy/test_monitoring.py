@@ -32,7 +32,9 @@ def expressions() -> Iterator[str]:
     yield from (rule["expr"] for rule in alerts())
     yield from (target["expr"] for panel in panels() for target in panel.get("targets", []))
     rules = load("adapter-rules.yaml")
-    yield from (rule[query] for rule in rules["rules"] + rules["externalRules"] for query in ("seriesQuery", "metricsQuery"))
+    yield from (
+        rule[query] for rule in rules["rules"] + rules["externalRules"] for query in ("seriesQuery", "metricsQuery")
+    )
     keda = (ROOT / "deploy" / "k8s" / "components" / "keda" / "scaled-objects.yaml").read_text(encoding="utf-8")
     yield from (
         trigger["metadata"]["query"] for item in yaml.safe_load_all(keda) for trigger in item["spec"]["triggers"]
