@@ -492,19 +492,18 @@ class Output:
         self._metrics.log_end(reason, duration_s, first_s, self._num_tokens)
         if error is None and self._end is not None:
             self._metrics.request.observe(duration_s)
-            self._metrics.success.labels(self._end.finish_reason or "").inc()
+            self._metrics.num_succeeded[self._end.finish_reason or ""] += 1
 
     def _observe(self, chunk: Chunk, now: float) -> None:
-        num_tokens = len(chunk.token_ids)
+        num_tokens, metrics = len(chunk.token_ids), self._metrics
         if self._last is None:
             self._first = now
-            self._metrics.first_token.observe(now - self._arrival)
+            metrics.first_token.observe(now - self._arrival)
             if self._span is not None:
                 self._span.note("first output")
         elif num_tokens:
-            self._metrics.inter_token.observe((now - self._last) / num_tokens)
-        self._metrics.tokens.inc(num_tokens)
-        self._metrics.num_tokens += num_tokens
+            metrics.inter_token.observe((now - self._last) / num_tokens)
+        metrics.num_tokens += num_tokens
         if self._admission is not None and num_tokens:
             self._admission.charge(output=num_tokens)
         self._num_tokens += num_tokens

@@ -5,35 +5,43 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 
-from prometheus_client import Counter, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
-from midstream.telemetry import Metrics
+from midstream.telemetry import PREFIX, Metrics
 
 logger = logging.getLogger(__name__)
 
 
-class RouterMetrics:
-    """Metrics of this router's clients.
+class RouterMetrics(Collector):
+    """Metrics of this router's clients. Only the event loop changes them; the metrics thread reads them at each scrape.
 
     Attributes:
-        num_tokens: Number of tokens sent so far, for the throughput log.
+        num_tokens: Number of tokens sent so far.
         num_ended: Number of requests that have ended so far, for the throughput log.
+        num_succeeded: Number of requests that have ended with each finish reason.
     """
 
     def __init__(self, metrics: Metrics, *, logs_requests: bool = False) -> None:
         self.num_tokens = self.num_ended = 0
+        self.num_succeeded = Counter[str]()
         self._request_level = logging.INFO if logs_requests else logging.DEBUG
-        self.first_token: Histogram = metrics.histogram(
-            "time_to_first_token_seconds", "Time from arrival to first output."
-        )
-        self.inter_token: Histogram = metrics.histogram(
-            "inter_token_latency_seconds", "Time per token after the first."
-        )
-        self.request: Histogram = metrics.histogram("e2e_request_latency_seconds", "Time from arrival to last output.")
-        self.success: Counter = metrics.counter("request_success", "Ended requests.", ("finished_reason",))
-        self.tokens: Counter = metrics.counter("relayed_tokens", "Tokens sent to clients.")
+        self.first_token = metrics.histogram("time_to_first_token_seconds", "Time from arrival to first output.")
+        self.inter_token = metrics.histogram("inter_token_latency_seconds", "Time per token after the first.")
+        self.request = metrics.histogram("e2e_request_latency_seconds", "Time from arrival to last output.")
+        metrics.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families of the counters."""
+        yield CounterMetricFamily(PREFIX + "relayed_tokens", "Tokens sent to clients.", self.num_tokens)
+        ended = CounterMetricFamily(PREFIX + "request_success", "Ended requests.", labels=("finished_reason",))
+        for reason, count in self.num_succeeded.copy().items():
+            ended.add_metric((reason,), count)
+        yield ended
 
     def log_end(self, reason: str, duration_s: float, first_s: float | None, num_tokens: int) -> None:
         """Log that a request has ended; its id is in the logging context."""
