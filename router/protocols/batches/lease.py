@@ -8,6 +8,7 @@ alive, this does no harm, since both write the same output.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import uuid
@@ -20,6 +21,9 @@ from router.pipeline.client_documents import ClientDocument, ClientDocuments
 logger = logging.getLogger(__name__)
 
 _KIND = "batch_lease"
+_LOOK_S = 0.5
+# If the queue was empty: another router has added a batch, which it usually takes itself.
+_IDLE_LOOK_S = 2.0
 _RENEW_S = 1.0
 _LEASE_S = 5.0
 _GIVE_BACK_S = 1.0
@@ -46,10 +50,19 @@ class Leases:
         self._holder = uuid.uuid4().hex
         # Version of each entry, and the loop time at which that version was first seen.
         self._seen: dict[tuple[Cell, str], tuple[int, float]] = {}
+        self._added = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Return when it is time to look for batches again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S if self._seen else _IDLE_LOOK_S):
+                await self._added.wait()
+        self._added.clear()
 
     async def add(self, cell: Cell, owner: str, batch_id: str) -> None:
         """Add a batch, unless the queue has it already."""
         await self._documents.put(cell, _KIND, owner, batch_id, _entry(""), if_version=0)
+        self._added.set()
 
     async def take(self, cell: Cell, held: set[str], limit: int) -> list[Lease]:
         """Lease up to `limit` free entries of a cell, oldest first.

@@ -107,7 +107,7 @@ class BatchRunner:
                         task = asyncio.create_task(self._hold(lease), name=f"batch {lease.batch_id}")
                         self._running[lease.batch_id] = task
                         task.add_done_callback(partial(self._forget, lease.batch_id))
-                await asyncio.sleep(_LOOK_S)
+                await self._leases.wait()
         finally:
             tasks = list(self._running.values())
             for task in tasks:
