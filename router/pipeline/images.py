@@ -31,6 +31,8 @@ EncodeImage = Callable[[bytes], Awaitable[scheduler_pb2.EncodeImageResponse]]
 
 def images_of(request: pb.GenerateRequest) -> list[tuple[str, bytes]]:
     """Return the images of a request in order, with the paths of their fields."""
+    if not request.images and not request.HasField("chat"):
+        return []
     images = [(f"images[{i}].data", image.data) for i, image in enumerate(request.images)]
     for i, message in enumerate(request.chat.messages):
         for k, part in enumerate(message.parts):

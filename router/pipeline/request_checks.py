@@ -7,7 +7,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import PurePath
+from typing import Any
 
 from midstream.errors import InvalidArgumentError, NotFoundError, UnavailableError, UnsupportedError
 from midstream.extras import tensor_bytes
@@ -55,6 +57,7 @@ class _Range:
         raise InvalidArgumentError(f"is {value:g}; must be in {bounds}", field=field)
 
 
+_Check = Callable[[Any, ModelFolder], None]
 _MAX_FLOAT = 3.4028234663852886e38
 _FINITE = _Range(-_MAX_FLOAT, _MAX_FLOAT)
 _POSITIVE = _Range(0, _MAX_FLOAT, excludes_low=True)
@@ -132,13 +135,10 @@ def check_request(
         InvalidArgumentError: A field is invalid; the error names it.
         NotFoundError: The named model is not the served one.
     """
-    for field in ("request_id", "client_id", "cache_salt", "logits_post_processor_name"):
-        check_name(getattr(request, field), field)
-    check_model(request.model, model)
-    _Range(-100, 100).check(request.priority, "priority")
-    _at_most(request.timeout_ms, MAX_DURATION_MS, "timeout_ms")
-    _at_most(request.keep_s, MAX_KEEP_S, "keep_s")
-    _Range(0, 1 << 62).check(request.arrival_time_unix_ns, "arrival_time_unix_ns")
+    for field, value in request.ListFields():  # of the others, the defaults are valid
+        check = _CHECKS.get(field.name)
+        if check is not None:
+            check(value, model)
     if request.HasField("max_tokens") and not (request.max_tokens or _reports_prompt(request)):
         raise InvalidArgumentError(
             "must be at least 1, unless the request asks for an output for the prompt", field="max_tokens"
@@ -152,10 +152,6 @@ def check_request(
     _check_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")
     if request.sampling.HasField("beam_width"):
         _Range(1, max_beam_width).check(request.sampling.beam_width, "sampling.beam_width")
-    check_sampling(request.sampling, model)
-    _check_stopping(request.stopping, model)
-    _check_output(request.output, model)
-    _check_features(request, model)
 
 
 def check_model(name: str, model: ModelFolder) -> None:
@@ -199,7 +195,7 @@ def check_supported(request: pb.GenerateRequest, features: frozenset[str] | None
         UnavailableError: The request names a probe, and no worker has registered yet.
     """
     if features is not None:
-        for feature in sorted(FEATURES.keys() - features):
+        for feature in _missing(features):
             if FEATURES[feature](request):
                 raise UnsupportedError(
                     f"the workers lack {feature.replace('_', ' ')}", field=_FEATURE_FIELDS.get(feature, feature)
@@ -210,7 +206,9 @@ def check_supported(request: pb.GenerateRequest, features: frozenset[str] | None
                 "no post-processor of this name is registered in the workers", field="logits_post_processor_name"
             )
     probes = [item for item in request.output.additional_outputs if not _ADDITIONAL_OUTPUT.fullmatch(item.name)]
-    if probes and features is None:
+    if not probes:
+        return
+    if features is None:
         raise UnavailableError(
             f"no worker has registered yet, so it is unknown whether there is an output probe {probes[0].name!r}"
         )
@@ -222,6 +220,11 @@ def check_supported(request: pb.GenerateRequest, features: frozenset[str] | None
                 field="output.additional_outputs.name",
             )
         item.probe_width = widths[item.name]
+
+
+@lru_cache(maxsize=64)
+def _missing(features: frozenset[str]) -> list[str]:
+    return sorted(FEATURES.keys() - features)
 
 
 def fit_to_context(num_prompt_tokens: int, max_tokens: int | None, model: ModelFolder, field: str = "prompt") -> int:
@@ -257,33 +260,40 @@ def check_tensors(request: pb.GenerateRequest, model: ModelFolder, max_tensor_by
 
 def check_sampling(sampling: pb.SamplingConfig, model: ModelFolder) -> None:
     """Raise InvalidArgumentError, with the field's name, if a sampling parameter is out of range."""
-    for name, bounds in _SAMPLING.items():
-        if sampling.HasField(name):  # type: ignore[arg-type]
-            bounds.check(getattr(sampling, name), f"sampling.{name}")
-    if sampling.HasField("top_p_reset_id"):
-        _check_ids((sampling.top_p_reset_id,), model.vocab_size, "sampling.top_p_reset_id")
-    _Range(0, model.max_sequence_length).check(sampling.no_repeat_ngram_size, "sampling.no_repeat_ngram_size")
-    _Range(0, model.max_sequence_length).check(sampling.min_tokens, "sampling.min_tokens")
+    for field, value in sampling.ListFields():
+        bounds = _SAMPLING.get(field.name)
+        if bounds is not None:
+            bounds.check(value, f"sampling.{field.name}")
+        elif field.name in ("no_repeat_ngram_size", "min_tokens"):
+            _Range(0, model.max_sequence_length).check(value, f"sampling.{field.name}")
+        elif field.name == "top_p_reset_id":
+            _check_ids((value,), model.vocab_size, "sampling.top_p_reset_id")
+        elif field.name == "embedding_bias":
+            for token_id, bias in value.items():
+                _check_ids((token_id,), model.vocab_size, "sampling.embedding_bias")
+                _FINITE.check(bias, "sampling.embedding_bias")
     if sampling.beam_width > 1 and sampling.num_return_sequences > sampling.beam_width:
         raise InvalidArgumentError("must be at most the beam width", field="sampling.num_return_sequences")
-    for token_id, bias in sampling.embedding_bias.items():
-        _check_ids((token_id,), model.vocab_size, "sampling.embedding_bias")
-        _FINITE.check(bias, "sampling.embedding_bias")
 
 
 def _check_stopping(stopping: pb.StoppingConfig, model: ModelFolder) -> None:
-    _check_words(stopping.stop_words, MAX_STOP_WORDS, "stopping.stop_words")
-    _check_words(stopping.bad_words, MAX_BAD_WORDS, "stopping.bad_words")
-    _at_most(len(stopping.stop_token_ids), MAX_STOP_TOKENS, "stopping.stop_token_ids")
-    _check_ids(stopping.stop_token_ids, model.vocab_size, "stopping.stop_token_ids")
-    _at_most(len(stopping.bad_word_token_ids), MAX_BAD_WORDS, "stopping.bad_word_token_ids")
-    for ids in stopping.bad_word_token_ids:
-        _at_least_one(len(ids.values), "stopping.bad_word_token_ids")
-        _at_most(len(ids.values), MAX_BAD_WORD_TOKENS, "stopping.bad_word_token_ids")
-        _check_ids(ids.values, model.vocab_size, "stopping.bad_word_token_ids")
-    for name in ("end_id", "pad_id"):
-        if stopping.HasField(name):
-            _check_ids((getattr(stopping, name),), model.vocab_size, f"stopping.{name}")
+    for field, value in stopping.ListFields():
+        path = f"stopping.{field.name}"
+        if field.name == "stop_words":
+            _check_words(value, MAX_STOP_WORDS, path)
+        elif field.name == "bad_words":
+            _check_words(value, MAX_BAD_WORDS, path)
+        elif field.name == "stop_token_ids":
+            _at_most(len(value), MAX_STOP_TOKENS, path)
+            _check_ids(value, model.vocab_size, path)
+        elif field.name == "bad_word_token_ids":
+            _at_most(len(value), MAX_BAD_WORDS, path)
+            for ids in value:
+                _at_least_one(len(ids.values), path)
+                _at_most(len(ids.values), MAX_BAD_WORD_TOKENS, path)
+                _check_ids(ids.values, model.vocab_size, path)
+        elif field.name in ("end_id", "pad_id"):
+            _check_ids((value,), model.vocab_size, path)
 
 
 def _check_output(output: pb.OutputConfig, model: ModelFolder) -> None:
@@ -314,7 +324,7 @@ def _probe_widths(features: Iterable[str]) -> Iterator[tuple[str, int]]:
             yield name, int(width)
 
 
-def _check_guide(guided: pb.GuidedDecodingConfig) -> None:
+def _check_guide(guided: pb.GuidedDecodingConfig, _: ModelFolder) -> None:
     if guided.guide_type not in pb.GuideType.values()[1:]:
         raise InvalidArgumentError("must be set", field="guided_decoding.guide_type")
     if not guided.guide and guided.guide_type != pb.GUIDE_TYPE_JSON:
@@ -322,33 +332,34 @@ def _check_guide(guided: pb.GuidedDecodingConfig) -> None:
     _at_most(len(guided.guide), MAX_GUIDE_CHARACTERS, "guided_decoding.guide")
 
 
-def _check_features(request: pb.GenerateRequest, model: ModelFolder) -> None:
-    if request.HasField("guided_decoding"):
-        _check_guide(request.guided_decoding)
-    if request.HasField("lora"):
-        _at_least_one(len(request.lora.name), "lora.name")
-        check_name(request.lora.name, "lora.name")
-        if request.lora.HasField("resolved"):
-            raise InvalidArgumentError("must not be set by clients", field="lora.resolved")
-    check_name(request.prompt_tuning.name, "prompt_tuning.name")
-    if request.HasField("speculative"):
-        if request.speculative.method not in (1, 2):
-            raise InvalidArgumentError("must be set", field="speculative.method")
-        _Range(1, 16).check(request.speculative.num_draft_tokens, "speculative.num_draft_tokens")
-        if request.speculative.HasField("max_ngram_size"):
-            _Range(1, MAX_NGRAM_SIZE).check(request.speculative.max_ngram_size, "speculative.max_ngram_size")
-        prediction = request.speculative.prediction_token_ids
-        field = "speculative.prediction_token_ids"
-        _at_most(len(prediction), model.max_sequence_length, field)
-        _check_ids(prediction, model.vocab_size, field)
-    _at_most(len(request.kv_retention.token_ranges), MAX_TOKEN_RANGES, "kv_retention.token_ranges")
-    for token_range in request.kv_retention.token_ranges:
+def _check_lora(lora: pb.LoraConfig, _: ModelFolder) -> None:
+    _at_least_one(len(lora.name), "lora.name")
+    check_name(lora.name, "lora.name")
+    if lora.HasField("resolved"):
+        raise InvalidArgumentError("must not be set by clients", field="lora.resolved")
+
+
+def _check_speculative(speculative: pb.SpeculativeConfig, model: ModelFolder) -> None:
+    if speculative.method not in (1, 2):
+        raise InvalidArgumentError("must be set", field="speculative.method")
+    _Range(1, 16).check(speculative.num_draft_tokens, "speculative.num_draft_tokens")
+    if speculative.HasField("max_ngram_size"):
+        _Range(1, MAX_NGRAM_SIZE).check(speculative.max_ngram_size, "speculative.max_ngram_size")
+    prediction = speculative.prediction_token_ids
+    field = "speculative.prediction_token_ids"
+    _at_most(len(prediction), model.max_sequence_length, field)
+    _check_ids(prediction, model.vocab_size, field)
+
+
+def _check_retention(retention: pb.KvRetentionConfig, _: ModelFolder) -> None:
+    _at_most(len(retention.token_ranges), MAX_TOKEN_RANGES, "kv_retention.token_ranges")
+    for token_range in retention.token_ranges:
         _at_most(token_range.priority, 100, "kv_retention.token_ranges.priority")
         _at_most(token_range.duration_ms, MAX_DURATION_MS, "kv_retention.token_ranges.duration_ms")
         if token_range.HasField("end") and token_range.end <= token_range.start:
             raise InvalidArgumentError("must be after start", field="kv_retention.token_ranges.end")
-    _at_most(request.kv_retention.decode_priority, 100, "kv_retention.decode_priority")
-    _at_most(request.kv_retention.decode_duration_ms, MAX_DURATION_MS, "kv_retention.decode_duration_ms")
+    _at_most(retention.decode_priority, 100, "kv_retention.decode_priority")
+    _at_most(retention.decode_duration_ms, MAX_DURATION_MS, "kv_retention.decode_duration_ms")
 
 
 def _check_words(words: Iterable[str], limit: int, field: str) -> None:
@@ -388,3 +399,31 @@ def _reports_prompt(request: pb.GenerateRequest) -> bool:
 def _at_least_one(value: int, field: str) -> None:
     if value < 1:
         raise InvalidArgumentError("must be at least 1", field=field)
+
+
+def _named(field: str) -> _Check:
+    return lambda value, _: check_name(value, field)
+
+
+def _bounded(low: int, high: int, field: str) -> _Check:
+    bounds = _Range(low, high)
+    return lambda value, _: bounds.check(value, field)
+
+
+# What is checked of each field of a request if it is set.
+_CHECKS: dict[str, _Check] = {
+    **{field: _named(field) for field in ("request_id", "client_id", "cache_salt", "logits_post_processor_name")},
+    "model": check_model,
+    "priority": _bounded(-100, 100, "priority"),
+    "timeout_ms": lambda value, _: _at_most(value, MAX_DURATION_MS, "timeout_ms"),
+    "keep_s": lambda value, _: _at_most(value, MAX_KEEP_S, "keep_s"),
+    "arrival_time_unix_ns": _bounded(0, 1 << 62, "arrival_time_unix_ns"),
+    "sampling": check_sampling,
+    "stopping": _check_stopping,
+    "output": _check_output,
+    "guided_decoding": _check_guide,
+    "lora": _check_lora,
+    "prompt_tuning": lambda tuning, _: check_name(tuning.name, "prompt_tuning.name"),
+    "speculative": _check_speculative,
+    "kv_retention": _check_retention,
+}
