@@ -8,7 +8,6 @@ An id is `REQUEST/PART/PART...`, with a part for each prompt. A part has for eac
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from urllib.parse import quote, unquote
 
@@ -84,9 +83,9 @@ class Position:
         return text, rest
 
 
-def event_id(request_id: str, positions: Sequence[Position]) -> str:
-    """Return the id of the event after which the client is at `positions`."""
-    return "/".join([quote(request_id, safe=""), *map(str, positions)])
+def event_prefix(request_id: str) -> str:
+    """Return what precedes the positions in the ids of a job's events."""
+    return quote(request_id, safe="") + "/"
 
 
 def read_event_id(text: str, num_prompts: int) -> tuple[str, list[Position]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from functools import cached_property
 from urllib.parse import quote
 
 from starlette.responses import JSONResponse, Response
@@ -21,7 +22,7 @@ from router.protocols.fields import ignored_header
 from router.protocols.openai.echo import EchoedPrompt
 from router.protocols.openai.errors import error_body
 from router.protocols.openai.jobs import Job, request_ids
-from router.protocols.openai.positions import Position, event_id, read_event_id
+from router.protocols.openai.positions import Position, event_prefix, read_event_id
 from router.protocols.openai.shapes import usage_fields
 from router.protocols.streaming import EventStream, StreamedResponse, dump
 
@@ -171,12 +172,23 @@ class Reply(StreamedResponse):
 
     async def _event(self, events: EventStream, choice: dict[str, object] | None) -> None:
         """Write the delta of one choice, or the usage."""
-        event = self._envelope(self._job.shape.chunk_name)
-        event["choices"] = [choice] if choice is not None else []
-        if self._job.includes_usage:
-            event["usage"] = self._usage() if choice is None else None
-        name = event_id(self._job.request_id, self._positions)
-        await events.write(f"id: {name}\ndata: {dump(event)}\n\n")
+        begin, end = self._around_choices
+        if choice is not None:
+            choices = dump(choice)
+        else:
+            choices, end = "", f'],"usage":{dump(self._usage())}}}'
+        name = self._event_prefix + "/".join(map(str, self._positions))
+        await events.write(f"id: {name}\ndata: {begin}{choices}{end}\n\n")
+
+    @cached_property
+    def _around_choices(self) -> tuple[str, str]:
+        """The JSON before and after the choices of an event, which is the same for all events but the last."""
+        begin = dump({**self._envelope(self._job.shape.chunk_name), "choices": []}).removesuffix("]}")
+        return begin, '],"usage":null}' if self._job.includes_usage else "]}"
+
+    @cached_property
+    def _event_prefix(self) -> str:
+        return event_prefix(self._job.request_id)
 
     def _envelope(self, name: str) -> dict[str, object]:
         job = self._job

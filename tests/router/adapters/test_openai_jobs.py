@@ -17,7 +17,7 @@ from router.protocols.conversation import ChatModel
 from router.protocols.openai.body import Body
 from router.protocols.openai.echo import EchoedPrompt
 from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
-from router.protocols.openai.positions import Position, event_id, read_event_id
+from router.protocols.openai.positions import Position, event_prefix, read_event_id
 
 VOCABULARY = Vocabulary(lambda token: bytes([97 + token]), ChatModel(ModelFormat(TOOL_FORMATS["hermes"])))
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -136,7 +136,7 @@ def test_text_offsets_continue_in_a_resumed_stream() -> None:
         assert reached is not None
         position.advance(Chunk(0, 0, list(range(cut)), ""), counts_characters=False)
         position.characters[0], position.partial[0] = reached
-        _, (read,) = read_event_id(event_id("r", [position]), 1)
+        _, (read,) = read_event_id(event_prefix("r") + str(position), 1)
         second.shape.begin_at(0, read.characters[0], read.partial.get(0, b""))
         assert known + offsets(second, range(cut, 8)) == whole
 
