@@ -76,6 +76,8 @@ logger = logging.getLogger(__name__)
 Prepare = Callable[[], Awaitable[None]]
 _T = TypeVar("_T")
 _REATTACH_S = 0.05
+# The scheduler ends a request at its deadline; if it hangs, the router does so after this time.
+_LATE_S = 1.0
 # Time for which a disconnected client may reconnect.
 _RETURN_S = 0.5
 
@@ -128,6 +130,7 @@ class Generation:
         self._attachment: Attachment | None = None
         self._is_reading = request is not None
         self._num_failures = 0  # since the last output
+        self._timer: asyncio.TimerHandle | None = None
 
     async def take(self) -> list[Chunk]:
         """Return the next output, at least one chunk; must not be called after the final chunk.
@@ -139,6 +142,9 @@ class Generation:
             self._is_reading = True
             self._runner.readers.enter(self.request_id)
         if self._attachment is None:
+            if self._deadline is not None:
+                late_at = self._deadline + _LATE_S
+                self._timer = asyncio.get_running_loop().call_at(late_at, self.stream.fail, _deadline_error())
             await self._attach()
         while True:
             try:
@@ -156,7 +162,12 @@ class Generation:
                 link = avoid.link if avoid else None
                 self._attachment = await self._runner.pool.attach(self.stream, avoid=link)
         except TimeoutError:
-            raise UnavailableError("no detokenizer is reachable") from None
+            raise self._failure(UnavailableError("no detokenizer is reachable")) from None
+
+    def _failure(self, error: MidstreamError) -> MidstreamError:
+        """Return the error that ends the stream, which could not continue because of `error`."""
+        is_late = self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline
+        return _deadline_error() if is_late else error
 
     async def _recover(self, error: UnavailableError | NotFoundError) -> None:
         """Attach to another detokenizer, and resubmit the request if its scheduler lost it."""
@@ -165,7 +176,7 @@ class Generation:
             self._give_up_at = self._runner.give_up_at(self._deadline)
         is_forgotten = isinstance(error, NotFoundError)
         if now >= self._give_up_at or (is_forgotten and self._request is None):
-            raise error
+            raise self._failure(error)
         logger.info("reattaching: %s", error.message)
         lost, self._attachment = self._attachment, None
         if lost is not None:
@@ -179,6 +190,8 @@ class Generation:
 
     def close(self, *, abort: bool) -> None:
         """Release the stream; with `abort`, abort the request unless it is detached."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._attachment is not None:
             self._attachment.detach()
         if self._is_reading:
@@ -460,7 +473,7 @@ class Output:
         if self._end is None:
             return
         if self._end.finish_reason is FinishReason.DEADLINE:
-            raise DeadlineError("the request's deadline passed")
+            raise _deadline_error()
         if self._end.finish_reason is FinishReason.ERROR:
             raise self._end.error or ExecutionError("the request failed")
 
@@ -642,6 +655,10 @@ class FrontDoor:
     def abort_soon(self, request_id: str) -> None:
         """Abort a request of the caller in the background."""
         self.runner.abort_soon(current_caller.get().scope(request_id))
+
+
+def _deadline_error() -> DeadlineError:
+    return DeadlineError("the request's deadline passed")
 
 
 def _shorter(first: float | None, second: float | None) -> float | None:

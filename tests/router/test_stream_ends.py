@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import grpc.aio
 import pytest
 
 from midstream import errors
 from midstream.client import FinishReason
 from midstream.model.tokenizer import Tokenizer
+from midstream.rpc.serving import open_channel
 from protos import generation_pb2 as pb
+from protos import service_pb2_grpc
+from router.pipeline import generation
 from tests.router.client_streams import PROMPT, OpenClient, collect
 from tests.router.conftest import Cluster
 
@@ -96,6 +100,23 @@ async def test_deadline_and_failure_end_the_call_with_their_status(cluster: Clus
         assert final.is_final
         with pytest.raises(expected):
             await anext(stream)
+
+
+@pytest.mark.parametrize("has_detokenizer", [True, False])
+async def test_a_request_ends_at_its_deadline_even_if_other_components_hang(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, has_detokenizer: bool
+) -> None:
+    """The scripted scheduler ends no request by itself, and the call has no deadline of its own."""
+    monkeypatch.setattr(generation, "_LATE_S", 0.0)
+    router = await cluster.add_router(*[await cluster.add_detokenizer()] * has_detokenizer)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(values=PROMPT), timeout_ms=300)
+    async with open_channel(router.address) as channel, asyncio.timeout(20):
+        stub: service_pb2_grpc.MidstreamAsyncStub = service_pb2_grpc.MidstreamStub(channel)  # type: ignore[assignment]
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in stub.Generate(request):
+                pass
+    assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert len(cluster.scheduler.submits) == 1
 
 
 async def test_resume_of_an_unknown_request_is_not_found(cluster: Cluster, open_client: OpenClient) -> None:
