@@ -114,7 +114,7 @@ class FrameConnection(asyncio.Protocol):
         self._posted: list[bytes] = []
         self._num_posted_bytes = 0
         self._heard_at = self._loop.time()
-        self._pinged_at: float | None = None  # first ping since then
+        self._pinged_at: float | None = None  # time of the ping since then
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -262,16 +262,20 @@ class FrameConnection(asyncio.Protocol):
             raise FrameError(f"unknown frame kind {kind}")
 
     def _look(self) -> None:
-        now = self._loop.time()
-        silent_s = now - self._heard_at
-        # If this process itself did not run for a while, the peer has not had time to reply.
-        if self._pinged_at is not None and now - self._pinged_at >= 0.9 * (self._timeout_s - self._keepalive_s):
-            self.fail(TimeoutError(f"no message for {silent_s:.1f} s"))
+        """Ping a peer that has been silent for `keepalive_s`, and close the connection if it does not reply in time.
+
+        The time for the reply starts with the ping: if this process itself did not run for a while, the peer has not
+        had time to reply.
+        """
+        now, reply_s = self._loop.time(), self._timeout_s - self._keepalive_s
+        due = self._heard_at + self._keepalive_s if self._pinged_at is None else self._pinged_at + reply_s
+        if now >= due and self._pinged_at is not None:
+            self.fail(TimeoutError(f"no message for {now - self._heard_at:.1f} s"))
             return
-        if silent_s >= 0.9 * self._keepalive_s:
+        if now >= due:
             self._write(Kind.PING)
-            self._pinged_at = now if self._pinged_at is None else self._pinged_at
-        self._timer = self._loop.call_later(self._keepalive_s, self._look)
+            self._pinged_at, due = now, now + reply_s
+        self._timer = self._loop.call_at(due, self._look)
 
 
 class Pump:

@@ -235,6 +235,38 @@ async def test_a_silent_peer_is_dropped_and_a_responsive_one_kept() -> None:
         assert not living.lost.is_set()
 
 
+class Clock:
+    """The time and the only timer of an event loop."""
+
+    def __init__(self) -> None:
+        self.now = self.due = 0.0
+        self.callback: Callable[[], None] = lambda: None
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Mock:
+        self.due, self.callback = when, callback
+        return Mock()
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> Mock:
+        return self.call_at(self.now + delay, callback)
+
+
+@pytest.mark.parametrize("last_heard", [0.0, 1.5, 9.9])
+async def test_a_silent_peer_is_dropped_at_its_time_limit(last_heard: float) -> None:
+    connection, clock = FrameConnection(MAX_BYTES, Peer(), keepalive_s=10, timeout_s=15), Clock()
+    connection._loop = clock  # type: ignore[assignment]
+    connection.connection_made(Mock())
+    connection.open(welcome=False)
+    clock.now = last_heard
+    connection.data_received(struct.pack(">IB", 1, frames.Kind.PONG))
+    while connection.is_open:
+        clock.now = clock.due
+        clock.callback()
+    assert clock.now == pytest.approx(last_heard + 15)
+
+
 async def test_a_server_that_closes_has_sent_everything() -> None:
     here = Peer()
     async with serving() as server:
