@@ -1,8 +1,9 @@
 """Has workers encode images for routers, and caches the results by the images' contents.
 
 A worker encodes one image at a time, so that an image that ends a worker's process is the only one to be blamed. If a
-worker is lost, another one encodes the image; after `max_deaths` losses, the image is refused. The core does not know
-about images: the request that a router submits contains the embeddings.
+worker is lost, another one encodes the image; after `max_deaths` losses, the image is refused. A worker that returns an
+invalid answer is itself at fault: it is held off as for an invalid result, and the image is not blamed. The core does
+not know about images: the request that a router submits contains the embeddings.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from midstream.errors import (
 )
 from protos import scheduler_pb2, worker_pb2
 from scheduler.core.worker_group import WorkerGroup
+from scheduler.wire.worker_checks import WrongMessageError
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ MAX_TABLE_BYTES = 48 << 20
 # Bytes of images that may wait for workers or be encoded.
 _MAX_PENDING_BYTES = 256 << 20
 _LOOK_INTERVAL_S = 0.25
+# Maximum number of workers that are asked to encode an image.
+_MAX_TRIES = 8
 
 Response = scheduler_pb2.EncodeImageResponse
 
@@ -126,7 +130,11 @@ class Images:
         return await asyncio.shield(running)
 
     def on_result(self, result: worker_pb2.ImageEncoded) -> None:
-        """Process a message of a worker's answer."""
+        """Process a message of a worker's answer.
+
+        Raises:
+            WrongMessageError: The answer is invalid; the caller ends the worker's epoch.
+        """
         asked = self._asked.get((result.epoch, result.id))
         if asked is None or asked.done.done():
             return
@@ -136,8 +144,7 @@ class Images:
         part, whole = result.embeddings, asked.response
         problem = self._problem(asked, result)
         if problem:
-            asked.done.set_exception(ExecutionError(f"the worker's answer is invalid: {problem}"))
-            return
+            raise WrongMessageError(f"image_encoded: {problem}")
         if not whole.HasField("embeddings"):
             whole.text = result.text
             whole.embeddings.dtype = part.dtype
@@ -171,17 +178,23 @@ class Images:
             self._num_cache_bytes -= len(oldest.embeddings.data)
 
     async def _encode(self, data: bytes) -> Response:
-        for _ in range(max(self._max_deaths, 1)):
+        num_deaths = 0
+        for _ in range(_MAX_TRIES):
             async with self._free_group() as group:
+                num_faults = group.standing.num_faults
                 response = await self._ask(group, data)
             if response is not None:
                 return response
             logger.warning("a worker was lost while it encoded an image", extra={"epoch": group.epoch})
-        raise ExecutionError(f"{self._max_deaths} workers were lost while they encoded the image")
+            num_deaths += group.standing.num_faults == num_faults
+            if num_deaths >= self._max_deaths:
+                raise ExecutionError(f"{num_deaths} workers were lost while they encoded the image")
+        raise ExecutionError("no worker returned a valid answer for the image")
 
     @contextlib.asynccontextmanager
     async def _free_group(self) -> AsyncIterator[WorkerGroup]:
-        """Wait for a worker that encodes no image, and yield the one with the most free rows.
+        """Wait for a worker that encodes no image, and yield the one with the most free rows. Workers that are held off
+        are not asked, and those on trial only if there are no others.
 
         Raises:
             UnavailableError: There is no worker.
@@ -192,7 +205,7 @@ class Images:
         while True:
             groups = self._groups()
             able = [group for group in groups if "vision" in group.registration.features]
-            free = [group for group in able if group.epoch not in self._busy]
+            free = [group for group in able if group.epoch not in self._busy and not group.is_held_off]
             if free:
                 break
             if groups and not able:
@@ -206,7 +219,7 @@ class Images:
             self._freed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._freed.wait(), _LOOK_INTERVAL_S)
-        group = max(free, key=lambda group: group.num_free_rows)
+        group = max(free, key=lambda group: (not group.standing.is_on_trial, group.num_free_rows))
         self._busy.add(group.epoch)
         try:
             yield group

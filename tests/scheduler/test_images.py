@@ -18,8 +18,10 @@ from midstream.errors import (
 )
 from protos import generation_pb2 as pb
 from protos import worker_pb2
+from scheduler.core.standing import Standing
 from scheduler.edge import images as images_module
 from scheduler.edge.images import Images
+from scheduler.wire.worker_checks import WrongMessageError
 
 
 @dataclass
@@ -33,6 +35,8 @@ class Group:
     num_free_rows: int = 8
     registration: Registration = field(default_factory=Registration)
     connection: bytes = b""
+    standing: Standing = field(default_factory=Standing)
+    is_held_off: bool = False
 
 
 class Workers:
@@ -169,13 +173,32 @@ async def test_a_workers_error_is_passed_on_and_not_kept() -> None:
 
 
 @pytest.mark.parametrize(("num_bytes", "offset"), [(8, 8), (0, 0)])
-async def test_parts_that_do_not_fit_are_an_error(num_bytes: int, offset: int) -> None:
-    workers = Workers(Group(1))
+async def test_invalid_answers_are_blamed_on_the_worker(num_bytes: int, offset: int) -> None:
+    workers = Workers(*(Group(epoch, num_free_rows=9 - epoch) for epoch in (1, 2, 3, 4)))
     call = asyncio.create_task(workers.images.encode(b"image"))
-    epoch, image_id, _ = await workers.asked.get()
-    workers.part(epoch, image_id, b"a" * num_bytes, offset)
-    with pytest.raises(ExecutionError, match="answer is invalid"):
-        await call
+    for _ in range(3):  # more often than `max_deaths`
+        epoch, image_id, _ = await workers.asked.get()
+        with pytest.raises(WrongMessageError, match="image_encoded"):
+            workers.part(epoch, image_id, b"a" * num_bytes, offset)
+        workers.groups[0].standing.note_fault(0, "wrong message")
+        workers.lose(epoch)
+    assert (await workers.answer(b"a" * 8))[0] == 4
+    assert (await call).embeddings.data == b"a" * 8
+
+
+async def test_a_worker_that_is_held_off_or_on_trial_encodes_only_if_no_other_can() -> None:
+    held, trial, good = Group(1, 9, is_held_off=True), Group(2, 8, standing=Standing(num_faults=1)), Group(3, 1)
+    workers = Workers(held, trial, good)
+    calls = [asyncio.create_task(workers.images.encode(bytes([i]))) for i in range(3)]
+    asked = [await workers.asked.get() for _ in range(2)]
+    assert [epoch for epoch, _, _ in asked] == [3, 2]
+    await asyncio.sleep(0.01)
+    assert workers.asked.empty()
+    held.is_held_off = False
+    assert (await workers.answer(b"a" * 8))[0] == 1
+    for epoch, image_id, _ in asked:
+        workers.part(epoch, image_id, b"a" * 8)
+    await asyncio.gather(*calls)
 
 
 async def test_waiting_images_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
