@@ -26,7 +26,7 @@ from scheduler.core.role import Role
 from scheduler.core.standing import Standings
 from scheduler.core.stats import Totals
 from scheduler.core.timers import Clock, Timers
-from scheduler.core.worker_group import WorkerGroup
+from scheduler.core.worker_group import WorkerGroup, note_stored
 
 # Epochs increase from one scheduler to the next: the high bits are the scheduler's epoch, the low bits count
 # registrations.
@@ -108,7 +108,7 @@ class Membership:
         in_use = {group.registration.tier_store for group in self.groups.values()}
         self._stored = {name: hashes for name, hashes in self._stored.items() if name in in_use}
         stored = self._stored.setdefault(event.tier_store, set())
-        stored.update(event.stored_hashes)
+        note_stored(stored, event.stored_hashes)
         return stored
 
     def _problem(self, event: WorkerRegistered) -> tuple[str, str] | None:

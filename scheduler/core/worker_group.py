@@ -31,6 +31,8 @@ from scheduler.core.timers import Clock
 _BY_ROW = attrgetter("row")
 # Limit on the data that a step copies from tiers or a dead worker's pool, which takes a few tens of milliseconds.
 _MAX_ADOPTED_BYTES, _MAX_ADOPTED_BLOCKS = 32 << 20, 1024
+# Limit on the known hashes of one store, so that no worker can fill the memory. A registration cannot hold more either.
+_MAX_STORED = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,12 @@ class AdapterRoom:
         if not self._num_users[spec.lora_key]:
             del self._num_users[spec.lora_key]
             self._left += spec.lora_bytes
+
+
+def note_stored(stored: set[int], hashes: Iterable[int]) -> None:
+    """Add hashes of blocks in a worker's tiers to those known, unless there are too many."""
+    if len(stored) < _MAX_STORED:
+        stored.update(hashes)
 
 
 class WorkerGroup:
@@ -231,7 +239,7 @@ class WorkerGroup:
         self.last_heard_ns = event.time_ns
         self.memory = event.memory
         self.stored.difference_update(event.removed_hashes)
-        self.stored.update(event.stored_hashes)
+        note_stored(self.stored, event.stored_hashes)
         if not self.in_flight or event.last_step_id < self.in_flight[0].step_id:
             self._num_beats_ahead = 0
             return True

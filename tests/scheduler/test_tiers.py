@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scheduler.core import worker_group
 from scheduler.core.events import WorkerBeat
 from scheduler.core.request import FinishReason
 from scheduler.core.request_spec import RetentionRange
@@ -107,6 +108,17 @@ def test_heartbeats_tell_what_changed() -> None:
     connection = group.registration.connection
     harness.handle(WorkerBeat(harness.now_ns, connection, group.epoch, 0, (0, 0, 0), (5,), (some,)))
     assert harness.group("h").stored == known - {some} | {5}
+
+
+def test_a_worker_cannot_fill_the_memory_with_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_group, "_MAX_STORED", 10)
+    harness, group = stored()
+    connection = group.registration.connection
+    for beat in range(100):
+        hashes = (10 * beat, 10 * beat + 1)
+        harness.handle(WorkerBeat(harness.now_ns, connection, group.epoch, 0, (0, 0, 0), hashes))
+    harness.add_group("i", tier_store="host", stored_hashes=tuple(range(5000, 5100)))
+    assert 10 <= len(harness.group("i").stored) <= 11
 
 
 def test_groups_of_one_store_know_the_same() -> None:
