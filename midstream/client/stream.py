@@ -114,7 +114,8 @@ class AsyncStream:
             await self._recover(error)
             return None
         except asyncio.CancelledError:
-            if not self._is_silent:
+            task = asyncio.current_task()
+            if not self._is_silent or (task is not None and task.cancelling()):
                 self.cancel()
                 raise
             await self._leave(grpc.StatusCode.UNAVAILABLE, UnavailableError("the router does not answer"))

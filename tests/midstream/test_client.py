@@ -189,6 +189,18 @@ async def test_closing_a_stream_ends_the_call(how: str) -> None:
         await asyncio.wait_for(router.left.wait(), 30)
 
 
+async def test_a_stream_can_be_cancelled_while_it_leaves_a_router_that_hangs() -> None:
+    async with serving(kind=Silent) as (_, address), AsyncClient(address) as client:
+        stream = client.generate("w")
+        await anext(stream)
+        reading = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        stream._is_silent = True
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(reading, 20)
+
+
 async def test_all_arguments_reach_the_router() -> None:
     sampling = SamplingParams(
         max_tokens=5, temperature=0.0, seed=7, stop=("a", "b"), stop_token_ids=(3,), ignore_eos=True, log_probs=2,
