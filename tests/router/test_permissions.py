@@ -51,6 +51,18 @@ def test_every_method_has_its_roles() -> None:
     assert {name for name, _, _ in methods()} == {name for name in _GRPC if not name.startswith("/grpc.")}
 
 
+def test_contents_and_adapters_are_for_admins_and_loads_for_observers() -> None:
+    def only(role: Role) -> set[str]:
+        return {name.rpartition("/")[2] for name, roles in _GRPC.items() if roles == {role}}
+
+    assert only(Role.ADMIN) == {"LoadLora", "UnloadLora", "SubscribeKvEvents", "GetKvEventSources"}
+    loads = {"GetServerInfo", "GetLoads", "GetIterationStats", "GetStatus", "GetLoad", "ModelStatistics"}
+    assert only(Role.OBSERVE) == loads
+    assert roles_for_path("/ledger") == {Role.ADMIN}
+    assert roles_for_path("/v1/files/x") == {Role.GENERATE}
+    assert roles_for_path("/metrics") == roles_for_path("/dashboard/feed") == {Role.OBSERVE}
+
+
 async def call(address: str, token: str, method: tuple[str, bool, bool], timeout_s: float) -> grpc.StatusCode:
     """Return the status of an empty call, or OK if the method answers and continues."""
     name, _, streams = method
