@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -110,10 +111,16 @@ def split_blocks(caches: tuple[Tensor, Tensor], block_tables: Tensor, size: int)
     """
     factor = caches[0].shape[1] // size
     if factor > 1:
-        parts = torch.arange(factor, dtype=block_tables.dtype, device=block_tables.device)
-        block_tables = (block_tables[:, :, None] * factor + parts).flatten(1)
+        parts = _count(factor, block_tables.dtype, block_tables.device)
+        block_tables = torch.add(parts, block_tables[:, :, None], alpha=factor).flatten(1)
     k_cache, v_cache = (cache.view(-1, size, *cache.shape[2:]) for cache in caches)
     return k_cache, v_cache, block_tables
+
+
+@functools.cache
+def _count(number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the numbers below `number`; the first call must not be recorded."""
+    return torch.arange(number, dtype=dtype, device=device)
 
 
 def starts_of(lengths: Tensor) -> Tensor:

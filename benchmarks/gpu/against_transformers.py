@@ -214,13 +214,15 @@ def _transformers_speed(report: Report, requests: list[Request]) -> float:
         # Warm up: the first request allocates memory, captures graphs and compiles kernels.
         manager.add_request(requests[0].prompt, max_new_tokens=4)
         while manager.get_result(timeout=1.0) is None:
-            if report.seconds_left < 0:
+            if report.seconds_left < 0 or not manager.is_running():
                 raise TimeoutError("transformers returned no token in time")
         started, num_tokens, num_done = time.perf_counter(), 0, 0
         for request in requests:
             manager.add_request(request.prompt, max_new_tokens=request.num_tokens)
-        while num_done < len(requests) and report.seconds_left > 0:
+        while num_done < len(requests) and report.seconds_left > 0 and manager.is_running():
             result = manager.get_result(timeout=1.0)
+            if result is not None and result.error is not None:
+                raise RuntimeError(f"transformers failed: {result.error}")
             if result is not None and result.is_finished():
                 num_done += 1
                 num_tokens += len(result.generated_tokens)

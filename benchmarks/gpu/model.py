@@ -14,10 +14,13 @@ from gpu_worker.models.decoder import ForwardInputs, TorchDecoder
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.models.families import describe
 from gpu_worker.models.weights.layer_weights import FeedForwardWeights, LayerWeights, LinearWeights
+from gpu_worker.parallel.shard import Shard, whole_shard
+from gpu_worker.parallel.tensor_ranks import ONE_RANK, TensorRanks
 
 if TYPE_CHECKING:
     from gpu_worker.model_runner import ModelRunner
     from gpu_worker.models.weights.decoder_weights import DecoderWeights
+    from midstream.model.folder import ModelFolder
 
 # The shape of Llama 3.1 8B.
 CONFIG_8B: dict[str, Any] = {
@@ -32,6 +35,13 @@ CONFIG_8B: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
     "max_position_embeddings": 32768,
+}
+# The shape of Llama 3.2 1B.
+CONFIG_1B = CONFIG_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
 }
 TINY = CONFIG_8B | {
     "vocab_size": 300,
@@ -55,6 +65,9 @@ class _Matrix:
     def dense(self) -> Tensor:
         return self.values
 
+    def as_blocks(self) -> list[object]:
+        return []
+
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
@@ -63,16 +76,16 @@ class _Linear:
 
 
 class RandomWeights:
-    """Weights as the loader returns them, created on the device."""
+    """Weights of a rank's part as the loader returns them, created on the device."""
 
-    def __init__(self, description: DecoderDescription, device: torch.device, dtype: torch.dtype) -> None:
-        self._description, self._device, self._dtype = description, device, dtype
+    def __init__(self, shard: Shard, device: torch.device, dtype: torch.dtype) -> None:
+        self._shard, self._description, self._device, self._dtype = shard, shard.part, device, dtype
 
     def embedding(self) -> _Matrix:
-        return self._matrix(self._description.vocab_size, self._description.hidden_size)
+        return self._matrix(len(self._shard.tokens), self._description.hidden_size)
 
     def head(self) -> _Matrix:
-        return self._matrix(self._description.vocab_size, self._description.hidden_size)
+        return self._matrix(len(self._shard.tokens), self._description.hidden_size)
 
     def head_bias(self) -> None:
         return None
@@ -113,11 +126,17 @@ class RandomWeights:
         return torch.ones(self._description.hidden_size, device=self._device)
 
 
-def random_decoder(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> TorchDecoder:
-    """Return the native decoder of this shape."""
+def random_decoder(
+    config: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    shard: Shard | None = None,
+    tensor_ranks: TensorRanks = ONE_RANK,
+) -> TorchDecoder:
+    """Return the native decoder of this shape, or a rank's part of it."""
     description = describe(config)
-    weights = cast("DecoderWeights", RandomWeights(description, device, dtype))
-    return TorchDecoder(description, weights, dtype, device)
+    weights = cast("DecoderWeights", RandomWeights(shard or whole_shard(description), device, dtype))
+    return TorchDecoder(description, weights, dtype, device, shard, tensor_ranks)
 
 
 def weight_bytes(d: DecoderDescription, bytes_each: int) -> int:
@@ -165,26 +184,11 @@ def step_inputs(batch_size: int, num_queries: int, context: int, vocab_size: int
     )
 
 
-def random_runner(
-    config: dict[str, Any],
-    decoder: TorchDecoder,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-    runs_ahead: bool | None = None,
-    adapter_bytes: int = 0,
-    kv_dtype: torch.dtype | None = None,
-    **settings: Any,
-) -> ModelRunner:
-    """Return the worker's runner with an existing decoder of `dtype` (default: bfloat16 on a GPU), which is also the
-    KV type.
-    """
-    from gpu_worker.model_runner import ModelRunner
-    from gpu_worker.models.loader import LoadedModel
-    from midstream.config import WorkerConfig
+def random_folder(config: dict[str, Any]) -> ModelFolder:
+    """Return the description of a model folder, which does not exist."""
     from midstream.model.folder import ModelFolder
 
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    folder = ModelFolder(
+    return ModelFolder(
         path=Path("random"),
         name="random",
         architecture=config["model_type"],
@@ -201,7 +205,27 @@ def random_runner(
         weight_files=(),
         config=config,
     )
+
+
+def random_runner(
+    config: dict[str, Any],
+    decoder: TorchDecoder,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    runs_ahead: bool | None = None,
+    adapter_bytes: int = 0,
+    kv_dtype: torch.dtype | None = None,
+    **settings: Any,
+) -> ModelRunner:
+    """Return the worker's runner with an existing decoder of `dtype` (default: bfloat16 on a GPU), which is also the
+    KV type.
+    """
+    from gpu_worker.model_runner import ModelRunner
+    from gpu_worker.models.loader import LoadedModel
+    from midstream.config import WorkerConfig
+
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     worker_config = WorkerConfig(tokens_per_block=TOKENS_PER_BLOCK, device=str(device), **settings)
     decoder.reserve_adapters(adapter_bytes, worker_config.lora_max_adapter_size)
     model = LoadedModel(describe(config), decoder, device, dtype, kv_dtype or dtype, adapter_bytes=adapter_bytes)
-    return ModelRunner(worker_config, folder, model, runs_ahead=runs_ahead)
+    return ModelRunner(worker_config, random_folder(config), model, runs_ahead=runs_ahead)

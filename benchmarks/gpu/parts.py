@@ -35,6 +35,7 @@ PARTS = {
     "attention": Part("kernel_times:measure_attention", 60),
     "lora": Part("steps:measure_lora", 45, needs_gpu=False),
     "drafts": Part("steps:measure_drafts", 45, needs_gpu=False),
+    "ranks": Part("ranks:measure_ranks", 90, needs_gpu=False),
     "generate": Part("against_transformers:measure_generate", 60),
     "compiled-generate": Part("against_transformers:measure_compiled_generate", 120),
     "linear": Part("kernel_times:measure_linear", 45),

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.model import (
+    CONFIG_1B,
     CONFIG_8B,
     TINY,
     TOKENS_PER_BLOCK,
@@ -40,6 +41,7 @@ from gpu_worker.models.decoder import TorchDecoder
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.models.families import describe
 from gpu_worker.sampling.guided import Constraints, Guides
+from gpu_worker.speculation.drafts import Drafter
 
 LEAST_DECODE = {1: 0.85, 256: 0.80}
 MOST_SAMPLED, LEAST_MIXED, LEAST_PREFILL, MOST_GAP = 0.03, 0.9, 0.60, 0.03
@@ -50,6 +52,8 @@ _SAMPLINGS = {
     "log probabilities": SamplingParams(temperature=0.0, log_probs=5),
 }
 _PROMPT = 64
+# Sequences for which a step over a long context has room, and drafts of each row.
+_LONG_ROWS, _NUM_DRAFTS = 8, 4
 # Number of kernels in a profile.
 _MOST_KERNELS = 8
 
@@ -62,6 +66,7 @@ class Sizes:
         batches: Numbers of sequences in decode steps.
         context: Context tokens of each sequence.
         long_context, query: Tokens in the cache, and tokens that follow them in one step.
+        draft_config: A smaller model that proposes drafts.
         prefills: (sequences, tokens of each).
     """
 
@@ -74,6 +79,7 @@ class Sizes:
     query: int
     prefills: tuple[tuple[int, int], ...]
     num_steps: int
+    draft_config: dict[str, Any]
 
     @property
     def description(self) -> DecoderDescription:
@@ -85,29 +91,36 @@ def sizes() -> Sizes:
     if torch.cuda.is_available():
         cuda = torch.device("cuda:0")
         prefills = ((1, 1024), (8, 1024), (1, 8192))
-        return Sizes(CONFIG_8B, cuda, torch.bfloat16, (1, 8, 64, 256), 1024, 16000, 50, prefills, 40)
-    return Sizes(TINY, torch.device("cpu"), torch.float32, (1, 3), 40, 100, 5, ((2, 20),), 3)
+        return Sizes(CONFIG_8B, cuda, torch.bfloat16, (1, 8, 64, 256), 1024, 16000, 50, prefills, 40, CONFIG_1B)
+    return Sizes(TINY, torch.device("cpu"), torch.float32, (1, 3), 40, 100, 5, ((2, 20),), 3, TINY)
+
+
+def settings_of(size: Sizes, batch_size: int, tokens_each: int) -> dict[str, Any]:
+    """Return the settings of a worker for sequences of `tokens_each` tokens."""
+    length = -(-tokens_each // TOKENS_PER_BLOCK) * TOKENS_PER_BLOCK
+    settings: dict[str, Any] = {
+        "max_batch_size": batch_size,
+        "max_kv_tokens": batch_size * length,
+        "max_sequence_length": length,
+    }
+    # Tiny operations take longer in several threads.
+    return settings | {"num_threads": 1} if size.device.type == "cpu" else settings
 
 
 class Bench:
     """A runner with a model of random weights, and the functions that run its steps."""
 
-    def __init__(self, size: Sizes, batch_size: int, tokens_each: int, **settings: Any) -> None:
-        self.size, self.batch_size = size, batch_size
+    def __init__(self, size: Sizes, batch_size: int, tokens_each: int, runner: ModelRunner | None = None) -> None:
+        """Use a runner made with `settings_of`; None: make one."""
+        self.size = size
         self.blocks_each = -(-tokens_each // TOKENS_PER_BLOCK)
-        decoder = random_decoder(size.config, size.device, size.dtype)
-        if size.device.type == "cpu":
-            settings["num_threads"] = 1  # tiny operations take longer in several threads
-        self.runner: ModelRunner = random_runner(
+        self.runner = runner or random_runner(
             size.config,
-            decoder,
+            random_decoder(size.config, size.device, size.dtype),
             size.device,
             size.dtype,
             runs_ahead=True,
-            max_batch_size=batch_size,
-            max_kv_tokens=batch_size * self.blocks_each * TOKENS_PER_BLOCK,
-            max_sequence_length=self.blocks_each * TOKENS_PER_BLOCK,
-            **settings,
+            **settings_of(size, batch_size, tokens_each),
         )
         self._generator = np.random.default_rng(0)
 
@@ -156,8 +169,17 @@ class Bench:
         """Return the same as `step_seconds`, for decode steps of the current rows."""
         return self.step_seconds(Step(repeat_generation=True) for _ in range(self.size.num_steps))
 
+    def in_turn_seconds(self) -> float:
+        """Return the median time of decode steps of the current rows that are finished before the next is launched."""
+        walls = []
+        for _ in range(self.size.num_steps):
+            started = time.perf_counter()
+            self.runner.run_step(Step(repeat_generation=True))
+            walls.append(time.perf_counter() - started)
+        return statistics.median(walls)
 
-def _limit_s(report: Report, size: Sizes, num_tokens: int, context: int) -> float:
+
+def limit_s(report: Report, size: Sizes, num_tokens: int, context: int) -> float:
     """Return the time to read the KV cache of `context` tokens once and to multiply `num_tokens` rows by all matrices,
     which takes at least as long as reading these; NaN if the device's rates are unknown.
     """
@@ -177,8 +199,8 @@ def measure_decode(report: Report) -> None:
         report.figures[f"decode {batch_size}"] = took
         detail = f" ({took * 1e3:.2f} ms, {batch_size / took:.0f} tok/s)"
         name = f"fraction of the limit: greedy decode, batch {batch_size}, context {size.context}"
-        limit_s = _limit_s(report, size, batch_size, batch_size * (size.context + size.num_steps))
-        report.share(name, limit_s / took, LEAST_DECODE.get(batch_size), detail)
+        least_s = limit_s(report, size, batch_size, batch_size * (size.context + size.num_steps))
+        report.share(name, least_s / took, LEAST_DECODE.get(batch_size), detail)
 
 
 def measure_profile(report: Report) -> None:
@@ -307,17 +329,21 @@ def measure_prefill(report: Report) -> None:
 
 
 def measure_long_context(report: Report) -> None:
-    """Measure a short query and verified drafts over a long cached context, relative to the limit of the device."""
+    """Measure one query, four drafts to verify and a short prompt over a long cached context, relative to the limit of
+    the device.
+    """
     size = sizes()
     decoder = random_decoder(size.config, size.device, size.dtype)
-    for num_queries in (1, 5, size.query):
-        graphs = _graphs(size, decoder, 1, size.long_context, is_recorded=True)
-        graphs.capture()
+    # The graphs of a worker have room for several sequences.
+    graphs = _graphs(size, decoder, _LONG_ROWS, size.long_context, is_recorded=True)
+    graphs.capture()
+    for what, num_queries, num_sampled in (("1 query", 1, 1), ("4 drafts", 5, 5), ("a prompt", size.query, 1)):
         inputs = step_inputs(1, num_queries, size.long_context, size.description.vocab_size)
-        took = _seconds(size, graphs, inputs)
-        limit_s = _limit_s(report, size, num_queries, size.long_context)
-        name = f"fraction of the limit: {num_queries} queries over {size.long_context} tokens"
-        report.share(name, limit_s / took, None, _ms(took))
+        sampled = torch.arange(num_queries - num_sampled, num_queries, dtype=torch.int32)
+        took = _seconds(size, graphs, dataclasses.replace(inputs, sampled=sampled))
+        least_s = limit_s(report, size, num_queries, size.long_context)
+        name = f"fraction of the limit: {what} over {size.long_context} tokens, {num_queries} tokens in a step"
+        report.share(name, least_s / took, None, _ms(took))
 
 
 def measure_gap(report: Report) -> None:
@@ -369,23 +395,57 @@ def _adapter(d: DecoderDescription) -> Adapter:
 
 
 def measure_drafts(report: Report) -> None:
-    """Measure the overhead of steps that verify four drafts per row relative to plain decode steps."""
+    """Measure the overhead of steps that verify four drafts per row relative to plain decode steps, and of a draft
+    model without graphs.
+    """
     size = sizes()
     batch_size = sorted(size.batches)[1]
-    bench = Bench(size, batch_size, size.context + 8 * size.num_steps)
+    # In the recorded steps of a smaller batch, there is no room for so many drafts.
+    bench = Bench(size, max(size.batches), size.context + 8 * size.num_steps)
     bench.start(batch_size, size.context)
     plain_s = bench.decode_seconds()
-    bench.start(batch_size, size.context, SamplingParams(temperature=0.0, num_draft_tokens=4, max_ngram_size=1))
+    bench.start(batch_size, size.context, SamplingParams(temperature=0.0, num_draft_tokens=_NUM_DRAFTS))
+    bench.runner._batch._drafter = cast("Drafter", RandomDrafts(size.description.vocab_size))
     rows = np.arange(batch_size, dtype=np.int32)
+    limits = np.full_like(rows, _NUM_DRAFTS)
     took = bench.step_seconds(
-        Step(generation_rows=rows, draft_rows=rows, draft_limits=np.full_like(rows, 4)) for _ in range(size.num_steps)
+        Step(generation_rows=rows, draft_rows=rows, draft_limits=limits) for _ in range(size.num_steps)
     )
     report.surplus(
-        f"overhead relative to plain decode: verifying up to 4 drafts, batch {batch_size}",
+        f"overhead relative to plain decode: verifying {_NUM_DRAFTS} drafts, batch {batch_size}",
         took / plain_s - 1,
         None,
         _ms(took),
     )
+    bench.runner.close()
+    _measure_draft_model(report, dataclasses.replace(size, config=size.draft_config))
+
+
+class RandomDrafts:
+    """A stand-in for the proposer of drafts. Few of its drafts are accepted, which does not affect a step's time."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size, self._generator = vocab_size, np.random.default_rng(0)
+
+    def propose(self, step: Step) -> dict[int, IntArray]:
+        """Return as many drafts as the step allows."""
+        return {
+            row: self._generator.integers(0, self._vocab_size, limit).astype(np.int32)
+            for row, limit in zip(step.draft_rows.tolist(), step.draft_limits.tolist(), strict=True)
+        }
+
+
+def _measure_draft_model(report: Report, size: Sizes) -> None:
+    decoder = random_decoder(size.config, size.device, size.dtype)
+    inputs = step_inputs(1, 1, size.context, size.description.vocab_size)
+    times = []
+    for is_recorded in (True, False):
+        graphs = _graphs(size, decoder, 1, size.context, is_recorded=is_recorded)
+        graphs.capture()
+        times.append(_seconds(size, graphs, inputs))
+    billions = weight_bytes(size.description, 1) / 1e9
+    name = f"overhead without graphs: one draft of a model of {billions:.1f} billion weights"
+    report.surplus(name, times[1] / times[0] - 1, None, f" ({times[0] * 1e3:.2f} ms with graphs)")
 
 
 def _graphs(

@@ -26,8 +26,6 @@ from gpu_worker.parallel.shard_adapters import adapter_part
 from gpu_worker.sampling.post_processors import Call, PostProcessor, apply, load_post_processors
 from midstream.config import WorkerConfig
 from midstream.model.folder import ModelFolder
-from midstream.rpc.health import Progress
-from midstream.telemetry import HttpServer, Metrics
 from protos import ranks_pb2
 
 logger = logging.getLogger(__name__)
@@ -38,8 +36,10 @@ _STALL_S = 30.0
 class RankExecutor:
     """Holds one rank's part of the model, and executes commands on it."""
 
-    def __init__(self, config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> None:
-        """Load this rank's part of the model.
+    def __init__(
+        self, config: WorkerConfig, folder: ModelFolder, group: RankGroup, model: LoadedModel | None = None
+    ) -> None:
+        """Load this rank's part of the model unless it is given.
 
         Raises:
             ConfigError: The model folder or a setting is wrong.
@@ -47,7 +47,7 @@ class RankExecutor:
         """
         torch.set_num_threads(num_threads(config))
         self._config, self._links = config, group.links
-        self.model: LoadedModel = load_model(config, folder, group.links)
+        self.model: LoadedModel = model or load_model(config, folder, group.links)
         self._limits = Limits.of(config, folder, self.model)
         self._graphs: GraphDecoder | None = None
         self._decoder = self.model.decoder
@@ -163,6 +163,10 @@ def follow(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
         ConfigError: The model folder or a setting is wrong.
         UnsupportedError: The model cannot be sharded.
     """
+    # Imported here because the GPU benchmarks run without gRPC and prometheus-client.
+    from midstream.rpc.health import Progress
+    from midstream.telemetry import HttpServer, Metrics
+
     executor = RankExecutor(config, folder, group)
     metrics, progress = Metrics(), Progress()
     loop = progress.loop("compute", _STALL_S)

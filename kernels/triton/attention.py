@@ -25,11 +25,12 @@ _PROGRAMS_PER_PROCESSOR = 3
 _NUMBERS_AT_ONCE = 8192
 _MAX_ARRIVALS = 1 << 18
 _SEQUENCES_AT_ONCE = 128
-# Of tiles of many queries: most splits, programs that a processor takes at a time, and most tokens of a step whose
-# tiles are split, which bounds the memory of partial results.
+# Of tiles of many queries: most splits, programs with work that a processor takes at a time, programs with and without
+# work for each processor, and most tokens of a step whose tiles are split, which bounds the memory of partial results.
 _MAX_TILE_SPLITS = 16
 _JOINED_SPLITS = 64
 _TILES_PER_PROCESSOR = 2
+_PLACES_PER_PROCESSOR = 5
 _MAX_SPLIT_TOKENS = 512
 _LOG2_E = 1.4426950408889634
 
@@ -131,12 +132,16 @@ def paged_attention(
         segment_tiles = segment_keys // prefill.block_n
         # A power of two, so that few kernels are compiled.
         num_segments = triton.next_power_of_2(triton.cdiv(block_tables.shape[1] * block_size, segment_keys))
-    num_tiles = num_tokens // (prefill.block_m // group) + num_sequences
+    queries_each = prefill.block_m // group
+    num_tiles = num_tokens // queries_each + num_sequences
     if is_batch_invariant or is_all_decode or num_tokens > _MAX_SPLIT_TOKENS:
         num_tile_splits = 1
     elif num_tile_splits is None:
         num_tile_splits = _num_tile_splits(
-            num_tiles * num_kv_heads, block_tables.shape[1] * block_size, prefill, q.device
+            triton.cdiv(num_tokens, queries_each) * num_kv_heads,
+            num_tiles * num_kv_heads,
+            block_tables.shape[1] * block_size // prefill.block_n,
+            q.device,
         )
 
     def partial_results(num_rows: int, splits: int) -> tuple[Tensor, Tensor]:
@@ -306,11 +311,21 @@ def _arrivals(device: torch.device) -> Tensor:
     return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
 
 
-def _num_tile_splits(num_programs: int, most_keys: int, launch: Launch, device: torch.device) -> int:
-    """Return a power of two: enough programs to occupy every processor, each with a key tile at the longest context."""
-    wanted = _TILES_PER_PROCESSOR * _num_processors(device) // num_programs
-    useful = max(1, most_keys // launch.block_n)
-    return 1 << (max(1, min(wanted, useful, _MAX_TILE_SPLITS)).bit_length() - 1)
+def _num_tile_splits(num_filled: int, num_places: int, num_key_tiles: int, device: torch.device) -> int:
+    """Return how many programs share the keys of a tile: enough to occupy every processor, each with a key tile at the
+    longest context.
+
+    Args:
+        num_filled: Tiles, of all KV heads, if one sequence has all tokens, as in most steps.
+        num_places: Tiles that there may be. In a recorded step few of them have queries, but all are launched, which
+            takes time even if they end at once.
+        num_key_tiles: Key tiles of the longest context.
+        device: The device.
+    """
+    num_processors = _num_processors(device)
+    wanted = _TILES_PER_PROCESSOR * num_processors // num_filled
+    affordable = _PLACES_PER_PROCESSOR * num_processors // num_places
+    return max(1, min(wanted, affordable, num_key_tiles, _MAX_TILE_SPLITS))
 
 
 def _num_processors(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.gpu import steps
+from benchmarks.gpu import ranks, steps
 from benchmarks.gpu.against_transformers import Request, drive, mixed_workload
 from benchmarks.gpu.model import (
     CONFIG_8B,
@@ -25,6 +27,7 @@ from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.report import Report
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.families import describe
+from gpu_worker.models.layers.attention import Attention
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -181,7 +184,36 @@ def test_steps_of_a_tiny_model_run() -> None:
         steps.measure_profile,
     ):
         measure(report)
-    assert len(report.rows) == 2 + 10 + 1 + 1 + 3 + 1 + 1 + 1 + 2 * 8
+    assert len(report.rows) == 2 + 10 + 1 + 1 + 3 + 1 + 1 + 2 + 2 * 8
+
+
+def test_steps_of_two_ranks_run(tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    command = [sys.executable, "-m", "benchmarks.gpu.part", "ranks", "--seconds", "60", "--rows", str(rows)]
+    command += ["--figures", json.dumps({"bandwidth": 1e12, "matmul": 1e12})]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    # There are three sizes of sums, and the way of small ones; and two kinds of steps.
+    assert len(found) == 3 + 1 + 2, result.stderr
+    assert found[3]["measured"] == "through shared memory"
+    assert found[4]["name"] == "fraction of the limit: greedy decode on two ranks, batch 1, context 40"
+    assert result.returncode == 0
+
+
+def test_ranks_are_not_measured_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    report = Report(60.0)
+    ranks.measure_ranks(report)
+    assert [row.measured for row in report.rows] == ["not measured: they need two GPUs, and this machine has one"]
+
+
+def test_weights_are_made_on_a_gpu() -> None:
+    """Tensors without values stand in for those of a GPU."""
+    with FakeTensorMode():
+        decoder = random_decoder(TINY, torch.device("cuda:0"), torch.bfloat16)
+    attention = decoder._layers[0].attention
+    assert isinstance(attention, Attention)
+    assert attention.qkv.weight.device.type == "cuda"
 
 
 def test_it_needs_neither_grpc_nor_zeromq() -> None:

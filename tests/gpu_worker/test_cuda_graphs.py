@@ -154,6 +154,24 @@ def test_a_prompt_beside_a_decode_is_padded_or_runs_eagerly(recorder: Replays | 
     assert decoder.slots == [0, 1, 9] + [-1] * (29 if recorder else 0)
 
 
+@pytest.mark.parametrize(("num_drafts", "num_rows"), [(7, 8), (8, 20)])
+def test_drafts_are_verified_in_a_graph_with_a_row_for_each_sampled_token(num_drafts: int, num_rows: int) -> None:
+    decoder = FakeDecoder()
+    graphs = graph_decoder(decoder, Replays())
+    tokens = torch.arange(1 + num_drafts, dtype=torch.int32)
+    inputs = ForwardInputs(
+        token_ids=tokens,
+        positions=tokens,
+        slot_mapping=tokens,
+        query_starts=torch.tensor([0, 1 + num_drafts], dtype=torch.int32),
+        context_lens=torch.tensor([2], dtype=torch.int32),
+        block_tables=torch.tensor([[5, 6]], dtype=torch.int32),
+        sampled=tokens,
+    )
+    assert graphs.forward(inputs).tolist() == [[11 * token, 11] for token in tokens.tolist()]
+    assert decoder.num_rows == [num_rows]
+
+
 def test_steps_that_are_too_large_run_eagerly() -> None:
     decoder = FakeDecoder()
     graphs = graph_decoder(decoder, Replays())

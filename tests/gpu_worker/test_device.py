@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+import kernels
 from benchmarks.gpu.model import CONFIG_8B, random_decoder, random_runner
 from gpu_worker import device_memory
 from gpu_worker.device_memory import WarmUpMemory
 from gpu_worker.models import loader
-from gpu_worker.models.decoder import ForwardInputs, Probe
+from gpu_worker.models.decoder import Decoder, ForwardInputs, Probe
+from gpu_worker.models.families import describe
+from gpu_worker.models.loader import LoadedModel
 from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.shard import shard_of
+from kernels import AttentionCase
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError
 from midstream.model.folder import open_model_folder
@@ -73,6 +80,49 @@ def test_the_device_is_set_before_anything_is_loaded(
     with pytest.raises(InterruptedError):
         loader.load_model(WorkerConfig(device="cuda:1"), open_model_folder(str(tiny_folder)))
     assert chosen == [torch.device("cuda:1")]
+
+
+def test_the_settings_of_kernels_are_applied_before_a_model_is_loaded(
+    chosen: list[torch.device], monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
+) -> None:
+    applied: list[object] = []
+
+    def fail(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(loader, "_describe_native", fail)
+    monkeypatch.setattr(kernels, "set_float8_inputs", applied.append)
+    monkeypatch.setattr(kernels, "set_batch_invariant", lambda *arguments: applied.append(arguments))
+    every: list[dict[str, Any]] = [{"activations": "f8"}, {"batch_invariant": True, "max_sequence_length": 100}]
+    for settings in every:
+        with pytest.raises(InterruptedError):
+            loader.load_beside(WorkerConfig(device="cuda:1", **settings), open_model_folder(str(tiny_folder)))
+    assert applied == [True, (False, 512), False, (True, 100)]
+
+
+def test_attention_is_chosen_for_the_heads_of_this_rank(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
+    description, device = describe(CONFIG_8B), torch.device("cuda:1")
+    shard = shard_of(description, Ranks(rank=1, world_size=2, tensor_size=2))
+    model = LoadedModel(description, cast("Decoder", None), device, torch.bfloat16, torch.float8_e4m3fn, divided=shard)
+    chosen: list[object] = []
+    monkeypatch.setattr(loader, "load_beside", lambda *_: model)
+    monkeypatch.setattr(kernels, "choose_attention", lambda *arguments: chosen.append(arguments))
+    config, folder = WorkerConfig(attention="flashinfer", tokens_per_block=64), open_model_folder(str(tiny_folder))
+    loader.load_model(config, folder)
+    case = AttentionCase(torch.bfloat16, torch.float8_e4m3fn, 16, 4, 128, 64, 0.0)
+    assert chosen == [("flashinfer", case, device)]
+    latent = replace(shard.part, latent=cast("Any", object()))
+    model = replace(model, divided=replace(shard, part=latent))
+    loader.load_model(config, folder)
+    assert chosen[1:] == [("triton", case, device)]
+
+    def refuse(*_: object) -> None:
+        raise ValueError("FlashInfer needs a KV cache in bfloat16")
+
+    monkeypatch.setattr(kernels, "choose_attention", refuse)
+    with pytest.raises(ConfigError, match="attention: FlashInfer needs"):
+        loader.load_model(config, folder)
 
 
 class FakeMemory:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.model import TINY, random_decoder
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import NewSequence, SamplingParams
 from gpu_worker.cuda_graphs import GraphDecoder
@@ -24,6 +25,8 @@ from gpu_worker.kv.cache import KvCache
 from gpu_worker.models.decoder import TorchDecoder
 from gpu_worker.models.families import describe
 from gpu_worker.models.weights.decoder_weights import DecoderWeights
+from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.shard import shard_of
 from gpu_worker.sampling.guided import Constraints
 from gpu_worker.sampling.sampler import Sampler
 from kernels import Activation, dispatch
@@ -137,6 +140,55 @@ def test_recorded_steps_read_nothing_from_the_device(tmp_path: Path, name: str) 
     # Graphs are recorded for three batch sizes and two mixed steps, each with and without adapters; draws for three
     # batch sizes, with and without top-k and top-p.
     assert num_recorded == 10 + 6
+
+
+class Links:
+    """Stands in for the other rank of a stage, and notes the operations."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def sum(self, x: Tensor) -> Tensor:
+        self.calls.append("sum")
+        return x
+
+    def join(self, x: Tensor) -> Tensor:
+        self.calls.append("join")
+        return torch.cat((x, x), dim=1)
+
+    def share(self, x: Tensor) -> None:
+        assert x.device == META
+        self.calls.append("share")
+
+
+def test_the_recorded_steps_of_a_rank_begin_with_the_tokens_of_the_previous_step() -> None:
+    links = Links()
+    description = describe(TINY)
+    shard = shard_of(description, Ranks(rank=1, world_size=2, tensor_size=2))
+    decoder = random_decoder(TINY, META, torch.bfloat16, shard, links)
+    num_recorded = 0
+
+    def record(run: Callable[[], object]) -> Callable[[], None]:
+        nonlocal num_recorded
+        num_recorded += 1
+        links.calls.clear()
+        run_on_one_device(run)
+        # Each layer has two sums; embeddings are summed, and logits are joined.
+        assert links.calls == ["share", *["sum"] * (1 + 2 * description.num_layers), "join"] * 2
+        return lambda: None
+
+    graphs = GraphDecoder(
+        decoder,
+        META,
+        max_batch_size=2,
+        max_num_tokens=32,
+        max_blocks=4,
+        make_recorder=lambda: record,
+        share=links.share,
+    )
+    graphs.use_cache(KvCache(shard.part, 8, 16, torch.bfloat16, META))
+    graphs.capture()
+    assert num_recorded == 3
 
 
 def test_plain_sampling_reads_nothing_from_the_device() -> None:

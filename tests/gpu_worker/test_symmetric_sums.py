@@ -9,8 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _symmetric_memory as symmetric
 
+from gpu_worker.parallel import links
+from gpu_worker.parallel.links import RankLinks
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.symmetric_sums import NUM_BYTES, symmetric_sum
 
@@ -91,3 +95,64 @@ def test_a_gpu_without_peers_leaves_sums_to_nccl(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(symmetric, "rendezvous", refuse)
     assert symmetric_sum(RANKS, GROUP, torch.bfloat16, CPU) is None
+
+
+class Journal:
+    """Stands in for the collective operations of a rank on a GPU, and records them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, has_one_shot: bool) -> None:
+        self.calls: list[object] = []
+        self.has_one_shot = has_one_shot
+        patch.setattr(dist, "init_process_group", lambda backend, **_: self.calls.append(backend))
+        patch.setattr(dist, "new_group", lambda ranks, timeout: GROUP)
+        patch.setattr(dist, "all_reduce", lambda x, group: self.calls.append(("all-reduce", x.numel())))
+        patch.setattr(links, "symmetric_sum", self._symmetric_sum)
+
+    def _symmetric_sum(self, *arguments: Any) -> tuple[Any, object] | None:
+        self.calls.append(arguments)
+        return (self, None) if self.has_one_shot else None
+
+    def takes(self, x: Tensor) -> bool:
+        return x.dtype == torch.bfloat16 and x.nbytes <= NUM_BYTES
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls.append(("one-shot", x.numel()))
+        return x
+
+
+@pytest.mark.parametrize("has_one_shot", [True, False])
+def test_gpus_sum_small_tensors_at_once_and_others_through_nccl(
+    monkeypatch: pytest.MonkeyPatch, has_one_shot: bool
+) -> None:
+    journal, device = Journal(monkeypatch, has_one_shot=has_one_shot), torch.device("cuda:1")
+    made = RankLinks(RANKS, device, HashStore(), is_ordered=True)
+    with FakeTensorMode():
+        sizes = [((4, 4096), torch.bfloat16), ((33, 4096), torch.bfloat16), ((1, 8), torch.float32)]
+        for size, dtype in [*sizes, sizes[0]]:
+            x = torch.empty(size, dtype=dtype, device=device)
+            assert made.sum(x) is x
+    small = "one-shot" if has_one_shot else "all-reduce"
+    assert journal.calls == [
+        "nccl",
+        (RANKS, GROUP, torch.bfloat16, device),
+        (small, 4 * 4096),
+        ("all-reduce", 33 * 4096),
+        ("all-reduce", 8),
+        (small, 4 * 4096),
+    ]
+
+
+def test_sums_of_several_ranks_have_the_order_of_the_ranks_if_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float16, 2048 + 1 + 1 is 2048 if added in this order, and 1 + 1 + 2048 is 2050."""
+    journal = Journal(monkeypatch, has_one_shot=False)
+
+    def gather(parts: list[Tensor], x: Tensor, group: object) -> None:
+        for part, value in zip(parts, (2048, 1, 1), strict=True):
+            part.fill_(value)
+
+    monkeypatch.setattr(dist, "all_gather", gather)
+    ranks = Ranks(rank=1, world_size=3, tensor_size=3)
+    for is_ordered, found in ((True, 2048), (False, 1)):
+        made = RankLinks(ranks, torch.device("cuda:1"), HashStore(), is_ordered=is_ordered)
+        assert made.sum(torch.ones(2, dtype=torch.float16)).tolist() == [found, found]
+    assert journal.calls == ["nccl", "nccl", ("all-reduce", 2)]

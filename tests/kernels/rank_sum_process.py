@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from kernels.triton.rank_sum import RankSum, signal_bytes
 
@@ -26,7 +30,21 @@ def addends(rank: int) -> list[torch.Tensor]:
     return [torch.randn(count, generator=generator).to(DTYPE) for count in COUNTS]
 
 
+def delay(operation: str, seconds: float) -> None:
+    """Make the interpreter wait before each operation of this name."""
+    run: Callable[..., Any] = getattr(InterpreterBuilder, operation)
+
+    def late(*arguments: Any, **keywords: Any) -> Any:
+        time.sleep(seconds)
+        return run(*arguments, **keywords)
+
+    setattr(InterpreterBuilder, operation, late)
+
+
 def run_rank(folder: Path, rank: int, num_ranks: int) -> None:
+    # The last rank reads and writes its part so late that the others begin the next sum; they poll its signals.
+    for operation in ("create_masked_load", "create_masked_store") if rank == num_ranks - 1 else ("create_atomic_rmw",):
+        delay(operation, 0.02 if rank == num_ranks - 1 else 0.001)
     size = 2 * NUM_BYTES + signal_bytes(NUM_BYTES, num_ranks)
     memories = [
         torch.from_file(str(folder / f"memory-{other}"), shared=True, size=size, dtype=torch.uint8)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,7 @@ from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.models.decoder import ForwardInputs
 from gpu_worker.models.families import describe
-from kernels import AttentionCase, attention_choice, dispatch, flashinfer_attention
+from kernels import AttentionCase, KvScales, attention_choice, dispatch, flashinfer_attention
 from kernels.attention import paged_attention
 from kernels.attention_backend import AttentionBackend
 from kernels.attention_choice import DECODES, PROMPTS, AttentionChoice, installed, measured, requested
@@ -258,6 +259,72 @@ def test_the_fastest_by_measurement_is_chosen_for_each_kind_of_step() -> None:
     assert str(choice) == "a for 8 x 1, b for 64 x 1, b for 1 x 64"
 
 
+def test_the_time_of_a_run_is_measured_inside_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    milliseconds = iter([50.0, 30.0, 20.0, 40.0, 10.0])
+
+    class Graph:
+        def replay(self) -> None:
+            events.append("replay")
+
+    @contextmanager
+    def record(graph: Graph) -> Iterator[None]:
+        events.append("begin")
+        yield
+        events.append("end")
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            events.append("event")
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: object) -> float:
+            return next(milliseconds)
+
+    for name, fake in (("CUDAGraph", Graph), ("graph", record), ("Event", Event)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert attention_choice.device_seconds(lambda: events.append("run")) == 30e-3 / 10
+    assert events == ["run", "begin", *["run"] * 10, "end", "replay", *["event", "replay", "event"] * 5]
+
+
+def test_auto_compares_with_our_attention_unless_the_process_is_batch_invariant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours: list[tuple[torch.Size, Any]] = []
+
+    def attend(q: Tensor, *args: Any) -> Tensor:
+        ours.append((q.shape, args[5:]))
+        return q
+
+    def time(run: Callable[[], object]) -> float:
+        num_before = len(ours)
+        run()
+        return 2.0 if len(ours) > num_before else 1.0
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    monkeypatch.setattr(attention_choice, "installed", lambda capability: {"x": Scripted(f"for {capability}")})
+    monkeypatch.setattr(attention_choice, "device_seconds", time)
+    monkeypatch.setattr(dispatch, "paged_attention", attend)
+    monkeypatch.setattr(dispatch, "_attention", attention_choice.OWN)
+    case = replace(CASE, softcap=30.0)
+    kernels.choose_attention("auto", case, CPU)
+    assert ours == [
+        ((kind.num_sequences * kind.num_queries, 8, 64), (1 / 8, None, 30.0)) for kind in (*DECODES, *PROMPTS)
+    ]
+    assert set(dispatch._attention.backends) == {*DECODES, *PROMPTS}
+    assert "attention by for (9, 0) for 1 x 1, " in kernels.describe(torch.device("cuda"))
+    kernels.choose_attention("triton", case, CPU)
+    assert not dispatch._attention.backends
+    monkeypatch.setattr(dispatch, "_is_batch_invariant", True)
+    kernels.choose_attention("auto", case, CPU)
+    assert not dispatch._attention.backends
+
+
 def test_a_package_that_fails_on_this_machine_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
     def time(run: Callable[[], object]) -> float:
         run()
@@ -352,5 +419,7 @@ def test_calls_with_other_features_are_ours(monkeypatch: pytest.MonkeyPatch) -> 
     for features in ({"sinks": sinks}, {"chunk": 8}, {"window": 3, "num_sink_tokens": 2}):
         found = kernels.paged_attention(q, cache, cache, *tables, 0.3, **features)
         assert torch.equal(found, paged_attention(q, cache, cache, *tables, 0.3, **features))
+    units, scales = cache.to(torch.int8), KvScales(*torch.ones(2, *cache.shape[:-1]).unbind())
+    kernels.paged_attention(q, units, units, *tables, 0.3, scales=scales)
     with pytest.raises(AssertionError, match="called"):
         kernels.paged_attention(q, cache, cache, *tables, 0.3)

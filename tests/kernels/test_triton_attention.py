@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def attend(
     chunk=st.sampled_from([None, 1, 20]),
     has_sinks=st.booleans(),
     softcap=st.sampled_from([0.0, 2.0]),
-    splits=st.sampled_from([None, 1, 2, 4]),
+    splits=st.sampled_from([None, 1, 3, 4]),
     dtype=st.sampled_from([torch.float32, torch.float16]),
 )
 def test_attention_equals_float64(
@@ -183,13 +184,58 @@ def test_sequences_without_queries_and_padding_tokens_change_nothing(splits: int
     assert exact.error(out[:4], exact.attention(q[:4], k, v, batch, 0.25)) < EPSILON[torch.float32]
 
 
-def test_tiles_of_few_queries_are_split_to_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of 50 tokens with 4 queries per KV head has at most 2 tiles for each of 8 KV heads."""
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "context", "is_batch_invariant", "grid"),
+    [
+        (50, 1, 16000, False, (2, 8, 16)),
+        (64, 8, 16000, False, (10, 8, 8)),  # a recorded step with up to 8 sequences
+        (32, 8, 16000, False, (9, 8, 9)),  # a recorded step that verifies drafts
+        (64, 8, 128, False, (10, 8, 2)),  # at most the number of key tiles
+        (64, 8, 32, False, (10, 8, 1)),
+        (128, 64, 16000, False, (68, 8, 1)),  # the places of up to 64 sequences occupy the device already
+        (512, 1, 16000, False, (17, 8, 2)),
+        (513, 1, 16000, False, (17, 8, 1)),
+        (50, 1, 16000, True, (4, 8, 1)),
+    ],
+)
+def test_tiles_of_few_queries_are_split_to_fill_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int,
+    num_rows: int,
+    context: int,
+    is_batch_invariant: bool,
+    grid: tuple[int, int, int],
+) -> None:
+    """A tile holds 32 queries, 16 if batch-invariant, for each of 8 KV heads, on 132 processors."""
+
+    class Launches:
+        def __init__(self) -> None:
+            self.grids: list[tuple[int, ...]] = []
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            self.grids.append(grid)
+            return lambda *_, **__: None
+
+    launches = {name: Launches() for name in ("attend", "combine", "decode")}
+    for name, fake in launches.items():
+        monkeypatch.setattr(attention, name, fake)
     monkeypatch.setattr(attention, "_num_processors", lambda device: 132)
-    launch, cpu = attention.prefill_launch(4, 128, 2), torch.device("cpu")
-    assert attention._num_tile_splits(2 * 8, 16000, launch, cpu) == 16
-    assert attention._num_tile_splits(2 * 8, 256, launch, cpu) == 4  # at most the number of key tiles
-    assert attention._num_tile_splits(17 * 8, 16000, launch, cpu) == 1
+    cache = torch.zeros(1, 16, 8, 128, dtype=torch.float16)
+    operations.paged_attention(
+        torch.zeros(num_tokens, 32, 128, dtype=torch.float16),
+        cache,
+        cache,
+        torch.zeros(num_rows, context // 16, dtype=torch.int32),
+        torch.zeros(num_rows + 1, dtype=torch.int32),
+        torch.zeros(num_rows, dtype=torch.int32),
+        1.0,
+        is_batch_invariant=is_batch_invariant,
+        max_queries=num_tokens,
+    )
+    assert launches["attend"].grids[-1] == grid
+    # Splits are combined by token and head.
+    combined = [(num_tokens, 32)] if grid[2] > 1 else []
+    assert [one for one in launches["combine"].grids if one[0] == num_tokens] == combined
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -253,6 +299,8 @@ def test_batch_invariant_decoding_leaves_empty_splits_out(monkeypatch: pytest.Mo
 def test_batch_invariant_bits_depend_on_the_query_alone(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     # A matrix instruction treats all rows of its tile alike, which the interpreter's matrix library does not.
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot_row_by_row)
+    # There are enough processors to split the keys of few queries, which must not happen here.
+    monkeypatch.setattr(attention, "_num_processors", lambda device: 132)
     lengths, dim, scale = [150, 9], 16, 0.25
     whole = paged_batch(lengths, lengths, 16)
     k, v = random_cache(whole, 16, 1, dim, torch.float32)
