@@ -231,7 +231,7 @@ class Register(google.protobuf.message.Message):
 
     @property
     def stored_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Hashes of the blocks that the worker knows to be in the tiers."""
+        """Hashes of the blocks that the worker knows to be in the tiers; if there are many, heartbeats report the rest."""
 
     def __init__(
         self,

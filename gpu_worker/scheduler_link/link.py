@@ -13,6 +13,7 @@ would cost more than sending it. A lock guards the socket and the state of the e
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 import secrets
@@ -44,6 +45,8 @@ from protos import worker_pb2
 logger = logging.getLogger(__name__)
 
 _REGISTER_INTERVAL_S, _CONNECT_INTERVAL_S = 0.5, 0.05
+# Number of hashes of stored blocks in one message: 8 MiB.
+MAX_HASHES_PER_MESSAGE = 1 << 20
 _FAILED_EXIT_CODE = 1
 _REJECTED_EXIT_CODE = 3
 
@@ -113,6 +116,7 @@ class SchedulerLink:
         self._dialler = Dialler(address, credentials)
         self._adapters = AdapterMessages(adapters, self._wake)
         self._kept, self._tiers, self._fetcher = kept, tiers, fetcher
+        self._unsent_hashes = set[int]()  # of blocks in the tiers, which the heartbeats after a registration report
         self._images = None if images is None else ImageMessages(images, self._wake, metrics)
         self._outbox: deque[tuple[Step, StepOutput, float]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -286,7 +290,9 @@ class SchedulerLink:
             )
             if self._tiers is not None:
                 changes = self._tiers.changes()
+                self._unsent_hashes.difference_update(changes.removed)
                 heartbeat.stored_hashes.extend(changes.stored)
+                heartbeat.stored_hashes.extend(self._take_unsent())
                 heartbeat.removed_hashes.extend(changes.removed)
             self._send(dealer, worker_pb2.WorkerMessage(heartbeat=heartbeat))
             self._next_send = now + self._heartbeat_s
@@ -299,9 +305,16 @@ class SchedulerLink:
             self._kept.write(self._register)
             if self._tiers is not None:
                 self._register.ClearField("stored_hashes")
-                self._register.stored_hashes.extend(self._tiers.hashes())
+                self._unsent_hashes = self._tiers.hashes()
+                self._register.stored_hashes.extend(self._take_unsent())
             is_sent = self._send(dealer, worker_pb2.WorkerMessage(register=self._register))
             self._next_send = now + (_REGISTER_INTERVAL_S if is_sent else _CONNECT_INTERVAL_S)
+
+    def _take_unsent(self) -> list[int]:
+        """Remove and return as many of the hashes left to send as fit into a message."""
+        part = list(itertools.islice(self._unsent_hashes, MAX_HASHES_PER_MESSAGE))
+        self._unsent_hashes.difference_update(part)
+        return part
 
     def _send(self, dealer: zmq.Socket[bytes], message: worker_pb2.WorkerMessage) -> bool:
         try:

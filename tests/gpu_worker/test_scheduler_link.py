@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from gpu_worker.kv.kept_blocks import KeptBlocks
+from gpu_worker.kv.tiers import StoreChanges
+from gpu_worker.scheduler_link import link as link_module
 from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped
 from midstream.errors import ConfigError
 from midstream.telemetry import Metrics
@@ -16,9 +19,9 @@ from tests.gpu_worker.scripted_scheduler import ScriptedScheduler
 from tests.ports import free_ports
 
 
-def link_to(address: str, register: Any) -> SchedulerLink:
+def link_to(address: str, register: Any, tiers: Any = None) -> SchedulerLink:
     kept = KeptBlocks(np.zeros(4, dtype=np.uint64))
-    return SchedulerLink(address, register, Metrics(), worker_pb2.MemoryUsage, cast("Any", None), kept)
+    return SchedulerLink(address, register, Metrics(), worker_pb2.MemoryUsage, cast("Any", None), kept, tiers=tiers)
 
 
 def test_a_link_that_fails_ends_the_worker() -> None:
@@ -59,3 +62,27 @@ def test_a_worker_follows_the_active_scheduler() -> None:
 def test_an_address_after_one_of_has_a_host_and_a_port(target: str) -> None:
     with pytest.raises(ConfigError, match="is not tcp://host:port"):
         link_to(f"one-of:tcp://a:1|{target}", worker_pb2.Register())
+
+
+class _Tiers:
+    """Tiers that hold many blocks, one of which is removed after the registration."""
+
+    def hashes(self) -> set[int]:
+        return set(range(10))
+
+    def changes(self) -> StoreChanges:
+        return StoreChanges((), (9,))
+
+
+def test_a_worker_reports_many_stored_blocks_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "MAX_HASHES_PER_MESSAGE", 4)
+    scheduler = ScriptedScheduler()
+    link = link_to(scheduler.address, worker_pb2.Register(), _Tiers())
+    link.start()
+    parts = [list(scheduler.register(epoch=1).stored_hashes)]
+    parts += [list(scheduler.receive("heartbeat").stored_hashes) for _ in range(3)]
+    link.leave()
+    link.join()
+    scheduler.close()
+    assert [len(part) for part in parts] == [4, 4, 1, 0]
+    assert sorted(itertools.chain(*parts)) == list(range(9))
