@@ -44,7 +44,7 @@ from router.protocols.body_budget import BodyBudget, max_body_bytes, max_request
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
 from router.protocols.embeddings.app import EmbeddingsApi
-from router.protocols.http_server import HostCheckedApp, HttpPort
+from router.protocols.http_server import HostCheckedApp, HttpPort, for_pages
 from router.protocols.ledger import ledger_route
 from router.protocols.openai.app import OpenAiApi
 from router.protocols.responses.app import ResponsesApi
@@ -149,7 +149,7 @@ async def serve(config: RouterConfig) -> None:
     pages.router.routes.append(ledger_route(cells))
     pages.router.routes.extend(dashboard_routes(status))
     pages.router.routes.extend(page_routes())
-    app = AuthenticatedApp(pages, authenticator, refuse, quotas.headers)
+    app = for_pages(AuthenticatedApp(pages, authenticator, refuse, quotas.headers), config.cors_origins)
     checked = HostCheckedApp(app, AllowedHosts(config.host, config.allowed_hosts))
     http = HttpPort(
         TracedApp(checked) if tracer is not None else checked,

@@ -39,6 +39,11 @@ class RouterConfig(GrpcServiceConfig):
         "Comma-separated Host headers accepted on the HTTP port, * for any; empty: the names of this machine on a "
         "loopback address, any name on other addresses.",
     )
+    cors_origins: str = setting(
+        "",
+        "Comma-separated origins, such as https://chat.example, of web pages that may call the HTTP port from a "
+        "browser; * for any; empty: none.",
+    )
     max_body_bytes: int = setting(
         0, "Maximum size of an HTTP body, in bytes; 0: 2 MiB plus 128 bytes per token of the context."
     )

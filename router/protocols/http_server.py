@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import cast
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -170,6 +171,18 @@ class HostCheckedApp:
                 await PlainTextResponse(text, 421)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def for_pages(app: ASGIApp, origins: str) -> ASGIApp:
+    """Return the application with the headers (CORS) that let web pages call it; `origins` are comma-separated, `*` is
+    any.
+    """
+    listed = [origin.strip() for origin in origins.split(",") if origin.strip()]
+    if not listed:
+        return app
+    return CORSMiddleware(
+        app, allow_origins=listed, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"], max_age=600
+    )
 
 
 class HttpPort:

@@ -23,7 +23,7 @@ from midstream.security.host_header import AllowedHosts
 from router.authentication import Authenticator, TokenFile
 from router.protocols.body_budget import BodyBudget, max_body_bytes
 from router.protocols.body_reader import BodyReader
-from router.protocols.http_server import HostCheckedApp, HttpPort
+from router.protocols.http_server import HostCheckedApp, HttpPort, for_pages
 from router.protocols.openai.body import Body
 from tests.router.conftest import Cluster
 
@@ -119,6 +119,24 @@ async def test_requests_for_the_host_of_another_site_are_rejected(
     answer, _ = await exchange(port.port, f"GET / HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
     await port.stop(0)
     assert answer.split()[1] == str(status).encode()
+
+
+async def test_web_pages_may_call_the_port_if_their_origin_is_listed() -> None:
+    """A preflight has no credentials, so it is answered before they are checked."""
+    origin = "https://chat.example"
+    for listed, method, status, is_allowed in (
+        (f"https://a.example, {origin}", "OPTIONS", b"200", True),
+        (origin, "GET", b"200", True),
+        ("*", "GET", b"200", True),
+        ("https://a.example", "OPTIONS", b"400", False),
+        ("", "GET", b"200", False),
+    ):
+        port = HttpPort(for_pages(echo, listed), "127.0.0.1", 0)
+        port.start()
+        head = f"{method} / HTTP/1.1\r\nhost: x\r\norigin: {origin}\r\naccess-control-request-method: POST\r\n"
+        answer, _ = await exchange(port.port, f"{head}connection: close\r\n\r\n".encode())
+        await port.stop(0)
+        assert (answer.split()[1], b"access-control-allow-origin: " in answer) == (status, is_allowed)
 
 
 def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
