@@ -56,6 +56,10 @@ class InvalidArgumentError(MidstreamError):
     code = StatusCode.INVALID_ARGUMENT
 
 
+class ContextLengthError(InvalidArgumentError):
+    """The prompt is longer than the model's context."""
+
+
 class ConfigError(InvalidArgumentError):
     """A flag, an environment variable or a model folder is invalid; the service does not start."""
 

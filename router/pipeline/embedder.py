@@ -246,7 +246,7 @@ class Embedder:
         except InvalidArgumentError as error:
             if error.field not in _INPUT_FIELDS:
                 raise
-            raise InvalidArgumentError(error.message, field=field) from None
+            raise type(error)(error.message, field=field) from None
         pieces = [piece for chunk in chunks if chunk.extras is not None for piece in chunk.extras.tensors]
         tensor = join_tensors(pieces).get(f"context_{output.name}" if output.gather_context else output.name)
         usage = chunks[-1].usage

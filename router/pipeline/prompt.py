@@ -7,11 +7,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from midstream.errors import InvalidArgumentError, UnsupportedError
+from midstream.errors import ContextLengthError, InvalidArgumentError, UnsupportedError
 from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
@@ -22,6 +23,26 @@ from router.pipeline.images import EncodeImage, PromptImages
 _T = TypeVar("_T")
 # Prompts shorter than this are tokenized faster than a thread pool could return the result.
 _INLINE_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """How an input is converted to tokens.
+
+    Attributes:
+        adds_special_tokens: Whether a text gets the tokenizer's special tokens. None: a prompt does; a conversation
+            does not, since its template has them.
+        max_tokens: Number of tokens to which the prompt is truncated; its end is kept. -1: as many as leave room for
+            the output. None: no truncation.
+        continues_last: Whether the output continues the last message of a conversation.
+    """
+
+    adds_special_tokens: bool | None = None
+    max_tokens: int | None = None
+    continues_last: bool = False
+
+
+_DEFAULT_OPTIONS = PromptOptions()
 
 
 class PromptBuilder:
@@ -59,8 +80,8 @@ class PromptBuilder:
         if self._template is not None:
             self._template.close()
 
-    async def token_ids(self, request: pb.GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the input's token ids (never empty). `add_special_tokens` applies only to text prompts.
+    async def token_ids(self, request: pb.GenerateRequest, options: PromptOptions = _DEFAULT_OPTIONS) -> list[int]:
+        """Return the input's token ids (never empty).
 
         The embeddings of images are put into the request's table of virtual tokens.
 
@@ -69,18 +90,23 @@ class PromptBuilder:
             UnsupportedError: The model has no chat template for a conversation, or reads no images.
             MidstreamError: An image cannot be encoded.
         """
-        kind = request.WhichOneof("input")
+        kind, limit = request.WhichOneof("input"), options.max_tokens
+        if limit == -1:
+            limit = max(self._max_tokens - max(request.max_tokens, 1), 1)
         texts = await self._images.encode(request)
+        if texts and limit is not None:
+            raise UnsupportedError("cannot be combined with images", field="truncate_prompt_tokens")
         if kind == "token_ids":
             ids = request.token_ids.values[:]
+            if limit is not None:
+                ids = ids[-limit:]
         elif kind == "prompt":
             prompt = self._images.expand(request.prompt, texts, "prompt")
             self._check_length(prompt, "prompt")
-            ids = await self._run(
-                len(prompt), lambda: self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-            )
+            adds = options.adds_special_tokens is not False
+            ids = await self._run(len(prompt), lambda: self._text_ids(prompt, limit, adds_special_tokens=adds))
         elif kind == "chat":
-            ids = await self._run(_INLINE_CHARACTERS + 1, lambda: self._chat_ids(request.chat, texts))
+            ids = await self._run(_INLINE_CHARACTERS + 1, lambda: self._chat_ids(request.chat, texts, options, limit))
         else:
             names = "prompt, token_ids, chat and prompt_embeddings"
             raise InvalidArgumentError(f"one of {names} must be set", field="input")
@@ -102,7 +128,20 @@ class PromptBuilder:
             return function()
         return await self._threads.run(function)
 
-    def _chat_ids(self, chat: pb.ChatInput, image_texts: Sequence[str]) -> list[int]:
+    def _text_ids(self, text: str, limit: int | None, *, adds_special_tokens: bool) -> list[int]:
+        """Return the tokens of a text, truncated to the last `limit`; special tokens around the text are kept."""
+        ids = self.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+        if limit is None or len(ids) <= limit:
+            return ids
+        plain = self.tokenizer.encode(text, add_special_tokens=False)
+        num_special = len(ids) - len(plain)
+        start = next((i for i in range(num_special) if ids[i : i + len(plain)] == plain), num_special)
+        num_cut = min(len(ids) - limit, len(plain))
+        return [*ids[:start], *plain[num_cut:], *ids[start + len(plain) :]]
+
+    def _chat_ids(
+        self, chat: pb.ChatInput, image_texts: Sequence[str], options: PromptOptions, limit: int | None
+    ) -> list[int]:
         if self._joins_pairs and [message.role for message in chat.messages] == ["query", "document"]:
             return self.tokenizer.encode_pair(*self._pair(chat))
         if self._template is None:
@@ -111,16 +150,18 @@ class PromptBuilder:
             raise InvalidArgumentError("must not be empty", field="chat.messages")
         tools = _parse(chat.tools_json, list, "chat.tools_json")
         variables = _parse(chat.template_variables_json, dict, "chat.template_variables_json")
+        default = not options.continues_last
         text = self._template.render(
             [_message(message, i, in_parts=self._images.has_parts) for i, message in enumerate(chat.messages)],
             tools=tools,
-            add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+            add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else default,
             variables=variables,
         )
+        if options.continues_last:
+            text = _cut_after(text, chat.messages[-1], len(chat.messages) - 1)
         text = self._images.expand(text, image_texts, "chat")
         self._check_length(text, "chat")
-        # The template itself adds the special tokens.
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self._text_ids(text, limit, adds_special_tokens=options.adds_special_tokens is True)
 
     def _pair(self, chat: pb.ChatInput) -> tuple[str, str]:
         """Return the texts of a query and a document, for a model that reads them without a template."""
@@ -140,7 +181,8 @@ class PromptBuilder:
     def _check_length(self, text: str, field: str) -> None:
         """Reject a text that certainly exceeds the model's context, before it is tokenized."""
         if len(text) > self._max_tokens * self.tokenizer.longest_token:
-            raise InvalidArgumentError(f"is longer than the model's context of {self._max_tokens} tokens", field=field)
+            reason = f"has {len(text)} characters; this model's maximum context length is {self._max_tokens} tokens"
+            raise ContextLengthError(reason, field=field)
 
 
 def _message(message: pb.ChatMessage, index: int, *, in_parts: bool) -> dict[str, object]:
@@ -158,6 +200,21 @@ def _message(message: pb.ChatMessage, index: int, *, in_parts: bool) -> dict[str
     if message.name:
         turn["name"] = message.name
     return turn
+
+
+def _cut_after(text: str, message: pb.ChatMessage, index: int) -> str:
+    """Return a rendered conversation up to the content of its last message."""
+    path = f"chat.messages[{index}].content"
+    texts = [part.text for part in message.parts if part.HasField("text")]
+    content = texts[-1] if texts else message.content
+    if not content.strip():
+        raise InvalidArgumentError("must have text that the output can continue", field=path)
+    start = text.rfind(content.strip())
+    if start < 0:
+        raise InvalidArgumentError("cannot be continued: the chat template changes it", field=path)
+    # Some templates remove white space at the end.
+    kept = content.lstrip()
+    return text[: start + len(kept if text.startswith(kept, start) else content.strip())]
 
 
 def _refuse_all_but(message: Message, names: Set[str], path: str) -> None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
-from midstream.errors import InvalidArgumentError, NotFoundError, UnavailableError, UnsupportedError
+from midstream.errors import ContextLengthError, InvalidArgumentError, NotFoundError, UnavailableError, UnsupportedError
 from midstream.extras import tensor_bytes
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
@@ -231,13 +231,13 @@ def fit_to_context(num_prompt_tokens: int, max_tokens: int | None, model: ModelF
     """Return the limit on a sequence's output tokens: the requested limit, capped by the model's context length.
 
     Raises:
-        InvalidArgumentError: The prompt leaves no room for an output token.
+        ContextLengthError: The prompt leaves no room for an output token.
     """
     room = model.max_sequence_length - num_prompt_tokens
     if room < 1:
-        raise InvalidArgumentError(
-            f"has {num_prompt_tokens} tokens; the model's context of {model.max_sequence_length} must hold it and at "
-            "least one more",
+        raise ContextLengthError(
+            f"has {num_prompt_tokens} tokens; this model's maximum context length is {model.max_sequence_length} "
+            "tokens, and must hold the prompt and at least one more",
             field=field,
         )
     return min(room, MAX_DEFAULT_TOKENS if max_tokens is None else max_tokens)

@@ -28,7 +28,7 @@ from router.parsers.guides import auto_guide
 from router.parsers.machine import Machine, Offer, Schema, Script, Steps
 from router.parsers.reasoning import after_thinking, plain
 from router.pipeline.images import images_of
-from router.pipeline.prompt import PromptBuilder
+from router.pipeline.prompt import PromptBuilder, PromptOptions
 from router.pipeline.request_checks import fit_to_context
 
 # Retention priority of prefixes that a client wants cached; the default is 35.
@@ -76,6 +76,11 @@ class ChatModel:
         tokens = {mark: number for mark, number in ids.items() if mark in special or mark.startswith("<")}
         return ChatModel(found, folder.chat_template or "", tokens, any(mark in special for mark in found.marks))
 
+    @property
+    def has_developer(self) -> bool:
+        """Whether the template has the role `developer`."""
+        return "developer" in self.template
+
     def thinking_variables(self, effort: str) -> dict[str, object]:
         """Return the template variables for one of EFFORTS; empty if the template has no setting for reasoning."""
         values: dict[str, object] = {}
@@ -117,6 +122,7 @@ class Conversation:
         num_prompt_tokens: Length of the prompt; 0 before `prepare`, and if `prepare` need not render the prompt.
         is_thinking: Whether the prompt has opened the reasoning.
         image_fields: For each image, the client's field that has it; empty if an error may name the native field.
+        options: How the conversation is converted to tokens.
     """
 
     request: pb.GenerateRequest
@@ -126,6 +132,7 @@ class Conversation:
     num_prompt_tokens: int = 0
     is_thinking: bool = False
     image_fields: Sequence[str] = ()
+    options: PromptOptions = field(default_factory=PromptOptions)
     _is_guided: bool = False
 
     def __post_init__(self) -> None:
@@ -154,15 +161,15 @@ class Conversation:
             MidstreamError: The conversation cannot be rendered, or is too long.
         """
         tags = self.model.format.reasoning
-        if tags is not None or renders:
-            ids = await prompts.token_ids(self.request)
+        if tags is not None or renders or self.options != PromptOptions():
+            ids = await prompts.token_ids(self.request, self.options)
             asked = self.request.max_tokens if self.request.HasField("max_tokens") else None
             fit_to_context(len(ids), asked, folder, "chat")
             self.note_prompt(ids, prompts.tokenizer)
             self.request.token_ids.values[:] = ids
         if self.prediction:
             text = pb.GenerateRequest(prompt=self.prediction)
-            ids = await prompts.token_ids(text, add_special_tokens=False)
+            ids = await prompts.token_ids(text, PromptOptions(adds_special_tokens=False))
             drafts = self.request.speculative
             drafts.method, drafts.num_draft_tokens = pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP, _NUM_DRAFTS
             drafts.prediction_token_ids.extend(ids[: folder.max_sequence_length])

@@ -238,11 +238,13 @@ class Asking:
                 )  # type: ignore[assignment]
         except openai.APIStatusError as error:
             raise RefusedError("UNIMPLEMENTED" if error.code == "unsupported" else "INVALID_ARGUMENT") from None
-        answer = Answer()
-        for choice in json.loads(reply.text)["choices"]:
+        answer, body = Answer(), json.loads(reply.text)
+        answer.beside |= {"prompt_log_probs"} if body.get("prompt_logprobs") else set()
+        for choice in body["choices"]:
             message = choice.get("message")
             answer.texts.append(choice["text"] if message is None else message["content"] or "")
             answer.beside |= {"log_probs"} if choice["logprobs"] else set()
+            answer.beside |= {"prompt_log_probs"} if choice.get("prompt_logprobs") else set()
             answer.beside |= {"tool_calls"} if message and message.get("tool_calls") else set()
         return answer
 

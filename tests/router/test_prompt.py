@@ -17,7 +17,7 @@ from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from router.pipeline.chat_template import ChatTemplate
-from router.pipeline.prompt import PromptBuilder
+from router.pipeline.prompt import PromptBuilder, PromptOptions
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,46 @@ async def test_a_conversation_is_rendered_with_the_models_template(
     assert ids == tokenizer.encode(text + "<|im_start|>assistant\n", add_special_tokens=False)
     chat = pb.ChatInput(messages=turns, add_generation_prompt=False)
     assert await builder.token_ids(pb.GenerateRequest(chat=chat)) == tokenizer.encode(text, add_special_tokens=False)
+
+
+async def test_the_output_can_continue_the_last_message(builder: PromptBuilder, tokenizer: Tokenizer) -> None:
+    """As with transformers' `continue_final_message`, white space at the end is kept if the template keeps it."""
+    start = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    turns = [pb.ChatMessage(role="user", content="Hi"), pb.ChatMessage(role="assistant", content="Hi, assistant ")]
+    options = PromptOptions(continues_last=True)
+    ids = await builder.token_ids(pb.GenerateRequest(chat=pb.ChatInput(messages=turns)), options)
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith(start + "Hi, assistant ")
+    turns[1].content = " "
+    with pytest.raises(InvalidArgumentError) as raised:
+        await builder.token_ids(pb.GenerateRequest(chat=pb.ChatInput(messages=turns)), options)
+    assert raised.value.field == "chat.messages[1].content"
+
+
+async def test_a_prompt_is_truncated_to_its_end(builder: PromptBuilder, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two three four five")
+    request = pb.GenerateRequest(prompt="one two three four five", max_tokens=8190)
+    for limit, kept in ((3, 3), (-1, 2), (99, len(ids))):
+        assert await builder.token_ids(request, PromptOptions(max_tokens=limit)) == ids[-kept:]
+    tokens = pb.GenerateRequest(token_ids=pb.TokenIds(values=ids))
+    assert await builder.token_ids(tokens, PromptOptions(max_tokens=3)) == ids[-3:]
+
+
+async def test_special_tokens_are_optional_and_survive_a_truncation(
+    builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids = [ord(character) for character in text]
+        return [1, *ids, 2] if add_special_tokens else ids
+
+    monkeypatch.setattr(builder.tokenizer, "encode", encode)
+    request = pb.GenerateRequest(prompt="abcd")
+    for options, ids in (
+        (PromptOptions(), [1, *b"abcd", 2]),
+        (PromptOptions(adds_special_tokens=False), [*b"abcd"]),
+        (PromptOptions(max_tokens=4), [1, *b"cd", 2]),
+        (PromptOptions(adds_special_tokens=False, max_tokens=3), [*b"bcd"]),
+    ):
+        assert await builder.token_ids(request, options) == ids
 
 
 @pytest.mark.parametrize(

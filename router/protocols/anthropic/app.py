@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _PATH = "/v1/messages"
 _VERSIONS = ("2026-10-21", "2023-06-01")
+_OTHER_METHODS = ("GET", "PUT", "PATCH", "DELETE")
 Endpoint = Callable[[Request, str], Awaitable[Response]]
 
 
@@ -51,6 +52,7 @@ class MessagesApi:
         """Return the routes for the HTTP port."""
         posts: dict[str, Endpoint] = {_PATH: self._create, f"{_PATH}/count_tokens": self._count}
         routes = [Route(path, _mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+        routes += [Route(path, _wrong_method, methods=_OTHER_METHODS) for path in posts]
         return [*routes, Route(f"{_PATH}/{{rest:path}}", _mapped(self._missing), methods=["GET", "POST", "DELETE"])]
 
     async def _create(self, request: Request, request_id: str) -> Response:
@@ -82,7 +84,8 @@ class MessagesApi:
 
         async def compute() -> Response:
             with job.conversation.naming_images():
-                ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native))
+                options = job.conversation.options
+                ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native, options))
             return JSONResponse({"input_tokens": len(ids)})
 
         return CompleteResponse(compute, lambda error: _error_response(error, request_id))
@@ -176,6 +179,11 @@ class _Reply(StreamedResponse):
 
     def _usage(self, last: Chunk) -> Fields:
         return usage_fields(last.usage or Usage(), self._num_kept)
+
+
+async def _wrong_method(request: Request) -> Response:
+    body = error_body(InvalidArgumentError(f"{request.url.path} does not support {request.method}; use POST"))
+    return JSONResponse(body, 405, headers={"allow": "POST"})
 
 
 async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from midstream.errors import MidstreamError, OverloadedError, StatusCode
+from midstream.errors import ContextLengthError, MidstreamError, OverloadedError, StatusCode
 from router.protocols.openai.errors import param_of
 
 _STATUSES: dict[StatusCode, tuple[int, str]] = {
@@ -38,5 +38,7 @@ def error_body(error: MidstreamError, request_id: str = "") -> dict[str, object]
     param = param_of(error.field)
     param = _PARAMS.get(param, param)
     message = f"{param}: {error.message}" if param else error.message
+    if isinstance(error, ContextLengthError):
+        message = f"prompt is too long: {error.message}"  # clients look for these words
     body: dict[str, object] = {"type": "error", "error": {"type": kind, "message": message}}
     return {**body, "request_id": request_id} if request_id else body

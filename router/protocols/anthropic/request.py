@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.parsers.machine import Schema
+from router.pipeline.prompt import PromptOptions
 from router.pipeline.request_checks import MAX_NAME
 from router.protocols.contents import add_image, add_text, image_of_base64
 from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools
@@ -141,8 +142,8 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
     _system(body, reading)
     for message in body.objects("messages"):
         _message(message, reading)
-    if not any(turn.role == "user" for turn in reading.turns) or reading.turns[-1].role == "assistant":
-        raise InvalidArgumentError("must begin and end with a user turn", field="messages")
+    if not any(turn.role == "user" for turn in reading.turns):
+        raise InvalidArgumentError("must have a user turn", field="messages")
     reading.mark(body)
     request = pb.GenerateRequest(
         request_id=body.text("request_id") or "",
@@ -162,8 +163,24 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
     if tools.choice != "auto" and request.HasField("guided_decoding"):
         raise InvalidArgumentError("requires a call, which conflicts with output_config.format", field="tool_choice")
     body.choice("service_tier", ("auto", "standard_only"))
-    conversation = Conversation(request, tools, model, image_fields=reading.image_fields)
+    options = PromptOptions(continues_last=reading.turns[-1].role == "assistant")
+    if options.continues_last:
+        if is_thinking or tools.choice != "auto" or request.HasField("guided_decoding"):
+            reason = "must end with a user turn, since thinking, a required call or a format begins a new answer"
+            raise InvalidArgumentError(reason, field="messages")
+        _check_prefill(reading.turns[-1])
+    conversation = Conversation(request, tools, model, image_fields=reading.image_fields, options=options)
     return MessagesJob(conversation, request.model, bool(body.flag("stream")), is_shown, reading.breakpoints)
+
+
+def _check_prefill(turn: pb.ChatMessage) -> None:
+    """Check the text at the end of the conversation that the answer continues."""
+    if turn.tool_calls_json:
+        raise InvalidArgumentError("must end with a tool_result for every tool_use of the last turn", field="messages")
+    if not turn.content or turn.content != turn.content.rstrip():
+        raise InvalidArgumentError(
+            "the last assistant turn must have text without white space at its end", field="messages"
+        )
 
 
 def _sampling(body: Body, request: pb.GenerateRequest) -> None:
@@ -289,8 +306,13 @@ def _blocks(role: str, message: Body, reading: _Reading) -> None:
     for block in message.objects("content"):
         if block.text("type") == "tool_result":
             call_id = block.text("tool_use_id") or ""
+            if call_id not in reading.tool_names:
+                raise InvalidArgumentError(
+                    f"{call_id[:64]!r} is not the id of a tool_use block in an earlier assistant turn",
+                    field=block.path("tool_use_id"),
+                )
             turn = None
-            result = pb.ChatMessage(role="tool", tool_call_id=call_id, name=reading.tool_names.get(call_id, ""))
+            result = pb.ChatMessage(role="tool", tool_call_id=call_id, name=reading.tool_names[call_id])
             if isinstance(block.get("content"), str):
                 result.content = block.text("content") or ""
             else:

@@ -20,7 +20,7 @@ from protos import generation_pb2 as pb
 from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import HEADER, check_key, check_no_id
 from router.pipeline.kept_requests import KeptRequests
-from router.pipeline.prompt import PromptBuilder
+from router.pipeline.prompt import PromptBuilder, PromptOptions
 from router.pipeline.request_checks import check_model
 from router.protocols.anthropic.shapes import model_fields, model_list
 from router.protocols.body_reader import BodyReader
@@ -125,21 +125,17 @@ class OpenAiApi:
     async def _tokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, lambda body: body)
         check_model(body.text("model") or "", self._model)
-        native = pb.GenerateRequest()
         if body.has("messages"):
-            native.chat.CopyFrom(chat_job(body, self._vocabulary).requests[0].chat)
+            job = chat_job(body, self._vocabulary)
+            native, options = job.requests[0], job.options
         else:
-            native.prompt = body.text("prompt") or ""
-        adds_special_tokens, returns_texts = (
-            body.flag("add_special_tokens") is not False,
-            body.flag("return_token_strs"),
-        )
+            native = pb.GenerateRequest(prompt=body.text("prompt") or "")
+            options = PromptOptions(adds_special_tokens=body.flag("add_special_tokens"))
+        returns_texts = body.flag("return_token_strs")
         ignored = ignored_fields(body, TOKENIZE)
 
         async def compute() -> Response:
-            ids = await self._front.run_unstarted(
-                native, lambda: self._prompts.token_ids(native, add_special_tokens=adds_special_tokens)
-            )
+            ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native, options))
             answer = {"tokens": ids, "count": len(ids), "max_model_len": self._model.max_sequence_length}
             if returns_texts:
                 answer["token_strs"] = [self._prompts.tokenizer.token(token) or "" for token in ids]
@@ -187,4 +183,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     detail = error.detail if isinstance(error, HTTPException) else "internal error"
     body = {"error": {"message": detail, "type": "invalid_request_error", "param": None, "code": None}}
-    return Response(json.dumps(body), status, media_type="application/json")
+    given = error.headers if isinstance(error, HTTPException) else None
+    return Response(json.dumps(body), status, given, media_type="application/json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from midstream.errors import MidstreamError, OverloadedError, StatusCode
+from midstream.errors import ContextLengthError, MidstreamError, OverloadedError, StatusCode
 
 _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
@@ -55,6 +55,8 @@ def error_body(error: MidstreamError) -> dict[str, object]:
     code = "model_not_found" if error.code is StatusCode.NOT_FOUND and error.field == "model" else None
     if error.code is StatusCode.UNIMPLEMENTED:
         code = "unsupported"
+    if isinstance(error, ContextLengthError):
+        code = "context_length_exceeded"
     param = param_of(error.field)
     message = f"{param}: {error.message}" if param else error.message
     return {"error": {"message": message, "type": kind, "param": param or None, "code": code}}

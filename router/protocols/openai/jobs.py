@@ -12,16 +12,17 @@ from google.protobuf.message import Message
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.pipeline.idempotency import make_repeatable, request_id_of
-from router.pipeline.request_checks import check_name
+from router.pipeline.prompt import PromptOptions
+from router.pipeline.request_checks import MAX_LOG_PROBS, check_name
 from router.protocols.conversation import ChatModel, Conversation, keep_prefix
 from router.protocols.openai.body import Body, token_ids
 from router.protocols.openai.messages import chat_messages
 from router.protocols.openai.parameters import effort_variables, native_request, read_cache_retention_s, refuse
-from router.protocols.openai.shapes import ChatShape, CompletionShape, Shape, Spell
+from router.protocols.openai.shapes import ChatShape, CompletionShape, Details, Shape, Spell
 from router.protocols.openai.tools import read_tools
 
 _NOT_IN_CHAT = (
-    "audio", "chat_template", "continue_final_message", "documents", "echo", "function_call", "functions",
+    "audio", "chat_template", "documents", "echo", "function_call", "functions",
     "moderation", "store", "web_search_options",
 )  # fmt: skip
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -53,6 +54,10 @@ class Job:
         includes_usage: Whether the last event of a stream contains the usage.
         ignored: Fields of the body that have no effect.
         conversation: The conversation of a chat; None for completions.
+        echoes_prompt: Whether each choice begins with the prompt, and with `echoes_log_probs` also with its log
+            probabilities.
+        counts_always: Whether every event of a stream contains the usage so far.
+        options: How prompts are converted to tokens.
         key: Idempotency key; empty if there is none.
     """
 
@@ -65,7 +70,10 @@ class Job:
     includes_usage: bool
     ignored: list[str] = field(default_factory=list)
     conversation: Conversation | None = None
+    echoes_prompt: bool = False
     echoes_log_probs: bool = False
+    counts_always: bool = False
+    options: PromptOptions = field(default_factory=PromptOptions)
     created: int = field(default_factory=lambda: int(time.time()))
     key: str = ""
 
@@ -97,10 +105,12 @@ def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
     log_probs = body.integer("logprobs")
     if log_probs is not None:
         request.output.log_probs = log_probs
-    if body.flag("echo"):
+    details = _details(body, request, log_probs)
+    is_echoed = bool(body.flag("echo"))
+    if is_echoed:
         request.output.exclude_input_from_output = False
         if log_probs is not None:
-            request.output.prompt_log_probs = log_probs
+            request.output.prompt_log_probs = max(log_probs, request.output.prompt_log_probs)
     num_choices = _best_of(body, request)
     prompts = _prompts(body)
     requests = []
@@ -111,11 +121,9 @@ def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
         else:
             copy.token_ids.values.extend(prompt)
         requests.append(copy)
-    shape = CompletionShape(
-        vocabulary.spell, with_log_probs=log_probs is not None, returns_ids=bool(body.flag("return_token_ids"))
-    )
-    job = _job(body, requests, shape, num_choices)
-    job.echoes_log_probs = request.output.HasField("prompt_log_probs")
+    job = _job(body, requests, CompletionShape(vocabulary.spell, details), num_choices)
+    job.echoes_prompt, job.echoes_log_probs = is_echoed, is_echoed and log_probs is not None
+    job.options = _options(body)
     return job
 
 
@@ -131,41 +139,79 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     max_tokens = body.integer("max_tokens") if max_tokens is None else max_tokens
     if max_tokens is not None:
         request.max_tokens = max_tokens
-    top = body.integer("top_logprobs")
-    if body.flag("logprobs"):
-        request.output.log_probs = top or 0
-    elif top:
-        raise InvalidArgumentError("needs logprobs", field="top_logprobs")
-    request.chat.messages.extend(chat_messages(body))
+    details = _chat_details(body, request)
+    _fill_chat(body, request.chat, vocabulary.chat)
     tools = read_tools(body)
     if tools.choice != "auto" and request.HasField("guided_decoding"):
         raise InvalidArgumentError("requires a call, which conflicts with response_format", field="tool_choice")
-    prompt_follows = body.flag("add_generation_prompt")
-    if prompt_follows is not None:
-        request.chat.add_generation_prompt = prompt_follows
-    variables = effort_variables(body, "reasoning_effort", vocabulary.chat)
-    if body.child("chat_template_kwargs") is not None:
-        given = body.get("chat_template_kwargs")
-        assert isinstance(given, dict)
-        variables |= given
-    if variables:
-        request.chat.template_variables_json = json.dumps(variables)
     retention_s = read_cache_retention_s(body)
     if retention_s:
         keep_prefix(request, None, retention_s)
     body.choice("verbosity", ("medium",))
     if any(kind != "text" for kind in body.texts("modalities")):
         raise UnsupportedError("only text is supported", field="modalities")
-    conversation = Conversation(request, tools, vocabulary.chat, _prediction(body))
-    shape = ChatShape(
-        vocabulary.spell,
-        conversation,
-        returns_ids=bool(body.flag("return_token_ids")),
-        service_tier=body.text("service_tier"),
-    )
+    options = _options(body)
+    conversation = Conversation(request, tools, vocabulary.chat, _prediction(body), options=options)
+    shape = ChatShape(vocabulary.spell, conversation, details, service_tier=body.text("service_tier"))
     job = _job(body, [request], shape, request.sampling.num_return_sequences or 1)
-    job.conversation = conversation
+    job.conversation, job.options = conversation, options
     return job
+
+
+def _fill_chat(body: Body, chat: pb.ChatInput, model: ChatModel) -> None:
+    """Fill the messages and what the template reads besides them."""
+    chat.messages.extend(chat_messages(body))
+    for message in chat.messages:
+        if message.role == "developer" and not model.has_developer:
+            message.role = "system"  # templates may drop messages with other roles
+    prompt_follows = body.flag("add_generation_prompt")
+    if prompt_follows is not None:
+        chat.add_generation_prompt = prompt_follows
+    variables = effort_variables(body, "reasoning_effort", model)
+    if body.child("chat_template_kwargs") is not None:
+        given = body.get("chat_template_kwargs")
+        assert isinstance(given, dict)
+        variables |= given
+    if variables:
+        chat.template_variables_json = json.dumps(variables)
+
+
+def _options(body: Body) -> PromptOptions:
+    """Return how the prompt is converted to tokens."""
+    limit = body.integer("truncate_prompt_tokens", -1)
+    if limit == 0:
+        raise InvalidArgumentError(
+            "must be at least 1, or -1 for the room in the context", field="truncate_prompt_tokens"
+        )
+    continues_last = bool(body.flag("continue_final_message"))
+    if continues_last and body.flag("add_generation_prompt"):
+        raise InvalidArgumentError("conflicts with add_generation_prompt", field="continue_final_message")
+    return PromptOptions(body.flag("add_special_tokens"), limit, continues_last)
+
+
+def _chat_details(body: Body, request: pb.GenerateRequest) -> Details:
+    top, has_log_probs = body.integer("top_logprobs", 0, MAX_LOG_PROBS), body.flag("logprobs")
+    if top and not has_log_probs:
+        raise InvalidArgumentError("needs logprobs", field="top_logprobs")
+    if has_log_probs:
+        request.output.log_probs = top or 0
+    return _details(body, request, (top or 0) if has_log_probs else None)
+
+
+def _details(body: Body, request: pb.GenerateRequest, num_top: int | None) -> Details:
+    """Return what the client wants to know about tokens; `num_top` is None without log probabilities."""
+    num_prompt_top = body.integer("prompt_logprobs", 0, MAX_LOG_PROBS)
+    if num_prompt_top is not None:
+        if request.streaming:
+            raise InvalidArgumentError("must not be set with stream", field="prompt_logprobs")
+        request.output.prompt_log_probs = num_prompt_top
+    return Details(
+        num_top,
+        num_prompt_top,
+        bool(body.flag("return_token_ids")),
+        bool(body.flag("return_tokens_as_token_ids")),
+        frozenset(request.stopping.stop_token_ids),
+    )
 
 
 def _prediction(body: Body) -> str:
@@ -183,13 +229,19 @@ def _prediction(body: Body) -> str:
 
 
 def _job(body: Body, requests: list[pb.GenerateRequest], shape: Shape, num_choices: int) -> Job:
+    is_stream = bool(body.flag("stream"))
     options = body.child("stream_options")
+    if options is not None and not is_stream:
+        raise InvalidArgumentError("needs stream", field="stream_options")
     includes_usage = bool(options and options.flag("include_usage"))
+    counts_always = bool(options and options.flag("continuous_usage_stats"))
     job_id = requests[0].request_id or uuid.uuid4().hex
     check_name(job_id, "request_id")
     for request, name in zip(requests, request_ids(job_id, len(requests)), strict=True):
         request.request_id = name
-    return Job(job_id, requests[0].model, requests, shape, num_choices, bool(body.flag("stream")), includes_usage)
+    job = Job(job_id, requests[0].model, requests, shape, num_choices, is_stream, includes_usage)
+    job.counts_always = includes_usage and counts_always
+    return job
 
 
 def request_ids(job_id: str, num_prompts: int) -> list[str]:

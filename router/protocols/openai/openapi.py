@@ -89,6 +89,7 @@ def document(model: ModelFolder) -> Part:
         "safety_identifier": _NAME,
         "metadata": _OBJECT,
         "add_generation_prompt": _FLAG,
+        "continue_final_message": _FLAG,
         "chat_template_kwargs": _OBJECT,
     }
     event_id = {
@@ -197,7 +198,11 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
         "include_stop_str_in_output": _FLAG,
         "skip_special_tokens": _FLAG,
         "return_token_ids": _FLAG,
-        "stream_options": _object({"include_usage": _FLAG}),
+        "return_tokens_as_token_ids": _FLAG,
+        "prompt_logprobs": _integer(0, MAX_LOG_PROBS),
+        "add_special_tokens": _FLAG,
+        "truncate_prompt_tokens": _integer(-1, 0xFFFFFFFF),
+        "stream_options": _object({"include_usage": _FLAG, "continuous_usage_stats": _FLAG}),
         "response_format": _object(
             {
                 "type": {"enum": ["text", "json_object", "json_schema"]},

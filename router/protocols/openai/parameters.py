@@ -13,7 +13,7 @@ from router.protocols.openai.body import Body
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # vLLM's extensions that would change the output, and therefore cannot be ignored.
 _NOT_SUPPORTED = (
-    "allowed_token_ids", "logits_processors", "prompt_logprobs", "return_tokens_as_token_ids", "truncate_prompt_tokens",
+    "allowed_token_ids", "logits_processors",
 )  # fmt: skip
 # Number of seconds for which to retain a prompt's KV cache.
 _CACHE_RETENTION_S = {"in_memory": 0, "24h": 24 * 3600}

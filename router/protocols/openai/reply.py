@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from urllib.parse import quote
 
 from starlette.responses import JSONResponse, Response
 
 from midstream.chunk import Chunk, PerfMetrics, Usage
 from midstream.errors import InvalidArgumentError, MidstreamError
-from router.pipeline.generation import FrontDoor, Output
-from router.pipeline.prompt import PromptBuilder
+from protos import generation_pb2 as pb
+from router.pipeline.generation import FrontDoor, Output, Prepare
+from router.pipeline.prompt import PromptBuilder, PromptOptions
 from router.protocols.fields import ignored_header
 from router.protocols.openai.echo import EchoedPrompt
 from router.protocols.openai.errors import error_body
@@ -69,10 +70,8 @@ class Reply(StreamedResponse):
             for position in self._positions
         ]
         outputs: list[Output] = []
-        prepare = self._prepare if self._job.conversation is not None else None
-        if self._is_resumed and prepare is not None:
-            # How the text is parsed depends on the prompt.
-            await self._front.run_unstarted(self._job.requests[0], prepare)
+        if self._is_resumed:
+            await self._prepare_to_resume()
         names = request_ids(self._job.request_id, len(self._job.requests))
         try:
             for name, request, position in zip(names, self._job.requests, self._positions, strict=True):
@@ -80,7 +79,9 @@ class Reply(StreamedResponse):
                     offsets = [] if self._job.reads_text else position.next_offsets
                     output = self._front.resume(name, 0, offsets, None)
                 else:
-                    output = await self._front.start(request, None, self._job.key, prepare)
+                    if self._job.options.max_tokens is not None and request.WhichOneof("input") == "token_ids":
+                        await self._tokenize(request)  # truncates them before their number is checked
+                    output = await self._front.start(request, None, self._job.key, self._preparation(request))
                 outputs.append(await stack.enter_async_context(output))
         except MidstreamError:
             # If one request fails, the others are useless, unless the client retries with its key.
@@ -88,6 +89,23 @@ class Reply(StreamedResponse):
                 self._front.abort_soon(output.request_id)
             raise
         return outputs
+
+    async def _prepare_to_resume(self) -> None:
+        job = self._job
+        if job.conversation is not None:
+            # How the text is parsed depends on the prompt.
+            await self._front.run_unstarted(job.requests[0], self._prepare)
+        if job.counts_always or job.shape.details.returns_ids:
+            for request in job.requests:
+                await self._front.run_unstarted(request, partial(self._tokenize, request))
+
+    def _preparation(self, request: pb.GenerateRequest) -> Prepare | None:
+        if self._job.conversation is not None:
+            return self._prepare
+        return None if self._job.options == PromptOptions() else partial(self._tokenize, request)
+
+    async def _tokenize(self, request: pb.GenerateRequest) -> None:
+        request.token_ids.values[:] = await self._prompts.token_ids(request, self._job.options)
 
     async def _prepare(self) -> None:
         assert self._job.conversation is not None
@@ -109,18 +127,26 @@ class Reply(StreamedResponse):
                         known.append(chunk)
             output.raise_failure()
             ordered = [sequences[index] for index in sorted(sequences)]
+            prompt = self._prompt_fields(number, ordered[0])
             if len(ordered) > self._job.num_choices:
                 ordered.sort(key=_mean_log_prob, reverse=True)
             for chunk in ordered[: self._job.num_choices]:
-                choices.append(self._job.shape.whole(len(choices), chunk))
-        return {**self._envelope(self._job.shape.name), "choices": choices, "usage": self._usage()}
+                choice = self._job.shape.whole(len(choices), chunk)
+                choices.append(choice if self._job.shape.is_prompt_shared else choice | prompt)
+        shared = prompt if self._job.shape.is_prompt_shared else {}
+        return {**self._envelope(self._job.shape.name), "choices": choices, "usage": self._usage(), **shared}
+
+    def _prompt_fields(self, number: int, first: Chunk | None) -> dict[str, object]:
+        """Return the fields about a prompt; its log probabilities are in the first sequence."""
+        rows = first.extras.prompt_log_probs if first is not None and first.extras is not None else None
+        return self._job.shape.prompt(self._job.requests[number].token_ids.values, rows)
 
     async def _stream(self, outputs: list[Output], events: EventStream) -> None:
         if not self._is_resumed:
             for index in range(len(outputs) * self._job.num_choices):
                 opening = self._job.shape.opening(index)
                 if opening is not None:
-                    await self._event(events, opening)
+                    await self._event(events, index, opening, self._prompt_fields(0, None))
         if len(outputs) == 1:
             await self._relay(0, outputs[0], events)
         else:
@@ -133,7 +159,7 @@ class Reply(StreamedResponse):
         for output in outputs:
             output.raise_failure()
         if self._job.includes_usage:
-            await self._event(events, None)
+            await self._event(events, 0, None)
         await events.write("data: [DONE]\n\n", more=False)
 
     async def _relay(self, number: int, output: Output, events: EventStream) -> None:
@@ -141,7 +167,7 @@ class Reply(StreamedResponse):
             for chunk in await self._take(number, output):
                 choice = self._choice(number, chunk)
                 if choice is not None:
-                    await self._event(events, choice)
+                    await self._event(events, number * self._job.num_choices + chunk.sequence_index, choice)
 
     async def _take(self, number: int, output: Output) -> list[Chunk]:
         """Return the next chunks of a prompt's output."""
@@ -163,20 +189,30 @@ class Reply(StreamedResponse):
                 return None
         if self._is_resumed and index in position.characters and not job.reads_text:
             job.shape.begin_at(shown, position.characters[index], position.partial.get(index, b""))
+        is_first = index not in position.offsets
         position.advance(chunk, counts_characters=job.reads_text)
         part = job.shape.part(shown, chunk)
+        if part is not None and is_first and not job.shape.is_prompt_shared:
+            part |= self._prompt_fields(number, None)
         reached = job.shape.text_offset(shown)
         if reached is not None:
             position.characters[index], position.partial[index] = reached
         return part
 
-    async def _event(self, events: EventStream, choice: dict[str, object] | None) -> None:
-        """Write the delta of one choice, or the usage."""
+    async def _event(
+        self,
+        events: EventStream,
+        shown: int,
+        choice: dict[str, object] | None,
+        more: Mapping[str, object] | None = None,
+    ) -> None:
+        """Write the delta of one choice, whose index is `shown`, or the usage; `more` are fields of the event."""
         begin, end = self._around_choices
-        if choice is not None:
-            choices = dump(choice)
-        else:
-            choices, end = "", f'],"usage":{dump(self._usage())}}}'
+        choices = "" if choice is None else dump(choice)
+        if choice is None or self._job.counts_always:
+            end = f'],"usage":{dump(self._usage() if choice is None else self._usage_so_far(shown))}}}'
+        if more:
+            end = f"{end[:-1]},{dump(more)[1:]}"
         name = self._event_prefix + "/".join(map(str, self._positions))
         await events.write(f"id: {name}\ndata: {begin}{choices}{end}\n\n")
 
@@ -205,6 +241,18 @@ class Reply(StreamedResponse):
             self._usages.append(chunk.usage)
         if chunk.perf_metrics is not None:
             self._metrics.append(chunk.perf_metrics)
+
+    def _usage_so_far(self, shown: int) -> dict[str, object]:
+        """Return the usage of one choice up to now."""
+        number, index = divmod(shown, self._job.num_choices)
+        num_prompt = len(self._job.requests[number].token_ids.values)
+        reached = self._positions[number].offsets.get(index, 0)
+        num_output = max(reached - num_prompt, 0) if self._job.echoes_prompt else reached
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+        }
 
     def _usage(self) -> dict[str, object]:
         usages = self._usages

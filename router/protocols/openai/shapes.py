@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from midstream.chunk import Chunk, FinishReason, Usage
@@ -17,6 +18,54 @@ Spell = Callable[[int], bytes]
 _LOWEST_LOG_PROB = -9999.0
 
 
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What the client wants to know about the tokens.
+
+    Attributes:
+        num_top: Number of the most likely tokens reported with each output token; None for no log probabilities.
+        num_prompt_top: The same for the prompt's tokens, in vLLM's `prompt_logprobs`.
+        returns_ids: Whether the ids of the prompt's and the output's tokens are returned.
+        names_ids: Whether log probabilities name tokens by their ids.
+        stop_token_ids: Tokens at which the client wants to stop, in addition to the model's end tokens.
+    """
+
+    num_top: int | None = None
+    num_prompt_top: int | None = None
+    returns_ids: bool = False
+    names_ids: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def ending(self, chunk: Chunk) -> dict[str, object]:
+        """Return the finish reason and vLLM's `stop_reason`, which is null if the model ended the text itself."""
+        if not chunk.is_sequence_final:
+            return {"finish_reason": None}
+        matched = chunk.matched_stop
+        is_own = isinstance(matched, str) or matched in self.stop_token_ids
+        reason = str(chunk.finish_reason or FinishReason.STOP)
+        return {"finish_reason": reason, "stop_reason": matched if is_own else None}
+
+    def prompt_fields(self, token_ids: Sequence[int], rows: LogProbs | None, spell: Spell) -> dict[str, object]:
+        """Return vLLM's fields for a prompt; `rows` are the log probabilities of all its tokens but the first."""
+        fields: dict[str, object] = {"prompt_token_ids": list(token_ids)} if self.returns_ids else {}
+        if self.num_prompt_top is not None and rows is not None:
+            fields["prompt_logprobs"] = [None, *self._prompt_rows(token_ids[1:], rows, spell)]
+        return fields
+
+    def _prompt_rows(self, token_ids: Sequence[int], rows: LogProbs, spell: Spell) -> list[dict[str, object]]:
+        found: list[dict[str, object]] = []
+        for row, token_id in enumerate(token_ids):
+            own = (token_id, _finite(rows.token_log_probs[row]))
+            ranked = [(rows.token_ranks[row], own), *enumerate(_top(rows, row, self.num_prompt_top), 1)]
+            found.append(
+                {
+                    str(token): {"logprob": value, "rank": rank, "decoded_token": spell(token).decode(errors="replace")}
+                    for rank, (token, value) in ranked
+                }
+            )
+        return found
+
+
 class Shape(Protocol):
     """The output format of one of the two endpoints.
 
@@ -25,6 +74,8 @@ class Shape(Protocol):
         name: The field `object` of a response; `chunk_name` is that of an event.
         request_id: Id of the job; it is set before any output is read.
         envelope: Additional fields of a response, and of each event.
+        details: What the client wants to know about the tokens.
+        is_prompt_shared: Whether fields about the prompt are in the response, and not in each choice.
     """
 
     prefix: str
@@ -32,12 +83,14 @@ class Shape(Protocol):
     chunk_name: str
     request_id: str
     envelope: dict[str, object]
+    details: Details
+    is_prompt_shared: bool
 
     def opening(self, index: int) -> dict[str, object] | None:
         """Return the content of a choice's first event, which precedes all output."""
 
-    def part(self, index: int, chunk: Chunk) -> dict[str, object]:
-        """Return a delta of a choice, for one event."""
+    def part(self, index: int, chunk: Chunk) -> dict[str, object] | None:
+        """Return a delta of a choice, for one event; None if there is nothing to send."""
 
     def whole(self, index: int, chunk: Chunk) -> dict[str, object]:
         """Return a complete choice."""
@@ -53,18 +106,21 @@ class Shape(Protocol):
     def text_offset(self, index: int) -> tuple[int, bytes] | None:
         """Return the arguments of `begin_at` for the output that follows; None if offsets are not reported."""
 
+    def prompt(self, token_ids: Sequence[int], rows: LogProbs | None) -> dict[str, object]:
+        """Return the fields about a prompt."""
+
 
 class CompletionShape:
     """Output in the format of /v1/completions."""
 
     prefix, name, chunk_name = "cmpl-", "text_completion", "text_completion"
     request_id = ""
+    is_prompt_shared = False
 
-    def __init__(self, spell: Spell, *, with_log_probs: bool, returns_ids: bool) -> None:
+    def __init__(self, spell: Spell, details: Details) -> None:
         self.envelope: dict[str, object] = {}
+        self.details = details
         self._spell = spell
-        self._with_log_probs = with_log_probs
-        self._returns_ids = returns_ids
         self._offsets: dict[int, _TextOffset] = {}
 
     def opening(self, index: int) -> dict[str, object] | None:
@@ -75,9 +131,9 @@ class CompletionShape:
         """Return text and log probabilities."""
         choice: dict[str, object] = {"index": index, "text": chunk.text}
         choice["logprobs"] = self._log_probs(index, chunk, chunk.extras) if chunk.extras else None
-        if self._returns_ids:
+        if self.details.returns_ids:
             choice["token_ids"] = list(chunk.token_ids)
-        return {**choice, **_ending(chunk)}
+        return {**choice, **self.details.ending(chunk)}
 
     whole = part
 
@@ -93,34 +149,55 @@ class CompletionShape:
         offset = self._offsets.get(index)
         return None if offset is None else offset.state
 
+    def prompt(self, token_ids: Sequence[int], rows: LogProbs | None) -> dict[str, object]:
+        """Return the fields about a prompt."""
+        return self.details.prompt_fields(token_ids, rows, self._spell)
+
     def _log_probs(self, index: int, chunk: Chunk, extras: Extras) -> dict[str, object] | None:
         log_probs, prompt = extras.log_probs, extras.prompt_log_probs
-        if not self._with_log_probs or not (log_probs or prompt):
+        if self.details.num_top is None or not (log_probs or prompt):
             return None
         token_ids = list(chunk.token_ids)
-        values, tops = self._rows(log_probs) if log_probs else ([], [])
+        num_output = len(log_probs.token_log_probs) if log_probs else 0
         # `token_ids` includes an echoed prompt; its log probabilities, if requested, are in `prompt_log_probs`.
-        num_prompt = len(token_ids) - len(values)
+        num_prompt = len(token_ids) - num_output
+        values, tops = self._rows(token_ids[num_prompt:], log_probs) if log_probs else ([], [])
         if num_prompt > 0:
-            known, known_tops = self._rows(prompt) if prompt else ([], [])
-            missing = [None] * max(num_prompt - len(known), 0)
-            values = [*missing, *known[-num_prompt:], *values]
-            tops = [*missing, *known_tops[-num_prompt:], *tops]
+            num_known = min(len(prompt.token_log_probs), num_prompt) if prompt else 0
+            known, known_tops = (
+                self._rows(token_ids[num_prompt - num_known : num_prompt], prompt) if prompt else ([], [])
+            )
+            missing = [None] * (num_prompt - num_known)
+            values = [*missing, *known, *values]
+            tops = [*missing, *known_tops, *tops]
         pieces = [self._spell(token) for token in token_ids]
         offset = self._offsets.setdefault(index, _TextOffset())
         return {
-            "tokens": [_entry_name(piece) for piece in pieces],
+            "tokens": [self._name(token) for token in token_ids],
             "token_logprobs": values,
             "top_logprobs": tops,
             "text_offset": [offset.before(piece) for piece in pieces],
         }
 
-    def _rows(self, rows: LogProbs) -> tuple[list[float | None], list[dict[str, float] | None]]:
-        values = [_finite(value) for value in rows.token_log_probs]
+    def _rows(
+        self, token_ids: Sequence[int], rows: LogProbs
+    ) -> tuple[list[float | None], list[dict[str, float] | None]]:
+        """Return the log probability of each token, and those of the most likely tokens and of the token itself, as in
+        OpenAI's API. `rows` end with the last of these tokens.
+        """
+        first = len(rows.token_log_probs) - len(token_ids)
+        values = [_finite(value) for value in rows.token_log_probs[first:]]
         tops = [
-            {_entry_name(self._spell(token)): value for token, value in _top(rows, row)} for row in range(len(values))
+            {
+                self._name(token): value
+                for token, value in [*_top(rows, first + i, self.details.num_top), (token_id, values[i])]
+            }
+            for i, token_id in enumerate(token_ids)
         ]
         return list(values), list(tops)
+
+    def _name(self, token_id: int) -> str:
+        return _id_name(token_id) if self.details.names_ids else _entry_name(self._spell(token_id))
 
 
 class _TextOffset:
@@ -153,21 +230,26 @@ def _entry_name(piece: bytes) -> str:
         return "bytes:" + piece.decode(errors="backslashreplace")
 
 
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
 class ChatShape:
     """Output in the format of /v1/chat/completions."""
 
     prefix, name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     request_id = ""
+    is_prompt_shared = True
 
     def __init__(
-        self, spell: Spell, conversation: Conversation, *, returns_ids: bool, service_tier: str | None = None
+        self, spell: Spell, conversation: Conversation, details: Details, *, service_tier: str | None = None
     ) -> None:
         self.envelope: dict[str, object] = {"service_tier": service_tier} if service_tier else {}
         if service_tier == "auto":
             self.envelope = {"service_tier": "default"}
         self._spell = spell
         self._conversation = conversation
-        self._returns_ids = returns_ids
+        self.details = details
         self._readers: dict[int, SequenceReader] = {}
 
     def opening(self, index: int) -> dict[str, object] | None:
@@ -175,18 +257,21 @@ class ChatShape:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def part(self, index: int, chunk: Chunk) -> dict[str, object]:
-        """Return a delta of the message."""
+    def part(self, index: int, chunk: Chunk) -> dict[str, object] | None:
+        """Return a delta of the message; None while the parser holds back the text."""
         events = self._read(index, chunk.text, is_final=chunk.is_sequence_final)
         content, reasoning, calls = _joined(events)
         delta: dict[str, object] = {}
         if reasoning:
             delta["reasoning_content"] = reasoning
-        if content or not (calls or reasoning or chunk.is_sequence_final):
+        if content:
             delta["content"] = content
         if calls:
             delta["tool_calls"] = [{"index": number, **call} for number, call in calls.items()]
-        return {"index": index, "delta": delta, **self._beside(index, chunk)}
+        beside = self._beside(index, chunk)
+        if not (delta or chunk.is_sequence_final or beside["logprobs"] or beside.get("token_ids")):
+            return None
+        return {"index": index, "delta": delta, **beside}
 
     def whole(self, index: int, chunk: Chunk) -> dict[str, object]:
         """Return the complete message."""
@@ -210,6 +295,10 @@ class ChatShape:
         """Return None, since entries have no offsets."""
         return None
 
+    def prompt(self, token_ids: Sequence[int], rows: LogProbs | None) -> dict[str, object]:
+        """Return the fields about the prompt."""
+        return self.details.prompt_fields(token_ids, rows, self._spell)
+
     def _read(self, index: int, text: str, *, is_final: bool) -> list[Event]:
         if not self._conversation.reads_text:
             return [TextDelta(text)]
@@ -223,8 +312,8 @@ class ChatShape:
         return reader is not None and reader.num_calls > 0
 
     def _beside(self, index: int, chunk: Chunk) -> dict[str, object]:
-        fields = {"logprobs": self._log_probs(chunk), **_ending(chunk)}
-        if self._returns_ids:
+        fields = {"logprobs": self._log_probs(chunk), **self.details.ending(chunk)}
+        if self.details.returns_ids:
             fields["token_ids"] = list(chunk.token_ids)
         # OpenAI reports the finish reason "stop" if tool_choice names the function.
         is_named = self._conversation.tools.choice == "named"
@@ -237,7 +326,10 @@ class ChatShape:
         if log_probs is None:
             return None
         content = [
-            {**self._entry(token, value), "top_logprobs": [self._entry(*pair) for pair in _top(log_probs, row)]}
+            {
+                **self._entry(token, value),
+                "top_logprobs": [self._entry(*pair) for pair in _top(log_probs, row, self.details.num_top)],
+            }
             for row, (token, value) in enumerate(zip(chunk.token_ids, log_probs.token_log_probs, strict=False))
         ]
         return {"content": content, "refusal": None}
@@ -245,7 +337,7 @@ class ChatShape:
     def _entry(self, token_id: int, value: float) -> dict[str, object]:
         piece = self._spell(token_id)
         # OpenAI also uses this notation for a part of a character.
-        token = piece.decode(errors="backslashreplace")
+        token = _id_name(token_id) if self.details.names_ids else piece.decode(errors="backslashreplace")
         return {"token": token, "logprob": _finite(value), "bytes": list(piece)}
 
 
@@ -259,20 +351,15 @@ def usage_fields(usage: Usage) -> dict[str, object]:
     }
 
 
-def _top(log_probs: LogProbs, row: int) -> list[tuple[int, float]]:
-    part = slice(row * log_probs.top_k, (row + 1) * log_probs.top_k)
+def _top(log_probs: LogProbs, row: int, limit: int | None) -> list[tuple[int, float]]:
+    """Return the most likely tokens of a row with their log probabilities; at most `limit`, which None means 0."""
+    first = row * log_probs.top_k
+    part = slice(first, first + min(log_probs.top_k, limit or 0))
     return list(zip(log_probs.top_token_ids[part], map(_finite, log_probs.top_log_probs[part]), strict=True))
 
 
 def _finite(log_prob: float) -> float:
     return log_prob if log_prob > _LOWEST_LOG_PROB else _LOWEST_LOG_PROB
-
-
-def _ending(chunk: Chunk) -> dict[str, object]:
-    """Return the finish reason, and vLLM's `stop_reason`."""
-    if not chunk.is_sequence_final:
-        return {"finish_reason": None}
-    return {"finish_reason": str(chunk.finish_reason or FinishReason.STOP), "stop_reason": chunk.matched_stop}
 
 
 def _joined(events: list[Event]) -> tuple[str, str, dict[int, dict[str, object]]]:

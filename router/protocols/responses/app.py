@@ -22,7 +22,7 @@ from protos import scheduler_pb2
 from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import HEADER, check_key, keep, request_id_of
 from router.pipeline.kept_requests import KeptRequests
-from router.pipeline.prompt import PromptBuilder
+from router.pipeline.prompt import PromptBuilder, PromptOptions
 from router.pipeline.request_checks import check_model
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader
@@ -267,7 +267,7 @@ class ResponsesApi:
         num_reasoning = 0
         if writer.reasoning:
             text = pb.GenerateRequest(prompt=writer.reasoning)
-            num_reasoning = len(await self._prompts.token_ids(text, add_special_tokens=False))
+            num_reasoning = len(await self._prompts.token_ids(text, PromptOptions(adds_special_tokens=False)))
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

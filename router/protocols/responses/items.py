@@ -54,6 +54,7 @@ class Turns:
     image_fields: list[str] = field(default_factory=list)
     _calls: list[Item] = field(default_factory=list)
     _is_open: bool = False  # the last turn is the assistant's, and items may be added to it
+    _has_output: dict[str, bool] = field(default_factory=dict)  # by the id of a call
 
     def add(self, items: Iterable[Body]) -> None:
         """Convert input items to chat messages and append them to the turns.
@@ -74,12 +75,18 @@ class Turns:
                 self._call(item, {"input": item.text("input") or ""})
             elif kind in ("function_call_output", "custom_tool_call_output"):
                 self._close()
-                self.turns.append(pb.ChatMessage(role="tool", tool_call_id=_call_id(item)))
+                self.turns.append(pb.ChatMessage(role="tool", tool_call_id=self._answer(item)))
                 self._add_content(self.turns[-1], item, "output")
             else:
                 reason = "only messages, reasoning, function and custom tool calls, and their outputs"
                 raise UnsupportedError(f"{reason} are supported", field=item.path("type"))
         self._close()
+
+    def check_calls(self) -> None:
+        """Raise InvalidArgumentError if the last turn calls a tool, whose output must come first."""
+        waiting = [call_id for call_id, is_known in self._has_output.items() if not is_known]
+        if self.turns[-1].role == "assistant" and waiting:
+            raise InvalidArgumentError(f"has no output for the call {waiting[0][:64]!r}", field="input")
 
     def instruct(self, text: str) -> None:
         """Add the instructions as the first turn."""
@@ -133,8 +140,20 @@ class Turns:
             raise InvalidArgumentError("must be set", field=item.path("name"))
         turn = self._assistant()
         function = {"name": name, "arguments": arguments}
-        self._calls.append({"id": _call_id(item), "type": "function", "function": function})
+        call_id = _call_id(item)
+        self._has_output[call_id] = False
+        self._calls.append({"id": call_id, "type": "function", "function": function})
         turn.tool_calls_json = json.dumps(self._calls)
+
+    def _answer(self, item: Body) -> str:
+        """Return the id of the call that an item answers."""
+        call_id = _call_id(item)
+        if call_id not in self._has_output:
+            raise InvalidArgumentError(
+                f"there is no call {call_id[:64]!r} before this output", field=item.path("call_id")
+            )
+        self._has_output[call_id] = True
+        return call_id
 
     def _close(self) -> None:
         self._is_open = False

@@ -68,11 +68,12 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
     if is_background and not is_stored:
         raise InvalidArgumentError("needs store", field="background")
     items = input_items(body)
-    turns = Turns("developer" in model.template)
+    turns = Turns(model.has_developer)
     turns.instruct(body.text("instructions") or "")
     turns.add([*(Body(item, "previous_response_id.") for item in context), *items])
-    if not turns.turns or turns.turns[-1].role == "assistant":
-        raise InvalidArgumentError("must end with a message or the output of a call", field="input")
+    if not turns.turns:
+        raise InvalidArgumentError("must not be empty", field="input")
+    turns.check_calls()
     tier = body.choice("service_tier", tuple(TIERS))
     request = pb.GenerateRequest(
         model=body.text("model") or "",

@@ -37,6 +37,8 @@ TEXT = "Every part may die 🫠 and the text goes on: 日本語."
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 WEATHER: Any = {"name": "weather", "input_schema": {"type": "object", "properties": {}}}
 TEXT_BLOCK = {"type": "text", "text": "x"}
+PREFILLED = [*HI, {"role": "assistant", "content": "Yes, an"}]
+ORPHAN = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
 CHAT = ChatModel(ModelFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["think"]))
 
 
@@ -82,6 +84,31 @@ async def test_a_message_is_the_text_of_its_tokens(
     assert list(native.stopping.stop_words) == ["END"]
     prompt = tokenizer.decode(list(native.token_ids.values), skip_special_tokens=False)
     assert prompt.index("Be brief.") < prompt.index("Hi")
+
+
+async def test_an_answer_continues_the_last_turn(
+    cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer
+) -> None:
+    messages: Any = PREFILLED
+    counted = await client.messages.count_tokens(model="smollm2", messages=messages)
+    call = client.messages.create(model="smollm2", max_tokens=9, messages=messages, extra_body={"request_id": "r"})
+    message, _ = await asyncio.gather(call, answer(cluster, "r", tokenizer.encode("swer")))
+    assert message.content[0].to_dict()["text"] == "swer"
+    prompt = list(cluster.scheduler.requests["r"].request.token_ids.values)
+    assert len(prompt) == counted.input_tokens
+    assert tokenizer.decode(prompt, skip_special_tokens=False).endswith("<|im_start|>assistant\nYes, an")
+
+
+async def test_another_method_is_an_error_of_this_api(router: Part) -> None:
+    assert router.http is not None
+    for path in ("messages", "messages/count_tokens"):
+        url = f"http://127.0.0.1:{router.http.port}/v1/{path}"
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            await asyncio.to_thread(urllib.request.urlopen, url, timeout=10)
+        assert (raised.value.code, raised.value.headers["allow"]) == (405, "POST")
+        error = json.load(raised.value)
+        assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+        raised.value.close()
 
 
 async def test_events_come_in_order(cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer) -> None:
@@ -270,7 +297,11 @@ def test_blocks_become_turns() -> None:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [*HI, {"role": "assistant", "content": "{"}]}, "messages"),
+        ({"messages": [*HI, {"role": "assistant", "content": "x "}]}, "messages"),
+        ({"messages": [*HI, {"role": "assistant", "content": []}]}, "messages"),
+        ({"messages": PREFILLED, "tools": [WEATHER], "tool_choice": {"type": "any"}}, "messages"),
+        ({"messages": PREFILLED, "thinking": {"type": "adaptive"}}, "messages"),
+        ({"messages": [{"role": "user", "content": [ORPHAN]}]}, "messages[0].content[0].tool_use_id"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),

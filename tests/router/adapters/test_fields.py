@@ -90,7 +90,7 @@ COMMON_EXAMPLES: dict[str, tuple[object, dict[str, object]]] = {
     "structured_outputs": ({"regex": "a+"}, {}),
     "return_token_ids": (True, {}),
     "spaces_between_special_tokens": (True, {}),
-    "add_special_tokens": (True, {}),
+    "add_special_tokens": (False, {}),
     "allowed_token_ids": ([5], {}),
     "logits_processors": (["x"], {}),
     "prompt_logprobs": (1, {}),
@@ -101,8 +101,10 @@ COMMON_EXAMPLES: dict[str, tuple[object, dict[str, object]]] = {
     "cache_salt": ("x", {}),
     "detached": (True, {}),
     "timeout_ms": (5, {}),
-    "stream_options.include_obfuscation": ({"stream_options": {"include_obfuscation": True}}, {}),
-    "stream_options.continuous_usage_stats": ({"stream_options": {"continuous_usage_stats": True}}, {}),
+    "stream_options.include_obfuscation": (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        {"stream": True},
+    ),
     "response_format.json_schema": (
         {"response_format": {"type": "text", "json_schema": {"name": "x"}}},
         {"response_format": {"type": "text"}},
@@ -173,7 +175,9 @@ CHAT_EXAMPLES = COMMON_EXAMPLES | {
 
 
 def user(*blocks: dict[str, object]) -> dict[str, object]:
-    return {"messages": [{"role": "user", "content": "Hi"}, {"role": "user", "content": list(blocks)}]}
+    calls: list[object] = [use(), use(id="u")]
+    asked: list[object] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": calls}]
+    return {"messages": [*asked, {"role": "user", "content": list(blocks)}]}
 
 
 def assistant(*blocks: dict[str, object]) -> dict[str, object]:
@@ -580,8 +584,7 @@ def run_completion(fields: dict[str, object]) -> tuple[str, list[str]]:
 
 
 def _job(job: Job) -> str:
-    shape = {name: getattr(job.shape, name) for name in ("_returns_ids", "_with_log_probs") if hasattr(job.shape, name)}
-    return f"{job.requests} {job.is_stream} {job.includes_usage} {job.num_choices} {shape}"
+    return f"{job.requests} {job.is_stream} {job.includes_usage} {job.num_choices} {job.shape.details} {job.options}"
 
 
 def run_messages(fields: dict[str, Any]) -> str:

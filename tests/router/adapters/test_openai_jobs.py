@@ -48,9 +48,7 @@ def test_every_form_of_a_prompt_is_taken() -> None:
         assert raised.value.field == "prompt"
 
 
-@pytest.mark.parametrize(
-    "field", ["suffix", "truncate_prompt_tokens", "logits_processors", "prompt_logprobs", "allowed_token_ids"]
-)
+@pytest.mark.parametrize("field", ["suffix", "prompt_embeds", "logits_processors", "allowed_token_ids"])
 def test_unsupported_fields_that_change_the_output_are_rejected(field: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
         completion_job(Body({"prompt": "a", field: "x"}), VOCABULARY)
@@ -64,7 +62,8 @@ def test_log_probabilities_are_valid_json_even_where_a_token_cannot_be() -> None
     for job in (completion_job(Body({"prompt": "a", "logprobs": 1}), VOCABULARY), chat(logprobs=True, top_logprobs=1)):
         chunk = Chunk(0, 0, [1, 2], "bc", extras=Extras(rows), **end)  # type: ignore[arg-type]
         text = json.dumps(job.shape.whole(0, chunk), allow_nan=False)
-        assert text.count("-9999.0") == 3
+        # In a completion, the most likely tokens include the token itself.
+        assert text.count("-9999.0") == (5 if "text_offset" in text else 3)
         assert "-0.5" in text
 
 
@@ -76,7 +75,7 @@ def test_an_echoed_prompt_has_its_log_probabilities_before_the_output() -> None:
     assert choice["logprobs"] == {
         "tokens": ["a", "b", "c"],
         "token_logprobs": [None, -2.0, -1.0],
-        "top_logprobs": [None, {"h": -0.1}, {"c": -1.0}],
+        "top_logprobs": [None, {"h": -0.1, "b": -2.0}, {"c": -1.0}],
         "text_offset": [0, 1, 2],
     }
 
@@ -92,13 +91,14 @@ def test_every_choice_has_its_prompts_log_probabilities() -> None:
     sent += echoed.release(Chunk(0, 3, [3], "d", extras=Extras(rows[2], rows[1])))
     assert [chunk.sequence_index for chunk in sent] == [1, 0]
     job = completion_job(Body({"prompt": [0, 1, 2], "echo": True, "logprobs": 0, "n": 2}), VOCABULARY)
-    values = [job.shape.part(chunk.sequence_index, chunk)["logprobs"] for chunk in sent]
-    assert [value["token_logprobs"] for value in values] == [[None, -2.0, -3.0, -1.5], [None, -2.0, -3.0, -1.0]]  # type: ignore[index]
+    shape: Any = job.shape
+    values = [shape.part(chunk.sequence_index, chunk)["logprobs"] for chunk in sent]
+    assert [value["token_logprobs"] for value in values] == [[None, -2.0, -3.0, -1.5], [None, -2.0, -3.0, -1.0]]
     (third,) = echoed.release(Chunk(2, 0, [0, 1, 2, 3], "abcd", extras=Extras(rows[3])))
-    assert job.shape.part(2, third)["logprobs"]["token_logprobs"] == [None, -2.0, -3.0, -1.5]  # type: ignore[index]
+    assert shape.part(2, third)["logprobs"]["token_logprobs"] == [None, -2.0, -3.0, -1.5]
     later = Chunk(0, 4, [5], "f", extras=Extras(rows[0]))
     assert echoed.release(later) == [later]
-    assert job.shape.part(0, later)["logprobs"]["text_offset"] == [4]  # type: ignore[index]
+    assert shape.part(0, later)["logprobs"]["text_offset"] == [4]
 
 
 def test_a_token_with_a_partial_character_is_shown_as_bytes() -> None:
@@ -109,7 +109,7 @@ def test_a_token_with_a_partial_character_is_shown_as_bytes() -> None:
     chunk = Chunk(0, 0, [0, 1, 2, 3], "a 😀b", extras=Extras(rows))
     completion: Any = completion_job(Body({"prompt": "a", "logprobs": 2}), vocabulary).shape.whole(0, chunk)
     assert completion["logprobs"]["tokens"] == ["a", r"bytes: \xf0\x9f", r"bytes:\x98\x80", "b"]
-    assert completion["logprobs"]["top_logprobs"][0] == {r"bytes: \xf0\x9f": -1.0, r"bytes:\x98\x80": -2.0}
+    assert completion["logprobs"]["top_logprobs"][1] == {r"bytes: \xf0\x9f": -1.0, r"bytes:\x98\x80": -2.0}
     assert completion["logprobs"]["text_offset"] == [0, 1, 2, 3]
     message: Any = chat_with(vocabulary, logprobs=True).shape.whole(0, chunk)
     entries = message["logprobs"]["content"]
@@ -177,6 +177,10 @@ def test_a_required_call_uses_a_grammar_and_an_optional_one_does_not() -> None:
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
         ({"functions": [1]}, "functions"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
     ],
 )
@@ -207,9 +211,12 @@ def test_reasoning_is_a_field_of_its_own() -> None:
     job = chat_with(Vocabulary(VOCABULARY.spell, THINKING), tools=TOOLS)
     job.shape.request_id = "r"
     text = "<think>\nHm.\n</think>\n\nYes."
-    parts = [job.shape.part(0, Chunk(0, i, [1], character)) for i, character in enumerate(text)]
-    parts.append(job.shape.part(0, Chunk(0, len(text), is_sequence_final=True, finish_reason=FinishReason.STOP)))
-    deltas = [part["delta"] for part in parts]
+    parts = [part for i, character in enumerate(text) if (part := job.shape.part(0, Chunk(0, i, [1], character)))]
+    end = job.shape.part(0, Chunk(0, len(text), is_sequence_final=True, finish_reason=FinishReason.STOP))
+    assert end is not None
+    deltas = [part["delta"] for part in (*parts, end)]
+    # There is no event while the parser waits for the rest of a tag.
+    assert [delta for delta in deltas if not delta] == [{}]
     assert all(isinstance(delta, dict) for delta in deltas)
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."  # type: ignore[attr-defined]
     assert "".join(delta.get("content", "") for delta in deltas) == "Yes."  # type: ignore[attr-defined]
@@ -278,3 +285,56 @@ def test_reasoning_precedes_text_that_a_grammar_requires() -> None:
         assert isinstance(message, dict)
         assert message["reasoning_content"] == "Hm."
         assert ("tool_calls" in message) == ("tools" in fields)
+
+
+def test_a_stop_reason_is_what_the_client_asked_for() -> None:
+    """As in vLLM, it is null where the model ends the text itself."""
+    for fields, matched, reason in (
+        ({}, 2, None),
+        ({"stop_token_ids": [5]}, 2, None),
+        ({"stop_token_ids": [5]}, 5, 5),
+        ({"stop": "END"}, "END", "END"),
+    ):
+        end = Chunk(0, 0, [1], "b", is_sequence_final=True, finish_reason=FinishReason.STOP, matched_stop=matched)
+        choice = completion_job(Body({"prompt": "a", **fields}), VOCABULARY).shape.whole(0, end)
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
+
+
+def test_log_probabilities_of_a_prompt_have_the_form_of_vllm() -> None:
+    body: dict[str, object] = {"prompt": [0, 1, 2], "prompt_logprobs": 1, "return_token_ids": True, "max_tokens": 1}
+    job = completion_job(Body(body), VOCABULARY)
+    assert (job.requests[0].output.prompt_log_probs, job.echoes_log_probs) == (1, False)
+    rows = LogProbs((-2.0, -0.1), 2, (7, 1, 2, 3), (-0.1, -2.0, -0.1, -3.0), (2, 1))
+    assert job.shape.prompt([0, 1, 2], rows) == {
+        "prompt_token_ids": [0, 1, 2],
+        "prompt_logprobs": [
+            None,
+            {
+                "1": {"logprob": -2.0, "rank": 2, "decoded_token": "b"},
+                "7": {"logprob": -0.1, "rank": 1, "decoded_token": "h"},
+            },
+            {"2": {"logprob": -0.1, "rank": 1, "decoded_token": "c"}},
+        ],
+    }
+    with pytest.raises(InvalidArgumentError) as raised:
+        completion_job(Body({**body, "stream": True}), VOCABULARY)
+    assert raised.value.field == "prompt_logprobs"
+
+
+def test_tokens_can_be_named_by_their_ids() -> None:
+    rows = LogProbs((-1.0,), 1, (3,), (-0.5,), (2,))
+    chunk, fields = Chunk(0, 0, [1], "b", extras=Extras(rows)), {"return_tokens_as_token_ids": True}
+    completion: Any = completion_job(Body({"prompt": "a", "logprobs": 1, **fields}), VOCABULARY).shape.part(0, chunk)
+    assert completion["logprobs"]["tokens"] == ["token_id:1"]
+    assert completion["logprobs"]["top_logprobs"] == [{"token_id:3": -0.5, "token_id:1": -1.0}]
+    message: Any = chat(logprobs=True, top_logprobs=1, **fields).shape.part(0, chunk)
+    (entry,) = message["logprobs"]["content"]
+    assert (entry["token"], entry["top_logprobs"][0]["token"]) == ("token_id:1", "token_id:3")
+
+
+def test_a_developer_is_the_system_unless_the_template_knows_developers() -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    known = Vocabulary(VOCABULARY.spell, ChatModel(template="{% if role == 'developer' %}"))
+    for vocabulary, role in ((VOCABULARY, "system"), (known, "developer")):
+        job = chat_job(Body({"messages": messages}), vocabulary)
+        assert [message.role for message in job.requests[0].chat.messages] == [role, "user"]

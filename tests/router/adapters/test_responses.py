@@ -14,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import ResponseInputTextParam
 
+from midstream.errors import InvalidArgumentError
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from router.protocols.conversation import ChatModel
+from router.protocols.openai.body import Body
 from router.protocols.responses.pieces import Pieces
+from router.protocols.responses.request import read_response
 from tests.router.adapters.test_tool_sessions import TRANSCRIPTS, router_of
 from tests.router.conftest import Cluster, Part
 from tests.router.parsers.transcripts import SCHEMAS, model_format
@@ -296,3 +299,16 @@ async def test_a_json_object_is_no_array_and_an_image_is_named_by_its_own_field(
     with pytest.raises(openai.BadRequestError) as refused:
         await client.responses.create(model="", input=[{"role": "user", "content": [image]}])
     assert refused.value.param == "input[0].content[0].image_url"
+
+
+def test_an_input_may_end_with_the_assistant_unless_it_calls_a_tool() -> None:
+    """The answer is then a further message of the assistant."""
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    turns = read_response(Body({"input": said}), ChatModel()).conversation.request.chat.messages
+    assert [turn.role for turn in turns] == ["user", "assistant"]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "d", "output": "x"}
+    for items, field in (([], "input"), ([*said, call], "input"), ([call, output], "input[1].call_id")):
+        with pytest.raises(InvalidArgumentError) as raised:
+            read_response(Body({"input": items}), ChatModel())
+        assert raised.value.field == field
