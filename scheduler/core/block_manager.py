@@ -235,7 +235,7 @@ class BlockManager:
                 self._put_cached(block, now_ns)
 
     def check(self, tables: Iterable[Iterable[int]]) -> list[str]:
-        """Check exhaustively that no block is lost or counted twice; used in tests and idle periods.
+        """Check exhaustively that no block is lost or counted twice; used in tests.
 
         Args:
             tables: The blocks of each live sequence.

@@ -105,7 +105,6 @@ class SchedulerCore:
             membership=self.membership,
             lifecycle=self.lifecycle,
             queue=self.queue,
-            totals=self.totals,
             clock=self._clock,
         )
         self._handovers = Handovers(
@@ -114,7 +113,6 @@ class SchedulerCore:
             totals=self.totals,
             effects=self._effects,
         )
-        self._num_steps = 0
         self._handlers: dict[type[Any], Callable[[Any], object]] = {
             Submitted: self._submit,
             Recovered: self._recover,
@@ -214,12 +212,12 @@ class SchedulerCore:
 
     def _turn(self, event: Turn) -> None:
         self._timers.run_due(self._clock.now_ns)
-        self._handovers.advance(self._num_steps)
+        self._handovers.advance()
         if len(self.queue):
-            self._placement.start_queued(self._num_steps)
+            self._placement.start_queued()
         while self._plan_round():
             if len(self.queue):
-                self._placement.start_queued(self._num_steps)
+                self._placement.start_queued()
         for group in self.membership.groups.values():
             self.membership.flush_kv_changes(group)
         num_rows = sum(group.max_batch_size for group in self.membership.groups.values())
@@ -240,7 +238,7 @@ class SchedulerCore:
             return False
         due_ns = group.pace.next_plan_ns(group.in_flight[0])
         if due_ns > self._clock.now_ns:
-            self._timers.at(due_ns, _take_a_turn)
+            self._timers.turn_at(due_ns)
             return False
         return True
 
@@ -256,13 +254,13 @@ class SchedulerCore:
             newest = max(group.active, key=lambda request: request.order)
             self._pause(group, [newest])
             paused = [*paused, newest]
-        self._num_steps += 1
         self._effects.append(step.finish())
+        self._clock.num_steps += 1
         self._handovers.note_plan(group)
         return True
 
     def _fill(self, group: WorkerGroup, paused: list[Request]) -> StepBuilder:
-        step = StepBuilder(group, self._clock.now_ns, self._num_steps, paused)
+        step = StepBuilder(group, self._clock, paused)
         self.scheduler.schedule(group, step)
         return step
 
@@ -272,7 +270,3 @@ class SchedulerCore:
             request.count_preemption()
             self.totals.num_preemptions += 1
             self.membership.requeue(request)
-
-
-def _take_a_turn(_: int) -> None:
-    """Do nothing: the turn that runs this timer does all the work."""

@@ -88,12 +88,8 @@ class Handovers:
                 del self._transfers[request]
             transfer.missing.difference_update(event.fetched_hashes)
 
-    def advance(self, num_steps: int) -> None:
-        """Request the blocks that have been computed, and hand over requests whose blocks have all been fetched.
-
-        Args:
-            num_steps: Number of steps planned so far.
-        """
+    def advance(self) -> None:
+        """Request the blocks that have been computed, and hand over requests whose blocks have all been fetched."""
         for request, transfer in list(self._transfers.items()):
             if not self._is_current(request, transfer):
                 del self._transfers[request]
@@ -101,7 +97,7 @@ class Handovers:
             self._fetch(transfer)
             if self._is_complete(request, transfer) and self._placement.has_room(request, transfer.target):
                 del self._transfers[request]
-                self._hand_over(request, transfer, num_steps)
+                self._hand_over(request, transfer)
 
     def _begin(self, source: WorkerGroup, request: Request) -> Transfer | None:
         if not request.may_hand_over or request.waiting_sequences or not source.tables.reuses(request):
@@ -159,12 +155,12 @@ class Handovers:
             and not any(sequence.request is request for sequence in transfer.source.context)
         )
 
-    def _hand_over(self, request: Request, transfer: Transfer, num_steps: int) -> None:
+    def _hand_over(self, request: Request, transfer: Transfer) -> None:
         transfer.source.release(request)
         request.count_handover()
         self._totals.num_handovers += 1
         self._membership.requeue(request)
-        if not self._placement.start_on(request, transfer.target, num_steps):
+        if not self._placement.start_on(request, transfer.target):
             request.keep_here()  # the policy chooses another group; the request is placed like any other
 
 

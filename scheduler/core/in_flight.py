@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from scheduler.core.adoption import Adoption
 from scheduler.core.request import Request, Sequence
@@ -19,13 +20,21 @@ class LastGeneration:
     rows: tuple[int, ...] = ()
 
 
+class ContextChunk(NamedTuple):
+    """Known tokens of a sequence that a step computes; the last chunk of a context also samples a token."""
+
+    row: int
+    sequence: Sequence
+    num_tokens: int
+    is_last: bool
+
+
 @dataclass(slots=True)
 class InFlightStep:
     """A step that was sent to the worker and whose result is awaited.
 
     Attributes:
         ordinal: Number of the step, counted over all groups.
-        context: (row, sequence, tokens, samples) of each chunk.
         generation: Sequences in ascending order of their rows.
         draft_limits: Maximum number of drafts to verify, by sequence; 0 for sequences that are missing.
         adoption: Blocks that the worker looks up in the pools of dead workers or in tiers.
@@ -34,7 +43,7 @@ class InFlightStep:
     step_id: int
     ordinal: int
     planned_ns: int
-    context: list[tuple[int, Sequence, int, bool]]
+    context: list[ContextChunk]
     generation: tuple[Sequence, ...]
     generation_rows: tuple[int, ...]
     num_paused: int
@@ -46,17 +55,17 @@ class InFlightStep:
     @property
     def num_context_tokens(self) -> int:
         """Number of tokens in the step's context chunks."""
-        return sum([chunk[2] for chunk in self.context]) if self.context else 0
+        return sum([chunk.num_tokens for chunk in self.context]) if self.context else 0
 
     @property
     def num_sampled(self) -> int:
         """Number of rows that sample a token."""
         num_generating = len(self.generation)
-        return sum([chunk[3] for chunk in self.context]) + num_generating if self.context else num_generating
+        return sum([chunk.is_last for chunk in self.context]) + num_generating if self.context else num_generating
 
     def sampled(self) -> list[Sequence]:
         """Return the sequences of the sampled rows, in the order of the step's result."""
-        return [chunk[1] for chunk in self.context if chunk[3]] + list(self.generation)
+        return [chunk.sequence for chunk in self.context if chunk.is_last] + list(self.generation)
 
     def requests(self) -> set[Request]:
-        return {chunk[1].request for chunk in self.context} | {sequence.request for sequence in self.generation}
+        return {chunk.sequence.request for chunk in self.context} | {sequence.request for sequence in self.generation}

@@ -99,7 +99,7 @@ class Membership:
         self._timers.at(self._clock.now_ns + self._config.worker_timeout_ns, partial(self._check_alive, epoch))
         group.standing.last_seen_ns = self._clock.now_ns
         if group.is_held_off:
-            self._timers.at(group.standing.held_until_ns, _take_a_turn)
+            self._timers.turn_at(group.standing.held_until_ns)
 
     def _note_stored(self, event: WorkerRegistered) -> set[int]:
         """Record the blocks in a worker's tiers; return all blocks known to be there."""
@@ -357,10 +357,6 @@ class Membership:
 
     def _note_kv_changes(self, group: WorkerGroup, changes: list[KvChange]) -> None:
         self._effects.append(KvChanged(group.group_id, changes))
-
-
-def _take_a_turn(_: int) -> None:
-    """Do nothing: the turn that runs this timer does all the work."""
 
 
 def _running(group: WorkerGroup) -> set[Request]:

@@ -15,7 +15,6 @@ from scheduler.core.queue import RequestQueue
 from scheduler.core.request import FinishReason, Request
 from scheduler.core.request_scheduler import RequestScheduler
 from scheduler.core.role import Role
-from scheduler.core.stats import Totals
 from scheduler.core.timers import Clock
 from scheduler.core.worker_group import WorkerGroup
 
@@ -35,28 +34,23 @@ class Placement:
         membership: Membership,
         lifecycle: Lifecycle,
         queue: RequestQueue,
-        totals: Totals,
         clock: Clock,
     ) -> None:
         self._scheduler = scheduler
         self._membership = membership
         self._lifecycle = lifecycle
         self._queue = queue
-        self._totals = totals
         self._clock = clock
 
-    def start_queued(self, num_steps: int) -> None:
+    def start_queued(self) -> None:
         """Start queued requests as the policy selects them, or otherwise in queue order.
 
         In queue order, a request may start before one that has to wait if that is fair.
-
-        Args:
-            num_steps: Number of steps planned so far.
         """
-        if len(self._queue) and self._start_selected(num_steps):
+        if len(self._queue) and self._start_selected():
             return
         while (head := self._queue.head()) is not None:
-            if not self._try_start(head, num_steps) and not self._start_behind(head, num_steps):
+            if not self._try_start(head) and not self._start_behind(head):
                 self._read_ahead(head)
                 return
 
@@ -73,7 +67,7 @@ class Placement:
                 max(able, key=lambda group: group.num_fetchable_tokens(request)).read_ahead(request)
                 request.note_read_ahead()
 
-    def _start_selected(self, num_steps: int) -> bool:
+    def _start_selected(self) -> bool:
         """Start the requests that the policy selects for each group; return False if the policy leaves the order to the
         queue.
         """
@@ -83,29 +77,29 @@ class Placement:
                 return False
             for request in chosen:
                 if request in self._queue and (num_sequences := self._num_to_start(request, group)):
-                    self._start(request, group, num_sequences, num_steps)
+                    self._start(request, group, num_sequences)
         for request in list(self._queue):
             self.refuse_impossible(request)
         return True
 
-    def _try_start(self, request: Request, num_steps: int) -> bool:
+    def _try_start(self, request: Request) -> bool:
         """Start at least a part of a request, or end it if no group could run it; return False if the request has to
         wait.
         """
         group, num_sequences = self._choose_group(request)
         if group is None:
             return self.refuse_impossible(request)
-        self._start(request, group, num_sequences, num_steps)
+        self._start(request, group, num_sequences)
         return True
 
-    def _start(self, request: Request, group: WorkerGroup, num_sequences: int, num_steps: int) -> None:
+    def _start(self, request: Request, group: WorkerGroup, num_sequences: int) -> None:
         is_first = request.group is None
         self._queue.take(request, num_sequences)
-        group.start(request, num_steps, num_sequences)
+        group.start(request, num_sequences)
         if is_first and request.times.first_scheduled_ns == 0:
             self._lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns
 
-    def _start_behind(self, head: Request, num_steps: int) -> bool:
+    def _start_behind(self, head: Request) -> bool:
         """Start one of the requests queued after a head that has to wait; return False if none may start."""
         groups = self._membership.groups.values()
         if not any(group.num_free_rows for group in groups):
@@ -115,7 +109,7 @@ class Placement:
             if request is not head:
                 if not all(self._may_overtake(request, other) for other in waiting):
                     continue
-                if self._try_start(request, num_steps):
+                if self._try_start(request):
                     return True
             if request.group is not None or any(self._may_try(request, group) for group in groups):
                 waiting.append(request)
@@ -197,12 +191,12 @@ class Placement:
         """Return whether a request that runs on another group could start on this one now and run to completion."""
         return self.could_run(request, group) and group.adapters.fits(request.spec) and has_room_for(request, group)
 
-    def start_on(self, request: Request, group: WorkerGroup, num_steps: int) -> bool:
+    def start_on(self, request: Request, group: WorkerGroup) -> bool:
         """Start a queued request on a given group, regardless of the group's role; return False if it has to wait."""
         num_sequences = self._scheduler.num_sequences_to_start(request, group)
         if num_sequences < len(request.waiting_sequences):
             return False
-        self._start(request, group, num_sequences, num_steps)
+        self._start(request, group, num_sequences)
         return True
 
     def _may_try(self, request: Request, group: WorkerGroup) -> bool:

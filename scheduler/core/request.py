@@ -11,7 +11,7 @@ import enum
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as TypingSequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler.core.beams import BeamSearch, BeamStep, Candidate
@@ -212,7 +212,7 @@ class Sequence:
         """Record that the sequence's first `num_tokens` tokens will be computed once the planned steps have run."""
         self.num_computed = num_tokens
 
-    def pause_at(self, checkpoint: int) -> None:
+    def check_at(self, checkpoint: int) -> None:
         """Set the value of `num_computed` at which generation needs another block or ends."""
         self.checkpoint = checkpoint
 
@@ -269,12 +269,14 @@ class RequestTimes:
     finished_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The record of an ended request, without its output. Request has fields with the same names."""
+@dataclass(slots=True)
+class Counters:
+    """What a request has cost so far.
 
-    times: RequestTimes
-    failure: Failure | None = None
+    Attributes:
+        num_cached_tokens: Number of prompt tokens found in the pool, or fetched from tiers or another worker.
+    """
+
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_recoveries: int = 0
@@ -283,7 +285,13 @@ class Finish:
     num_accepted_tokens: int = 0
 
 
-_RECORDED = tuple(item.name for item in fields(Finish))
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The record of an ended request, without its output."""
+
+    times: RequestTimes
+    failure: Failure | None = None
+    counters: Counters = field(default_factory=Counters)
 
 
 class BeamLanes:
@@ -436,7 +444,7 @@ class Request:
     Attributes:
         ordinal: Place in the order of arrival; smaller is older.
         group: The worker group whose blocks it holds; None while it is queued or after it has ended.
-        num_cached_tokens: Number of prompt tokens found in the pool, or fetched from tiers or another worker.
+        counters: What it has cost so far.
         lost_store: kv_store of the dead worker whose pool may still hold its blocks.
         may_fetch: Whether its blocks may be fetched from tiers; False after a worker died while fetching them.
         is_read_ahead: Whether a group was told to read its blocks from tiers while it waits.
@@ -455,9 +463,7 @@ class Request:
     state: RequestState = RequestState.QUEUED
     sequences: list[Sequence] = field(default_factory=list)
     group: Host | None = None
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    num_recoveries: int = 0
+    counters: Counters = field(default_factory=Counters)
     num_handovers: int = 0
     lost_store: str = ""
     may_fetch: bool = True
@@ -465,10 +471,7 @@ class Request:
     may_hand_over: bool = True
     died_on: list[str] = field(default_factory=list)
     silent_on: list[str] = field(default_factory=list)
-    num_steps: int = 0
     last_ordinal: int = -1
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
     num_attached: int = 0
     orphaned_ns: int = 0
     waiting_since_ns: int = 0
@@ -483,8 +486,14 @@ class Request:
     @classmethod
     def restored(cls, spec: RequestSpec, ordinal: int, finish: Finish) -> Request:
         """Return an ended request, restored from its record."""
-        recorded = {name: getattr(finish, name) for name in _RECORDED}
-        return cls(spec, ordinal, state=RequestState.FINISHED, **recorded)
+        return cls(
+            spec,
+            ordinal,
+            times=finish.times,
+            state=RequestState.FINISHED,
+            counters=finish.counters,
+            failure=finish.failure,
+        )
 
     def note_silence(self, group_id: str) -> int:
         """Record a group that fell silent while running the request; return how many groups have done so since its last
@@ -544,11 +553,11 @@ class Request:
 
     def count_recovery(self) -> None:
         """Count the loss of the request's worker or scheduler."""
-        self.num_recoveries += 1
+        self.counters.num_recoveries += 1
 
     def count_preemption(self) -> None:
         """Count a preemption of the request."""
-        self.num_preemptions += 1
+        self.counters.num_preemptions += 1
 
     def count_handover(self) -> None:
         """Count a move from a prefill group to a decode group."""
@@ -561,14 +570,14 @@ class Request:
     def count_step(self, ordinal: int | None = None) -> None:
         """Count a step in which the request took part; with an `ordinal`, at most once per step."""
         if ordinal is None or self.last_ordinal != ordinal:
-            self.num_steps += 1
+            self.counters.num_steps += 1
         if ordinal is not None:
             self.last_ordinal = ordinal
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Count draft tokens that were verified in a step."""
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
+        self.counters.num_draft_tokens += num_drafts
+        self.counters.num_accepted_tokens += num_accepted
 
     def lose_worker(self, store: str, *, may_fetch: bool) -> None:
         """Record the dead worker's store (empty if it had none), and whether blocks may still be fetched from tiers."""
@@ -586,7 +595,7 @@ class Request:
     def note_scheduled(self, now_ns: int, num_cached_tokens: int) -> None:
         """Record that the request's first step was planned, and how many prompt tokens need not be computed."""
         self.times.first_scheduled_ns = now_ns
-        self.num_cached_tokens = num_cached_tokens
+        self.counters.num_cached_tokens = num_cached_tokens
 
     def note_first_token(self, now_ns: int) -> None:
         """Record the time of the request's first token."""
@@ -600,7 +609,7 @@ class Request:
     @property
     def has_run(self) -> bool:
         """Whether the request has held blocks, or was accepted by an earlier scheduler."""
-        return self.num_preemptions > 0 or self.num_recoveries > 0 or self.num_handovers > 0
+        return self.counters.num_preemptions > 0 or self.counters.num_recoveries > 0 or self.num_handovers > 0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -610,7 +619,7 @@ class Request:
     @property
     def finish(self) -> Finish:
         """The record to keep, without the output. Precondition: the request has ended."""
-        return Finish(**{name: getattr(self, name) for name in _RECORDED})
+        return Finish(self.times, self.failure, self.counters)
 
     @property
     def live_sequences(self) -> TypingSequence[Sequence]:

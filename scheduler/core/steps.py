@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from scheduler.core.effects import AddedSequence, BeamsAdvanced, Effect, Emitted, Fork, IterationDone, StepPlan
 from scheduler.core.events import StepDone
 from scheduler.core.failure import UNAVAILABLE, Failure
-from scheduler.core.in_flight import InFlightStep
+from scheduler.core.in_flight import ContextChunk, InFlightStep
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.queue import RequestQueue
 from scheduler.core.request import ExtraOutput, FinishReason, Request, Sequence, SequenceEnd
@@ -36,15 +36,14 @@ class StepBuilder:
         num_stalled: Number of sequences for which no block is available.
     """
 
-    def __init__(self, group: WorkerGroup, time_ns: int, ordinal: int, paused_requests: list[Request]) -> None:
+    def __init__(self, group: WorkerGroup, clock: Clock, paused_requests: list[Request]) -> None:
         self.group = group
         self.paused_requests = paused_requests
         self.num_tokens_left = group.max_num_tokens
         self.num_stalled = 0
-        self._time_ns = time_ns
-        self._ordinal = ordinal
+        self._clock = clock
         self._plan = StepPlan(group.connection, group.group_id, group.epoch, group.next_step_id)
-        self._context: list[tuple[int, Sequence, int, bool]] = []
+        self._context: list[ContextChunk] = []
         self._planned_now: set[Sequence] = set()
         self._generation: list[Sequence] | None = None
         self._is_whole_generation = False
@@ -61,7 +60,7 @@ class StepBuilder:
     @property
     def context_requests(self) -> list[Request]:
         """Requests with a chunk in the step, in order."""
-        return list(dict.fromkeys(chunk[1].request for chunk in self._context))
+        return list(dict.fromkeys(chunk.sequence.request for chunk in self._context))
 
     @property
     def generation_requests(self) -> list[Request]:
@@ -140,7 +139,7 @@ class StepBuilder:
         self._plan.context_rows.append(row)
         self._plan.context_starts.append(start)
         self._plan.context_lengths.append(length)
-        self._context.append((row, sequence, length, is_last))
+        self._context.append(ContextChunk(row, sequence, length, is_last))
         self._planned_now.add(sequence)
         self.num_tokens_left -= length
 
@@ -148,8 +147,8 @@ class StepBuilder:
         request = sequence.request
         if request.times.first_scheduled_ns == 0:
             # The skipped tokens were in the pool, or have been fetched from tiers or another worker by now.
-            request.note_scheduled(self._time_ns, min(sequence.num_computed, len(request.spec.prompt)))
-            self._queue_latency_ns += self._time_ns - request.times.queued_ns
+            request.note_scheduled(self._clock.now_ns, min(sequence.num_computed, len(request.spec.prompt)))
+            self._queue_latency_ns += self._clock.now_ns - request.times.queued_ns
 
     def _settle_blocks(self, sequence: Sequence, first: int, end: int) -> None:
         """Mark the blocks [first, end) as computed by this step, so that sequences that wait for them may also run in
@@ -334,8 +333,8 @@ class StepBuilder:
         group.send(
             InFlightStep(
                 step_id=plan.step_id,
-                ordinal=self._ordinal,
-                planned_ns=self._time_ns,
+                ordinal=self._clock.num_steps,
+                planned_ns=self._clock.now_ns,
                 context=self._context,
                 generation=generation,
                 generation_rows=rows,
@@ -348,11 +347,11 @@ class StepBuilder:
         )
         if group.num_waiting:
             group.rest(generation)
-        for _, sequence, _, is_last in self._context:
-            if is_last:
-                group.begin_generation(sequence)
+        for chunk in self._context:
+            if chunk.is_last:
+                group.begin_generation(chunk.sequence)
             else:
-                sequence.request.count_step()  # sampling rows are counted by their results
+                chunk.sequence.request.count_step()  # sampling rows are counted by their results
         return plan
 
     def _write_generation(self) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
@@ -377,7 +376,7 @@ class StepBuilder:
 
 
 @dataclass(slots=True)
-class Taken:
+class Applied:
     """Summary of a result that was applied.
 
     Attributes:
@@ -452,24 +451,23 @@ class Results:
 
     def commit(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> None:
         """Apply the result of the group's oldest step in flight, whose format has been checked."""
-        first_sampled = [chunk[1] for chunk in step.context if chunk[3]]
         if event.outputs:
             self._keep_outputs(step, event)
         failed = self._failed_rows(group, step, event)
         ends: list[End] = []
         if group.num_waiting or event.num_tokens or failed:
-            taken = self._take_runs(group, step, event, failed, ends)
-            emitted = taken.emitted
+            applied = self._apply_runs(group, step, event, failed, ends)
+            emitted = applied.emitted
         else:
-            num_first = len(first_sampled)
             emitted, tokens = [], event.token_ids
-            if num_first:
-                emitted = self._append_first(group, first_sampled, step, tokens, ends)
-                tokens = tokens[num_first:]
+            first = [chunk.sequence for chunk in step.context if chunk.is_last]
+            if first:
+                emitted = self._append_first(group, first, step, tokens, ends)
+                tokens = tokens[len(first) :]
             emitted += self._append_next(group, step, tokens, ends)
-            taken = Taken(emitted, len(emitted), len(emitted))
-        self._totals.num_wasted_tokens += max(0, step.num_sampled - taken.num_rows)
-        self._totals.num_generation_tokens += taken.num_tokens
+            applied = Applied(emitted, len(emitted), len(emitted))
+        self._totals.num_wasted_tokens += max(0, step.num_sampled - applied.num_rows)
+        self._totals.num_generation_tokens += applied.num_tokens
         self._totals.num_draft_tokens += event.num_draft_tokens
         self._totals.num_accepted_tokens += event.num_accepted_tokens
         self._totals.num_prompt_tokens += step.num_context_tokens
@@ -480,18 +478,18 @@ class Results:
                 self._lifecycle.end_sequence(sequence, end)
         if failed:
             self._fail_rows(group, failed)
-        self._report(group, step, event, taken.num_tokens)
+        self._report(group, step, event, applied.num_tokens)
 
-    def _take_runs(
+    def _apply_runs(
         self, group: WorkerGroup, step: InFlightStep, event: StepDone, failed: dict[Sequence, Failure], ends: list[End]
-    ) -> Taken:
+    ) -> Applied:
         """Apply a result row by row, for steps in which a row may produce any number of tokens.
 
         A speculative sequence's result is a run: the accepted drafts and one more token, truncated at the sequence's
         end. A beam's result is a list of candidates; once all beams of its request have theirs, the search takes a
         step. Both kinds of sequence waited for this result, and continue now.
         """
-        taken = Taken()
+        applied = Applied()
         start = first_log_prob = 0
         counts = event.num_tokens or [1] * step.num_sampled
         drafts = event.num_drafts or [0] * step.num_sampled
@@ -504,32 +502,32 @@ class Results:
                 first_log_prob += count
             if sequence.first_ordinal > step.ordinal or sequence in failed:
                 continue
-            taken.num_rows += 1
+            applied.num_rows += 1
             _note_step(sequence, step.ordinal)
             self._note_first_token(sequence)
             if request.beams is None:
                 request.count_drafts(num_drafts, count - 1)
-                self._take_run(group, sequence, tokens, ends, taken)
+                self._apply_run(group, sequence, tokens, ends, applied)
             elif request.beams.take(sequence, list(zip(tokens, log_probs, strict=True))):
-                taken.num_tokens += len(request.beams.running)
-                self._advance_beams(group, request, ends, taken)
-        return taken
+                applied.num_tokens += len(request.beams.running)
+                self._advance_beams(group, request, ends, applied)
+        return applied
 
-    def _take_run(
-        self, group: WorkerGroup, sequence: Sequence, tokens: list[int], ends: list[End], taken: Taken
+    def _apply_run(
+        self, group: WorkerGroup, sequence: Sequence, tokens: list[int], ends: list[End], applied: Applied
     ) -> None:
-        taken.emitted.append(sequence)
+        applied.emitted.append(sequence)
         self._note_latency(sequence, len(tokens))
         num_ends = len(ends)
         for token in tokens:
             if len(ends) == num_ends:
                 self._append(group, sequence, token, ends)
-                taken.num_tokens += 1
+                applied.num_tokens += 1
         if sequence.waits_for_result and len(ends) == num_ends:
             sequence.compute_to(sequence.num_computed + len(tokens) - 1)
             group.resume_generation(sequence)
 
-    def _advance_beams(self, group: WorkerGroup, request: Request, ends: list[End], taken: Taken) -> None:
+    def _advance_beams(self, group: WorkerGroup, request: Request, ends: list[End], applied: Applied) -> None:
         beams = request.beams
         assert beams is not None
         beams.advance()
@@ -537,7 +535,7 @@ class Results:
         self._effects.append(BeamsAdvanced(request, len(search.steps), len(best.outputs), len(best.output)))
         if not search.is_over:
             if best.end is None and best.extend_to(search.decided.tokens, search.num_decided, now_ns):
-                taken.emitted.append(best)
+                applied.emitted.append(best)
             for lane in beams.running:
                 group.resume_generation(lane)
             return
@@ -545,7 +543,7 @@ class Results:
             # The best output may have ended before, with a stop word.
             if sequence.end is None:
                 if sequence.extend_to(tokens, len(tokens), now_ns):
-                    taken.emitted.append(sequence)
+                    applied.emitted.append(sequence)
                 ends.append((sequence, end))
 
     def _append_first(
@@ -578,16 +576,16 @@ class Results:
             spec = sequence.request.spec
             num_output = sequence.append(token, now_ns)
             if num_output == sequence.next_publish or num_output == spec.max_tokens or token in spec.stop_token_ids:
-                self._look_at_last(group, sequence, ends)
+                self._check_last_token(group, sequence, ends)
         self._totals.inter_token_latency.observe(now_ns - before_ns, num_alike)
         return emitted
 
     def _append(self, group: WorkerGroup, sequence: Sequence, token: int, ends: list[End]) -> None:
         """Append a token to a sequence, and record its end if it is complete."""
         sequence.append(token, self._clock.now_ns)
-        self._look_at_last(group, sequence, ends)
+        self._check_last_token(group, sequence, ends)
 
-    def _look_at_last(self, group: WorkerGroup, sequence: Sequence, ends: list[End]) -> None:
+    def _check_last_token(self, group: WorkerGroup, sequence: Sequence, ends: list[End]) -> None:
         """Publish the block that a sequence's last token has filled; record the sequence's end if it is complete."""
         spec, num_output, token = sequence.request.spec, len(sequence.output), sequence.output[-1]
         if num_output == sequence.next_publish:
@@ -612,18 +610,18 @@ class Results:
         if request.times.first_token_ns == 0:
             request.note_first_token(now_ns)
             self._totals.prefix_cache_queries += len(request.spec.prompt)
-            self._totals.prefix_cache_hits += request.num_cached_tokens
+            self._totals.prefix_cache_hits += request.counters.num_cached_tokens
             self._totals.time_to_first_token.observe(now_ns - request.times.queued_ns)
             self._totals.request_queue_time.observe(request.times.first_scheduled_ns - request.times.queued_ns)
 
     def _rows(self, step: InFlightStep) -> dict[int, Sequence]:
-        rows = {chunk[0]: chunk[1] for chunk in step.context}
+        rows = {chunk.row: chunk.sequence for chunk in step.context}
         rows.update(zip(step.generation_rows, step.generation, strict=True))
         return rows
 
     def _keep_outputs(self, step: InFlightStep, event: StepDone) -> None:
         rows = self._rows(step)
-        sampled = {chunk[0] for chunk in step.context if chunk[3]}.union(step.generation_rows)
+        sampled = {chunk.row for chunk in step.context if chunk.is_last}.union(step.generation_rows)
         nums_before: dict[Sequence, int] = {}  # a run reports its outputs token by token
         for row, data in event.outputs:
             sequence = rows.get(row)
@@ -653,9 +651,9 @@ class Results:
             for row, failure in event.failures
             if row in rows and rows[row].first_ordinal <= step.ordinal
         }
-        for _, sequence, _, _ in step.context:
-            if sequence in failed and failed[sequence].code != UNAVAILABLE:
-                for sharer in group.sharers(sequence):
+        for chunk in step.context:
+            if chunk.sequence in failed and failed[chunk.sequence].code != UNAVAILABLE:
+                for sharer in group.sharers(chunk.sequence):
                     failed.setdefault(sharer, _SHARES_NOTHING)
         return failed
 
@@ -709,10 +707,10 @@ def step_stats(step: InFlightStep, event: StepDone, num_decoded: int) -> StepSta
         micro_batch_id=step.step_id,
         latency_ns=event.time_ns - step.planned_ns,
         queue_latency_ns=step.queue_latency_ns,
-        num_context_requests=len({chunk[1].request for chunk in step.context}),
+        num_context_requests=len({chunk.sequence.request for chunk in step.context}),
         num_generation_requests=len(step.generation),
         num_paused_requests=step.num_paused,
-        num_context_tokens=sum(chunk[2] for chunk in step.context),
+        num_context_tokens=step.num_context_tokens,
         num_generation_tokens=len(step.generation),
         num_decoded_tokens=num_decoded,
         empty_generation_slots=step.num_empty_slots,

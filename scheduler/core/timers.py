@@ -11,9 +11,10 @@ Action = Callable[[int], None]
 
 @dataclass(slots=True)
 class Clock:
-    """A clock that returns the time of the current event."""
+    """The time of the current event, and the number of steps planned so far, which is the ordinal of the next step."""
 
     now_ns: int = 0
+    num_steps: int = 0
 
 
 class Timers:
@@ -32,6 +33,10 @@ class Timers:
         """Run `action(now_ns)` at `time_ns`."""
         self._count += 1
         heapq.heappush(self._heap, (time_ns, self._count, action))
+
+    def turn_at(self, time_ns: int) -> None:
+        """Make a turn due at `time_ns`."""
+        self.at(time_ns, lambda _: None)
 
     def run_due(self, now_ns: int) -> None:
         """Run all due actions, including those that they add."""

@@ -135,8 +135,8 @@ class WorkerGroup:
         config: CoreConfig,
         clock: Clock,
         clients: Clients,
-        standing: Standing | None = None,
-        stored: set[int] | None = None,
+        standing: Standing,
+        stored: set[int],
     ) -> None:
         self.group_id = registration.group_id
         self.connection = registration.connection
@@ -151,7 +151,7 @@ class WorkerGroup:
         self.blocks = BlockManager(registration.num_blocks, self.prefix_cache)
         self.tables = BlockTables(config, self.blocks, self.tokens_per_block, clock, registration.attention_window)
         self.adapters = AdapterRoom(registration.lora_cache_bytes)
-        self.standing = standing or Standing()
+        self.standing = standing
         self.has_state = "recurrent_state" in registration.features
         self._clock = clock
         self.clients = clients
@@ -169,7 +169,7 @@ class WorkerGroup:
         most = _MAX_ADOPTED_BYTES // registration.block_bytes if registration.block_bytes else _MAX_ADOPTED_BLOCKS
         self.adoptions = Adoptions(max(most, 1))
         self.role = Role(registration.role or Role.BOTH)
-        self.stored = set[int]() if stored is None else stored
+        self.stored = stored
         self.fetched = set[int]()
         self._ahead: list[int] = []
         self.in_flight: deque[InFlightStep] = deque()
@@ -389,15 +389,15 @@ class WorkerGroup:
         num_to_end += 0 if tables.has_window else num_blocks
         return StartCost(len(waiting) + num_spare, num_blocks, num_next, num_to_end, num_cached, num_tokens)
 
-    def start(self, request: Request, ordinal: int, num_sequences: int | None = None) -> None:
+    def start(self, request: Request, num_sequences: int) -> None:
         """Give waiting sequences of a request rows, and allocate blocks for their known tokens.
 
-        Precondition: rows and blocks as in `start_cost` are available; the request runs on no other group.
+        They ignore results of steps that were planned before. Precondition: rows and blocks as in `start_cost` are
+        available; the request runs on no other group.
 
         Args:
             request: The request, which has waiting sequences.
-            ordinal: Number of the next step; these sequences ignore results of earlier steps.
-            num_sequences: How many of its sequences start; by default all.
+            num_sequences: How many of them start.
         """
         if request.group is None:
             self.active[request] = None
@@ -415,13 +415,13 @@ class WorkerGroup:
             request.forget_store()
         for sequence in starting:
             self.tables.fill(sequence, leader, adoptions, is_stored)
-            self._take_row(sequence, ordinal)
+            self._take_row(sequence)
             self.context.append(sequence)
             leader = leader or sequence
         if request.beams is not None and leader is not None:
             for lane in request.beams.spare:
                 self.tables.reserve(lane, leader.num_tokens)
-                self._take_row(lane, ordinal)
+                self._take_row(lane)
 
     def _leader(self, request: Request) -> Sequence | None:
         """Return a sequence of the request that runs on this group and holds all blocks of the prompt.
@@ -433,9 +433,9 @@ class WorkerGroup:
             return None
         return next((s for s in request.placed_sequences if s.row is not None and not s.num_freed), None)
 
-    def _take_row(self, sequence: Sequence, ordinal: int) -> None:
+    def _take_row(self, sequence: Sequence) -> None:
         self.holdings.add(sequence.request.spec.client_id, self._blocks_of_row(sequence.request))
-        sequence.place(heapq.heappop(self._free_rows), ordinal)
+        sequence.place(heapq.heappop(self._free_rows), self._clock.num_steps)
         self.batch_size += 1
         self.num_waiting += sequence.waits_for_result
 
@@ -468,7 +468,7 @@ class WorkerGroup:
     def set_checkpoint(self, sequence: Sequence) -> bool:
         """Set the sequence's next checkpoint; return False if all its tokens are planned."""
         limit = sequence.request.spec.max_num_tokens
-        sequence.pause_at(min(len(sequence.table) * self.tokens_per_block, limit))
+        sequence.check_at(min(len(sequence.table) * self.tokens_per_block, limit))
         return sequence.num_computed < limit
 
     def mark_sent(self, sequence: Sequence) -> bool:

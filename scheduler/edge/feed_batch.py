@@ -174,13 +174,13 @@ def usage_of(request: Request) -> generation_pb2.Usage:
     return generation_pb2.Usage(
         prompt_tokens=len(request.spec.prompt),
         completion_tokens=request.num_output_tokens,
-        cached_tokens=request.num_cached_tokens,
+        cached_tokens=request.counters.num_cached_tokens,
     )
 
 
 def perf_metrics_of(request: Request, clock: SteadyClock) -> generation_pb2.PerfMetrics:
     """Return the performance metrics of a request, with wall-clock times."""
-    times, num_steps = request.times, request.num_steps
+    times, num_steps = request.times, request.counters.num_steps
     if not request.placed_sequences[0].waits_for_result:
         num_steps += max(len(sequence.output) for sequence in request.sequences)
     return generation_pb2.PerfMetrics(
@@ -188,9 +188,9 @@ def perf_metrics_of(request: Request, clock: SteadyClock) -> generation_pb2.Perf
         first_scheduled_unix_ns=clock.to_unix_ns(times.first_scheduled_ns),
         first_token_unix_ns=clock.to_unix_ns(times.first_token_ns),
         last_token_unix_ns=clock.to_unix_ns(times.last_token_ns),
-        num_preemptions=request.num_preemptions,
-        num_recoveries=request.num_recoveries,
-        num_draft_tokens=request.num_draft_tokens,
-        num_accepted_tokens=request.num_accepted_tokens,
+        num_preemptions=request.counters.num_preemptions,
+        num_recoveries=request.counters.num_recoveries,
+        num_draft_tokens=request.counters.num_draft_tokens,
+        num_accepted_tokens=request.counters.num_accepted_tokens,
         num_steps=num_steps,
     )

@@ -32,7 +32,7 @@ def _log_end(request: Request) -> None:
             "request_id": request.request_id,
             "finish_reason": ",".join(reasons),
             "num_tokens": request.num_output_tokens,
-            "num_preemptions": request.num_preemptions,
-            "num_recoveries": request.num_recoveries,
+            "num_preemptions": request.counters.num_preemptions,
+            "num_recoveries": request.counters.num_recoveries,
         },
     )

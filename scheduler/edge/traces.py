@@ -36,9 +36,9 @@ class RequestTraces:
             "gen_ai.request.model": contents.model,
             "gen_ai.usage.input_tokens": len(request.spec.prompt),
             "gen_ai.usage.output_tokens": request.num_output_tokens,
-            "midstream.cached_tokens": request.num_cached_tokens,
-            "midstream.preemptions": request.num_preemptions,
-            "midstream.recoveries": request.num_recoveries,
+            "midstream.cached_tokens": request.counters.num_cached_tokens,
+            "midstream.preemptions": request.counters.num_preemptions,
+            "midstream.recoveries": request.counters.num_recoveries,
         }
         error = request.failure.message if request.failure is not None else ""
         record("scheduler.request", parent, queued_ns, last_ns, attributes, span=span, error=error)

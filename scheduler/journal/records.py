@@ -15,17 +15,11 @@ from protos import journal_pb2 as pb
 from scheduler.core.beams import BeamStep
 from scheduler.core.events import Recovered
 from scheduler.core.failure import Failure
-from scheduler.core.request import ExtraOutput, Finish, FinishReason, Request, RequestTimes, SequenceEnd
+from scheduler.core.request import Counters, ExtraOutput, Finish, FinishReason, Request, RequestTimes, SequenceEnd
 from scheduler.journal.store import StoredJournal, unseal
 from scheduler.wire.requests import ModelLimits, spec_from_proto
 
 logger = logging.getLogger(__name__)
-
-# Fields with the same names in JournalFinish and in RequestTimes or Finish.
-_TIMES = ("arrival_ns", "queued_ns", "first_scheduled_ns", "first_token_ns", "last_token_ns", "finished_ns")
-_COUNTS = (
-    "num_cached_tokens", "num_preemptions", "num_recoveries", "num_steps", "num_draft_tokens", "num_accepted_tokens",
-)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -152,8 +146,18 @@ def add_finish(record: pb.JournalCommit, number: int, finish: Finish, clock: Ste
     times, failure = finish.times, finish.failure
     message = record.finished.add(
         request=number,
-        **{name: clock.to_unix_ns(getattr(times, name)) for name in _TIMES},
-        **{name: getattr(finish, name) for name in _COUNTS},
+        arrival_ns=clock.to_unix_ns(times.arrival_ns),
+        queued_ns=clock.to_unix_ns(times.queued_ns),
+        first_scheduled_ns=clock.to_unix_ns(times.first_scheduled_ns),
+        first_token_ns=clock.to_unix_ns(times.first_token_ns),
+        last_token_ns=clock.to_unix_ns(times.last_token_ns),
+        finished_ns=clock.to_unix_ns(times.finished_ns),
+        num_cached_tokens=finish.counters.num_cached_tokens,
+        num_preemptions=finish.counters.num_preemptions,
+        num_recoveries=finish.counters.num_recoveries,
+        num_steps=finish.counters.num_steps,
+        num_draft_tokens=finish.counters.num_draft_tokens,
+        num_accepted_tokens=finish.counters.num_accepted_tokens,
     )
     if failure is not None:
         message.error.code, message.error.message, message.error.field = failure.code, failure.message, failure.field
@@ -282,5 +286,20 @@ def _read_finish(record: pb.JournalFinish, clock: SteadyClock) -> Finish:
     failure = None
     if record.HasField("error"):
         failure = Failure(record.error.code, record.error.message, record.error.field)
-    times = RequestTimes(**{name: clock.from_unix_ns(getattr(record, name)) for name in _TIMES})
-    return Finish(times, failure, **{name: getattr(record, name) for name in _COUNTS})
+    times = RequestTimes(
+        arrival_ns=clock.from_unix_ns(record.arrival_ns),
+        queued_ns=clock.from_unix_ns(record.queued_ns),
+        first_scheduled_ns=clock.from_unix_ns(record.first_scheduled_ns),
+        first_token_ns=clock.from_unix_ns(record.first_token_ns),
+        last_token_ns=clock.from_unix_ns(record.last_token_ns),
+        finished_ns=clock.from_unix_ns(record.finished_ns),
+    )
+    counters = Counters(
+        num_cached_tokens=record.num_cached_tokens,
+        num_preemptions=record.num_preemptions,
+        num_recoveries=record.num_recoveries,
+        num_steps=record.num_steps,
+        num_draft_tokens=record.num_draft_tokens,
+        num_accepted_tokens=record.num_accepted_tokens,
+    )
+    return Finish(times, failure, counters)

@@ -90,9 +90,9 @@ class Measures:
         reason = end.reason.name.lower()
         self.num_by_reason[reason] = self.num_by_reason.get(reason, 0) + 1
         self.num_prompt_tokens += len(request.spec.prompt)
-        self.num_cached_tokens += request.num_cached_tokens
+        self.num_cached_tokens += request.counters.num_cached_tokens
         self.num_output_tokens += request.num_output_tokens
-        self.num_preemptions += request.num_preemptions
+        self.num_preemptions += request.counters.num_preemptions
         if times.first_token_ns:
             first_ns = times.first_token_ns - times.queued_ns
             self.first_token_ns.append(first_ns)

@@ -105,9 +105,9 @@ def test_the_loss_of_the_worker_changes_nothing(
 def test_a_prefix_is_shared_only_with_equal_adapter_and_embeddings(runner: ModelRunner, folder: Path) -> None:
     whole, tokens = Whole(runner, END_IDS), prompt(64, seed=5)
     first = whole.run([request(runner, folder, f"a{kind}", kind, tokens) for kind in KINDS])
-    assert [item.num_cached_tokens for item in first] == [0] * len(KINDS)
+    assert [item.counters.num_cached_tokens for item in first] == [0] * len(KINDS)
     again = whole.run([request(runner, folder, f"a{kind}.", kind, tokens) for kind in KINDS])
-    assert [item.num_cached_tokens for item in again] == [48, 48, 48, 64, 64, 64]
+    assert [item.counters.num_cached_tokens for item in again] == [48, 48, 48, 64, 64, 64]
     alone = [Whole(runner, END_IDS).run([request(runner, folder, f"a{kind}.", kind, tokens)])[0] for kind in KINDS]
     assert [outputs(item) for item in again] == [outputs(item) for item in alone]
 

@@ -59,7 +59,7 @@ def log_probs_of(request: Request) -> list[list[tuple[int, float]]]:
 
 
 def accepted(requests: list[Request]) -> int:
-    return sum(request.num_accepted_tokens for request in requests)
+    return sum(request.counters.num_accepted_tokens for request in requests)
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +99,8 @@ def test_a_prediction_saves_steps_and_changes_no_token(runner: ModelRunner) -> N
     drafts.prediction_token_ids.extend(outputs(plain[0])[0])
     predicted = Whole(runner, ()).run(requests_of(prompt, drafts, max_tokens=16))
     assert [outputs(request) for request in predicted] == [outputs(request) for request in plain]
-    assert predicted[0].num_accepted_tokens >= 8
-    assert predicted[0].num_steps <= 8
+    assert predicted[0].counters.num_accepted_tokens >= 8
+    assert predicted[0].counters.num_steps <= 8
 
 
 def test_tokens_and_log_probs_are_the_same_with_drafts(runner: ModelRunner, prompt: list[int]) -> None:
@@ -114,8 +114,8 @@ def test_tokens_and_log_probs_are_the_same_with_drafts(runner: ModelRunner, prom
     assert accepted(drafted) > 0
     steps = [stats.step for stats in whole.stats]
     assert sum(step.num_accepted_tokens for step in steps) >= accepted(drafted)
-    assert sum(step.num_draft_tokens for step in steps) >= sum(request.num_draft_tokens for request in drafted)
-    assert drafted[0].num_steps < len(outputs(drafted[0])[0])
+    assert sum(step.num_draft_tokens for step in steps) >= sum(request.counters.num_draft_tokens for request in drafted)
+    assert drafted[0].counters.num_steps < len(outputs(drafted[0])[0])
 
 
 def test_an_end_within_a_run_is_the_end(runner: ModelRunner, prompt: list[int]) -> None:
@@ -166,7 +166,7 @@ def test_a_draft_model_changes_no_token(tiny_folders: tuple[Path, Path], is_same
     plain = [outputs(it) for it in Whole(runner, (2,)).run(requests_of(prompt, None, max_tokens=20))]
     drafted = Whole(runner, (2,)).run(requests_of(prompt, DRAFT_MODEL, max_tokens=20))
     assert [outputs(it) for it in drafted] == plain
-    num_drafts = sum(request.num_draft_tokens for request in drafted)
+    num_drafts = sum(request.counters.num_draft_tokens for request in drafted)
     if is_same:
         assert accepted(drafted) == num_drafts > 40
     else:

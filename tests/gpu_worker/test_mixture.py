@@ -118,7 +118,7 @@ def test_pauses_and_the_loss_of_the_worker_change_nothing(
     whole.run([])
     assert by_number(made) == alone
     assert whole.core.totals.num_preemptions > 3
-    assert sum(request.num_recoveries for request in made) > 20
+    assert sum(request.counters.num_recoveries for request in made) > 20
 
 
 def test_the_loss_of_the_scheduler_changes_nothing(
@@ -135,7 +135,7 @@ def test_the_loss_of_the_scheduler_changes_nothing(
     whole.run([])
     made = [whole.core.lifecycle.requests[request.request_id] for request in requests]
     assert by_number(made) == alone
-    assert sum(request.num_recoveries for request in made) > 50
+    assert sum(request.counters.num_recoveries for request in made) > 50
 
 
 ALL_PLACES = "MIDSTREAM_ALL_PLACES" in os.environ

@@ -343,4 +343,4 @@ def requests() -> list[pb.GenerateRequest]:
 def test_beams_and_drafts_and_draws_give_the_same_tokens(runners: tuple[ModelRunner, ModelRunner]) -> None:
     wanted, found = (Whole(runner, end_ids=(2,)).run(requests()) for runner in runners)
     assert [outputs(request) for request in found] == [outputs(request) for request in wanted]
-    assert found[2].num_accepted_tokens > 0
+    assert found[2].counters.num_accepted_tokens > 0

@@ -117,7 +117,7 @@ def test_a_prefix_hit_ends_at_a_stored_state(folders: Any) -> None:
     first = run("first", tokens)
     answer = outputs(first)[0]
     again = run("again", tokens + answer[:17])
-    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 64)
+    assert (first.counters.num_cached_tokens, again.counters.num_cached_tokens) == (0, 64)
     assert outputs(again)[0][:3] == answer[17:]
 
 

@@ -107,7 +107,7 @@ def test_cached_blocks_of_windowed_sequences_are_reused(folders: Any, name: str)
     whole.lose_worker()
     whole.run([])
     answers = [whole.core.lifecycle.requests[request.request_id] for request in again]
-    assert sum(answer.num_cached_tokens for answer in answers) > 0
+    assert sum(answer.counters.num_cached_tokens for answer in answers) > 0
     pairs = [
         (list(request.token_ids.values), outputs(answer)[0]) for request, answer in zip(again, answers, strict=True)
     ]

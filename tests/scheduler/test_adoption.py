@@ -165,7 +165,7 @@ def test_blocks_not_found_count_as_work_not_as_cached() -> None:
     harness.step("h")
     assert harness.group("h").num_context_tokens == 24 - 8
     harness.run()
-    assert harness.core.lifecycle.requests["b"].num_cached_tokens == 0
+    assert harness.core.lifecycle.requests["b"].counters.num_cached_tokens == 0
     assert heir.model.num_context_tokens == 24
 
 

@@ -38,7 +38,9 @@ def test_a_prompt_is_computed_on_one_group_and_generates_on_the_other() -> None:
     assert (prefill.model.num_context_tokens, decode.model.num_context_tokens, decode.num_adopted) == (22, 4, 5)
     assert harness.ended["a"] is FinishReason.LENGTH
     assert harness.core.totals.num_handovers == 1
-    assert harness.core.lifecycle.requests["a"].num_cached_tokens == 0, "the block was computed for this request"
+    assert harness.core.lifecycle.requests["a"].counters.num_cached_tokens == 0, (
+        "the block was computed for this request"
+    )
     harness.check_is_empty()
 
 

@@ -28,7 +28,7 @@ def test_a_new_scheduler_has_only_the_newest_tokens_computed() -> None:
     new.run()
     # 5 blocks are full. The token of the last step filled the fifth block, but the step that would have reported it was
     # discarded.
-    assert new.core.lifecycle.requests["a again"].num_cached_tokens == 16
+    assert new.core.lifecycle.requests["a again"].counters.num_cached_tokens == 16
     assert group.model.num_context_tokens == 5
     new.check_is_empty()
 

@@ -82,7 +82,7 @@ def test_a_silent_worker_is_replaced_and_its_requests_continue_elsewhere() -> No
     harness.run()
     harness.check_is_empty()
     assert harness.ended == {"a": FinishReason.LENGTH}
-    assert harness.core.lifecycle.requests["a"].num_recoveries == 1
+    assert harness.core.lifecycle.requests["a"].counters.num_recoveries == 1
     # Messages from the dead worker are dropped and counted.
     effects = harness.handle(dead.run(harness.now_ns))
     assert [type(effect) for effect in effects] == [EpochEnded]

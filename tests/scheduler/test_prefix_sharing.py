@@ -46,7 +46,7 @@ def test_the_last_prompt_token_is_always_computed() -> None:
     harness.submit("b", PREFIX, 1)
     harness.run()
     assert group.model.num_context_tokens == 16 + 4
-    assert harness.core.lifecycle.requests["b"].num_cached_tokens == 12
+    assert harness.core.lifecycle.requests["b"].counters.num_cached_tokens == 12
 
 
 def test_a_waiting_sequence_takes_over_if_the_writer_is_aborted() -> None:
@@ -71,7 +71,7 @@ def test_generated_tokens_are_found_by_a_continued_conversation() -> None:
     harness.submit("b", [1, 2, 3, *answer, 50], 1)
     harness.run()
     # 12 of the 13 tokens are in full blocks that have been computed.
-    assert harness.core.lifecycle.requests["b"].num_cached_tokens == 12
+    assert harness.core.lifecycle.requests["b"].counters.num_cached_tokens == 12
     assert group.model.num_context_tokens == 3 + 2
 
 
@@ -83,7 +83,7 @@ def test_tenants_and_adapters_do_not_share() -> None:
         harness.run()
     harness.submit("again", PREFIX, 1, cache_salt="x")
     harness.run()
-    cached = [request.num_cached_tokens for request in harness.core.lifecycle.requests.values()]
+    cached = [request.counters.num_cached_tokens for request in harness.core.lifecycle.requests.values()]
     assert cached == [0, 0, 0, 0, 12]
 
 
@@ -93,13 +93,13 @@ def test_nothing_is_shared_without_reuse_or_by_requests_that_forbid_it() -> None
     harness.submit("a", PREFIX, 1)
     harness.submit("b", PREFIX, 1)
     harness.run()
-    assert harness.core.lifecycle.requests["b"].num_cached_tokens == 0
+    assert harness.core.lifecycle.requests["b"].counters.num_cached_tokens == 0
     harness = Harness()
     harness.add_group()
     harness.submit("a", PREFIX, 1)
     harness.submit("b", PREFIX, 1, is_cacheable=False)
     harness.run()
-    assert harness.core.lifecycle.requests["b"].num_cached_tokens == 0
+    assert harness.core.lifecycle.requests["b"].counters.num_cached_tokens == 0
 
 
 def test_kv_events_tell_what_is_stored_and_removed() -> None:
@@ -133,7 +133,7 @@ def test_a_group_may_have_larger_blocks_than_the_scheduler() -> None:
     harness.submit("b", [*prompt, 50], 1)
     for _ in range(4):
         harness.step("large")
-    assert harness.core.lifecycle.requests["b"].num_cached_tokens == 32
+    assert harness.core.lifecycle.requests["b"].counters.num_cached_tokens == 32
     # The request continues on a group with other blocks, and reuses blocks of that size only.
     small = harness.add_group("small", num_blocks=32)
     harness.cut("large")
@@ -155,7 +155,7 @@ def test_retention_keeps_a_system_prompt() -> None:
         harness.run()
     harness.submit("again", [*range(8), 501], 1)
     harness.run()
-    assert harness.core.lifecycle.requests["again"].num_cached_tokens == 8
+    assert harness.core.lifecycle.requests["again"].counters.num_cached_tokens == 8
 
 
 @pytest.mark.parametrize("length", [9, 8])  # of 8 tokens, the last block is recomputed into a new block
@@ -172,7 +172,7 @@ def test_a_request_raises_the_retention_of_cached_blocks(length: int) -> None:
         harness.run()
     harness.submit("again", [*range(8), 501], 1)
     harness.run()
-    assert harness.core.lifecycle.requests["again"].num_cached_tokens == 8
+    assert harness.core.lifecycle.requests["again"].counters.num_cached_tokens == 8
 
 
 def test_requests_go_where_their_prefix_is_until_that_group_has_more_to_do() -> None:
@@ -201,7 +201,7 @@ def test_a_groups_cache_ends_with_its_epoch() -> None:
     harness.add_group()
     harness.submit("b", PREFIX, 1)
     harness.run()
-    assert harness.core.lifecycle.requests["b"].num_cached_tokens == 0
+    assert harness.core.lifecycle.requests["b"].counters.num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
@@ -236,4 +236,4 @@ def test_blocks_of_a_row_that_failed_are_not_found() -> None:
     harness.submit("good", [*PREFIX, 78], 4)
     harness.run()
     harness.check_is_empty()
-    assert harness.core.lifecycle.requests["good"].num_cached_tokens == 0
+    assert harness.core.lifecycle.requests["good"].counters.num_cached_tokens == 0

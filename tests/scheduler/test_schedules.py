@@ -206,7 +206,7 @@ def test_max_utilization_pauses_the_newest_and_resumes_it_with_its_tokens() -> N
     # Both tables are full and no block is free: `b` releases its two blocks and waits for three.
     for _ in range(4):
         assert harness.step() == ["a"]
-    assert harness.core.lifecycle.requests["b"].num_preemptions == 1
+    assert harness.core.lifecycle.requests["b"].counters.num_preemptions == 1
     # The first block of `b` is still cached; 4 prompt tokens and 5 output tokens are known.
     assert harness.step() == ["+b[4:9]"]
     assert schedule(harness)[10:] == ["b", "b", "b"]
@@ -225,8 +225,8 @@ def test_max_utilization_pauses_the_lower_priority_before_the_newer() -> None:
     harness.submit("a", 4, 9)
     harness.submit("b", 4, 9, priority=1)
     harness.run()
-    assert harness.core.lifecycle.requests["a"].num_preemptions == 1
-    assert harness.core.lifecycle.requests["b"].num_preemptions == 0
+    assert harness.core.lifecycle.requests["a"].counters.num_preemptions == 1
+    assert harness.core.lifecycle.requests["b"].counters.num_preemptions == 0
 
 
 def test_a_paused_request_recomputes_the_token_in_flight() -> None:

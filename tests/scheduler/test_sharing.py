@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from scheduler.core.fairness import Clients, Pace
-from scheduler.core.in_flight import InFlightStep
+from scheduler.core.in_flight import ContextChunk, InFlightStep
 from scheduler.core.timers import Clock
 from tests.scheduler.harness import MS, Harness
 
 
 def step_of(num_context_tokens: int, planned_ns: int) -> InFlightStep:
     step = InFlightStep(1, 1, planned_ns, [], (), (), 0, 0, 0)
-    step.context = [(0, None, num_context_tokens, False)]  # type: ignore[list-item]
+    step.context = [ContextChunk(0, None, num_context_tokens, False)]  # type: ignore[arg-type]
     return step
 
 

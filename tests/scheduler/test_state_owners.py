@@ -12,8 +12,8 @@ SCHEDULER = Path(__file__).parents[2] / "scheduler"
 # Maps each module to its state classes, and to the names by which other modules refer to their instances.
 OWNERS = {
     "core/request.py": (
-        {"Sequence", "Request", "RequestTimes", "BeamLanes"},
-        {"sequence", "request", "times", "beams"},
+        {"Sequence", "Request", "RequestTimes", "Counters", "BeamLanes"},
+        {"sequence", "request", "times", "counters", "beams"},
     ),
     "core/worker_group.py": ({"WorkerGroup"}, {"group"}),
     "core/prefix_cache.py": ({"PrefixCache"}, {"prefix_cache", "cache"}),
@@ -28,6 +28,7 @@ SHARED_NAMES = {
     "num_recoveries",
     "num_rows",
     "num_handovers",
+    "num_steps",
 }
 
 

@@ -34,7 +34,9 @@ def test_a_new_request_begins_with_stored_blocks() -> None:
     harness.run()
     assert group.num_adopted == 3
     assert group.model.num_context_tokens == 22 - 12
-    assert harness.core.lifecycle.requests["a"].num_cached_tokens == harness.core.totals.prefix_cache_hits == 12
+    assert (
+        harness.core.lifecycle.requests["a"].counters.num_cached_tokens == harness.core.totals.prefix_cache_hits == 12
+    )
     assert harness.ended["a"] is FinishReason.LENGTH
     harness.check_is_empty()
 
@@ -96,7 +98,7 @@ def test_missing_blocks_are_computed_and_not_looked_up_again() -> None:
     harness.submit("a", PROMPT, 4)
     harness.run()
     assert (group.num_adopted, group.model.num_context_tokens) == (0, 22)
-    assert harness.core.lifecycle.requests["a"].num_cached_tokens == 0
+    assert harness.core.lifecycle.requests["a"].counters.num_cached_tokens == 0
     assert len(harness.group("h").stored) == 1  # from the output of the first request
     harness.check_is_empty()
 
