@@ -232,10 +232,7 @@ class Cells:
         Raises:
             UnavailableError: There is no cell.
         """
-        cells = [cell for cell in self.cells.values() if cell.is_up] or list(self.cells.values())
-        if not cells:
-            raise UnavailableError("no scheduler found")
-        return choose_cell(cells, token_ids, cache_salt)
+        return choose_cell(self._candidates(), token_ids, cache_salt)
 
     def home(self, request_id: str) -> Cell:
         """Return the cell for all submissions of a request, even if the cell is down.
@@ -243,9 +240,7 @@ class Cells:
         Raises:
             UnavailableError: There is no cell.
         """
-        if not self.cells:
-            raise UnavailableError("no scheduler found")
-        return choose_home(list(self.cells.values()), request_id)
+        return choose_home(self._known(), request_id)
 
     def successor_of(self, cell: Cell) -> Cell | None:
         """Return the cell that has taken the place of one that is gone; None if there is none."""
@@ -257,10 +252,17 @@ class Cells:
         Raises:
             UnavailableError: There is no cell.
         """
-        cells = sorted(self.cells.values(), key=lambda cell: not cell.is_up)
-        if not cells:
+        return self._candidates()[0]
+
+    def _candidates(self) -> list[Cell]:
+        """Return the cells that are up; all cells if none is."""
+        cells = self._known()
+        return [cell for cell in cells if cell.is_up] or cells
+
+    def _known(self) -> list[Cell]:
+        if not self.cells:
             raise UnavailableError("no scheduler found")
-        return cells[0]
+        return list(self.cells.values())
 
     async def encode_image(self, data: bytes) -> scheduler_pb2.EncodeImageResponse:
         """Have a worker encode an image, with retries while the scheduler is unreachable.
@@ -274,11 +276,9 @@ class Cells:
         request = scheduler_pb2.EncodeImageRequest(data=data)
         give_up_at, delay = loop.time() + self._unavailable_timeout_s, _FIRST_RETRY_S
         while True:
-            cells = [cell for cell in self.cells.values() if cell.is_up] or list(self.cells.values())
-            if not cells:
-                raise UnavailableError("no scheduler found")
+            cell = choose_home(self._candidates(), name)
             try:
-                return await choose_home(cells, name).stub.EncodeImage(request, timeout=_ENCODE_TIMEOUT_S)
+                return await cell.stub.EncodeImage(request, timeout=_ENCODE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 if _is_too_large(error):
                     raise InvalidArgumentError(

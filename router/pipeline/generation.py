@@ -258,17 +258,17 @@ class Runner:
     async def start(
         self,
         request: pb.GenerateRequest,
-        timeout_s: float | None,
-        on_overflow: Callable[[], None] = lambda: None,
+        deadline: float | None,
+        on_overflow: Callable[[], None],
         *,
-        is_keyed: bool = False,
-        prepare: Prepare | None = None,
+        is_keyed: bool,
+        prepare: Prepare | None,
     ) -> Generation:
         """Start a request; `request` is normalized in place, to the form sent to the scheduler.
 
         Args:
             request: The request as received from the client.
-            timeout_s: Time left until the call's deadline.
+            deadline: Its deadline, as event-loop time.
             on_overflow: Called when the client reads too slowly; the next `take` raises the error.
             is_keyed: Whether the request's id was derived from an idempotency key.
             prepare: Completes the request.
@@ -276,12 +276,6 @@ class Runner:
         Raises:
             MidstreamError: The request is rejected.
         """
-        timeout_s = _shorter(timeout_s, request.timeout_ms / 1000 if request.HasField("timeout_ms") else None)
-        if timeout_s is not None:  # gRPC's deadlines are not limited
-            timeout_s = min(timeout_s, MAX_DURATION_MS / 1000)
-        if timeout_s is not None and timeout_s <= 0:
-            raise DeadlineError("the deadline passed before the request arrived")
-        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         check_request(request, self.model, self._max_beam_width)
         for path, field in ((request.lora.path, "lora.path"), (request.prompt_tuning.path, "prompt_tuning.path")):
             if path:
@@ -578,13 +572,11 @@ class FrontDoor:
         span = self._traces.begin("router.generate", request_id) if self._traces is not None else None
         request.trace_parent = str(span.span) if span is not None else ""
         try:
-            timeout_s = _shorter(timeout_s, request.timeout_ms / 1000 if request.HasField("timeout_ms") else None)
-            async with self._starts.hold(caller.name, timeout_s):
-                if timeout_s is not None:
-                    timeout_s -= time.monotonic() - arrival
+            deadline = _deadline(request, timeout_s)
+            async with self._starts.hold(caller.name, deadline):
                 with naming_key(key):
                     generation = await self.runner.start(
-                        request, timeout_s, _canceller(), is_keyed=bool(key), prepare=prepare
+                        request, deadline, _canceller(), is_keyed=bool(key), prepare=prepare
                     )
         except BaseException as error:
             release()
@@ -661,8 +653,21 @@ def _deadline_error() -> DeadlineError:
     return DeadlineError("the request's deadline passed")
 
 
-def _shorter(first: float | None, second: float | None) -> float | None:
-    return first if second is None else second if first is None else min(first, second)
+def _deadline(request: pb.GenerateRequest, timeout_s: float | None) -> float | None:
+    """Return the event-loop time of a request's deadline: that of its call or its own, whichever is earlier.
+
+    Raises:
+        DeadlineError: The deadline has passed.
+    """
+    limits_s = [] if timeout_s is None else [timeout_s]
+    if request.HasField("timeout_ms"):
+        limits_s.append(request.timeout_ms / 1000)
+    if not limits_s:
+        return None
+    left_s = min(*limits_s, MAX_DURATION_MS / 1000)  # gRPC's deadlines are not limited
+    if left_s <= 0:
+        raise DeadlineError("the deadline passed before the request arrived")
+    return asyncio.get_running_loop().time() + left_s
 
 
 def _canceller() -> Callable[[], None]:

@@ -27,15 +27,15 @@ class StartSlots:
         self._by_client = ClientSemaphores(max_starts_per_client)
 
     @contextlib.asynccontextmanager
-    async def hold(self, client: str, timeout_s: float | None = None) -> AsyncIterator[None]:
+    async def hold(self, client: str, deadline: float | None = None) -> AsyncIterator[None]:
         """Wait for a slot, and hold it until the context ends, but not longer than `hold_s`.
 
         Raises:
-            DeadlineError: There was no slot within `timeout_s`.
+            DeadlineError: There was no slot before `deadline`, an event-loop time.
         """
         with self._by_client.use(client) as slots:
             if slots.locked():
-                await _acquire(slots, timeout_s)
+                await _acquire(slots, deadline)
             else:
                 await slots.acquire()  # does not wait, so that no timeout is needed
             held = [slots]
@@ -52,9 +52,9 @@ class StartSlots:
                 release()
 
 
-async def _acquire(slots: asyncio.Semaphore, timeout_s: float | None) -> None:
+async def _acquire(slots: asyncio.Semaphore, deadline: float | None) -> None:
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout_at(deadline):
             await slots.acquire()
     except TimeoutError:
         raise DeadlineError("the deadline passed while earlier requests of this client were starting") from None
