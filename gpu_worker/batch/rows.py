@@ -63,7 +63,6 @@ class Rows:
         self, num_rows: int, max_sequence_length: int, tokens_per_block: int, num_blocks: int, vocab_size: int
     ) -> None:
         self.max_sequence_length = max_sequence_length
-        self._tokens_per_block = tokens_per_block
         self._pool_size = num_blocks
         self._vocab_size = vocab_size
         self.failed: dict[int, MidstreamError] = {}

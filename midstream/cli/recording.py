@@ -13,6 +13,8 @@ from rich.terminal_theme import TerminalTheme
 _BLACK, _RED, _GREEN, _YELLOW = (40, 42, 54), (255, 92, 87), (90, 220, 130), (243, 208, 97)
 _BLUE, _MAGENTA, _CYAN, _WHITE = (87, 157, 255), (255, 106, 193), (126, 214, 223), (220, 220, 220)
 _THEME = TerminalTheme((17, 19, 24), (214, 218, 224), [_BLACK, _RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN, _WHITE])
+# Minimum time between frames.
+_INTERVAL_S = 0.8
 # Matches one frame of rich's SVG, without its fonts and window, which the outer SVG contains once.
 _FRAME = "\x1f".join(("{width}", "{height}", "{terminal_x}", "{terminal_y}", "{styles}", "{backgrounds}{matrix}"))
 _CLIPPING = re.compile(r' clip-path="[^"]*"')
@@ -27,15 +29,13 @@ class SvgRecording:
 
     WIDTH, HEIGHT = 118, 33
 
-    def __init__(self, interval_s: float = 0.8) -> None:
-        """Record at most one frame per `interval_s` seconds."""
-        self._interval_s = interval_s
+    def __init__(self) -> None:
         self._frames: list[tuple[float, str]] = []
 
     @property
     def is_due(self) -> bool:
         """Whether another frame is due."""
-        return not self._frames or time.monotonic() - self._frames[-1][0] >= self._interval_s
+        return not self._frames or time.monotonic() - self._frames[-1][0] >= _INTERVAL_S
 
     def add(self, view: RenderableType) -> None:
         console = Console(
@@ -53,7 +53,7 @@ class SvgRecording:
     def write(self, path: Path) -> None:
         """Write all frames as one looping animation with their original durations."""
         starts = [at_s for at_s, _ in self._frames]
-        total_s = starts[-1] - starts[0] + 4 * self._interval_s
+        total_s = starts[-1] - starts[0] + 4 * _INTERVAL_S
         groups, styles, size = [], [], (0.0, 0.0)
         for number, (at_s, frame) in enumerate(self._frames):
             width, height, x, y, style, body = frame.split("\x1f")

@@ -13,7 +13,7 @@ from midstream.model.folder import ModelFolder
 from midstream.python_process import python_command, python_environment
 from midstream.socket_messages import receive, send
 
-MEMORY_BYTES = 2 << 30
+_MEMORY_BYTES = 2 << 30
 LIMIT_S = 2.0
 _START_LIMIT_S = 60.0
 
@@ -26,13 +26,12 @@ def is_available() -> bool:
 class GrammarProcess:
     """The grammar process for one model's tokenizer. Not thread-safe."""
 
-    def __init__(self, folder: ModelFolder, *, limit_s: float = LIMIT_S, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(self, folder: ModelFolder, *, limit_s: float = LIMIT_S) -> None:
         """Start the process, but do not wait until it is ready.
 
         Args:
             folder: The model folder.
             limit_s: Time limit for a response, and for the compilation of a guide.
-            memory_bytes: Limit on the address space of the process.
         """
         self._connection, other = socket.socketpair()
         self._limit_s = limit_s
@@ -41,7 +40,7 @@ class GrammarProcess:
             [
                 *python_command("midstream.grammar.child", str(other.fileno())),
                 *(str(folder.path / "tokenizer.json"), str(folder.vocab_size)),
-                *(",".join(map(str, folder.end_ids)), str(memory_bytes), str(limit_s)),
+                *(",".join(map(str, folder.end_ids)), str(_MEMORY_BYTES), str(limit_s)),
             ],
             pass_fds=[other.fileno()],
             stdin=subprocess.DEVNULL,

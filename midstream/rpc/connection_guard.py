@@ -21,18 +21,17 @@ class ConnectionGuard:
     closed.
     """
 
-    def __init__(self, port: int, max_connections: int, interval_s: float = _INTERVAL_S) -> None:
+    def __init__(self, port: int, max_connections: int) -> None:
         """Guard `port`, whose server accepts `max_connections` in total."""
         self._port = port
         self._max_per_address = max(max_connections // 2, 1)
-        self._interval_s = interval_s
         # Peers at the last check, in the order in which they were first seen.
         self._known: dict[tuple[str, int], None] = {}
 
     async def run(self) -> None:
         """Check the connections regularly until cancelled."""
         while True:
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(_INTERVAL_S)
             with contextlib.suppress(OSError):  # no file can be opened at the moment
                 await asyncio.to_thread(self.look)
 

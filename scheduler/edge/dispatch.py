@@ -62,7 +62,6 @@ class Dispatcher:
         num_malformed: Number of messages dropped because they could not be parsed.
         num_refused: Number of connections that failed the handshake: the key was missing or wrong, or the peer was not
             ZeroMQ.
-        num_wrong: Number of invalid messages.
         num_unsent: Number of messages dropped because their worker was disconnected or did not read.
     """
 
@@ -90,7 +89,6 @@ class Dispatcher:
         """
         self._clock = clock or SteadyClock()
         self.num_malformed = 0
-        self.num_wrong = 0
         self.num_unsent = 0
         self.num_refused = 0
         self.on_adapter_result: Callable[[worker_pb2.LoraResult], None] = lambda _: None
@@ -244,14 +242,12 @@ class Dispatcher:
                     self._take(connection, event)
                 return None
         except WrongMessageError as error:
-            self.num_wrong += 1
             return WorkerFailed(self._clock.now_ns(), connection, f"wrong message: {error}")
         except ValueError as error:
             self.num_malformed += 1
             logger.warning("dropped a malformed message on the worker port: %s", error)
             return None
         except Exception as error:  # a worker's message must never end the loop
-            self.num_wrong += 1
             logger.exception("failed to read a worker's message")
             return WorkerFailed(self._clock.now_ns(), connection, f"its message cannot be read: {error}")
         return event

@@ -35,9 +35,9 @@ class DocumentCalls:
         if request.expires_unix_ns and request.expires_unix_ns <= self._now_ns():
             raise InvalidArgumentError("must be in the future", field="expires_unix_ns")
         if len(request.data) > _COUNTED_BYTES:
-            usage = await self._documents.usage(key.owner)
-            if usage.num_bytes + len(request.data) > self._max_owner_bytes:
-                message = f"the client stores {usage.num_bytes} of at most {self._max_owner_bytes} bytes; delete files"
+            num_bytes = await self._documents.num_bytes(key.owner)
+            if num_bytes + len(request.data) > self._max_owner_bytes:
+                message = f"the client stores {num_bytes} of at most {self._max_owner_bytes} bytes; delete files"
                 raise OverloadedError(message, retry_after_ms=_RETRY_AFTER_MS)
         stored = await self._documents.put(
             key,

@@ -63,14 +63,6 @@ class Document:
     expires_ns: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Number and total size in bytes of an owner's documents."""
-
-    num_documents: int
-    num_bytes: int
-
-
 class Documents:
     """The documents of a scheduler.
 
@@ -149,9 +141,9 @@ class Documents:
         query = Query(kind, owner, prefix, after, limit, is_descending)
         return await self._call(self._store.list, query, self._clock.now_ns())
 
-    async def usage(self, owner: str) -> Usage:
-        """Return the total usage of an owner's documents, over all kinds."""
-        return await self._call(self._store.usage, owner, self._clock.now_ns())
+    async def num_bytes(self, owner: str) -> int:
+        """Return the total size of an owner's documents of all kinds."""
+        return await self._call(self._store.num_bytes, owner, self._clock.now_ns())
 
     async def close(self) -> None:
         """Return once all writes are durable or have failed."""
@@ -211,8 +203,8 @@ class DocumentStore(ABC):
         """See Documents.list."""
 
     @abstractmethod
-    def usage(self, owner: str, now_ns: int) -> Usage:
-        """See Documents.usage."""
+    def num_bytes(self, owner: str, now_ns: int) -> int:
+        """See Documents.num_bytes."""
 
     @abstractmethod
     def expire(self, now_ns: int) -> None:
@@ -312,14 +304,14 @@ class SqlDocuments(DocumentStore):
         with self._reading() as execute:
             return list(_documents(execute(statement, (*values, query.limit)).fetchall()))
 
-    def usage(self, owner: str, now_ns: int) -> Usage:
+    def num_bytes(self, owner: str, now_ns: int) -> int:
         statement = (
-            "SELECT count(*), coalesce(sum(length(data)), 0) FROM midstream_documents "
+            "SELECT coalesce(sum(length(data)), 0) FROM midstream_documents "
             "WHERE owner = ? AND (expires_ns IS NULL OR expires_ns > ?)"
         )
         with self._reading() as execute:
-            ((count, num_bytes),) = execute(statement, (owner, now_ns)).fetchall()
-        return Usage(int(cast("int", count)), int(cast("int", num_bytes)))
+            ((num_bytes,),) = execute(statement, (owner, now_ns)).fetchall()
+        return int(cast("int", num_bytes))
 
     def expire(self, now_ns: int) -> None:
         with self._reading() as execute:

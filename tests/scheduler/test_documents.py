@@ -12,7 +12,7 @@ import pytest
 
 from midstream.clock import SteadyClock
 from midstream.errors import InvalidArgumentError, UnavailableError
-from scheduler.journal.documents import MAX_DOCUMENT_BYTES, DocumentKey, Documents, DocumentStore, Usage
+from scheduler.journal.documents import MAX_DOCUMENT_BYTES, DocumentKey, Documents, DocumentStore
 from scheduler.journal.postgres import PostgresStore
 from scheduler.journal.postgres_documents import PostgresDocuments
 from scheduler.journal.sqlite_documents import SqliteDocuments
@@ -109,7 +109,7 @@ async def test_expired_documents_are_gone(make: Make, hand: Hand) -> None:
         hand.time_ns = 1_000_100
         assert await documents.get(KEY) is None
         assert await documents.list("response") == []
-        assert await documents.usage("ann") == Usage(0, 0)
+        assert await documents.num_bytes("ann") == 0
         assert not await documents.delete(KEY)
         new = await documents.put(KEY, b"new", expires_ns=1_000_200, if_version=0)
         assert new is not None
@@ -143,13 +143,13 @@ async def test_lists_page_by_prefix_in_the_order_of_ids(make: Make, hand: Hand) 
         assert await page(prefix="a/1") == [("ann", "a/1"), ("bob", "a/1")]
 
 
-async def test_usage_counts_an_owners_documents_of_all_kinds(make: Make, hand: Hand) -> None:
+async def test_the_size_counts_an_owners_documents_of_all_kinds(make: Make, hand: Hand) -> None:
     async with opened(make(), hand) as documents:
         await documents.put(KEY, b"12345")
         await documents.put(DocumentKey("ann", "file", "f"), b"123")
         await documents.put(DocumentKey("bob", "file", "f"), b"1")
-        assert await documents.usage("ann") == Usage(2, 8)
-        assert await documents.usage("") == Usage(0, 0)
+        assert await documents.num_bytes("ann") == 8
+        assert await documents.num_bytes("") == 0
 
 
 @pytest.mark.parametrize("id_", ["", "x" * 513, "a\0b"])
