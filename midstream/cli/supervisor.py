@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from midstream.cli import health
@@ -99,7 +99,7 @@ class Supervisor:
                     ready.set()
                 await stop.wait()
         except ExecutionError as error:
-            self.state = dataclasses.replace(self.state, error=str(error))
+            self.state = replace(self.state, error=str(error))
             raise
         finally:
             self._set_phase(ProcessPhase.STOPPING)
@@ -154,11 +154,11 @@ class Supervisor:
             )
 
     def _set_phase(self, phase: ProcessPhase) -> None:
-        self.state = dataclasses.replace(self.state, phase=phase)
+        self.state = replace(self.state, phase=phase)
         self._changed()
 
     def _changed(self) -> None:
-        self.state = dataclasses.replace(self.state, processes=tuple(process.state for process in self._processes))
+        self.state = replace(self.state, processes=tuple(process.state for process in self._processes))
         self._write_state()
         self._observer(self.state)
 
@@ -196,17 +196,19 @@ class _Process:
                 break
             reason = f"ended by signal {-code}" if code < 0 else f"exit status {code}"
             restarts = self.state.num_restarts + 1
-            self._update(phase=ProcessPhase.RESTARTING, pid=0, num_restarts=restarts, detail=reason)
+            self._update(
+                replace(self.state, phase=ProcessPhase.RESTARTING, pid=0, num_restarts=restarts, detail=reason)
+            )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stopping.wait(), self._backoff_s)
             self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
-        self._update(phase=ProcessPhase.STOPPED, pid=0, detail="")
+        self._update(replace(self.state, phase=ProcessPhase.STOPPED, pid=0, detail=""))
 
     async def stop(self, timeout_s: float) -> None:
         """Terminate the process; after `timeout_s`, end its open streams, and kill it if it is still running."""
         if not self.state.pid:
             return
-        self._update(phase=ProcessPhase.STOPPING, detail="finishing its streams")
+        self._update(replace(self.state, phase=ProcessPhase.STOPPING, detail="finishing its streams"))
         for number, limit_s in ((signal.SIGTERM, timeout_s), (signal.SIGTERM, _QUICK_STOP_S), (signal.SIGKILL, None)):
             self.send(number)
             with contextlib.suppress(TimeoutError):
@@ -232,11 +234,14 @@ class _Process:
                 env=python_environment(os.environ | self.spec.environment),
             )
         self._update(
-            phase=ProcessPhase.STARTING,
-            pid=process.pid,
-            started_ticks=started_ticks(process.pid),
-            started_unix_s=time.time(),
-            detail="",
+            replace(
+                self.state,
+                phase=ProcessPhase.STARTING,
+                pid=process.pid,
+                started_ticks=started_ticks(process.pid),
+                started_unix_s=time.time(),
+                detail="",
+            )
         )
         if self.stopping.is_set():  # `stop` was set before the process was started
             self.send(signal.SIGKILL)
@@ -266,14 +271,13 @@ class _Process:
 
     def _note_health(self, problem: str | None) -> None:
         if problem is None:
-            self._update(phase=ProcessPhase.READY, detail="")
+            self._update(replace(self.state, phase=ProcessPhase.READY, detail=""))
         elif self.state.phase is ProcessPhase.STARTING:
-            self._update(detail=last_message(self.log) or "starting Python")
+            self._update(replace(self.state, detail=last_message(self.log) or "starting Python"))
         else:
-            self._update(phase=ProcessPhase.UNHEALTHY, detail=problem)
+            self._update(replace(self.state, phase=ProcessPhase.UNHEALTHY, detail=problem))
 
-    def _update(self, **changes: object) -> None:
-        state = dataclasses.replace(self.state, **changes)  # type: ignore[arg-type]
+    def _update(self, state: ProcessState) -> None:
         if state != self.state:
             self.state = state
             self._changed()

@@ -136,14 +136,14 @@ class Request:
             guided_decoding=self.guided_decoding_params,
             logits_processor=self.logits_post_processor_name or self.logits_post_processor,
         )
-        adapter = self.prompt_tuning_config if isinstance(self.prompt_tuning_config, PromptAdapterRequest) else None
+        tuning = self.prompt_tuning_config
         return GenerationRequest(
             self.input_token_ids,
             params,
             streaming=self.streaming,
             lora_request=self.lora_config,
-            prompt_adapter_request=adapter,
-            prompt_tuning_table=None if adapter is not None else self.prompt_tuning_config,  # type: ignore[arg-type]
+            prompt_adapter_request=tuning if isinstance(tuning, PromptAdapterRequest) else None,
+            prompt_tuning_table=None if isinstance(tuning, PromptAdapterRequest) else tuning,
             kv_cache_retention_config=self.kv_cache_retention_config,
             client_id=str(self.client_id),
             priority=self.priority,

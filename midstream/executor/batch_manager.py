@@ -18,6 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 from midstream.errors import AlreadyExistsError, MidstreamError
@@ -214,7 +215,7 @@ class BatchManager:
             if group[-1].is_final:
                 del self._by_executor[executor_id], self._by_caller[request_id], self._lengths[request_id]
             for response in group:
-                self._guarded(lambda to=request_id, of=response, seen=lengths: self._send_one(to, of, seen))  # type: ignore[misc]
+                self._guarded(partial(self._send_one, request_id, response, lengths))
 
     def _send_one(self, request_id: int, response: Response, lengths: RequestLengths) -> None:
         tensors = [] if response.result is None else response_tensors(response.result, lengths)

@@ -128,7 +128,7 @@ class Engine:
             if isinstance(effect, BeamsAdvanced):
                 report_beams(effect.request, effect.num_reported)
             if is_entry(effect):
-                self._entries.append(effect)  # type: ignore[arg-type]
+                self._entries.append(effect)
             else:
                 self._carry_out(effect)
         return effects

@@ -102,6 +102,7 @@ class Ledger:
 
     def _entry(self, request: Request) -> pb.LedgerEntry:
         spec, usage, end = request.spec, usage_of(request), request.sequences[0].end
+        assert end is not None
         # The accepted request is identical in every incarnation of the scheduler, so it identifies the entry.
         accepted = generation_pb2.GenerateRequest.FromString(spec.payload)
         return pb.LedgerEntry(
@@ -114,7 +115,7 @@ class Ledger:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
-            finish_reason=None if end is None else end.reason,  # type: ignore[arg-type]
+            finish_reason=generation_pb2.FinishReason.ValueType(end.reason),
         )
 
     async def _open(self) -> None:

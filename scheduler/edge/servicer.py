@@ -61,8 +61,8 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         limits: ModelLimits,
         cell: str,
         policies: tuple[str, str, str],
-        max_stored_bytes: int = 1 << 40,
-        frames: FrameServer | None = None,
+        max_stored_bytes: int,
+        frames: FrameServer | None,
     ) -> None:
         """Serve `engine`.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from midstream.errors import ExecutionError
 from scheduler.core.effects import (
@@ -79,7 +80,7 @@ class LostError(JournalError):
     """Committed data is lost: the journal was deleted or truncated while it was in use."""
 
 
-def is_entry(effect: Effect) -> bool:
+def is_entry(effect: Effect) -> TypeGuard[JournalEntry]:
     """Return whether an effect is written to the journal."""
     return type(effect) in _ENTRIES and not (isinstance(effect, Accepted) and effect.is_attached)
 

@@ -12,12 +12,16 @@ from scheduler.journal.store import StoredJournal, unseal
 
 logger = logging.getLogger(__name__)
 
-_FIELDS = ("name", "path", "fingerprint", "num_bytes", "rank", "num_virtual_tokens")
-
 
 def encode_adapter(adapter: LoadedAdapter, model_fingerprint: str) -> bytes:
     return pb.JournalAdapter(
-        model_fingerprint=model_fingerprint, **{name: getattr(adapter, name) for name in _FIELDS}
+        name=adapter.name,
+        path=adapter.path,
+        fingerprint=adapter.fingerprint,
+        num_bytes=adapter.num_bytes,
+        rank=adapter.rank,
+        num_virtual_tokens=adapter.num_virtual_tokens,
+        model_fingerprint=model_fingerprint,
     ).SerializeToString()
 
 
@@ -33,5 +37,14 @@ def read_adapters(stored: StoredJournal, model_fingerprint: str) -> tuple[Loaded
         if record is None:
             logger.error("the journal's record of the adapter %s is damaged", name)
         elif record.model_fingerprint == model_fingerprint:
-            adapters.append(LoadedAdapter(**{item: getattr(record, item) for item in _FIELDS}))
+            adapters.append(
+                LoadedAdapter(
+                    name=record.name,
+                    path=record.path,
+                    fingerprint=record.fingerprint,
+                    num_bytes=record.num_bytes,
+                    rank=record.rank,
+                    num_virtual_tokens=record.num_virtual_tokens,
+                )
+            )
     return tuple(adapters)

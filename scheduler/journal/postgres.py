@@ -22,23 +22,17 @@ logger = logging.getLogger(__name__)
 
 LEASE_S = 2.0
 _POLL_INTERVAL_S = 0.2
-CONNECT_TIMEOUT_S = 5
-# Both sides detect a lost connection soon after the lease has expired, instead of hours later.
-LINK = {
-    "keepalives_idle": 1,
-    "keepalives_interval": 1,
-    "keepalives_count": 3,
-    "tcp_user_timeout": int(2 * LEASE_S * 1000),
-}
+_CONNECT_TIMEOUT_S = 5
+_LINK_TIMEOUT_MS = int(2 * LEASE_S * 1000)
 _SERVER_LINK = {
     "tcp_keepalives_idle": 1,
     "tcp_keepalives_interval": 1,
     "tcp_keepalives_count": 3,
-    "tcp_user_timeout": int(2 * LEASE_S * 1000),
-    "idle_in_transaction_session_timeout": int(2 * LEASE_S * 1000),
+    "tcp_user_timeout": _LINK_TIMEOUT_MS,
+    "idle_in_transaction_session_timeout": _LINK_TIMEOUT_MS,
 }
 # An arbitrary number: the key of an advisory lock that lets only one process at a time create the tables.
-SCHEMA_LOCK = 0x6D696473
+_SCHEMA_LOCK = 0x6D696473
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS midstream_writer (
     one integer PRIMARY KEY CHECK (one = 1), schema_version integer NOT NULL, epoch bigint NOT NULL,
@@ -55,14 +49,40 @@ _RENEW = (
 )
 
 
-def set_up_session(connection: psycopg.Connection[tuple[object, ...]]) -> None:
-    """Make commits durable regardless of the server's default, and let the server detect lost clients.
+def connect(conninfo: str, name: str, schema: str) -> psycopg.Connection[tuple[object, ...]]:
+    """Connect to the database, and create its missing tables.
 
-    Otherwise a lost client would hold the lease's row until the server aborted its transaction.
+    Commits are durable regardless of the server's default. Both sides detect a lost connection soon after the lease has
+    expired, instead of hours later: otherwise a lost client would hold the lease's row until the server aborted its
+    transaction.
+
+    Args:
+        conninfo: Connection string for libpq.
+        name: Name of the connection in the server's views.
+        schema: Statements that create the tables.
     """
-    connection.execute("SET synchronous_commit = on")
-    for name, value in _SERVER_LINK.items():
-        connection.execute(f"SET {name} = {value}".encode())
+    connection: psycopg.Connection[tuple[object, ...]] = psycopg.connect(
+        conninfo,
+        autocommit=True,
+        connect_timeout=_CONNECT_TIMEOUT_S,
+        application_name=f"midstream {name}",
+        keepalives_idle=1,
+        keepalives_interval=1,
+        keepalives_count=3,
+        tcp_user_timeout=_LINK_TIMEOUT_MS,
+    )
+    try:
+        connection.execute("SET synchronous_commit = on")
+        for setting, value in _SERVER_LINK.items():
+            connection.execute(f"SET {setting} = {value}".encode())
+        with connection.transaction():
+            connection.execute("SELECT pg_advisory_xact_lock(%s)", (_SCHEMA_LOCK,))
+            for statement in schema.split(";"):
+                connection.execute(statement.encode())
+    except psycopg.Error:
+        connection.close()
+        raise
+    return connection
 
 
 class PostgresStore(Store):
@@ -86,18 +106,7 @@ class PostgresStore(Store):
     def take_over(self, least_epoch: int) -> int:
         """Connect, create missing tables, and wait for the lease."""
         with self._errors("cannot be opened"):
-            self._connection = psycopg.connect(
-                self._conninfo,
-                autocommit=True,
-                connect_timeout=CONNECT_TIMEOUT_S,
-                application_name=f"midstream {self._holder}",
-                **LINK,  # type: ignore[arg-type]
-            )
-            set_up_session(self._connection)
-            with self._connection.transaction():
-                self._connection.execute("SELECT pg_advisory_xact_lock(%s)", (SCHEMA_LOCK,))
-                for statement in (_SCHEMA % SCHEMA_VERSION).split(";"):
-                    self._connection.execute(statement.encode())
+            self._connection = connect(self._conninfo, self._holder, _SCHEMA % SCHEMA_VERSION)
             seen: object = None
             since = time.monotonic()
             # A lease that has not been renewed has expired, even if the database's clock was set back.

@@ -9,7 +9,7 @@ import psycopg
 
 from midstream.errors import UnavailableError
 from scheduler.journal.documents import Cursor, Execute, SqlDocuments
-from scheduler.journal.postgres import CONNECT_TIMEOUT_S, LINK, SCHEMA_LOCK, set_up_session
+from scheduler.journal.postgres import connect
 
 # Ids are compared by bytes, whatever the collation of the database.
 _SCHEMA = """
@@ -40,23 +40,7 @@ class PostgresDocuments(SqlDocuments):
     @property
     def _connected(self) -> psycopg.Connection[tuple[object, ...]]:
         if self._connection is None:
-            connection = psycopg.connect(
-                self._conninfo,
-                autocommit=True,
-                connect_timeout=CONNECT_TIMEOUT_S,
-                application_name=f"midstream {self._holder} documents",
-                **LINK,  # type: ignore[arg-type]
-            )
-            try:
-                set_up_session(connection)
-                with connection.transaction():
-                    connection.execute("SELECT pg_advisory_xact_lock(%s)", (SCHEMA_LOCK,))
-                    for statement in _SCHEMA.split(";"):
-                        connection.execute(statement.encode())
-            except psycopg.Error:
-                connection.close()
-                raise
-            self._connection = connection
+            self._connection = connect(self._conninfo, f"{self._holder} documents", _SCHEMA)
         return self._connection
 
     @contextlib.contextmanager

@@ -220,7 +220,7 @@ class ThreadedJournal(Journal):
             everything = writer.everything()
             self._store.write(everything)
             logger.warning(
-                "began a new journal with the contents in memory", extra={"num_requests": len(everything.accepted)}
+                "began a new journal with the contents in memory", extra={"num_requests": len(everything.rewritten)}
             )
 
 

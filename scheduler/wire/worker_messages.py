@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -29,15 +28,6 @@ STEP_LISTS = (
     "draft_limits", "hashed_blocks", "block_hashes", "adopted_blocks", "adopted_hashes", "ahead_hashes",
     "retained_hashes", "retained_priorities", "retained_ms",
 )  # fmt: skip
-# The fields of Register that have the same name and contents in WorkerRegistered.
-REGISTRATION = (
-    "group_id", "incarnation", "model_fingerprint", "tokens_per_block", "num_blocks", "vocab_size",
-    "max_sequence_length", "max_batch_size", "max_num_tokens", "protocol_version", "world_size", "device", "dtype",
-    "features", "lora_cache_bytes", "max_loras", "kept_blocks", "kept_hashes", "kv_store", "tier_store",
-    "stored_hashes", "block_bytes", "attention_windows", "max_attention_window", "sink_token_length", "role",
-    "kv_source", "num_micro_batches", "block_kind",
-)  # fmt: skip
-REGISTRATION_LISTS = frozenset({"features", "kept_blocks", "kept_hashes", "stored_hashes", "attention_windows"})
 _lists_of = attrgetter(*STEP_LISTS)
 
 WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | WorkerLost | WorkerFailed | StepDone | BlocksFetched
@@ -89,10 +79,39 @@ def decode_worker_message(
 
 
 def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -> WorkerRegistered:
-    values: dict[str, Any] = {name: getattr(message, name) for name in REGISTRATION}
-    values |= {name: tuple(values[name]) for name in REGISTRATION_LISTS}
-    values["num_micro_batches"] = message.num_micro_batches or 1
-    return WorkerRegistered(time_ns, connection, **values)
+    return WorkerRegistered(
+        time_ns=time_ns,
+        connection=connection,
+        group_id=message.group_id,
+        incarnation=message.incarnation,
+        model_fingerprint=message.model_fingerprint,
+        tokens_per_block=message.tokens_per_block,
+        num_blocks=message.num_blocks,
+        vocab_size=message.vocab_size,
+        max_sequence_length=message.max_sequence_length,
+        max_batch_size=message.max_batch_size,
+        max_num_tokens=message.max_num_tokens,
+        protocol_version=message.protocol_version,
+        world_size=message.world_size,
+        device=message.device,
+        dtype=message.dtype,
+        features=tuple(message.features),
+        lora_cache_bytes=message.lora_cache_bytes,
+        max_loras=message.max_loras,
+        kept_blocks=tuple(message.kept_blocks),
+        kept_hashes=tuple(message.kept_hashes),
+        kv_store=message.kv_store,
+        tier_store=message.tier_store,
+        stored_hashes=tuple(message.stored_hashes),
+        block_bytes=message.block_bytes,
+        attention_windows=tuple(message.attention_windows),
+        max_attention_window=message.max_attention_window,
+        sink_token_length=message.sink_token_length,
+        role=message.role,
+        kv_source=message.kv_source,
+        num_micro_batches=message.num_micro_batches or 1,
+        block_kind=message.block_kind,
+    )
 
 
 def _step_done(message: worker_pb2.WorkerMessage, connection: bytes, time_ns: int) -> StepDone:

@@ -235,7 +235,7 @@ class Whole:
                 report_beams(effect.request, effect.num_reported)
         if self._store is not None:
             entries = [effect for effect in effects if is_entry(effect)]
-            self._store.write(self._writer.transaction(entries))  # type: ignore[arg-type]
+            self._store.write(self._writer.transaction(entries))
         for effect in effects:
             if isinstance(effect, StepPlan | FetchBlocks):
                 self._work.append(effect)

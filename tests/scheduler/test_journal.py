@@ -53,7 +53,7 @@ class Cell:
     def keep(self, effects: list[Effect]) -> None:
         entries = [effect for effect in effects if is_entry(effect)]
         if entries:
-            transaction = self.writer.transaction(entries)  # type: ignore[arg-type]
+            transaction = self.writer.transaction(entries)
             transaction.rewritten = self.writer.rows(self.store.stale(self.writer.live_bytes))
             self.store.write(transaction)
 

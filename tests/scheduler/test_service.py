@@ -5,6 +5,7 @@ test.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from midstream.config import SchedulerConfig
 from midstream.errors import ConfigError, ExecutionError, UnavailableError, from_proto
 from protos import generation_pb2, loads_pb2, scheduler_pb2, worker_pb2
 from scheduler.core.events import StepDone
-from scheduler.service import SchedulerService
+from scheduler.service import SchedulerService, core_config
 from tests.scheduler.cell import MODEL, WAIT_S, run_cell, until
 
 
@@ -77,6 +78,17 @@ def test_settings_under_which_nothing_could_run_are_errors(field: str, settings:
     with pytest.raises(ConfigError) as caught:
         SchedulerService(SchedulerConfig(**settings), MODEL)
     assert caught.value.field == field
+
+
+def test_every_setting_of_the_core_can_be_changed() -> None:
+    changed: dict[str, Any] = {}
+    for item in dataclasses.fields(SchedulerConfig):
+        if isinstance(item.default, int | float):
+            changed[item.name] = not item.default if isinstance(item.default, bool) else item.default + 1
+    usual, other = (core_config(SchedulerConfig(**values), MODEL, 1) for values in ({}, changed))
+    of_the_model = {"scheduler_epoch", "vocab_size", "max_sequence_length", "model_fingerprint"}
+    same = {item.name for item in dataclasses.fields(usual) if getattr(usual, item.name) == getattr(other, item.name)}
+    assert same == of_the_model
 
 
 async def test_from_submit_to_the_last_token() -> None:

@@ -127,7 +127,7 @@ class Journaled(Harness):
         effects = super().handle(event)
         entries = [effect for effect in effects if is_entry(effect)]
         if self.journal is not None and self._writer is not None and entries:
-            transaction = self._writer.transaction(entries)  # type: ignore[arg-type]
+            transaction = self._writer.transaction(entries)
             transaction.rewritten = self._writer.rows(self.journal.stale(self._writer.live_bytes))
             self.journal.write(transaction)
         return effects

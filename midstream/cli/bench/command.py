@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -93,7 +94,7 @@ async def _run_all(arguments: argparse.Namespace) -> list[RunResult]:
                         request_rate=arguments.request_rate,
                         seed=arguments.seed,
                         credentials=credentials_of(arguments),
-                        on_tokens=lambda count, task=task: progress.advance(task, count),  # type: ignore[misc]
+                        on_tokens=partial(progress.advance, task),
                     )
                 )
                 progress.remove_task(task)
