@@ -112,7 +112,7 @@ class SchedulerLink:
         """
         self.inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self.epoch = 0
-        self._register, self._memory = register, memory
+        self._address, self._register, self._memory = address, register, memory
         self._dialler = Dialler(address, credentials)
         self._adapters = AdapterMessages(adapters, self._wake)
         self._kept, self._tiers, self._fetcher = kept, tiers, fetcher
