@@ -15,7 +15,7 @@ _HELP = "/reset clears the conversation, /quit or Ctrl-D exits, Ctrl-C stops an 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_sampling(parser, temperature=0.6, max_tokens=512)
+    add_sampling(parser, max_tokens=512)
     add_connection(parser)
 
 

@@ -13,6 +13,7 @@ from midstream.rpc.target import check_target
 
 # Sampling parameters that are unset by default: name, type, placeholder and help of the flag.
 _SAMPLING = (
+    ("temperature", float, "T", "0 is greedy. [model default]"),
     ("top_p", float, "P", "Sample from the most likely tokens up to this cumulative probability. [model default]"),
     ("top_k", int, "K", "Sample from the K most likely tokens; 0: all. [model default]"),
     ("min_p", float, "P", "Sample only from tokens at least P times as likely as the most likely one. [model default]"),
@@ -37,11 +38,9 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
     add_run_dir(parser)
 
 
-def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None, max_tokens: int) -> None:
+def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     """Add the sampling and stop flags; for a flag that is not given (None), the service's default applies."""
     parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"[{max_tokens}]")
-    default = "the model's" if temperature is None else str(temperature)
-    parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=f"0 is greedy. [{default}]")
     for name, kind, metavar, text in _SAMPLING:
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
     parser.add_argument(
@@ -56,7 +55,6 @@ def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
     """Return the sampling parameters given by the flags of `add_sampling`."""
     return SamplingParams(
         max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
         stop=tuple(arguments.stop),
         bad_words=tuple(arguments.bad_word),
         **{name: getattr(arguments, name) for name, *_ in _SAMPLING},

@@ -16,7 +16,7 @@ from midstream.cli.pace import Pace
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="Prompt text, or `-` for standard input.")
     parser.add_argument("--raw", action="store_true", help="Continue the raw text, without the model's chat template.")
-    add_sampling(parser, temperature=None, max_tokens=256)
+    add_sampling(parser, max_tokens=256)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="The request's deadline. [none]")
     add_connection(parser)
 

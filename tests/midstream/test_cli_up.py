@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import socket
 import stat
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from midstream.cli import main
+from midstream.cli import chat, generate, main
 from midstream.cli.api_keys import use_api_keys
+from midstream.cli.connect import sampling_of
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, default_run_dir
 from midstream.cli.topology import Topology, check_ports, plan_processes
 from midstream.cli.up import how_to_talk
+from midstream.client import SamplingParams
 from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.rpc.target import check_target, plain_problem
 
@@ -154,6 +158,15 @@ def test_bench_fails_if_nothing_listens_on_the_address(
     monkeypatch.setattr("midstream.cli.bench.measure._CONNECT_TIMEOUT_S", 0.2)
     assert main(["bench", "--address", "127.0.0.1:1", "--workload", "single"]) == 1
     assert "no router answers at 127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [chat, generate])
+def test_the_models_own_sampling_parameters_apply_by_default(command: ModuleType) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = ["a prompt"] if command is generate else []
+    assert sampling_of(parser.parse_args(words)) == SamplingParams(max_tokens=256 if words else 512)
+    assert sampling_of(parser.parse_args([*words, "--temperature", "0"])).temperature == 0
 
 
 def run_dir_at(path: Path) -> RunDir:

@@ -62,12 +62,14 @@ def table_of(machine: Machine, model: ModelFolder | None, one: Summary, many: Su
     known.
     """
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("", "measured", "limit", ""):
-        table.add_column(column, justify="left" if column == "" else "right")
+    table.add_column(no_wrap=True)
+    for column in ("measured", "limit"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column()
     kind = machine.gpus[0] if machine.gpus else f"{machine.threads} cores, {machine.kernels or 'no'} kernels"
-    table.add_row("machine", kind, "", "")
+    table.add_row("machine", "", "", kind)
     table.add_row("memory, read", "", f"{machine.read_bytes_per_s / 1e9:.1f} GB/s", "")
-    table.add_row("matrix multiplication, float32", "", f"{machine.flops_per_s / 1e9:,.0f} GFLOP/s", "")
+    table.add_row("matrix multiplication", "", f"{machine.flops_per_s / 1e9:,.0f} GFLOP/s", "float32")
     token_s = one.inter_token_ms[0] / 1e3
     rate = 1 / token_s if token_s else 0.0
     limit, share = "", ""
@@ -79,5 +81,5 @@ def table_of(machine: Machine, model: ModelFolder | None, one: Summary, many: Su
     table.add_row("one stream", f"{rate:.1f} tokens/s", limit, share)
     gain = many.tokens_per_s / rate if rate else 0.0
     table.add_row(f"{_NUM_STREAMS} streams", f"{many.tokens_per_s:.1f} tokens/s", "", f"{gain:.1f} times one stream")
-    table.add_row("first token, one stream", f"{one.ttft_ms[0]:.0f} ms", "", f"{_NUM_PROMPT_TOKENS} prompt tokens")
+    table.add_row("first token", f"{one.ttft_ms[0]:.0f} ms", "", f"one stream, {_NUM_PROMPT_TOKENS} prompt tokens")
     return table
