@@ -11,7 +11,10 @@ A commit is one write and one fdatasync. For the cost see docs/decisions/journal
   without a commit an empty record is written, so that damage to the last record differs from a torn write.
 - **Size.** A segment is deleted when no request's latest row is in it. While the log is larger than twice the live
   data, the rows of its oldest segment are rewritten, a few with each commit.
-- **One writer.** See LogFolder. A successor raises the epoch and starts a new segment.
+- **One writer.** See LogFolder. A successor raises the epoch, then reads the log, and starts a new segment. A writer
+  checks the epoch after each record, and reports the record as written only if no successor had raised it. So a
+  successor has read all that was reported, and what a deposed writer still appends is behind the end that the next
+  segment's header records. Files are created, renamed and deleted under the lock.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from google.protobuf.message import DecodeError
 from midstream.errors import ConfigError
 from protos import journal_pb2 as pb
 from scheduler.journal import DeposedError, JournalError
-from scheduler.journal.frames import Frame, frame, frames
+from scheduler.journal.frames import FRAME_BYTES, Frame, frame, frames
 from scheduler.journal.log_folder import LogFolder, sync_folder
 from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.store import Store, StoredJournal, Transaction
@@ -42,7 +45,9 @@ SEGMENT_BYTES = 4 << 20
 # In addition to twice the live bytes.
 SLACK_BYTES = 16 << 20
 _MAX_REWRITTEN = 32
-_CHECK_INTERVAL_S = 0.5
+# Before a write, the open files are checked if this much time has passed since the last check, and the names in the
+# folder, which costs more, after the second one.
+_CHECK_INTERVAL_S, _NAMES_INTERVAL_S = 0.05, 0.5
 _SUFFIX = ".log"
 _NEW = "new"
 _DAMAGED = ".damaged"
@@ -94,7 +99,7 @@ class LogStore(Store):
         self._sequence = 0
         self._offset = 0
         self._is_marked = True
-        self._checked_at = -math.inf
+        self._checked_at = self._names_checked_at = -math.inf
         self._segments: list[_Segment] = []
         self._homes: dict[int, _Segment] = {}
         self._adapters: dict[str, bytes] = {}
@@ -115,13 +120,23 @@ class LogStore(Store):
             self._folder.open()
             with self._folder:
                 self._begin()
-                self._read_all()
-                self._epoch = max(self._epoch, self._folder.epoch(), least_epoch - 1) + 1
-                self._folder.set_epoch(self._epoch)
+                former_epoch = self._raise_epoch(least_epoch)
+                self._read_all(was_used=former_epoch > 0)
                 self._begin_segment()
         except OSError as error:
             raise self._failure("opened", error) from None
         return self._epoch
+
+    def _raise_epoch(self, least_epoch: int) -> int:
+        """Become the only writer whose records count; return the epoch before that, 0 after a reboot.
+
+        The log is read after this: everything that the former writer has reported as written is in it then.
+        """
+        former = self._folder.epoch()
+        headers = [_read_header(name, self._folder.read(name), self._folder.path) for name in self._log_names()]
+        self._epoch = max(former, least_epoch - 1, *(item.scheduler_epoch for item in headers if item is not None)) + 1
+        self._folder.set_epoch(self._epoch)
+        return former
 
     def _move_in(self, predecessor: SqliteStore, least_epoch: int) -> int:
         """Convert an existing SQLite journal to a log if there is no log yet; return its epoch.
@@ -163,13 +178,19 @@ class LogStore(Store):
         """Append one record and sync it."""
         data = _encode(transaction)
         try:
-            with self._folder:
-                self._check_is_writer()
-                self._put(data)
-                self._folder.sync(self._current.name)
-                self._is_marked = False
-                self._note(transaction)
-                self._drop_dead_segments()
+            if self._is_check_due(len(data)):
+                with self._folder:
+                    self._check_is_writer()
+                    self._make_room(len(data))
+            self._append(data)
+            self._folder.sync(self._current.name)
+            self._check_epoch()
+            self._is_marked = False
+            self._note(transaction)
+            if self._has_dead_segment:
+                with self._folder:
+                    self._check_epoch()
+                    self._drop_dead_segments()
         except OSError as error:
             raise self._failure("written", error) from None
 
@@ -182,7 +203,9 @@ class LogStore(Store):
             with self._folder:
                 self._check_is_writer()
                 for transaction in transactions:
-                    self._put(_encode(transaction))
+                    data = _encode(transaction)
+                    self._make_room(len(data))
+                    self._append(data)
                     self._note(transaction)
                 self._folder.sync(self._current.name)
         except OSError as error:
@@ -192,7 +215,7 @@ class LogStore(Store):
         """Check the files and the epoch; mark the last record as synced."""
         try:
             with self._folder:
-                self._checked_at = -math.inf
+                self._names_checked_at = -math.inf
                 self._check_is_writer()
                 if not self._is_marked:
                     self._append(b"")
@@ -234,13 +257,27 @@ class LogStore(Store):
                 self.check()
         self._folder.close()
 
+    def _is_check_due(self, num_bytes: int) -> bool:
+        """Return whether the files must be checked before a record is appended.
+
+        This is always so in a file that is not preallocated: once it is written to again, its size does not show that
+        it was truncated.
+        """
+        end = self._offset + num_bytes
+        has_room = end + FRAME_BYTES <= self._current.num_bytes and end <= self._segment_bytes
+        return not has_room or time.monotonic() - self._checked_at > _CHECK_INTERVAL_S
+
     def _check_is_writer(self) -> None:
-        """Check the open file and, less often because it costs more, the names in the folder."""
-        self._folder.check(self._current.name, self._offset)
+        """Check the open files, the names in the folder if that is due, and the epoch."""
         now = time.monotonic()
-        if now - self._checked_at > _CHECK_INTERVAL_S:
+        self._folder.check(self._current.name, self._current.num_bytes)
+        if now - self._names_checked_at > _NAMES_INTERVAL_S:
             self._folder.check_names([segment.name for segment in self._segments])
-            self._checked_at = now
+            self._names_checked_at = now
+        self._check_epoch()
+        self._checked_at = now
+
+    def _check_epoch(self) -> None:
         if (epoch := self._folder.epoch()) != self._epoch:
             raise DeposedError(
                 f"scheduler epoch {self._epoch} was superseded by epoch {epoch}, "
@@ -250,10 +287,9 @@ class LogStore(Store):
     def _failure(self, what: str, error: OSError) -> JournalError:
         return JournalError(f"{self._folder.path} cannot be {what}: {error}")
 
-    def _put(self, payload: bytes) -> None:
-        if self._offset + len(payload) > self._segment_bytes:
+    def _make_room(self, num_bytes: int) -> None:
+        if self._offset + num_bytes > self._segment_bytes:
             self._begin_segment()
-        self._append(payload)
 
     def _append(self, payload: bytes) -> None:
         data = frame(self._sequence + 1, payload)
@@ -312,9 +348,13 @@ class LogStore(Store):
             segment.numbers.add(number)
             self._homes[number] = segment
 
+    @property
+    def _has_dead_segment(self) -> bool:
+        return not self._segments[0].numbers and len(self._segments) > 1
+
     def _drop_dead_segments(self) -> None:
         """Delete the oldest segments that are no longer needed; each deletion becomes durable before the next one."""
-        while not self._segments[0].numbers and len(self._segments) > 1:
+        while self._has_dead_segment:
             segment = self._segments.pop(0)
             if segment.is_damaged:
                 self._folder.rename(segment.name, segment.name + _DAMAGED)
@@ -322,9 +362,12 @@ class LogStore(Store):
                 self._folder.unlink(segment.name)
             self._folder.sync_names()
 
-    def _read_all(self) -> None:
-        names = [name for name in self._folder.names() if name.endswith(_SUFFIX)]
-        if not names and self._folder.epoch():
+    def _log_names(self) -> list[str]:
+        return [name for name in self._folder.names() if name.endswith(_SUFFIX)]
+
+    def _read_all(self, *, was_used: bool) -> None:
+        names = self._log_names()
+        if not names and was_used:
             logger.error("the journal %s was emptied; its contents are lost", self._folder.path)
             self._stored.num_damaged += 1
         files = [(name, self._folder.read(name)) for name in names]
@@ -362,7 +405,6 @@ class LogStore(Store):
         try:
             if item.start == 0:
                 header = pb.JournalSegment.FromString(item.payload)
-                self._epoch = max(self._epoch, header.scheduler_epoch)
                 self._adapters = {row.name: row.record for row in header.adapters}
             elif item.payload:
                 self._apply(_decode(item.payload), item.sequence)

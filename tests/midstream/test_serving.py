@@ -324,6 +324,19 @@ def test_metrics_and_health_over_http() -> None:
         server.stop()
 
 
+def test_a_histogram_counts_each_time_once() -> None:
+    metrics = Metrics()
+    times = metrics.histogram("request_seconds", "Times.")
+    for seconds in (0.0005, 0.001, 0.0011, 0.7, 61.0):
+        times.observe(seconds)
+    lines = metrics.render().decode().splitlines()
+    name = "midstream:request_seconds"
+    counts = {"0.001": 2, "0.0025": 3, "0.5": 3, "1.0": 4, "60.0": 4, "+Inf": 5}
+    assert {f'{name}_bucket{{le="{bound}"}} {float(count)}' for bound, count in counts.items()} <= set(lines)
+    assert f"{name}_count 5.0" in lines
+    assert f"{name}_sum {0.0005 + 0.001 + 0.0011 + 0.7 + 61.0}" in lines
+
+
 def test_a_log_line_is_json_with_the_request_id() -> None:
     record = logging.getLogger("x").makeRecord("x", logging.INFO, "f", 1, "took %d ms", (5,), None, extra={"cell": "a"})
     token = current_request_id.set("r-1")

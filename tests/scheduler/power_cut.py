@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,11 +29,13 @@ class Disk:
 
     Attributes:
         operations_left: Operations until a PowerCut is raised; negative for never.
+        meanwhile: Called during each operation, as another process may run then.
         epoch: Contents of the lock, which exists only in the kernel's memory.
     """
 
     def __init__(self) -> None:
         self.operations_left = -1
+        self.meanwhile: Callable[[], None] = lambda: None
         self.epoch = 0
         self.names: dict[str, File] = {}
         self._names_on_disk: dict[str, File] = {}
@@ -41,6 +43,7 @@ class Disk:
 
     def operate(self) -> None:
         """Count one operation, which may be interrupted by a power cut."""
+        self.meanwhile()
         if self.operations_left == 0:
             self.operations_left = -1
             raise PowerCut
@@ -100,6 +103,8 @@ class FolderOnDisk(LogFolder):
     def __init__(self, disk: Disk) -> None:
         super().__init__(Path("/disk"))
         self._disk = disk
+        self._open: dict[str, File] = {}
+        self.is_locked = False
 
     def open(self) -> None:
         pass
@@ -111,31 +116,35 @@ class FolderOnDisk(LogFolder):
         return bytes(self._disk.names[name].cached)
 
     def create(self, name: str, num_bytes: int) -> int:
-        file = File()
+        file = self._open[name] = File()
         self._disk.change_names({name: file})
         self.write(name, bytes(num_bytes), 0)
         return num_bytes
 
     def write(self, name: str, data: bytes, offset: int) -> None:
-        file = self._disk.names[name]
+        file, half = self._open[name], len(data) // 2
         file.unsynced.append((offset, data))
-        _write(file.cached, offset, data)
+        _write(file.cached, offset, data[:half])
+        self._disk.meanwhile()
+        _write(file.cached, offset + half, data[half:])
         self._disk.operate()
 
     def sync(self, name: str) -> None:
         self._disk.operate()
-        file = self._disk.names[name]
+        file = self._open.get(name) or self._disk.names[name]
         file.on_disk = bytearray(file.cached)
         file.unsynced.clear()
 
     def rename(self, name: str, new_name: str) -> None:
+        if name in self._open:
+            self._open[new_name] = self._open.pop(name)
         self._disk.change_names({name: None, new_name: self._disk.names[name]})
 
     def unlink(self, name: str) -> None:
         self._disk.change_names({name: None})
 
     def release(self, name: str) -> None:
-        pass
+        self._open.pop(name, None)
 
     def sync_names(self) -> None:
         self._disk.sync_names()
@@ -148,12 +157,14 @@ class FolderOnDisk(LogFolder):
         pass
 
     def __enter__(self) -> None:
-        pass
+        self.is_locked = True
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self.is_locked = False
+        self._disk.meanwhile()
 
     def epoch(self) -> int:
+        self._disk.meanwhile()
         return self._disk.epoch
 
     def set_epoch(self, epoch: int) -> None:

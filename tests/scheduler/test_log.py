@@ -154,6 +154,43 @@ def test_nothing_committed_is_lost_and_nothing_else_appears_whenever_the_power_i
     assert found in (committed, pending)
 
 
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    num_operations=st.integers(0, 60),
+    actions=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 15)), min_size=1, max_size=15),
+)
+def test_a_successor_finds_all_that_was_reported_whenever_it_takes_over(
+    num_operations: int, actions: list[tuple[int, int]]
+) -> None:
+    """A successor takes over in the middle of an operation of its predecessor, unless that holds the lock."""
+    disk = Disk()
+    folder = FolderOnDisk(disk)
+    first, successors = Scheduler(folder), list[Scheduler]()
+    left = itertools.count(num_operations, -1)
+
+    def take_over() -> None:
+        if next(left) <= 0 and not folder.is_locked:
+            disk.meanwhile = lambda: None
+            successors.append(Scheduler(FolderOnDisk(disk)))
+
+    committed = pending = first.found
+    disk.meanwhile = take_over
+    with contextlib.suppress(DeposedError, LostError):
+        for token, (action, which) in enumerate(actions, 1):
+            transaction, pending = first.transaction(committed, action, which, token)
+            first.store.write(transaction)
+            committed = pending
+    disk.meanwhile = lambda: None
+    successor = successors[0] if successors else Scheduler(FolderOnDisk(disk))
+    assert successor.found in (committed, pending)
+    with pytest.raises((DeposedError, LostError)):
+        first.store.check()
+    transaction, state = successor.transaction(successor.found, 0, 0, 1000)
+    successor.store.write(transaction)
+    later = Scheduler(FolderOnDisk(disk))
+    assert (later.found, later.num_damaged) == (state, 0)
+
+
 def filled(folder: LogFolder, num_commits: int, segment_bytes: int = SEGMENT_BYTES) -> State:
     """Write a log of four requests whose output grows; return its contents."""
     scheduler = Scheduler(folder, segment_bytes)
