@@ -25,6 +25,19 @@ def streams_of(feed: SchedulerFeed) -> list[OutputStream]:
     return streams
 
 
+async def test_an_error_in_tokens_fails_only_their_stream() -> None:
+    pool = FeedPool("127.0.0.1:1", "d", (2,), 1 << 20, lambda _: None)
+    feed = SchedulerFeed(pool, "127.0.0.1:1", "d", (2,))
+    feed.is_open = True
+    first, second = streams_of(feed)
+    feed._take(pb.FeedBatch(opened=[opened(1), opened(2)]))
+    first._sequences.append(None)  # type: ignore[arg-type]
+    feed._take(pb.FeedBatch(streams=[1, 2], sequence_indices=[1, 0], token_offsets=[0, 0], token_ids=[7, 8]))
+    assert isinstance(first.error, ExecutionError)
+    assert second.error is None
+    assert [list(chunk.token_ids) for chunk in second.take()] == [[8]]
+
+
 async def test_an_invalid_tensor_fails_only_its_own_stream() -> None:
     tensor = generation_pb2.Tensor(name="t", dtype=77)  # type: ignore[arg-type]  # unknown
     bad = pb.FeedBatch(outputs=[pb.FeedOutputs(stream=1, tensors=[tensor])])

@@ -6,6 +6,9 @@ import asyncio
 
 import pytest
 
+from detokenizer import __main__ as detokenizer
+from detokenizer.feed import FeedPool
+from midstream.config import DetokenizerConfig
 from midstream.errors import ExecutionError
 from midstream.rpc.discovery import Discovery
 from midstream.rpc.health import Progress
@@ -30,6 +33,12 @@ async def test_a_server_ends_with_a_loop_that_it_depends_on() -> None:
     server.depend_on(asyncio.create_task(fail(), name="the loop of something"))
     with pytest.raises(ExecutionError, match="the loop of something ended"):
         await asyncio.wait_for(server.run_until_signal(), 20)
+
+
+async def test_a_detokenizer_ends_with_its_feeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FeedPool, "run", fail)
+    with pytest.raises(ExecutionError, match="the loop of token feeds ended"):
+        await asyncio.wait_for(detokenizer.serve(DetokenizerConfig(port=0)), 60)
 
 
 async def test_a_loop_that_ends_during_draining_is_not_a_failure() -> None:

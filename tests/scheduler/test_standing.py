@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler.core.events import StepDone
+from scheduler.core.events import StepDone, WorkerFailed
 from scheduler.core.failure import UNAVAILABLE, Failure
 from scheduler.core.request import FinishReason
 from scheduler.core.standing import MAX_PAUSE_NS, Standing
@@ -52,6 +52,17 @@ def run_beside(harness: Harness, fail: Callable[[], None], max_steps: int = 3_00
             harness.wait_until(harness.now_ns + 500 * MS)
         harness.check()
     raise AssertionError("the requests do not finish")
+
+
+def test_an_invalid_message_of_a_worker_is_no_evidence_against_its_requests() -> None:
+    harness = Harness()
+    group = harness.add_group()
+    harness.submit("a", [1, 2], max_tokens=4)
+    harness.turn()
+    assert group.plans
+    harness.handle(WorkerFailed(harness.now_ns, group.registration.connection, "wrong message"))
+    assert harness.core.lifecycle.requests["a"].died_on == []
+    assert (harness.core.totals.num_worker_faults, harness.core.totals.num_worker_deaths) == (1, 0)
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import Mock
 
 from midstream.clock import SteadyClock
 from protos import status_pb2
 from scheduler.core.block_manager import BlockManager
 from scheduler.core.prefix_cache import PrefixCache
 from scheduler.edge.feed import FeedHub
+from scheduler.edge.metrics import SchedulerCollector
 from scheduler.edge.status import CellStatusReport
 from tests.scheduler.harness import MS, Harness
 
@@ -115,3 +117,6 @@ def test_a_group_in_backoff_reports_how_long_and_why() -> None:
     (group,) = status.groups
     assert (group.num_faults, group.held_off_ms, status.counts.num_worker_faults) == (1, 1000, 1)
     assert group.last_fault == "wrong result: 0 tokens, but 1 were requested"
+    families = SchedulerCollector(harness.core, Mock(), Mock(), Mock()).collect()
+    (held_off,) = [family for family in families if family.name.endswith("num_worker_groups_held_off")]
+    assert held_off.samples[0].value == 1

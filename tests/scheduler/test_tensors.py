@@ -156,6 +156,18 @@ async def test_tensors_that_come_before_their_result_become_a_part_of_it(dispatc
     assert event.outputs == ()
 
 
+async def test_an_unexpected_error_in_a_message_is_blamed_on_its_worker(dispatcher: Dispatcher) -> None:
+    def fail(_: object) -> None:
+        raise KeyError("a defect")
+
+    dispatcher.on_adapter_result = fail
+    dispatcher.send_joined(GroupJoined(b"w", "w", 1))
+    result = worker_pb2.WorkerMessage(lora_result=worker_pb2.LoraResult(epoch=1, name="a"))
+    failed = dispatcher._decode([b"w", result.SerializeToString()])
+    assert isinstance(failed, WorkerFailed)
+    assert (failed.connection, dispatcher.num_wrong) == (b"w", 1)
+
+
 async def test_tensors_without_a_request_are_dropped_and_a_workers_are_bounded(dispatcher: Dispatcher) -> None:
     def outputs(epoch: int, num_bytes: int) -> bytes:
         tensor = generation_pb2.Tensor(
