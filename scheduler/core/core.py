@@ -110,6 +110,7 @@ class SchedulerCore:
         self._handovers = Handovers(
             membership=self.membership,
             placement=self._placement,
+            queue=self.queue,
             totals=self.totals,
             effects=self._effects,
         )
@@ -246,7 +247,10 @@ class SchedulerCore:
         """Plan the group's next step and send it; return False if there is nothing to run."""
         paused = self.scheduler.requests_to_pause(group)
         self._pause(group, paused)
+        self._handovers.prepare_plan(group)
         while (step := self._fill(group, paused)).is_empty:
+            if group.lift_context_limits():
+                continue
             if not step.num_stalled or group.in_flight or len(group.active) < 2:
                 return False
             # A policy has admitted more requests than fit: pause the newest one, since otherwise no request would

@@ -1,10 +1,16 @@
 """Hands requests over from prefill groups to decode groups.
 
 A request starts on a prefill group. As steps there complete blocks of its prompt, a decode group is asked to fetch them
-(FetchBlocks), chunk by chunk. Once it has reported all of them (BlocksFetched), the context is computed and there is
-room, the request is released on the first group and started on the second, exactly as after a pause: fetched blocks are
-adopted, and the rest is recomputed. Until then it generates on the prefill group, so a slow or failed transfer delays
-nothing.
+(FetchBlocks), chunk by chunk. Once it has reported all of them (BlocksFetched) and there is room, the request is
+released on the first group and started on the second, exactly as after a pause: fetched blocks are adopted, and the
+rest is computed.
+
+While the prefill group has more contexts than fit in a step, it leaves the tokens after a prompt's last full block to
+the decode group, which then generates the first token too: otherwise every request would wait for a transfer after its
+first token. A transfer has the time of one step for this; then the prefill group computes the rest and generates until
+the transfer is complete, so a slow or failed one delays a request by a step at most. A prefill group that has no
+contexts to compute keeps what it generates as long as the decode group has no fewer requests; new blocks are still
+fetched, so that the request can move as soon as another prompt arrives.
 
 All state of this module can be lost at any moment. A request is handed over at most as often as it starts on a prefill
 group, and stays there once its blocks could not be fetched.
@@ -21,6 +27,7 @@ from scheduler.core.events import BlocksFetched
 from scheduler.core.membership import Membership
 from scheduler.core.placement import Placement
 from scheduler.core.prefix_cache import extend_hashes
+from scheduler.core.queue import RequestQueue
 from scheduler.core.request import Request, Sequence
 from scheduler.core.role import Role
 from scheduler.core.stats import Totals
@@ -34,7 +41,7 @@ class Transfer:
     Attributes:
         sequence: The sequence whose leading blocks are fetched; the request's other sequences share them.
         num_known: Number of its known tokens when it started on the source.
-        num_blocks: Number of its leading blocks to fetch.
+        last_step: The step that computes the last block of these tokens; None if it is not planned.
         planned: (step, leading blocks that are computed once it is done), in the order of steps.
         num_asked: Number of leading blocks that the target was asked to fetch or already has.
         missing: Hashes not yet reported by the target.
@@ -44,33 +51,80 @@ class Transfer:
     target: WorkerGroup
     sequence: Sequence
     num_known: int
-    num_blocks: int
+    last_step: int | None = None
     planned: deque[tuple[int, int]] = field(default_factory=deque)
     num_asked: int = 0
     missing: set[int] = field(default_factory=set)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of the sequence's leading blocks to fetch."""
+        is_shared = self.sequence.request.num_rows > 1
+        return ((self.num_known if is_shared else self.sequence.num_tokens) - 1) // self.source.tokens_per_block
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Number of known tokens, at its start on the source, that fill blocks."""
+        size = self.source.tokens_per_block
+        return (self.num_known - 1) // size * size
 
 
 class Handovers:
     """KV-block transfers of this scheduler's requests from prefill to decode groups."""
 
-    def __init__(self, *, membership: Membership, placement: Placement, totals: Totals, effects: list[Effect]) -> None:
+    def __init__(
+        self,
+        *,
+        membership: Membership,
+        placement: Placement,
+        queue: RequestQueue,
+        totals: Totals,
+        effects: list[Effect],
+    ) -> None:
         self._membership = membership
         self._placement = placement
+        self._queue = queue
         self._totals = totals
         self._effects = effects
         self._transfers: dict[Request, Transfer] = {}
+
+    def prepare_plan(self, group: WorkerGroup) -> None:
+        """Begin transfers from a prefill group, and decide which contexts its next step leaves incomplete."""
+        if group.role is not Role.PREFILL:
+            return
+        left = dict[Sequence, int]()
+        for request in group.active:
+            transfer = self._transfers.get(request) or self._begin(group, request)
+            if transfer is not None and self._may_leave_rest(transfer):
+                left[transfer.sequence] = transfer.num_context_tokens
+        group.limit_contexts(left)
+        if left and sum(map(group.num_to_compute, group.context)) <= group.max_num_tokens:
+            group.lift_context_limits()
+
+    def _may_leave_rest(self, transfer: Transfer) -> bool:
+        """Return whether the target may compute what follows the last full block of a context."""
+        source, sequence = transfer.source, transfer.sequence
+        if sequence not in source.context or sequence.request.num_rows > 1 or not source.config.enable_chunked_context:
+            return False
+        if transfer.last_step is not None and source.first_open_step > transfer.last_step + 1:
+            return False
+        return self._placement.has_room(sequence.request, transfer.target)
 
     def note_plan(self, group: WorkerGroup) -> None:
         """Record which blocks the last planned step of a prefill group computes."""
         if group.role is not Role.PREFILL:
             return
+        step_id = group.next_step_id - 1
         for request in group.active:
-            transfer = self._transfers.get(request) or self._begin(group, request)
+            transfer = self._transfers.get(request)
             if transfer is None:
                 continue
+            # The worker knows a generated block's hash from the first step after the result that completed the block.
             num_blocks = min(transfer.sequence.num_computed // group.tokens_per_block, transfer.num_blocks)
             if num_blocks > (transfer.planned[-1][1] if transfer.planned else transfer.num_asked):
-                transfer.planned.append((group.next_step_id - 1, num_blocks))
+                transfer.planned.append((step_id, num_blocks))
+            if transfer.last_step is None and transfer.sequence.num_computed >= transfer.num_context_tokens:
+                transfer.last_step = step_id
 
     def take_fetched(self, event: BlocksFetched) -> None:
         """Record which blocks a group has fetched."""
@@ -95,7 +149,9 @@ class Handovers:
                 del self._transfers[request]
                 continue
             self._fetch(transfer)
-            if self._is_complete(request, transfer) and self._placement.has_room(request, transfer.target):
+            if not self._is_complete(request, transfer) or not self._is_useful(transfer):
+                continue
+            if self._placement.has_room(request, transfer.target):
                 del self._transfers[request]
                 self._hand_over(request, transfer)
 
@@ -107,7 +163,7 @@ class Handovers:
             return None
         sequence = request.running_sequences[0]
         num_known = sequence.num_tokens if request.num_rows == 1 else len(request.spec.prompt)
-        transfer = Transfer(source, target, sequence, num_known, (num_known - 1) // source.tokens_per_block)
+        transfer = Transfer(source, target, sequence, num_known)
         self._transfers[request] = transfer
         return transfer
 
@@ -148,12 +204,23 @@ class Handovers:
             self._effects.append(_fetch_blocks(source, target, asked))
 
     def _is_complete(self, request: Request, transfer: Transfer) -> bool:
-        return (
-            not transfer.missing
-            and transfer.num_asked == transfer.num_blocks
-            and transfer.sequence.num_tokens > transfer.num_known
-            and not any(sequence.request is request for sequence in transfer.source.context)
+        """Return whether the target has all blocks, except perhaps the last generated one, and no step in flight
+        computes the rest of the context.
+        """
+        num_first = transfer.num_context_tokens // transfer.source.tokens_per_block
+        if transfer.missing or transfer.num_asked < max(num_first, transfer.num_blocks - 1):
+            return False
+        context = transfer.source.context
+        if request.num_rows == 1 and transfer.sequence in context:
+            return transfer.sequence.num_computed == transfer.num_context_tokens
+        return transfer.sequence.num_tokens > transfer.num_known and not any(
+            item.request is request for item in context
         )
+
+    def _is_useful(self, transfer: Transfer) -> bool:
+        """Return whether the source has contexts to compute, or more requests than the target."""
+        source, target = transfer.source, transfer.target
+        return bool(source.context) or len(self._queue) > 0 or len(source.active) > len(target.active)
 
     def _hand_over(self, request: Request, transfer: Transfer) -> None:
         transfer.source.release(request)

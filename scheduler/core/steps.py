@@ -87,8 +87,8 @@ class StepBuilder:
         if most <= 0 or sequence in self._planned_now or not self._is_ready(sequence):
             return 0
         remaining = sequence.num_context_tokens
-        length = min(remaining, most)
-        if length < remaining and not self.group.splits(remaining):
+        length = min(self.group.num_to_compute(sequence), most)
+        if length <= 0 or (length < remaining and not self.group.splits(remaining)):
             return 0
         self._add_chunk(sequence, length, is_last=length == remaining)
         return length

@@ -172,6 +172,7 @@ class WorkerGroup:
         self.stored = stored
         self.fetched = set[int]()
         self._ahead: list[int] = []
+        self._context_limits: dict[Sequence, int] = {}
         self.in_flight: deque[InFlightStep] = deque()
         self.last_generation = LastGeneration()
         self.next_step_id = 1
@@ -320,6 +321,21 @@ class WorkerGroup:
         """Number of known tokens that have yet to be computed."""
         block = self.tokens_per_block
         return sum(s.num_tokens - max(s.num_computed, s.num_hit_blocks * block) for s in self.context)
+
+    def limit_contexts(self, limits: dict[Sequence, int]) -> None:
+        """Set how many leading tokens the next step may compute of these sequences; the others have no limit."""
+        self._context_limits = limits
+
+    def lift_context_limits(self) -> bool:
+        """Remove the limits; return whether there were any."""
+        had_limits = bool(self._context_limits)
+        self._context_limits = {}
+        return had_limits
+
+    def num_to_compute(self, sequence: Sequence) -> int:
+        """Return how many known tokens of a sequence in its context phase the next step may compute."""
+        limit = self._context_limits.get(sequence)
+        return sequence.num_context_tokens if limit is None else limit - sequence.num_computed
 
     def splits(self, num_tokens: int) -> bool:
         """Return whether a context with this many tokens may be split over several steps.

@@ -61,6 +61,82 @@ def test_blocks_are_fetched_as_chunks_of_the_prompt_complete_them(depth: int) ->
     harness.check_is_empty()
 
 
+def backlog(depth: int = 1) -> tuple[Harness, FakeGroup, FakeGroup]:
+    """Submit "a", whose prompt fits in the first step, and "b", whose prompt takes three more."""
+    harness, prefill, decode = apart(depth, max_num_tokens=24)
+    harness.submit("a", PROMPT, 6)
+    harness.submit("b", 72, 6)
+    return harness, prefill, decode
+
+
+def test_a_prefill_group_with_a_backlog_leaves_the_last_tokens_of_a_prompt_to_the_decode_group() -> None:
+    harness, _, decode = backlog()
+    assert harness.turn() == ["+a[0:20] +b[0:4]"]
+    harness.step("p")
+    harness.fetch("d")
+    assert harness.core.lifecycle.requests["a"].num_handovers == 1
+    assert not harness.core.lifecycle.requests["a"].sequences[0].output
+    harness.run()
+    # The first step of "d" computes the last two tokens of "a"; "b" moves with its first token, as nothing is left.
+    assert decode.model.num_context_tokens <= 2 + 8
+    assert set(harness.ended.values()) == {FinishReason.LENGTH}
+    harness.check_is_empty()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_transfer_delays_the_last_tokens_of_a_prompt_by_one_step(depth: int) -> None:
+    harness, _, decode = backlog(depth)
+    plans = harness.turn()
+    while len(plans) < 2 + depth:
+        plans += harness.step("p")
+    assert decode.fetches
+    assert [plan for plan in plans if "a[" in plan] == ["+a[0:20] +b[0:4]", plans[-1]]
+    assert plans[-1].startswith("a[20:22] b[")
+    harness.run()
+    harness.check_is_empty()
+
+
+def test_a_group_without_room_is_left_no_tokens() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group("p", role="prefill", kv_source="at p", max_num_tokens=24)
+    harness.add_group("d", role="decode", max_batch_size=1)
+    harness.submit("first", 9, 40)
+    harness.turn()
+    harness.step("p")
+    harness.fetch("d")
+    assert harness.core.totals.num_handovers == 1
+    harness.submit("a", PROMPT, 6)
+    harness.submit("b", 72, 6)
+    harness.step("p")  # the step that was in flight when "first" moved
+    assert harness.plans[-1] == "+a[0:22] +b[0:2]"
+    harness.run()
+    harness.check_is_empty()
+
+
+def test_an_idle_prefill_group_keeps_a_request_until_another_prompt_arrives() -> None:
+    harness, _, decode = apart()
+    harness.submit("a", PROMPT, 40)
+    harness.submit("b", PROMPT[::-1], 40)
+    harness.turn()
+    for _ in range(3):
+        harness.step("p")
+        while decode.fetches:
+            harness.fetch("d")
+    assert harness.core.totals.num_handovers == 1, "each group has one request"
+    for _ in range(8):
+        harness.step("p")
+        while decode.fetches:
+            harness.fetch("d")
+    assert harness.core.totals.num_handovers == 1
+    harness.submit("c", 22, 4)
+    harness.turn()
+    assert harness.core.totals.num_handovers == 2
+    harness.run()
+    # The blocks generated meanwhile have been fetched too: at most two blocks of each request are computed twice.
+    assert decode.model.num_context_tokens <= 3 * 8
+    harness.check_is_empty()
+
+
 def test_blocks_that_the_decode_group_holds_are_not_fetched() -> None:
     harness, _, decode = apart()
     harness.submit("a", PROMPT, 4)
@@ -152,7 +228,7 @@ def test_a_decode_worker_that_dies_in_a_transfer_is_replaced_by_another() -> Non
     chosen, heir = ("d", other) if decode.fetches else ("e", decode)
     harness.cut(chosen)
     harness.run()
-    assert heir.num_adopted == 5
+    assert heir.num_adopted in (5, 6), "one more if the prefill group has filled it by then"
     harness.check_is_empty()
 
 

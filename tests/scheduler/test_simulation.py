@@ -42,7 +42,8 @@ def test_prefill_workers_keep_prompts_from_delaying_tokens() -> None:
     apart = Simulation(fleet.core("guaranteed_no_evict", "inflight_fused"), events_of(fleet, load), cost=cost)
     apart.run()
     together, totals = run(Fleet(4), load, cost=cost), apart.core.totals
-    assert (totals.num_handovers, totals.num_failed_handovers) == (totals.num_completed, 0)
+    assert totals.num_failed_handovers == 0
+    assert 0.9 * totals.num_completed < totals.num_handovers <= totals.num_completed, "idle prefill groups keep a few"
     assert apart.measures.num_output_tokens == together.num_output_tokens
     slow_apart, slow_together = (sorted(each.tokens_ns)[-3] for each in (apart.measures, together))
     assert slow_apart < 0.8 * slow_together
