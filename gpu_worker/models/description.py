@@ -228,6 +228,7 @@ class DecoderDescription:
             of the logits.
         logits_softcap: Like `softcap`, but for the logits.
         has_mlp_bias: Whether plain feed-forward networks have biases.
+        has_attention_bias: False if attention has no biases; None if this depends on the weights.
     """
 
     architecture: str
@@ -273,6 +274,7 @@ class DecoderDescription:
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     has_mlp_bias: bool = False
+    has_attention_bias: Literal[False] | None = None
     # Sizes of the whole model, which are needed to split the weights among tensor ranks.
     qk_norm_sizes: tuple[int, int] = field(default=(0, 0))
 

@@ -13,7 +13,7 @@ import kernels
 from gpu_worker.lora.sizes import device_cache_bytes
 from gpu_worker.models.decoder import Decoder, TorchDecoder
 from gpu_worker.models.description import DecoderDescription
-from gpu_worker.models.families import describe, family_of
+from gpu_worker.models.families import FAMILIES, describe, family_of
 from gpu_worker.parallel.pipeline import as_stage
 from gpu_worker.parallel.ranks import ALONE, Ranks
 from gpu_worker.parallel.shard import Shard, shard_of, whole_shard
@@ -105,7 +105,6 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, links: RankLinks | No
     # Imported here because these need the readers of weight files, which a model created elsewhere does not need.
     from gpu_worker.models.native import CpuDecoder
     from gpu_worker.models.weights.decoder_weights import DecoderWeights
-    from gpu_worker.models.weights.quantized import refuse_quantized
     from gpu_worker.parallel.shard_weights import ShardWeights
 
     _refuse_other_heads(folder)
@@ -116,19 +115,17 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, links: RankLinks | No
     if device.type == "cuda":
         kernels.set_float8_inputs(config.activations == "f8")
         kernels.set_batch_invariant(config.batch_invariant, config.max_sequence_length or folder.max_sequence_length)
-    if config.sink_token_length < 0:
-        raise ConfigError(f"is {config.sink_token_length}; must be at least 0", field="sink_token_length")
-    if config.sink_token_length and not config.max_attention_window:
-        raise ConfigError("has no meaning without max_attention_window; leave it out", field="sink_token_length")
+    _check_sinks(config)
     started = time.perf_counter()
-    description = _describe_native(config, folder)
+    try:
+        description = _describe_native(config, folder)
+    except UnsupportedError as error:
+        if config.implementation == "native":
+            raise
+        logger.info("%s uses the transformers implementation with paged attention: %s", folder.name, error)
+        return _load_fallback(config, folder, device, dtype, links, error)
     if description is None:
-        if links is not None:
-            raise UnsupportedError(
-                "a model that uses the transformers implementation cannot be sharded across ranks", field="model"
-            )
-        refuse_quantized(folder)
-        return _load_from_transformers(config, folder, device, dtype)
+        return _load_fallback(config, folder, device, dtype, links)
     weights = DecoderWeights(folder, description, config.weights)
     shard = shard_of(description, ranks)
     library = _cpu_library(config, description, ranks) if device.type == "cpu" else None
@@ -171,6 +168,14 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, links: RankLinks | No
     )
 
 
+def _check_sinks(config: WorkerConfig) -> None:
+    """Raise ConfigError if the number of sink tokens is invalid."""
+    if config.sink_token_length < 0:
+        raise ConfigError(f"is {config.sink_token_length}; must be at least 0", field="sink_token_length")
+    if config.sink_token_length and not config.max_attention_window:
+        raise ConfigError("has no meaning without max_attention_window; leave it out", field="sink_token_length")
+
+
 def _refuse_other_heads(folder: ModelFolder) -> None:
     for name in folder.config.get("architectures") or ():
         if str(name).endswith(_OTHER_HEADS):
@@ -178,24 +183,45 @@ def _refuse_other_heads(folder: ModelFolder) -> None:
 
 
 def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescription | None:
-    """Return the description of a model that runs natively, or None if the model is to use the transformers
+    """Return the description of a model that runs natively; None if the settings request the transformers
     implementation.
+
+    Raises:
+        UnsupportedError: The model cannot run natively.
     """
     if config.implementation == "transformers":
         return None
+    description = describe(folder.config, config.max_attention_window, config.sink_token_length)
+    if folder.weights_format == "gguf" and not family_of(description.architecture).reads_gguf:
+        raise UnsupportedError(f"a GGUF file of {description.architecture!r} is not supported", field="model")
+    if folder.num_labels is not None:
+        # The scores of classes are used as they are, whatever the family does with the logits of tokens.
+        return replace(description, ties_embeddings=False, logits_scale=1.0, logits_softcap=0.0)
+    return description
+
+
+def _load_fallback(
+    config: WorkerConfig,
+    folder: ModelFolder,
+    device: torch.device,
+    dtype: torch.dtype,
+    links: RankLinks | None,
+    reason: UnsupportedError | None = None,
+) -> LoadedModel:
+    """Load a model with the transformers implementation; `reason` is why it does not run natively."""
+    from gpu_worker.models.weights.quantized import refuse_quantized
+
+    if links is not None:
+        raise UnsupportedError(
+            "a model that uses the transformers implementation cannot be sharded across ranks", field="model"
+        )
+    refuse_quantized(folder)
     try:
-        description = describe(folder.config, config.max_attention_window, config.sink_token_length)
-        if folder.weights_format == "gguf" and not family_of(description.architecture).reads_gguf:
-            raise UnsupportedError(f"a GGUF file of {description.architecture!r} is not supported", field="model")
-        if folder.num_labels is not None:
-            # The scores of classes are used as they are, whatever the family does with the logits of tokens.
-            return replace(description, ties_embeddings=False, logits_scale=1.0, logits_softcap=0.0)
-        return description
+        return _load_from_transformers(config, folder, device, dtype)
     except UnsupportedError as error:
-        if config.implementation == "native":
+        if reason is None or all(folder.architecture not in family.types for family in FAMILIES):
             raise
-        logger.info("%s uses the transformers implementation with paged attention: %s", folder.name, error)
-        return None
+        raise UnsupportedError(f"{reason.message}; {error.message}", field="model") from error
 
 
 def _load_from_transformers(

@@ -343,6 +343,8 @@ def what_is_missing(description: DecoderDescription) -> str | None:
         return "its norms have biases"
     if not d.has_gated_ffn:
         return "its feed-forward layers have no gates"
+    if d.has_output_gate:
+        return "its attention has an output gate"
     if d.has_mlp_bias and d.activation == "silu":
         return "its feed-forward layers have biases"
     if len({(rotary.dim, rotary.is_interleaved) for rotary in d.rotary if rotary is not None}) > 1:

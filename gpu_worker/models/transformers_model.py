@@ -357,8 +357,8 @@ def _load(folder: ModelFolder, dtype: torch.dtype) -> Any:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
-        lines = str(error).strip().splitlines() or [""]
+    except Exception as error:
+        lines = f"{type(error).__name__}: {error}".strip().splitlines()
         reason = _own_attention(_config_of(folder)) or f"transformers cannot load {folder.architecture!r}: {lines[0]}"
         raise UnsupportedError(reason, field="model") from error
     for kind in ("missing_keys", "mismatched_keys"):
@@ -372,7 +372,7 @@ def _config_of(folder: ModelFolder) -> Any:
     """Return transformers' configuration object for config.json; None if the architecture is unknown."""
     try:
         return transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, RuntimeError):
+    except Exception:  # noqa: BLE001 (as above)
         return None
 
 

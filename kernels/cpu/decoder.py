@@ -125,6 +125,8 @@ def supports(dims: DecoderDims) -> str | None:
     """Return why the kernels cannot run a decoder with these sizes, or None if they can."""
     if dims.head_dim % 8 or not 0 < dims.head_dim <= MAX_HEAD_DIM:
         return f"head size {dims.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    if dims.activation not in _ACTIVATIONS:
+        return f"the activation is {dims.activation}"
     if dims.num_heads % dims.num_kv_heads:
         return f"{dims.num_heads} heads are not a multiple of {dims.num_kv_heads} key-value heads"
     return None

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpu_worker.models.description import DecoderDescription, narrowed
+from gpu_worker.models.description import DecoderDescription, DeltaNet, Mamba, Mixture, narrowed
 from gpu_worker.models.families.arcee import ARCEE
 from gpu_worker.models.families.cohere2 import COHERE, COHERE2
 from gpu_worker.models.families.deepseek import DEEPSEEK, GLM_LITE
 from gpu_worker.models.families.dots import DOTS1
 from gpu_worker.models.families.ernie import ERNIE4_5, ERNIE4_5_MIXTURE
 from gpu_worker.models.families.exaone import EXAONE4, EXAONE_MIXTURE
-from gpu_worker.models.families.family import Family
+from gpu_worker.models.families.family import Family, Settings
 from gpu_worker.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from gpu_worker.models.families.glm import GLM, GLM4, GLM_MIXTURE, SOLAR_OPEN
 from gpu_worker.models.families.gpt import GPT2, OPT, PHI, STABLELM, STARCODER2
@@ -68,16 +68,60 @@ def describe(
         UnsupportedError: An architecture, activation or rope type has no native support; the message names it.
         ConfigError: A setting is missing or contradicts another.
     """
-    description = family_of(str(config.get("model_type"))).read(config)
-    d = description
-    if d.num_heads % d.num_kv_heads or any(r is not None and r.dim % 2 for r in d.rotary) or d.head_dim < 1:
-        raise ConfigError(
-            f"{d.num_heads} heads, {d.num_kv_heads} KV heads of size {d.head_dim} do not fit together", field="model"
-        )
+    family = family_of(str(config.get("model_type")))
+    Settings(config).refuse(per_layer_config=None)
+    description = family.read(config)
+    _check(description)
     if sink_token_length and any(description.chunks):
         raise ConfigError("cannot be used with layers that attend to chunks; use 0", field="sink_token_length")
-    windows = narrowed(description.windows, max_attention_window)
-    return replace(description, windows=windows, num_sink_tokens=sink_token_length)
+    # With LongRoPE all positions, including those already cached, have other angles beyond this length.
+    lengths = [
+        int(rotary.settings["original_max_position_embeddings"])
+        for rotary in description.rotary
+        if rotary is not None and rotary.settings["rope_type"] == "longrope"
+    ]
+    return replace(
+        description,
+        windows=narrowed(description.windows, max_attention_window),
+        num_sink_tokens=sink_token_length,
+        max_sequence_length=min([description.max_sequence_length, *lengths]),
+    )
+
+
+def _check(d: DecoderDescription) -> None:
+    """Raise ConfigError if sizes do not fit together."""
+    _must_divide("num_attention_heads", d.num_heads, "num_key_value_heads", d.num_kv_heads)
+    for kind in d.recurrent:
+        if kind is not None and kind.kernel < 2:
+            raise ConfigError("config.json: a convolution must cover at least 2 tokens", field="model")
+        if isinstance(kind, DeltaNet):
+            _must_divide("linear_num_value_heads", kind.value_heads, "linear_num_key_heads", kind.key_heads)
+        elif isinstance(kind, Mamba):
+            _must_divide("the number of Mamba heads", kind.num_heads, "the number of groups", kind.num_groups)
+    for mixture in d.mixtures:
+        if mixture is not None:
+            _check_mixture(mixture)
+
+
+def _check_mixture(mixture: Mixture) -> None:
+    """Raise ConfigError if too few experts can be chosen."""
+    _must_divide("the number of experts", mixture.num_experts, "n_group", mixture.num_groups)
+    if mixture.num_active_groups > mixture.num_groups:
+        raise ConfigError(
+            f"config.json: topk_group is {mixture.num_active_groups}; n_group is {mixture.num_groups}", field="model"
+        )
+    num_candidates = mixture.num_experts // mixture.num_groups * mixture.num_active_groups
+    if mixture.num_active > num_candidates:
+        raise ConfigError(
+            f"config.json: each token has {mixture.num_active} experts of at most {num_candidates}", field="model"
+        )
+
+
+def _must_divide(name: str, number: int, divisor_name: str, divisor: int) -> None:
+    if number % divisor:
+        raise ConfigError(
+            f"config.json: {name} ({number}) must be a multiple of {divisor_name} ({divisor})", field="model"
+        )
 
 
 __all__ = ["FAMILIES", "Family", "describe", "family_of"]

@@ -30,7 +30,7 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 def _read_first(config: Mapping[str, Any]) -> DecoderDescription:
-    s = Settings(config, tie_word_embeddings=True)
+    s = Settings(config, tie_word_embeddings=True, rope_theta=500000.0)
     s.refuse(use_qk_norm=False)
     head_dim = s.size("head_dim", default=s.size("hidden_size") // s.size("num_attention_heads"))
     return plain(

@@ -21,7 +21,7 @@ def chosen_in_groups(s: Settings) -> Mixture:
         num_active=s.size("num_experts_per_tok"),
         expert_size=size,
         scoring="sigmoid",
-        is_normalized=bool(s.get("norm_topk_prob", True)),
+        is_normalized=s.flag("norm_topk_prob", True),
         scale=s.number("routed_scaling_factor", 1.0),
         num_groups=s.size("n_group", default=1),
         num_active_groups=s.size("topk_group", default=1),
@@ -35,18 +35,20 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config, **(_GLM_DEFAULTS if is_glm else _DEFAULTS))
     s.refuse(attention_bias=False)
     latent = Latent(
-        q_rank=s.get("q_lora_rank"),
+        q_rank=None if s.get("q_lora_rank") is None else s.size("q_lora_rank"),
         kv_rank=s.size("kv_lora_rank"),
         nope_dim=s.size("qk_nope_head_dim"),
         rope_dim=s.size("qk_rope_head_dim"),
         value_dim=s.size("v_head_dim"),
     )
-    rotary = rotary_of(s, latent.rope_dim, is_interleaved=bool(s.get("rope_interleave", True)))
+    if not is_glm:
+        s.refuse(head_dim=latent.rope_dim)
+    rotary = rotary_of(s, latent.rope_dim, is_interleaved=s.flag("rope_interleave", True))
     scale, rope = (latent.nope_dim + latent.rope_dim) ** -0.5, rotary.settings
     if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
         scale *= yarn_magnitude(float(rope["factor"]), float(rope["mscale_all_dim"])) ** 2
     num_layers, experts = s.size("num_hidden_layers"), chosen_in_groups(s)
-    first = 1 if is_glm else int(s.get("first_k_dense_replace", 3))
+    first = 1 if is_glm else s.count("first_k_dense_replace", 3)
     kinds = (s.layers("mlp_layer_types") if is_glm else None) or [
         "dense" if i < first else "sparse" for i in range(num_layers)
     ]

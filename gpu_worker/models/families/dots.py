@@ -13,10 +13,10 @@ from gpu_worker.models.families.family import Family, Settings, plain, windows_o
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config)
-    num_layers, num_dense = s.size("num_hidden_layers"), int(s.get("first_k_dense_replace", 0))
-    experts = replace(chosen_in_groups(s), is_normalized=bool(s.get("norm_topk_prob", False)))
+    num_layers, num_dense = s.size("num_hidden_layers"), s.count("first_k_dense_replace", 0)
+    experts = replace(chosen_in_groups(s), is_normalized=s.flag("norm_topk_prob", False))
     # If the window is missing it is 4,096 tokens; if it is null, there is none.
-    first, window = int(s.get("max_window_layers", 62)), config.get("sliding_window", 4096)
+    first, window = s.count("max_window_layers", 62), config.get("sliding_window", 4096)
     kinds = s.layers("layer_types") or [
         "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)
     ]

@@ -14,7 +14,7 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     return plain(
         s,
         rotary=(rotary_of(s, s.size("head_dim"), is_interleaved=True),) * s.size("num_hidden_layers"),
-        has_mlp_bias=bool(s.get("use_bias", False)),
+        has_mlp_bias=s.flag("use_bias", False),
     )
 
 

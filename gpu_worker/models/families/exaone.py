@@ -27,7 +27,7 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     rotary = rotary_of(s, s.size("head_dim", default=s.size("hidden_size") // s.size("num_attention_heads")))
     mixtures: tuple[Mixture | None, ...] = ()
     if has_experts:
-        first, experts = int(s.get("first_k_dense_replace", 1)), chosen_in_groups(s)
+        first, experts = s.count("first_k_dense_replace", 1), chosen_in_groups(s)
         places = s.layers("mlp_layer_types") or ["dense" if i < first else "sparse" for i in range(num_layers)]
         mixtures = tuple(experts if place == "sparse" else None for place in places)
     return plain(

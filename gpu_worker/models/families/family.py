@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +21,17 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
+# By supported `rope_type`: the settings that it requires.
+_ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+    "longrope": (),
+}
+_ROPE_TYPES = tuple(_ROPE_NUMBERS)
+_OPTIONAL_ROPE_NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 # By `DeltaNet.is_in_turn`: the matrices of queries, keys, values and gates, and those of corrections and decays.
 DELTA_NET_INPUTS = {
     True: (("in_proj_qkvz",), ("in_proj_ba",)),
@@ -109,6 +121,9 @@ class Settings:
         # Models of text and images nest the settings of the language model.
         text = config.get("text_config")
         self._values = {**defaults, **(text if isinstance(text, Mapping) else config)}
+        # Only the setting at the top level decides whether the head is tied.
+        if config.get("tie_word_embeddings") is not None:
+            self._values["tie_word_embeddings"] = config["tie_word_embeddings"]
         self._values["model_type"] = config.get("model_type")
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -128,16 +143,84 @@ class Settings:
             raise ConfigError(f"config.json: {found} must be a positive integer; got {value!r}", field="model")
         return value
 
-    def number(self, name: str, default: float) -> float:
-        """Return a number.
+    def count(self, name: str, default: int) -> int:
+        """Return an integer that is not negative.
 
         Raises:
-            ConfigError: The setting is not a number.
+            ConfigError: The setting is not such an integer.
         """
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(f"config.json: {name} must be an integer of at least 0; got {value!r}", field="model")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a finite number.
+
+        Raises:
+            ConfigError: The setting is missing and has no default, or it is not a finite number.
+        """
+        value = self.get(name, default)
+        if not _is_number(value):
             raise ConfigError(f"config.json: {name} must be a number; got {value!r}", field="model")
         return float(value)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """Return a positive number.
+
+        Raises:
+            ConfigError: The setting is missing and has no default, or it is not a positive number.
+        """
+        value = self.number(name, default)
+        if value <= 0:
+            raise ConfigError(f"config.json: {name} must be a positive number; got {value!r}", field="model")
+        return value
+
+    def numbers(self, name: str, count: int, default: Sequence[float] | None = None) -> list[float]:
+        """Return a list of numbers.
+
+        Raises:
+            ConfigError: The setting is missing and has no default, or it is not a list of `count` finite numbers.
+        """
+        values = self.get(name, default)
+        if not isinstance(values, list | tuple) or len(values) != count or not all(map(_is_number, values)):
+            raise ConfigError(f"config.json: {name} must be a list of {count} numbers; got {values!r}", field="model")
+        return [float(value) for value in values]
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a boolean.
+
+        Raises:
+            ConfigError: The setting is not a boolean.
+        """
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"config.json: {name} must be true or false; got {value!r}", field="model")
+        return value
+
+    def indices(self, name: str, default: Iterable[int] = ()) -> frozenset[int]:
+        """Return the indices of some of the layers.
+
+        Raises:
+            ConfigError: The setting is not a list of integers.
+        """
+        values = self.get(name)
+        if values is None:
+            return frozenset(default)
+        if not isinstance(values, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in values):
+            raise ConfigError(f"config.json: {name} must be a list of layers; got {values!r}", field="model")
+        return frozenset(values)
+
+    def group(self, name: str) -> Mapping[str, Any]:
+        """Return an object of config.json; an empty one if the setting is missing or null.
+
+        Raises:
+            ConfigError: The setting is not an object.
+        """
+        value = self.get(name, {})
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config.json: {name} must be an object; got {value!r}", field="model")
+        return value
 
     def layers(self, name: str) -> list[Any] | None:
         """Return a list with one entry per layer; None if the setting is missing or empty.
@@ -185,8 +268,9 @@ def plain(s: Settings, **changes: Any) -> DecoderDescription:
         "head_dim": head_dim,
         "norm_eps": s.number("rms_norm_eps", 1e-6),
         "windows": (None,) * num_layers,
-        "ties_embeddings": bool(s.get("tie_word_embeddings", False)),
-        "has_mlp_bias": bool(s.get("mlp_bias", False)),
+        "ties_embeddings": s.flag("tie_word_embeddings", False),
+        "has_mlp_bias": s.flag("mlp_bias", False),
+        "has_attention_bias": None if s.flag("attention_bias", True) else False,
         "max_sequence_length": s.size("max_position_embeddings"),
         "scale": head_dim**-0.5,
         "activation": activation_of(s.get("hidden_act", "silu")),
@@ -202,31 +286,76 @@ def activation_of(name: object) -> Activation:
     Raises:
         UnsupportedError: It is not supported.
     """
-    if name not in _ACTIVATIONS:
-        raise UnsupportedError(f"activation {name!r} is not supported", field="model")
-    return _ACTIVATIONS[str(name)]
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise UnsupportedError(f"activation {name!r} of config.json is not supported", field="model")
+    return _ACTIVATIONS[name]
 
 
-def rotary_of(s: Settings, head_dim: int, *, part: float = 1.0, is_interleaved: bool = False) -> Rotary:
+def rotary_of(s: Settings, head_dim: int, *, part: float | None = None, is_interleaved: bool = False) -> Rotary:
     """Return the rotary embedding defined by `rope_parameters` or, in older files, by `rope_theta` and
     `rope_scaling`.
+
+    Args:
+        s: The settings.
+        head_dim: Size of a head.
+        part: Default of the fraction of a head that is rotated; None if the family rotates whole heads.
+        is_interleaved: See `Rotary`.
+
+    Raises:
+        UnsupportedError: The `rope_type` is not supported, or the family has no partial rotary embedding.
+        ConfigError: A setting is missing or invalid.
     """
-    rope = rope_of(s, s.get("rope_parameters") or s.get("rope_scaling") or {})
-    share = rope.get("partial_rotary_factor") or s.get("partial_rotary_factor", part)
-    return Rotary(rope, int(head_dim * share), is_interleaved)
+    settings = s.group("rope_scaling") or s.group("rope_parameters")
+    rope = rope_of(s, settings)
+    share = Settings(settings).number("partial_rotary_factor", s.number("partial_rotary_factor", part or 1.0))
+    if part is None and share != 1.0:
+        raise UnsupportedError(f"partial_rotary_factor {share} of config.json is not supported", field="model")
+    return checked_rotary(rope, int(head_dim * share), head_dim, is_interleaved=is_interleaved)
+
+
+def checked_rotary(rope: Mapping[str, Any], dim: int, head_dim: int, *, is_interleaved: bool = False) -> Rotary:
+    """Return a rotary embedding of `dim` elements with settings that `rope_of` made.
+
+    Raises:
+        ConfigError: The settings do not fit the size.
+    """
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise ConfigError(
+            f"config.json: the rotary embedding covers {dim} elements of head_dim {head_dim}; must be even",
+            field="model",
+        )
+    if rope["rope_type"] == "longrope":
+        Settings(rope).numbers("short_factor", dim // 2)
+    return Rotary(rope, dim, is_interleaved)
 
 
 def rope_of(s: Settings, settings: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
-    """Return one set of rotary settings, with defaults for missing ones."""
-    rope = dict(settings)
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    if rope.get("rope_theta") is None:
-        rope["rope_theta"] = s.number("rope_theta", theta)
-    if rope["rope_type"] in ("yarn", "longrope") and rope.get("original_max_position_embeddings") is None:
-        original = s.get("original_max_position_embeddings")
-        rope["original_max_position_embeddings"] = original or s.size("max_position_embeddings")
-    if rope["rope_type"] == "longrope" and rope.get("factor") is None:
-        rope["factor"] = s.size("max_position_embeddings") / rope["original_max_position_embeddings"]
+    """Return one set of rotary settings, with defaults for missing ones.
+
+    Raises:
+        UnsupportedError: The `rope_type` is not supported.
+        ConfigError: A setting is missing or invalid.
+    """
+    given = Settings(settings)
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in _ROPE_TYPES:
+        known = ", ".join(_ROPE_TYPES)
+        raise UnsupportedError(f"rope_type {kind!r} of config.json is not one of {known}", field="model")
+    rope = {**settings, "rope_type": kind, "rope_theta": given.positive("rope_theta", s.positive("rope_theta", theta))}
+    for name in _ROPE_NUMBERS[kind]:
+        rope[name] = given.positive(name)
+    for name in _OPTIONAL_ROPE_NUMBERS:
+        if given.get(name) is not None:
+            rope[name] = given.number(name) if name.startswith("mscale") else given.positive(name)
+    if kind in ("llama3", "yarn", "longrope"):
+        longest = s.size("max_position_embeddings")
+        original = given.size("original_max_position_embeddings", default=longest)
+        rope["original_max_position_embeddings"] = s.size("original_max_position_embeddings", default=original)
+        if rope.get("factor") is None:
+            rope["factor"] = longest / rope["original_max_position_embeddings"]
+    if kind == "dynamic":
+        # The frequencies change only in sequences that are longer than max_position_embeddings.
+        rope["rope_type"] = "default"
     return rope
 
 
@@ -243,6 +372,10 @@ def windows_of(s: Settings, window: object, kinds: list[Any] | None) -> tuple[in
     unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
     if unknown:
         raise UnsupportedError(f"layers of type {', '.join(unknown)} are not supported", field="model")
-    if window is not None and (not isinstance(window, int) or window <= 0):
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window <= 0):
         raise ConfigError(f"config.json: sliding_window must be a positive number; got {window!r}", field="model")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

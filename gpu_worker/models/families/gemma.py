@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpu_worker.models.description import DecoderDescription, Rotary
+from gpu_worker.models.description import DecoderDescription
 from gpu_worker.models.families.family import (
     Family,
     Names,
     Settings,
     activation_of,
+    checked_rotary,
     plain,
     rope_of,
     windows_of,
@@ -30,7 +31,9 @@ def _common(s: Settings) -> dict[str, Any]:
 def _read_gemma(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config, head_dim=256, tie_word_embeddings=True)
     # Early files specify gelu but mean its tanh approximation.
-    return plain(s, **{**_common(s), "activation": "gelu_tanh"})
+    name = s.get("hidden_act", "gelu")
+    activation = "gelu_tanh" if name == "gelu" else activation_of(name)
+    return plain(s, **{**_common(s), "activation": activation})
 
 
 def _read_gemma2(config: Mapping[str, Any]) -> DecoderDescription:
@@ -43,9 +46,9 @@ def _read_gemma2(config: Mapping[str, Any]) -> DecoderDescription:
         **_common(s),
         norm_place="around",
         windows=windows_of(s, s.get("sliding_window"), kinds),
-        scale=s.number("query_pre_attn_scalar", 256) ** -0.5,
-        softcap=float(s.get("attn_logit_softcapping", 0.0)),
-        logits_softcap=float(s.get("final_logit_softcapping", 0.0)),
+        scale=s.positive("query_pre_attn_scalar", 256) ** -0.5,
+        softcap=_cap(s, "attn_logit_softcapping"),
+        logits_softcap=_cap(s, "final_logit_softcapping"),
     )
 
 
@@ -66,21 +69,31 @@ def _read_gemma3(config: Mapping[str, Any]) -> DecoderDescription:
     )
     s.refuse(use_bidirectional_attention=False)
     kinds = s.layers("layer_types") or _every(s, s.size("sliding_window_pattern", default=6))
-    ropes, head_dim = s.get("rope_parameters", {}), s.size("head_dim")
-    local = {"rope_theta": s.number("rope_local_base_freq", 10000.0)}
-    far = rope_of(s, ropes.get("full_attention") or s.get("rope_scaling") or {}, theta=1e6)
-    near = rope_of(s, ropes.get("sliding_attention") or local)
-    rotary = {"full_attention": Rotary(far, head_dim), "sliding_attention": Rotary(near, head_dim)}
+    ropes, head_dim = Settings(s.group("rope_parameters")), s.size("head_dim")
+    local = {"rope_theta": s.positive("rope_local_base_freq", 10000.0)}
+    # In older files, `rope_scaling` applies to the layers without a window.
+    far = rope_of(s, {**ropes.group("full_attention"), **s.group("rope_scaling")}, theta=1e6)
+    near = rope_of(s, {**local, **ropes.group("sliding_attention")})
+    rotary = {
+        "full_attention": checked_rotary(far, head_dim, head_dim),
+        "sliding_attention": checked_rotary(near, head_dim, head_dim),
+    }
     return plain(
         s,
         **_common(s),
         norm_place="around",
         qk_norm="head",
-        rotary=tuple(rotary.get(kind) for kind in kinds),
+        rotary=tuple(rotary.get(str(kind)) for kind in kinds),
         windows=windows_of(s, s.get("sliding_window"), kinds),
-        scale=s.number("query_pre_attn_scalar", 256) ** -0.5,
-        logits_softcap=float(s.get("final_logit_softcapping", 0.0)),
+        scale=s.positive("query_pre_attn_scalar", 256) ** -0.5,
+        # The class in transformers for models with images has no soft cap.
+        logits_softcap=_cap(s, "final_logit_softcapping") if config.get("model_type") == "gemma3_text" else 0.0,
     )
+
+
+def _cap(s: Settings, name: str) -> float:
+    """Return a soft cap; 0 if the setting is missing or null."""
+    return 0.0 if s.get(name) is None else s.positive(name)
 
 
 def _every(s: Settings, pattern: int) -> list[str]:

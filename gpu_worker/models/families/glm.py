@@ -28,12 +28,12 @@ def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config, rms_norm_eps=1e-5, **({"head_dim": 128, "rope_theta": 1e6} if is_solar else {}))
     head_dim = s.size("head_dim", default=s.size("hidden_size") // s.size("num_attention_heads"))
     num_layers, experts = s.size("num_hidden_layers"), chosen_in_groups(s)
-    num_dense = 0 if is_solar else int(s.get("first_k_dense_replace", 1))
+    num_dense = 0 if is_solar else s.count("first_k_dense_replace", 1)
     mixtures: tuple[Mixture | None, ...] = tuple(None if i < num_dense else experts for i in range(num_layers))
     return plain(
         s,
-        rotary=(rotary_of(s, head_dim, part=1.0 if is_solar else _ROTATED_PART),) * num_layers,
-        qk_norm="head" if s.get("use_qk_norm", False) and not is_solar else None,
+        rotary=(rotary_of(s, head_dim, part=None if is_solar else _ROTATED_PART),) * num_layers,
+        qk_norm="head" if s.flag("use_qk_norm", False) and not is_solar else None,
         # Solar Open has no other feed-forward layers.
         intermediate_size=s.size("moe_intermediate_size" if is_solar else "intermediate_size"),
         mixtures=mixtures,

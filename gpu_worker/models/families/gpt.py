@@ -16,16 +16,16 @@ from gpu_worker.models.families.family import (
     windows_of,
 )
 
-_LAYER_NORM: dict[str, Any] = {"norm": "layer", "has_norm_bias": True}
+_LAYER_NORM: dict[str, Any] = {"norm": "layer", "has_norm_bias": True, "has_attention_bias": None}
 
 
 def _without_rotary(s: Settings, **changes: Any) -> DecoderDescription:
     """Return a decoder that adds position embeddings to its input instead of rotating queries and keys."""
     num_heads = s.size("num_attention_heads")
-    head_dim = s.size("hidden_size") // num_heads
+    head_dim = s.size("head_dim", default=s.size("hidden_size") // num_heads)
     fields = {"num_kv_heads": num_heads, "head_dim": head_dim, "scale": head_dim**-0.5, **changes}
     rotary = (None,) * s.size("num_hidden_layers")
-    ties_embeddings = bool(s.get("tie_word_embeddings", True))
+    ties_embeddings = s.flag("tie_word_embeddings", True)
     return plain(s, **_LAYER_NORM, has_gated_ffn=False, rotary=rotary, ties_embeddings=ties_embeddings, **fields)
 
 
@@ -36,7 +36,7 @@ def _read_gpt2(config: Mapping[str, Any]) -> DecoderDescription:
         "num_attention_heads": "n_head",
         "max_position_embeddings": "n_positions",
     }
-    s = Settings({**config, **{name: config.get(old) for name, old in names.items()}})
+    s = Settings({**config, **{name: config.get(old, config.get(name)) for name, old in names.items()}})
     s.refuse(scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return _without_rotary(
         s,
@@ -44,7 +44,7 @@ def _read_gpt2(config: Mapping[str, Any]) -> DecoderDescription:
         intermediate_size=s.size("n_inner", default=4 * s.size("hidden_size")),
         activation=activation_of(s.get("activation_function", "gelu_new")),
         position_offset=0,
-        **({} if s.get("scale_attn_weights", True) else {"scale": 1.0}),
+        **({} if s.flag("scale_attn_weights", True) else {"scale": 1.0}),
     )
 
 
@@ -69,7 +69,7 @@ def _read_opt(config: Mapping[str, Any]) -> DecoderDescription:
 def _read_phi(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config)
     s.refuse(qk_layernorm=False)
-    head_dim = s.size("hidden_size") // s.size("num_attention_heads")
+    head_dim = s.size("head_dim", default=s.size("hidden_size") // s.size("num_attention_heads"))
     return plain(
         s,
         **_LAYER_NORM,
@@ -101,7 +101,7 @@ def _read_stablelm(config: Mapping[str, Any]) -> DecoderDescription:
         s,
         **_LAYER_NORM,
         norm_eps=s.number("layer_norm_eps", 1e-5),
-        is_parallel=bool(s.get("use_parallel_residual", False)),
+        is_parallel=s.flag("use_parallel_residual", False),
         rotary=(rotary_of(s, head_dim, part=0.25),) * s.size("num_hidden_layers"),
     )
 

@@ -17,15 +17,14 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
         "truncate": False,
         "original_max_position_embeddings": 4096,
     }
-    rope = {} if config.get("rope_scaling") else {"rope_parameters": yarn}
+    rope = yarn if config.get("rope_parameters") is None else config["rope_parameters"]
     s = Settings(
-        config,
+        {**config, "rope_parameters": rope},
         head_dim=64,
         rms_norm_eps=1e-5,
         sliding_window=128,
         num_local_experts=128,
         rope_theta=150000.0,
-        **rope,
     )
     s.refuse(swiglu_alpha=1.702, swiglu_limit=7.0)
     num_layers = s.size("num_hidden_layers")

@@ -22,7 +22,7 @@ def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
         expert_size=s.size("intermediate_size"),
         scoring="softmax_of_chosen",
         is_normalized=False,
-        shared_size=int(s.get("shared_intermediate_size", 0)),
+        shared_size=s.count("shared_intermediate_size", 0),
     )
     return _scaled(s, mixtures=(experts,) * s.size("num_hidden_layers"))
 
@@ -34,7 +34,7 @@ def _scaled(s: Settings, **changes: Any) -> DecoderDescription:
         embedding_scale=s.number("embedding_multiplier", 1.0),
         scale=s.number("attention_multiplier", 1.0),
         residual_scale=s.number("residual_multiplier", 1.0),
-        logits_scale=1.0 / s.number("logits_scaling", 1.0),
+        logits_scale=1.0 / s.positive("logits_scaling", 1.0),
     )
 
 

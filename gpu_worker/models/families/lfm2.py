@@ -13,7 +13,7 @@ from midstream.errors import UnsupportedError
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config, rope_theta=1e6)
     num_layers = s.size("num_hidden_layers")
-    with_attention = s.get("full_attn_idxs", range(num_layers))
+    with_attention = s.indices("full_attn_idxs", range(num_layers))
     kinds = s.layers("layer_types") or ["full_attention" if i in with_attention else "conv" for i in range(num_layers)]
     unknown = sorted({str(kind) for kind in kinds} - {"conv", "full_attention"})
     if unknown:
@@ -21,23 +21,23 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     conv = ShortConv(size=s.size("hidden_size"), kernel=s.size("conv_L_cache", default=3))
     experts, num_dense = None, num_layers
     if s.get("model_type") == "lfm2_moe":
-        num_dense = int(s.get("num_dense_layers", 2))
+        num_dense = s.count("num_dense_layers", 2)
         experts = Mixture(
             num_experts=s.size("num_experts"),
             num_active=s.size("num_experts_per_tok"),
             expert_size=s.size("moe_intermediate_size"),
             scoring="sigmoid",
-            is_normalized=bool(s.get("norm_topk_prob", True)),
+            is_normalized=s.flag("norm_topk_prob", True),
             sum_offset=1e-6,
             scale=s.number("routed_scaling_factor", 1.0),
-            has_correction=bool(s.get("use_expert_bias", True)),
+            has_correction=s.flag("use_expert_bias", True),
         )
     return plain(
         s,
         intermediate_size=s.size("intermediate_size") if experts else _adjusted_size(s, config),
         norm_eps=s.number("norm_eps", 1e-5),
         qk_norm="head",
-        ties_embeddings=bool(s.get("tie_embedding", s.get("tie_word_embeddings", True))),
+        ties_embeddings=s.flag("tie_embedding", s.flag("tie_word_embeddings", True)),
         recurrent=tuple(conv if kind == "conv" else None for kind in kinds),
         mixtures=tuple(None if i < num_dense else experts for i in range(num_layers)),
     )
@@ -48,7 +48,7 @@ def _adjusted_size(s: Settings, config: Mapping[str, Any]) -> int:
     up.
     """
     size = s.size("block_ff_dim", "intermediate_size")
-    if not s.get("block_auto_adjust_ff_dim", True):
+    if not s.flag("block_auto_adjust_ff_dim", True):
         return size
     size = 2 * size // 3
     # If the factor is missing it is 1; if it is null the size is not rounded.

@@ -34,7 +34,7 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     kinds = s.layers("layer_types") or ["chunked_attention" if turns else "full_attention" for turns in rotates]
     chunk = s.size("attention_chunk_size", default=8192)
     step = s.size("interleave_moe_layer_step", default=1)
-    mixed = s.get("moe_layers", list(range(step - 1, num_layers, step)))
+    mixed = s.indices("moe_layers", range(step - 1, num_layers, step))
     experts = Mixture(
         num_experts=s.size("num_local_experts"),
         num_active=s.size("num_experts_per_tok"),
@@ -45,13 +45,13 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
         shared_size=size,
     )
     rotary = rotary_of(s, s.size("head_dim"), is_interleaved=True)
-    tunes = s.get("attn_temperature_tuning", True)
+    tunes = s.flag("attn_temperature_tuning", True)
     return plain(
         s,
         intermediate_size=s.size("intermediate_size_mlp"),
         rotary=tuple(rotary if turns else None for turns in rotates),
         chunks=tuple(chunk if kind == "chunked_attention" else None for kind in kinds),
-        has_unit_qk_norm=bool(s.get("use_qk_norm", True)),
+        has_unit_qk_norm=s.flag("use_qk_norm", True),
         position_scale=PositionScale(s.number("floor_scale", 8192), s.number("attn_scale", 0.1)) if tunes else None,
         mixtures=tuple(experts if i in mixed else None for i in range(num_layers)),
     )

@@ -38,13 +38,12 @@ _OTHER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 
 def _limits(s: Settings) -> tuple[float, float]:
     """Return the limits of the time step; JSON has no infinity, so files represent it in various ways."""
-    low, high = s.get("time_step_limit", (0.0, math.inf))
+    limits = s.get("time_step_limit", (0.0, math.inf))
     try:
+        low, high = limits
         return float(low), float(high["__float__"] if isinstance(high, Mapping) else high)
     except (KeyError, TypeError, ValueError):
-        raise ConfigError(
-            f"config.json: time_step_limit must be two numbers; got {[low, high]!r}", field="model"
-        ) from None
+        raise ConfigError(f"config.json: time_step_limit must be two numbers; got {limits!r}", field="model") from None
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
@@ -72,7 +71,7 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
         norm_eps=s.number("layer_norm_epsilon", 1e-5),
         rotary=(None,) * num_layers,
         windows=(None,) * num_layers,
-        ties_embeddings=bool(s.get("tie_word_embeddings", False)),
+        ties_embeddings=s.flag("tie_word_embeddings", False),
         max_sequence_length=s.size("max_position_embeddings", default=UNLIMITED_LENGTH),
         scale=1.0,
         recurrent=(mamba,) * num_layers,
@@ -91,7 +90,8 @@ def _read_nemotron(config: Mapping[str, Any]) -> DecoderDescription:
     if unknown:
         raise UnsupportedError(f"layers of type {', '.join(unknown)} are not supported", field="model")
     s = Settings({**config, "num_hidden_layers": len(kinds)}, num_experts_per_tok=2, norm_topk_prob=True)
-    s.refuse(mamba_hidden_act="silu", moe_latent_size=None)
+    # transformers ignores a window.
+    s.refuse(mamba_hidden_act="silu", moe_latent_size=None, sliding_window=None)
     mamba = Mamba(
         num_heads=s.size("mamba_num_heads", default=128),
         head_dim=s.size("mamba_head_dim", default=64),
@@ -108,14 +108,13 @@ def _read_nemotron(config: Mapping[str, Any]) -> DecoderDescription:
             num_active=s.size("num_experts_per_tok"),
             expert_size=s.size("moe_intermediate_size"),
             scoring="sigmoid",
-            is_normalized=bool(s.get("norm_topk_prob")),
+            is_normalized=s.flag("norm_topk_prob", True),
             scale=s.number("routed_scaling_factor", 1.0),
             num_groups=s.size("n_group", default=1),
             num_active_groups=s.size("topk_group", default=1),
             has_correction=True,
             shared_size=s.size("moe_shared_expert_intermediate_size"),
         )
-    window = s.get("sliding_window")
     parts: list[LayerParts] = ["mixer" if kind in ("mamba", "attention") else "feed_forward" for kind in kinds]
     return plain(
         s,
@@ -123,7 +122,6 @@ def _read_nemotron(config: Mapping[str, Any]) -> DecoderDescription:
         activation=activation_of(s.get("mlp_hidden_act", "relu2")),
         has_gated_ffn=False,
         rotary=(None,) * len(kinds),
-        windows=(window,) * len(kinds),
         recurrent=tuple(mamba if kind == "mamba" else None for kind in kinds),
         parts=tuple(parts),
         mixtures=tuple(experts if kind == "moe" else None for kind in kinds),
@@ -160,6 +158,7 @@ def _mixers(s: Settings, kinds: Sequence[object]) -> tuple[Mamba | None, ...]:
 
 def _read_granite(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config, num_local_experts=8, num_experts_per_tok=2)
+    s.refuse(hidden_act="silu")
     num_layers = s.size("num_hidden_layers")
     shared_size = s.size("shared_intermediate_size", default=1024)
     experts = None
@@ -172,7 +171,7 @@ def _read_granite(config: Mapping[str, Any]) -> DecoderDescription:
             is_normalized=False,
             shared_size=shared_size,
         )
-    rotary = rotary_of(s, s.size("hidden_size") // s.size("num_attention_heads"))
+    rotary = rotary_of(s, s.size("head_dim", default=s.size("hidden_size") // s.size("num_attention_heads")))
     return plain(
         s,
         intermediate_size=shared_size,
@@ -182,15 +181,17 @@ def _read_granite(config: Mapping[str, Any]) -> DecoderDescription:
         embedding_scale=s.number("embedding_multiplier", 1.0),
         scale=s.number("attention_multiplier", 1.0),
         residual_scale=s.number("residual_multiplier", 1.0),
-        logits_scale=1.0 / s.number("logits_scaling", 1.0),
+        logits_scale=1.0 / s.positive("logits_scaling", 1.0),
     )
 
 
 def _read_bamba(config: Mapping[str, Any]) -> DecoderDescription:
-    s = Settings(config, rms_norm_eps=1e-5)
-    num_layers, with_attention = s.size("num_hidden_layers"), s.get("attn_layer_indices", [])
+    # transformers ignores the setting at the top level.
+    s = Settings({**config, "partial_rotary_factor": 0.5}, rms_norm_eps=1e-5)
+    s.refuse(hidden_act="silu")
+    num_layers, with_attention = s.size("num_hidden_layers"), s.indices("attn_layer_indices")
     kinds = ["attention" if i in with_attention else "mamba" for i in range(num_layers)]
-    head_dim = s.size("hidden_size") // s.size("num_attention_heads")
+    head_dim = s.size("head_dim", default=s.size("hidden_size") // s.size("num_attention_heads"))
     return plain(
         s,
         rotary=(rotary_of(s, head_dim, part=0.5),) * num_layers,
@@ -201,14 +202,16 @@ def _read_bamba(config: Mapping[str, Any]) -> DecoderDescription:
 def _read_falcon(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config, mamba_n_heads=128, num_key_value_heads=8, rms_norm_eps=1e-5)
     s.refuse(hidden_act="silu")
-    has_norm = bool(s.get("mamba_rms_norm", False))
+    has_norm = s.flag("mamba_rms_norm", False)
     if has_norm:
         s.refuse(mamba_norm_before_gate=False)
         if config.get("mamba_norm_before_gate") is None:
             raise UnsupportedError("mamba_norm_before_gate True of config.json is not supported", field="model")
     num_layers, num_heads = s.size("num_hidden_layers"), s.size("mamba_n_heads")
     into = s.number("ssm_in_multiplier", 1.0)
-    gates, values, stored, read, steps = (into * float(scale) for scale in s.get("ssm_multipliers", [1.0] * 5))
+    if into != 1.0:
+        s.refuse(mamba_proj_bias=False)  # the factor does not apply to the bias
+    gates, values, stored, read, steps = (into * scale for scale in s.numbers("ssm_multipliers", 5, [1.0] * 5))
     size = s.size("mamba_d_ssm", default=1024)
     if "mamba_d_ssm" in config and config["mamba_d_ssm"] is None:
         size = s.size("mamba_expand", default=2) * s.size("hidden_size")
@@ -228,7 +231,7 @@ def _read_falcon(config: Mapping[str, Any]) -> DecoderDescription:
     factor = s.number("attention_in_multiplier", 1.0)
     if factor != 1.0:
         s.refuse(attention_bias=False)
-    gate_scale, output_scale = (float(scale) for scale in s.get("mlp_multipliers", [1.0, 1.0]))
+    gate_scale, output_scale = s.numbers("mlp_multipliers", 2, [1.0, 1.0])
     return plain(
         s,
         recurrent=(mamba,) * num_layers,

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpu_worker.models.description import DecoderDescription, Mixture, Rotary
-from gpu_worker.models.families.family import Family, Names, Settings, plain, rope_of, windows_of
+from gpu_worker.models.description import DecoderDescription, Mixture
+from gpu_worker.models.families.family import Family, Names, Settings, checked_rotary, plain, rope_of, windows_of
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
@@ -21,19 +21,20 @@ def _read_3(config: Mapping[str, Any]) -> DecoderDescription:
     if kinds is None:
         count = range(s.size("num_hidden_layers"))
         kinds = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in count]
-    head_dim = s.size("hidden_size") // s.size("num_attention_heads")
-    ropes = s.get("rope_parameters", {})
+    head_dim = s.size("head_dim", default=s.size("hidden_size") // s.size("num_attention_heads"))
+    ropes = Settings(s.group("rope_parameters"))
     # In older files, `rope_scaling` applies to the layers without a window.
-    far = ropes.get("full_attention") or s.get("rope_scaling", {})
+    far = rope_of(s, {**ropes.group("full_attention"), **s.group("rope_scaling")})
+    near = rope_of(s, ropes.group("sliding_attention"))
     rotary = {
-        "full_attention": Rotary(rope_of(s, far), head_dim),
-        "sliding_attention": Rotary(rope_of(s, ropes.get("sliding_attention", {})), head_dim),
+        "full_attention": checked_rotary(far, head_dim, head_dim),
+        "sliding_attention": checked_rotary(near, head_dim, head_dim),
     }
     return plain(
         s,
         norm_place="after",
         qk_norm="row",
-        rotary=tuple(rotary.get(kind) for kind in kinds),
+        rotary=tuple(rotary.get(str(kind)) for kind in kinds),
         windows=windows_of(s, s.get("sliding_window", 4096), kinds),
     )
 
@@ -46,7 +47,7 @@ def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
         num_experts=s.size("num_experts", "num_local_experts"),
         num_active=s.size("num_experts_per_tok"),
         expert_size=s.size("intermediate_size"),
-        is_normalized=bool(s.get("norm_topk_prob", False)),
+        is_normalized=s.flag("norm_topk_prob", False),
     )
     return plain(s, qk_norm="row", mixtures=(experts,) * s.size("num_hidden_layers"))
 

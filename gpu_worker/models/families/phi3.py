@@ -10,19 +10,22 @@ from gpu_worker.models.families.family import Family, Names, Settings, plain, ro
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
-    s = Settings(config, rms_norm_eps=1e-5)
+    s = Settings(_with_current_names(config), rms_norm_eps=1e-5, original_max_position_embeddings=4096)
     head_dim = s.size("head_dim", default=s.size("hidden_size") // s.size("num_attention_heads"))
-    rotary = rotary_of(s, head_dim)
-    longest = s.size("max_position_embeddings")
-    if rotary.settings["rope_type"] == "longrope":
-        # Beyond this length all positions use other angles, including those already cached.
-        longest = min(longest, int(rotary.settings["original_max_position_embeddings"]))
     return plain(
         s,
-        rotary=(rotary,) * s.size("num_hidden_layers"),
+        rotary=(rotary_of(s, head_dim, part=1.0),) * s.size("num_hidden_layers"),
         windows=windows_of(s, s.get("sliding_window"), None),
-        max_sequence_length=longest,
     )
+
+
+def _with_current_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings with the current name of LongRoPE, which early files call su or yarn."""
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key)
+        if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+            config = {**config, key: {**rope, "rope_type": "longrope"}}
+    return config
 
 
 PHI3 = Family(

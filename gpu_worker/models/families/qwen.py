@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gpu_worker.models.description import DecoderDescription, DeltaNet, Mixture
@@ -11,11 +12,11 @@ from gpu_worker.models.families.family import Family, Names, Settings, plain, ro
 
 def _windows(s: Settings, config: Mapping[str, Any]) -> tuple[int | None, ...]:
     num_layers = s.size("num_hidden_layers")
-    if not s.get("use_sliding_window", False):
+    if not s.flag("use_sliding_window", False):
         return (None,) * num_layers
     kinds = s.layers("layer_types")
     if kinds is None:
-        first = int(s.get("max_window_layers", 28))
+        first = s.count("max_window_layers", 28)
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     return windows_of(s, config.get("sliding_window", 4096), kinds)
 
@@ -23,11 +24,11 @@ def _windows(s: Settings, config: Mapping[str, Any]) -> tuple[int | None, ...]:
 def _mixture_windows(s: Settings, config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return the windows of models with mixtures: in Qwen 2 MoE of every second layer, in Qwen 3 MoE of all layers."""
     num_layers = s.size("num_hidden_layers")
-    if not s.get("use_sliding_window", False):
+    if not s.flag("use_sliding_window", False):
         return (None,) * num_layers
     kinds = None
     if s.get("model_type") == "qwen2_moe":
-        end = int(s.get("max_window_layers", 28))
+        end = s.count("max_window_layers", 28)
         kinds = s.layers("layer_types") or [
             "full_attention" if i % 2 or i >= end else "sliding_attention" for i in range(num_layers)
         ]
@@ -37,7 +38,9 @@ def _mixture_windows(s: Settings, config: Mapping[str, Any]) -> tuple[int | None
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
     is_3 = config.get("model_type") == "qwen3"
     s = Settings(config, **({"head_dim": 128} if is_3 else {}))
-    return plain(s, windows=_windows(s, config), qk_norm="head" if is_3 else None)
+    d = plain(s, windows=_windows(s, config), qk_norm="head" if is_3 else None)
+    # Qwen 2 has no setting of this name.
+    return d if is_3 else replace(d, has_attention_bias=None)
 
 
 def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
@@ -47,21 +50,23 @@ def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
         num_experts=s.size("num_experts", "num_local_experts"),
         num_active=s.size("num_experts_per_tok"),
         expert_size=s.size("moe_intermediate_size"),
-        is_normalized=bool(s.get("norm_topk_prob", False)),
+        is_normalized=s.flag("norm_topk_prob", False),
         shared_size=s.size("shared_expert_intermediate_size") if is_qwen2 else 0,
         has_shared_gate=is_qwen2,
     )
-    return plain(
+    d = plain(
         s,
         windows=_mixture_windows(s, config),
         qk_norm=None if is_qwen2 else "head",
         mixtures=_sparse(s, experts),
     )
+    return replace(d, has_attention_bias=None) if is_qwen2 else d
 
 
 def _read_next(config: Mapping[str, Any]) -> DecoderDescription:
     is_next = config.get("model_type") == "qwen3_next"
     s = Settings(config, num_experts_per_tok=10 if is_next else 8, norm_topk_prob=True, head_dim=256)
+    s.refuse(hidden_act="silu")  # in transformers, the delta nets also have this activation
     num_layers = s.size("num_hidden_layers")
     every = s.size("full_attention_interval", default=4)
     kinds = s.layers("layer_types") or [
@@ -81,14 +86,14 @@ def _read_next(config: Mapping[str, Any]) -> DecoderDescription:
             num_experts=s.size("num_experts"),
             num_active=s.size("num_experts_per_tok"),
             expert_size=s.size("moe_intermediate_size"),
-            is_normalized=bool(s.get("norm_topk_prob")) if is_next else True,
+            is_normalized=s.flag("norm_topk_prob", True) if is_next else True,
             shared_size=s.size("shared_expert_intermediate_size"),
             has_shared_gate=True,
         )
     return plain(
         s,
         # Qwen 3.5 models with mixtures of experts have no other feed-forward layers.
-        intermediate_size=s.get("intermediate_size") or s.size("moe_intermediate_size"),
+        intermediate_size=s.size("intermediate_size", "moe_intermediate_size"),
         qk_norm="head",
         norm_offset=1.0,
         has_output_gate=True,
@@ -100,7 +105,7 @@ def _read_next(config: Mapping[str, Any]) -> DecoderDescription:
 
 def _sparse(s: Settings, experts: Mixture) -> tuple[Mixture | None, ...]:
     """Return the mixture of experts for each layer that has one, and None for the others."""
-    dense, step = s.get("mlp_only_layers", []), s.size("decoder_sparse_step", default=1)
+    dense, step = s.indices("mlp_only_layers"), s.size("decoder_sparse_step", default=1)
     return tuple(
         experts if i not in dense and (i + 1) % step == 0 else None for i in range(s.size("num_hidden_layers"))
     )

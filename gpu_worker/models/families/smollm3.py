@@ -15,7 +15,7 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     # The setting is 1 for layers that have a rotary embedding.
     rotates = s.layers("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
     windows: tuple[int | None, ...] = (None,) * num_layers
-    if s.get("use_sliding_window", False):
+    if s.flag("use_sliding_window", False):
         # By default, the layers without rotary embedding have the window.
         kinds = s.layers("layer_types") or ["full_attention" if turns else "sliding_attention" for turns in rotates]
         windows = windows_of(s, s.get("sliding_window"), kinds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -24,6 +25,8 @@ from gpu_worker.models.weights.quantized import read_scheme
 from gpu_worker.models.weights.weight import Weight, WeightFormat, stack
 from midstream.errors import ConfigError
 from midstream.model.folder import ModelFolder
+
+logger = logging.getLogger(__name__)
 
 
 class DecoderWeights:
@@ -71,7 +74,22 @@ class DecoderWeights:
             head = rows.new_zeros(d.vocab_size, d.hidden_size)
             head[: self._num_labels] = rows
             return self._float_weight(head)
-        return None if d.ties_embeddings else self._matrix(self._names.head, d.vocab_size, d.hidden_size)
+        if d.ties_embeddings and not self._has_own_head():
+            return None
+        return self._matrix(self._names.head, d.vocab_size, d.hidden_size)
+
+    def _has_own_head(self) -> bool:
+        """Return whether the file has a head that differs from the embedding; then, as in transformers, they are not
+        tied, whatever config.json says.
+        """
+        head, embedding = (self._in_file(name + ".weight") for name in (self._names.head, self._names.embedding))
+        if not self._file.has(head):
+            return False
+        one, other = self._file.matrix(head), self._file.matrix(embedding)
+        if one.format == other.format and torch.equal(one.source, other.source):
+            return False
+        logger.warning("config.json ties the head to the embedding, but %s differs from it, so they are not tied", head)
+        return True
 
     def head_bias(self) -> Tensor | None:
         """The biases of the head, [vocab_size]; None if there are none."""
@@ -116,6 +134,8 @@ class DecoderWeights:
             for name, size in zip((names.q_norm, names.k_norm), norm_sizes, strict=True)
         ]
         output = None
+        if has_attention and d.has_attention_bias is False:
+            self._refuse_biases(prefix, names.qkv, "attention")
         if has_attention:
             attended = d.num_heads * d.value_dim
             output = self._linear(prefix, [names.attention_output], [d.hidden_size], attended)
@@ -177,11 +197,24 @@ class DecoderWeights:
         )
 
     def _feed_forward(self, prefix: str, gate_up: Sequence[str], down: str, size: int) -> FeedForwardWeights:
-        hidden_size = self._description.hidden_size
+        d = self._description
+        if d.has_gated_ffn and not d.has_mlp_bias:
+            self._refuse_biases(prefix, (*gate_up, down), "a feed-forward layer")
         return FeedForwardWeights(
-            self._linear(prefix, gate_up, [size] * (2 if self._description.has_gated_ffn else 1), hidden_size),
-            self._linear(prefix, [down], [hidden_size], size),
+            self._linear(prefix, gate_up, [size] * (2 if d.has_gated_ffn else 1), d.hidden_size),
+            self._linear(prefix, [down], [d.hidden_size], size),
         )
+
+    def _refuse_biases(self, prefix: str, names: Sequence[str], layers: str) -> None:
+        """Raise ConfigError if the file has biases of layers that have none according to config.json. GPTQ files may
+        have biases of zeros.
+        """
+        for name in names:
+            bias = f"{prefix}{name}.bias"
+            if self._has(bias) and self._file.vector(self._in_file(bias)).any():
+                raise ConfigError(
+                    f"the weights have {bias}, but according to config.json {layers} has none", field="model"
+                )
 
     def _mixture(self, prefix: str, mixture: Mixture) -> MixtureWeights:
         d, names = self._description, self._names
