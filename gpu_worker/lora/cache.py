@@ -16,7 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gpu_worker.batch.step import AdapterRef
@@ -25,6 +25,7 @@ from gpu_worker.lora.arena import MAX_SLOTS
 from gpu_worker.lora.peft_folder import read_adapter
 from gpu_worker.lora.sizes import host_cache_bytes
 from gpu_worker.models.decoder import TorchDecoder
+from gpu_worker.parallel.shard_adapters import adapter_part
 from midstream.config import WorkerConfig
 from midstream.errors import InvalidArgumentError, NotFoundError, OverloadedError
 
@@ -211,11 +212,12 @@ def adapter_cache(config: WorkerConfig, model: LoadedModel, place: Callable[[Ada
             max_bytes=host_bytes,
             root=config.adapter_root,
             takes_lora=model.takes_lora,
-            takes_expert_lora=isinstance(model.decoder, TorchDecoder),
+            takes_expert_lora=isinstance(model.decoder, TorchDecoder) and model.divided is None,
         )
         # Packing is done by the reader thread, so that the compute loop only starts a copy.
         if adapter.layers and model.device.type == "cuda" and isinstance(model.decoder, TorchDecoder):
-            return model.decoder.packed_adapter(adapter)
+            part = adapter if model.divided is None else adapter_part(adapter, model.divided)
+            return replace(adapter, packed=model.decoder.packed_adapter(part).packed)
         return adapter
 
     return AdapterCache(

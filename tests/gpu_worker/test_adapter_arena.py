@@ -20,6 +20,9 @@ from gpu_worker.lora.adapter import Adapter, LoraPair
 from gpu_worker.lora.arena import AdapterArena, PlacedAdapter
 from gpu_worker.lora.inputs import AdapterTokens
 from gpu_worker.models.families import describe
+from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.shard import shard_of
+from gpu_worker.parallel.shard_adapters import adapter_part
 from midstream.config import WorkerConfig
 from midstream.errors import OverloadedError
 from tests.gpu_worker.lazy_stream import LazyStream
@@ -132,12 +135,63 @@ def test_the_reader_packs_adapters_for_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
         dtype=torch.float32,
         adapter_bytes=ONE_PAIR * 4,
         takes_lora=True,
+        divided=None,
     )
     adapters = cache.adapter_cache(WorkerConfig(), cast("LoadedModel", model), decoder.place_adapter)
     read = adapters.load("folder").result()
     adapters.close()
     assert read.packed is not None
     assert [name.startswith("adapter-reader") for name in packers] == [True]
+
+
+def test_a_rank_packs_its_part_of_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two ranks multiplies the last three of six heads, in columns 24 to 47."""
+    whole = describe(TINY)
+    shard = shard_of(whole, Ranks(1, 2, tensor_size=2))
+    decoder = random_decoder(TINY, CPU, torch.float32, shard)
+    decoder.reserve_adapters(ONE_PAIR * 4, 8)
+    pair = LoraPair(torch.arange(HIDDEN)[None].float(), torch.ones(HIDDEN, 1), 1.0)
+    monkeypatch.setattr(cache, "read_adapter", lambda path, *_, **__: Adapter("", "", ({"o": pair}, {})))
+    model = SimpleNamespace(
+        description=whole,
+        decoder=decoder,
+        device=torch.device("cuda"),
+        dtype=torch.float32,
+        adapter_bytes=ONE_PAIR * 4,
+        takes_lora=True,
+        divided=shard,
+    )
+    adapters = cache.adapter_cache(WorkerConfig(), cast("LoadedModel", model), decoder.place_adapter)
+    placed = decoder.place_adapter(adapter_part(adapters.load("folder").result(), shard))
+    adapters.close()
+    y = torch.zeros(1, HIDDEN)
+    decoder._adapters.add(torch.tensor([placed.slot], dtype=torch.int32), 0, "o", torch.ones(1, HIDDEN // 2), y)
+    assert y.tolist() == [[sum(range(24, 48))] * HIDDEN]
+
+
+def test_experts_of_ranks_are_not_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = random_decoder(TINY, CPU, torch.float32)
+    found = list[bool]()
+
+    def read(path: str, *_: object, takes_expert_lora: bool, **__: object) -> Adapter:
+        found.append(takes_expert_lora)
+        return Adapter("", "")
+
+    monkeypatch.setattr(cache, "read_adapter", read)
+    for divided in (None, shard_of(describe(TINY), Ranks(0, 2, tensor_size=2))):
+        model = SimpleNamespace(
+            description=describe(TINY),
+            decoder=decoder,
+            device=CPU,
+            dtype=torch.float32,
+            adapter_bytes=0,
+            takes_lora=True,
+            divided=divided,
+        )
+        adapters = cache.adapter_cache(WorkerConfig(), cast("LoadedModel", model), decoder.place_adapter)
+        adapters.load("folder").result()
+        adapters.close()
+    assert found == [True, False]
 
 
 def replays(run: Callable[[], object]) -> Callable[[], None]:
