@@ -8,6 +8,7 @@ import queue
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import kernels
+from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.staging import PinnedBuffers, Readback
-from gpu_worker.batch.step import EMPTY, Fork, NewSequence, SamplingParams, Step, StepOutput
+from gpu_worker.batch.step import EMPTY, Fork, IntArray, NewSequence, SamplingParams, Step, StepOutput
 from gpu_worker.batch.steps_in_flight import StepsInFlight
 from gpu_worker.cuda_graphs import GraphDecoder
+from gpu_worker.features import Feature
 from gpu_worker.lora.adapter import Adapter, LoraPair, module_shapes
 from gpu_worker.model_runner import Launched, ModelRunner
 from gpu_worker.models.decoder import ForwardInputs, Probe
+from gpu_worker.sampling.distribution import MIN_TEMPERATURE, invert, threshold, weights
+from gpu_worker.sampling.guided import Constraints
+from gpu_worker.sampling.sampler import Chosen
+from gpu_worker.sampling.uniforms import uniforms
+from kernels import dispatch
 from midstream.config import WorkerConfig
+from midstream.grammar.messages import Guide
 from midstream.model.folder import open_model_folder
 from tests.gpu_worker.lazy_stream import LateReader
 from tests.gpu_worker.tiny_models import ints
@@ -213,29 +223,102 @@ def test_a_step_starts_before_the_last_ones_tokens_are_read(
     ]
 
 
-def test_a_row_with_features_leaves_its_neighbours_step_in_flight(
-    runners: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch
+class MasksByLastToken:
+    """A stand-in for the grammar process: a row may sample the third of all tokens that its last token selects."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows, self._asked = rows, list[int]()
+
+    def ask(self, sampled: IntArray, others: list[int]) -> bool:
+        self._asked = [row for row in sampled.tolist() if self._rows.features[row] & Feature.GUIDED]
+        return bool(self._asked)
+
+    def answer(self) -> Constraints:
+        last = {row: int(self._rows.tokens[row, self._rows.lengths[row] - 1]) for row in self._asked}
+        tokens = np.arange(331)
+        allowed = {row: (tokens + token) % 3 == 0 for row, token in last.items()}
+        return Constraints({row: np.packbits(mask, bitorder="little") for row, mask in allowed.items()})
+
+
+FEATURES = {
+    "repetition penalty": SamplingParams(temperature=0.0, repetition_penalty=1.3),
+    "bias": SamplingParams(temperature=0.0, embedding_bias=((3, 2.0),)),
+    "least number of tokens": SamplingParams(temperature=0.0, min_tokens=4, end_ids=(2,)),
+    "log probabilities": SamplingParams(temperature=0.0, log_probs=2),
+    "banned words": SamplingParams(temperature=0.0, bad_words=((4,), (5, 6))),
+    "n-grams": SamplingParams(temperature=0.0, no_repeat_ngram_size=1),
+    "decaying top-p": SamplingParams(seed=7, top_p=0.9, top_p_decay=0.5),
+    "grammar": SamplingParams(temperature=0.0),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_row_with_any_of_these_features_leaves_its_neighbours_step_in_flight(
+    runners: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    runner = runners[1]
-    journal = Journal(runner, monkeypatch)
+    new = sequence(1, [8, 9], FEATURES[name])
+    if name == "grammar":
+        new = replace(new, guide=Guide("json"))
+        for runner in runners:
+            monkeypatch.setattr(runner, "_guides", MasksByLastToken(runner._rows))
     first = Step(
-        new_sequences=(sequence(0, [5, 6, 7]), sequence(1, [8, 9], SAMPLINGS[3])),
+        new_sequences=(sequence(0, [5, 6, 7]), new),
         context_rows=ints([0, 1]),
         context_starts=ints([0, 0]),
         context_lengths=ints([3, 2]),
     )
+    steps = [first, Step(generation_rows=ints([0, 1])), *[Step(repeat_generation=True)] * 4]
+    in_turn, runner = run_in_turn(runners[0], steps), runners[1]
+    journal = Journal(runner, monkeypatch)
     runner.clear()
-    launched = [runner.launch(step) for step in (first, Step(generation_rows=ints([0, 1])))]
+    launched = [runner.launch(step) for step in steps[:2]]
     # The pass of the second step started before the tokens of the first step were read; its own tokens are not read
     # yet.
     assert [kind for kind, _ in journal.events] == ["forward", "forward", "read"]
     assert launched[1].output is None
-    launched.append(runner.launch(Step(repeat_generation=True)))
-    outputs = [runner.finish(each) for each in launched]
-    in_turn = run_in_turn(runners[0], [first, Step(generation_rows=ints([0, 1])), Step(repeat_generation=True)])
-    for one, other in zip(outputs, in_turn, strict=True):
+    launched += [runner.launch(step) for step in steps[2:]]
+    for one, other in zip([runner.finish(each) for each in launched], in_turn, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert one.log_probs == other.log_probs
+        assert one.errors == other.errors == ()
+
+
+def sample_on_host(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    sequence_indices: Tensor,
+    positions: Tensor,
+    **limits: bool,
+) -> Tensor:
+    """Draw as the kernel does, with the worker's own operations."""
+    found = weights(logits, temperature.clamp(min=MIN_TEMPERATURE))
+    least = torch.maximum(min_p[:, None], threshold(found, top_k.numpy(), top_p.numpy()))
+    numbers = uniforms(seeds.numpy().view(np.uint64), sequence_indices.numpy(), positions.numpy())
+    drawn = invert(found * (found >= least), torch.from_numpy(numbers))
+    return torch.where(temperature > 0, drawn, logits.argmax(dim=1)).int()
+
+
+def test_plain_rows_draw_their_tokens_in_graphs(
+    runners: tuple[ModelRunner, ModelRunner], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy rows and rows with a temperature, in decode and in mixed steps, are never sampled outside of graphs."""
+    steps = plan(np.random.default_rng(1).integers(0, 6, 30).tolist(), 2)
+    in_turn = run_in_turn(runners[0], steps)
+    monkeypatch.setattr(kernels, "can_sample", lambda logits: True)
+    monkeypatch.setattr(dispatch, "triton", SimpleNamespace(sample=sample_on_host), raising=False)
+    runner = make(tiny_folder, runs_ahead=True)
+
+    def choose(*_: object) -> Chosen:
+        raise AssertionError("rows were sampled outside of graphs")
+
+    monkeypatch.setattr(runner._sampler, "choose", choose)
+    for one, other in zip(in_turn, run_ahead(runner, steps), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+    runner.close()
 
 
 def random_adapter(runner: ModelRunner, seed: int) -> Adapter:

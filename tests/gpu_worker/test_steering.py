@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 import transformers
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import NewSequence, SamplingParams
+from gpu_worker.sampling import logits_processors
 from gpu_worker.sampling.logits_processors import (
     allow,
     bad_word_ends,
@@ -122,3 +126,17 @@ def test_masks_are_unpacked_on_a_device_as_on_the_host() -> None:
     masks = np.random.default_rng(0).integers(0, 256, (3, 5), dtype=np.uint8)
     expected = np.unpackbits(masks, axis=1, bitorder="little")[:, :37] == 1
     assert unpacked(torch.from_numpy(masks), 37).tolist() == expected.tolist()
+
+
+def test_masks_reach_a_device_packed_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, tuple[int, ...]]] = []
+
+    def note(values: NDArray[Any], device: torch.device) -> Tensor:
+        sent.append((values.dtype.name, values.shape))
+        return torch.from_numpy(values).to(device)
+
+    monkeypatch.setattr(logits_processors, "send", note)
+    logits = torch.empty(3, 1001, device="meta")
+    mask = np.full(126, 255, dtype=np.uint8)
+    allow(logits, logits.clone(), [0, 2], [mask, mask])
+    assert sent == [("uint8", (2, 126)), ("int64", (2,))]

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
 from kernels import KvScales
 from kernels import triton as operations
@@ -165,6 +165,19 @@ def test_programs_go_to_the_longest_sequences_and_any_may_join(
     monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", backwards)
     assert torch.equal(attend(q, k, v, batch, window, sinks=sinks, splits=4), out)
     assert not attention._arrivals(q.device).any()
+
+
+def test_single_queries_and_their_splits_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, launched = paged_batch([200, 3], [1, 1], 16), []
+    k, v = random_cache(batch, 16, 2, 16, torch.float32)
+
+    def note(function: InterpretedFunction, grid: tuple[int, ...]) -> Callable[..., None]:
+        launched.append((function.__name__, grid))
+        return lambda *args, **kwargs: None
+
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", note)
+    attend(torch.randn(2, 4, 16), k, v, batch, splits=4)
+    assert launched == [("decode", (2 + 4, 2))]
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -10,6 +10,7 @@ says what the compiler does.
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -73,3 +74,17 @@ def test_all_cases_stay_within_registers_and_shared_memory(recorded: list[dict[s
         # batch-invariant attention have the most spills.
         most = 400 if "f32" in one["case"] else 64
         assert one["num_spills"] <= (3000 if one["case"] in SLOW_IN_FLOAT32 else most), one
+
+
+def test_kernels_that_may_start_early_wait_first(recorded: list[dict[str, Any]]) -> None:
+    """Otherwise they might read memory that the kernel before them has yet to write."""
+    dependent = set()
+    for path in (ROOT / "kernels" / "triton").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and "IS_DEPENDENT" in {arg.arg for arg in node.args.args}:
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                if node.name != "begin":
+                    assert ast.unparse(body[0]) == "begin(IS_DEPENDENT)", node.name
+                    dependent.add(node.name)
+    for line in recorded:
+        assert line["is_dependent"] == (line["capability"] >= 90 and line["kernel"] in dependent), line
