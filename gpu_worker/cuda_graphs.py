@@ -4,10 +4,11 @@ A step arrives as CPU tensors. It is written to one pinned buffer in the layout 
 fits, copied to that graph's inputs, and the graph is replayed. There are shapes for decode steps, in which every
 sequence has one token and is sampled, and for mixed steps of up to 512 tokens, which combine prompts with decodes, or
 have drafts to verify. Padding rows have no keys, or no tokens, and write no slot. Each shape has a second graph for
-steps with LoRA adapters, which are identified by their slots on the device. Larger steps, which take the device longer
-to compute than the host to launch, are copied to the device and run eagerly. So are all steps of a model that uses the
-transformers implementation, if that reads anything back from the device. No call here waits for the device, except to
-reuse a pinned buffer whose last copy is still in progress.
+steps with LoRA adapters, which are identified by their slots on the device, and in models with experts a third one for
+adapters of these. Larger steps, which take the device longer to compute than the host to launch, are copied to the
+device and run eagerly. So are all steps of a model that uses the transformers implementation, if that reads anything
+back from the device. No call here waits for the device, except to reuse a pinned buffer whose last copy is still in
+progress.
 
 A step may be started before the host knows the tokens of the previous step. These stay on the device (`feed`), and
 negative token ids refer to them; with several ranks, rank 0 broadcasts them to those that embed tokens, as the first
@@ -39,7 +40,8 @@ from gpu_worker.batch.staging import PinnedBuffers
 from gpu_worker.batch.step import EMPTY, IntArray
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
-from gpu_worker.lora.arena import token_slots
+from gpu_worker.lora.arena import adapter_use, token_slots
+from gpu_worker.lora.inputs import AdapterUse
 from gpu_worker.models.decoder import Decoder, ForwardInputs, Probe
 from gpu_worker.sampling.distribution import greedy_tokens
 from gpu_worker.sampling.draws import DrawParams, RecordedDraws
@@ -95,10 +97,15 @@ class Shape:
 
 
 def mixed_shapes(max_batch_size: int, max_num_tokens: int) -> list[Shape]:
-    """Return the shapes of mixed steps to record."""
-    rows = {min(size, max_batch_size) for size in (*_MIXED_ROWS, max_batch_size)}
-    tokens = [size for size in _MIXED_TOKENS if size <= max_num_tokens]
-    return [Shape(num_rows, num_tokens) for num_tokens in tokens for num_rows in sorted(rows) if num_rows < num_tokens]
+    """Return the shapes of mixed steps to record: for each number of tokens, some with as many sequences as such a step
+    can have, so that a step with many sequences is not padded to more tokens.
+    """
+    rows, tokens = (*_MIXED_ROWS, max_batch_size), [size for size in _MIXED_TOKENS if size <= max_num_tokens]
+    return [
+        Shape(num_rows, num_tokens)
+        for num_tokens in tokens
+        for num_rows in sorted({min(size, max_batch_size, num_tokens - 1) for size in rows})
+    ]
 
 
 def _counts(inputs: ForwardInputs) -> tuple[int, int, int]:
@@ -187,7 +194,11 @@ def _run_again(run: Callable[[], object]) -> Callable[[], None]:
 
 
 class GraphDecoder:
-    """Wraps a decoder on a device, and takes its inputs as CPU tensors; see the module's docstring."""
+    """Wraps a decoder on a device, and takes its inputs as CPU tensors; see the module's docstring.
+
+    Attributes:
+        adapts_experts: Whether LoRA adapters of experts are supported.
+    """
 
     def __init__(
         self,
@@ -200,6 +211,7 @@ class GraphDecoder:
         make_recorder: MakeRecorder | None = None,
         may_fail: bool = False,
         takes_adapters: bool = False,
+        adapts_experts: bool = False,
         draws: bool = False,
         share: Callable[[Tensor], None] | None = None,
     ) -> None:
@@ -214,6 +226,7 @@ class GraphDecoder:
             make_recorder: Factory of graph recorders; None means that all steps run eagerly.
             may_fail: Whether to run all steps eagerly if they cannot be recorded, instead of raising the error.
             takes_adapters: Whether to record graphs with LoRA adapters as well.
+            adapts_experts: Whether LoRA adapters of experts are supported, which get graphs of their own.
             draws: Whether to record graphs that draw tokens as well.
             share: Broadcasts a tensor from rank 0, which samples, to the other ranks that embed tokens; None if there
                 are none.
@@ -221,15 +234,19 @@ class GraphDecoder:
         self._decoder, self._device, self._make_recorder = decoder, device, make_recorder
         self._share = share
         self._may_fail = may_fail
-        self._max_batch_size = max_batch_size
-        self._with_adapters = (False, True) if takes_adapters else (False,)
+        self.adapts_experts = adapts_experts
+        self._uses = [AdapterUse.NOTHING]
+        if takes_adapters:
+            self._uses.append(AdapterUse.LINEAR_LAYERS)
+        if takes_adapters and adapts_experts:
+            self._uses.append(AdapterUse.EXPERTS)
         # Shapes in ascending order, so that the first one that fits a step is the smallest; those of decode steps come
         # first.
         self._shapes = [Shape(size, size) for size in graph_sizes(max_batch_size)]
         self._shapes += mixed_shapes(max_batch_size, max_num_tokens)
         self._numbers = _NumbersOnDevice()
-        # Graphs by shape, and by whether tokens may have adapters.
-        self._graphs: dict[tuple[Shape, bool], Callable[[], None]] = {}
+        # Graphs by shape, and by what adapters may change.
+        self._graphs: dict[tuple[Shape, AdapterUse], Callable[[], None]] = {}
         self._logits = torch.empty(0, device=device)
         # The inputs of a step and, if the block tables are sent whole, their used part, which one copy transfers.
         most = max(sum(shape.sizes()) + shape.num_rows * max_blocks for shape in self._shapes)
@@ -311,8 +328,8 @@ class GraphDecoder:
 
     def _record(self, record: Recorder) -> None:
         for shape in sorted(self._shapes, reverse=True):
-            for has_adapters in self._with_adapters:
-                inputs, changes = self._static_inputs(shape, has_adapters=has_adapters)
+            for use in self._uses:
+                inputs, changes = self._static_inputs(shape, use)
                 # Earlier steps may have left data in another layout there.
                 self._arena.zero_()
                 inputs.slot_mapping.fill_(_NO_SLOT)
@@ -323,33 +340,34 @@ class GraphDecoder:
                 if not self._graphs:
                     self._logits = self._decoder.forward(inputs)
                 run = functools.partial(self._run, inputs, changes, shape.num_rows)
-                self._graphs[shape, has_adapters] = record(run)
+                self._graphs[shape, use] = record(run)
         # Capturing ran forward passes that changed the first entry.
         self._entries.zero_()
         self._known_tables.fill(0)
         if self._draws is not None and kernels.can_sample(self._logits):
-            self._draws.capture(record, self._logits, self.feed)
+            self._draws.capture(record, self._logits, self._best, self.feed)
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         """Return float32 logits [S, vocab_size] on the device, valid until the next call."""
-        shape = None if probe is not None or inputs.virtual is not None else self._shape_for(inputs)
+        use = adapter_use(inputs.adapters)
+        shape = None if probe is not None or inputs.virtual is not None else self._shape_for(inputs, use)
         self._has_best = shape is not None
         if shape is None:
-            return self._decoder.forward(self._send_all(inputs), probe)
+            return self._decoder.forward(self._send_all(inputs, use), probe)
         self._fill(inputs, shape)
-        self._graphs[shape, inputs.adapters is not None]()
+        self._graphs[shape, use]()
         return self._logits[: inputs.sampled.shape[0]]
 
     def logits(self, last: Tensor) -> Tensor:
         """Return float32 logits of the hidden states that a probe kept."""
         return self._decoder.logits(last)
 
-    def _shape_for(self, inputs: ForwardInputs) -> Shape | None:
+    def _shape_for(self, inputs: ForwardInputs, use: AdapterUse) -> Shape | None:
         """Return the smallest recorded shape that fits a step; None if there is none."""
-        counts, has_adapters = _counts(inputs), inputs.adapters is not None
+        counts = _counts(inputs)
         found = next((shape for shape in self._shapes if shape.takes(*counts)), None)
-        return found if found is not None and (found, has_adapters) in self._graphs else None
+        return found if found is not None and (found, use) in self._graphs else None
 
     def _run(self, inputs: ForwardInputs, changes: tuple[Tensor, Tensor], num_rows: int) -> None:
         self._entries.scatter_(0, changes[0].long(), changes[1])
@@ -368,7 +386,7 @@ class GraphDecoder:
             self._share(self._fed)
         return torch.where(token_ids < 0, self._fed[(-1 - token_ids).clamp(min=0).long()], token_ids)
 
-    def _static_inputs(self, shape: Shape, *, has_adapters: bool) -> tuple[ForwardInputs, tuple[Tensor, Tensor]]:
+    def _static_inputs(self, shape: Shape, use: AdapterUse) -> tuple[ForwardInputs, tuple[Tensor, Tensor]]:
         """Return views of the static buffer for a step of this shape: its inputs, and the indices and values of the
         changed entries of the block tables.
         """
@@ -382,7 +400,8 @@ class GraphDecoder:
             context_lens=lens,
             block_tables=self._tables[: shape.num_rows],
             sampled=sampled,
-            adapter_slots=adapter_slots if has_adapters else None,
+            adapter_slots=None if use is AdapterUse.NOTHING else adapter_slots,
+            adapter_use=use,
             max_queries=1 if shape.is_decode else shape.num_tokens,
         )
         return inputs, (places, values)
@@ -435,13 +454,13 @@ class GraphDecoder:
             whole = self._arena[start:used].view(tables.shape)
             self._tables[: tables.shape[0], : tables.shape[1]].copy_(whole, non_blocking=True)
 
-    def _send_all(self, inputs: ForwardInputs) -> ForwardInputs:
-        others = ("adapters", "virtual", "adapter_slots", "max_queries")
+    def _send_all(self, inputs: ForwardInputs, use: AdapterUse) -> ForwardInputs:
+        others = ("adapters", "virtual", "adapter_slots", "adapter_use", "max_queries")
         names = [field.name for field in fields(ForwardInputs) if field.name not in others]
         arrays = [getattr(inputs, name).numpy() for name in names]
         if inputs.adapters is not None:
             names.append("adapter_slots")
             arrays.append(token_slots(inputs.adapters))
         parts = self._pinned.send_arrays(arrays)
-        sent = replace(inputs, adapters=None, **dict(zip(names, parts, strict=True)))  # type: ignore[arg-type]
+        sent = replace(inputs, adapters=None, adapter_use=use, **dict(zip(names, parts, strict=True)))  # type: ignore[arg-type]
         return replace(sent, token_ids=self._known(sent.token_ids)) if bool((inputs.token_ids < 0).any()) else sent

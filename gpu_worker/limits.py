@@ -11,6 +11,8 @@ from torch import Tensor
 
 from gpu_worker.cuda_graphs import GraphDecoder, recorder_for
 from gpu_worker.kv.cache import block_bytes, choose_num_blocks
+from gpu_worker.lora.adapter import expert_shapes
+from gpu_worker.models.decoder import TorchDecoder
 from gpu_worker.models.loader import LoadedModel
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError
@@ -91,6 +93,9 @@ def graph_decoder(
         make_recorder=recorder_for(model.device) if is_recorded else None,
         may_fail=model.can_record is None,
         takes_adapters=model.takes_lora and model.adapter_bytes > 0,
+        adapts_experts=model.divided is None
+        and isinstance(model.decoder, TorchDecoder)
+        and bool(expert_shapes(model.description)),
         draws=draws,
         share=share,
     )

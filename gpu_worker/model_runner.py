@@ -474,13 +474,17 @@ class ModelRunner:
                 self._run_with_adapter()
 
     def _run_with_adapter(self) -> None:
-        """Run full batches of sequences that use an adapter, if an adapter fits into the cache."""
-        adapter = zero_adapter(self.model.description)
-        if self.adapters.size_of(adapter) <= self.adapters.device_bytes:
-            ref = self.adapters.add(adapter)
-            self._run_all(self._full_batches.run(GREEDY, ref))
-            self.adapters.unload(ref.fingerprint)
-            self.adapters.drop_unloaded()
+        """Run full batches of sequences that use an adapter, and of such that use one of experts, if these fit into the
+        cache.
+        """
+        assert self._front is not None
+        for of_experts in (False, True) if self._front.adapts_experts else (False,):
+            adapter = zero_adapter(self.model.description, of_experts=of_experts)
+            if self.adapters.size_of(adapter) <= self.adapters.device_bytes:
+                ref = self.adapters.add(adapter)
+                self._run_all(self._full_batches.run(GREEDY, ref))
+                self.adapters.unload(ref.fingerprint)
+                self.adapters.drop_unloaded()
 
     def _run_all(self, steps: Iterable[Step]) -> None:
         self.clear()

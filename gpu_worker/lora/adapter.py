@@ -60,7 +60,7 @@ class Adapter:
         fingerprint: Hash of the files.
         layers: For each layer, LoRA pairs by module; empty for a prompt adapter.
         prompt_table: Embeddings of a prompt adapter: float32 [num_virtual_tokens, hidden_size].
-        packed: A packed copy of the pairs in pinned memory; None if they are packed when they are placed.
+        packed: A packed copy of the pairs of this rank in pinned memory; None if they are packed when they are placed.
     """
 
     path: str
@@ -94,6 +94,11 @@ class Adapter:
     def has_experts(self) -> bool:
         """Whether it adapts experts, including shared ones."""
         return any(module in _EXPERT_MODULES for pairs in self.layers for module in pairs)
+
+    @property
+    def adapts_routed_experts(self) -> bool:
+        """Whether any of its pairs is for every expert of a mixture."""
+        return any(pair.is_of_experts for pairs in self.layers for pair in pairs.values())
 
 
 def padded_rank(rank: int) -> int:
@@ -190,8 +195,19 @@ def _attention_shapes(d: DecoderDescription) -> dict[str, tuple[int, int]]:
     }
 
 
-def zero_adapter(description: DecoderDescription) -> Adapter:
-    """Return an adapter that covers all linear layers, except those of experts, and adds zero to their outputs."""
+def zero_adapter(description: DecoderDescription, *, of_experts: bool = False) -> Adapter:
+    """Return an adapter that adds zero to the outputs of all linear layers, except those of experts, or only to those
+    of the experts of one layer, because they take so much memory.
+    """
+    if of_experts:
+        first, count = next(
+            (i, mixture.num_experts) for i, mixture in enumerate(description.mixtures) if mixture is not None
+        )
+        pairs = {
+            module: LoraPair(torch.zeros(count, 1, inputs), torch.zeros(count, outputs, 1), 1.0)
+            for module, (inputs, outputs) in expert_shapes(description).items()
+        }
+        return Adapter("", "zero of experts", tuple(pairs if i == first else {} for i in range(description.num_layers)))
     layer = {
         module: LoraPair(torch.zeros(1, inputs), torch.zeros(outputs, 1), 1.0)
         for module, (inputs, outputs) in module_shapes(description).items()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import kernels
 from gpu_worker.lora.adapter import Adapter, PackedPairs, expert_shapes, module_shapes, padded_rank
-from gpu_worker.lora.inputs import AdapterTokens
+from gpu_worker.lora.inputs import AdapterTokens, AdapterUse
 from gpu_worker.models.description import DecoderDescription
 from midstream.errors import OverloadedError
 
@@ -35,10 +35,11 @@ class PlacedAdapter:
 
     Attributes:
         slot: Its row of the table.
+        use: What it changes.
     """
 
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
+    def __init__(self, slot: int, use: AdapterUse = AdapterUse.LINEAR_LAYERS) -> None:
+        self.slot, self.use = slot, use
 
 
 def token_slots(tokens: AdapterTokens[PlacedAdapter]) -> NDArray[np.int32]:
@@ -46,6 +47,14 @@ def token_slots(tokens: AdapterTokens[PlacedAdapter]) -> NDArray[np.int32]:
     slots = np.array([adapter.slot for adapter in tokens.adapters] + [-1], dtype=np.int32)
     found: NDArray[np.int32] = slots[tokens.indices.numpy()]
     return found
+
+
+def adapter_use(tokens: AdapterTokens[PlacedAdapter] | None) -> AdapterUse:
+    """Return what the adapters of a step change."""
+    if tokens is None:
+        return AdapterUse.NOTHING
+    uses = {adapter.use for adapter in tokens.adapters}
+    return AdapterUse.EXPERTS if AdapterUse.EXPERTS in uses else AdapterUse.LINEAR_LAYERS
 
 
 class AdapterArena:
@@ -109,7 +118,8 @@ class AdapterArena:
         self._held[slot] = (start, size, packed.table)
         self._held = dict(sorted(self._held.items(), key=lambda item: item[1][0]))
         self._send_table(slot)
-        placed = PlacedAdapter(slot)
+        use = AdapterUse.EXPERTS if adapter.adapts_routed_experts else AdapterUse.LINEAR_LAYERS
+        placed = PlacedAdapter(slot, use)
         weakref.finalize(placed, self._free, slot).atexit = False
         return placed
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
 P = TypeVar("P")
+
+
+class AdapterUse(enum.Enum):
+    """What the LoRA adapters of a step change; each needs a graph of its own."""
+
+    NOTHING = enum.auto()
+    LINEAR_LAYERS = enum.auto()
+    # The matrices of the experts of a mixture, and perhaps other linear layers.
+    EXPERTS = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)

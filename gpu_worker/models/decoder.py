@@ -13,8 +13,8 @@ from torch.nn import functional
 import kernels
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
-from gpu_worker.lora.arena import AdapterArena, PlacedAdapter
-from gpu_worker.lora.inputs import AdapterTokens, VirtualTokens
+from gpu_worker.lora.arena import AdapterArena, PlacedAdapter, adapter_use
+from gpu_worker.lora.inputs import AdapterTokens, AdapterUse, VirtualTokens
 from gpu_worker.models.description import DecoderDescription, DeltaNet, Rotary, ShortConv
 from gpu_worker.models.layers.attention import Angles, Attention, LatentAttention, PagedTokens
 from gpu_worker.models.layers.feed_forward import Experts, FeedForward, MixtureLayer
@@ -51,6 +51,7 @@ class ForwardInputs:
         adapters: LoRA adapters of the tokens; None if no token has one, or if adapter_slots is set.
         virtual: Embeddings that replace token ids; None if there are none.
         adapter_slots: [M]; slots of the tokens' adapters on the device, -1 for none.
+        adapter_use: What the adapters in adapter_slots may change.
         max_queries: Upper bound of the tokens of one sequence. If set, sequences may have no tokens, and tokens past
             the last sequence are padding; if None, each sequence has at least one token, and there is no padding.
     """
@@ -65,6 +66,7 @@ class ForwardInputs:
     adapters: AdapterTokens[Any] | None = None
     virtual: VirtualTokens | None = None
     adapter_slots: Tensor | None = None
+    adapter_use: AdapterUse = AdapterUse.NOTHING
     max_queries: int | None = None
 
 
@@ -236,16 +238,14 @@ class TorchDecoder:
         angles = [Angles(cos[positions], sin[positions], rotary.is_interleaved) for rotary, cos, sin in self._tables]
         query_scale = None if self._query_scales is None else self._query_scales[positions]
         residual = hidden
-        slots = inputs.adapter_slots
-        if inputs.adapters is not None:
-            slots = self._adapters.slots(inputs.adapters)
+        slots, expert_slots = self._slots(inputs)
         if probe is not None:
             probe.keep(first, residual)
         x = self._norm(residual, self._layers[0].input_norm)
         pieces = self._pieces(inputs)
         for i, layer in enumerate(self._layers):
             add_lora = None if slots is None else partial(self._adapters.add, slots, i)
-            add_expert_lora = None if slots is None else partial(self._adapters.add_to_experts, slots, i)
+            add_expert_lora = None if expert_slots is None else partial(self._adapters.add_to_experts, expert_slots, i)
             mixed = None
             if layer.attention is not None:
                 table = self._table_of[i]
@@ -281,6 +281,13 @@ class TorchDecoder:
             wide = logits.double() if logits.device.type == "cpu" else logits
             logits = (d.logits_softcap * torch.tanh(wide / d.logits_softcap)).float()
         return logits
+
+    def _slots(self, inputs: ForwardInputs) -> tuple[Tensor | None, Tensor | None]:
+        """Return the slots of the tokens' adapters, and the same for experts; None if no adapter changes these."""
+        slots, use = inputs.adapter_slots, inputs.adapter_use
+        if inputs.adapters is not None:
+            slots, use = self._adapters.slots(inputs.adapters), adapter_use(inputs.adapters)
+        return slots, slots if use is AdapterUse.EXPERTS else None
 
     def _tokens(self, i: int, inputs: ForwardInputs) -> PagedTokens:
         kv, d = self._kv, self._description

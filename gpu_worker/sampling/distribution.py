@@ -11,6 +11,8 @@ from torch import Tensor
 
 # Below this temperature the most likely token is practically certain, and dividing the logits by it might overflow.
 MIN_TEMPERATURE = 1e-6
+# Returned instead of a token for a row whose logits are not finite.
+IS_BROKEN = -1
 # Limit of modified logits, which stay finite when they are divided by the minimum temperature.
 _LARGEST_LOGIT = 1e30
 
@@ -28,9 +30,9 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """Return each row's most likely token as int32; -1 if its logit is not finite."""
+    """Return each row's most likely token as int32; IS_BROKEN if its logit is not finite."""
     best = argmax(logits)
-    return best.int().masked_fill_(~torch.isfinite(logits.gather(1, best[:, None]).squeeze(1)), -1)
+    return best.int().masked_fill_(~torch.isfinite(logits.gather(1, best[:, None]).squeeze(1)), IS_BROKEN)
 
 
 def weights(logits: Tensor, temperature: Tensor) -> Tensor:

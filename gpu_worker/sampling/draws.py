@@ -16,12 +16,9 @@ from torch import Tensor
 
 import kernels
 from gpu_worker.batch.staging import PinnedBuffers
-from gpu_worker.sampling.distribution import argmax
 
 # Number of 4-byte words of a row's parameters.
 WORDS = 8
-# Returned instead of a token for a row whose logits are not finite.
-IS_BROKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +87,18 @@ class RecordedDraws:
         self,
         record: Callable[[Callable[[], object]], Callable[[], None]],
         logits: Tensor,
+        best: Tensor,
         feed: Callable[[Tensor], None],
     ) -> None:
-        """Record graphs with `record`; each draws from the first rows of `logits` and passes the tokens to `feed`."""
+        """Record graphs with `record`; each draws from the first rows of `logits` and passes the tokens to `feed`.
+        `best` contains the likeliest token of each row, or IS_BROKEN.
+        """
         self._params.zero_()
         for size in reversed(self._sizes):
             for is_cut in (True, False):
-                self._graphs[size, is_cut] = record(functools.partial(self._run, logits[:size], feed, is_cut=is_cut))
+                self._graphs[size, is_cut] = record(
+                    functools.partial(self._run, logits[:size], best[:size], feed, is_cut=is_cut)
+                )
 
     def draw(self, params: DrawParams) -> Tensor | None:
         """Return each row's token, which has already been stored for the next step; IS_BROKEN for rows without one.
@@ -119,7 +121,7 @@ class RecordedDraws:
         self._graphs[size, params.has_top_k or params.has_top_p]()
         return self._drawn[:num_rows]
 
-    def _run(self, logits: Tensor, feed: Callable[[Tensor], None], *, is_cut: bool) -> None:
+    def _run(self, logits: Tensor, best: Tensor, feed: Callable[[Tensor], None], *, is_cut: bool) -> None:
         size = len(logits)
         words = self._params[: WORDS * size]
         seeds, rest = words[: 2 * size].view(torch.int64), words[2 * size :].view(WORDS - 2, size)
@@ -127,7 +129,6 @@ class RecordedDraws:
         floats = [part.view(torch.float32) for part in (temperature, top_p, min_p)]
         params = (seeds, floats[0], top_k, floats[1], floats[2], indices, positions)
         tokens = draw(logits, params, has_top_k=is_cut, has_top_p=is_cut)
-        highest = logits.gather(1, argmax(logits)[:, None]).squeeze(1)
         drawn = self._drawn[:size]
-        drawn.copy_(tokens.masked_fill(~torch.isfinite(highest), IS_BROKEN))
+        torch.where(best < 0, best, tokens, out=drawn)
         feed(drawn)

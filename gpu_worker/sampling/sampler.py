@@ -24,8 +24,8 @@ from gpu_worker.batch.staging import PinnedBuffers
 from gpu_worker.batch.step import IntArray, RowLogProbs
 from gpu_worker.features import Feature
 from gpu_worker.sampling.beams import Candidates, find_candidates
-from gpu_worker.sampling.distribution import MIN_TEMPERATURE, argmax, invert, threshold, weights
-from gpu_worker.sampling.draws import IS_BROKEN, WORDS, DrawParams, draw
+from gpu_worker.sampling.distribution import IS_BROKEN, MIN_TEMPERATURE, argmax, invert, threshold, weights
+from gpu_worker.sampling.draws import WORDS, DrawParams, draw
 from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints
 from gpu_worker.sampling.logits_processors import STEERING, allow, decayed_top_p, send, steer
 from gpu_worker.sampling.post_processors import PostProcessor, Replicate, post_process

@@ -100,10 +100,12 @@ def sample(
                 num_warps=8,
                 **sizes,
             )
-        last = (len(_SHIFTS) - 1) & 1
-        _end_search[(num_rows,)](
-            *limits, thresholds, *state, num_tokens, search, int(is_used), last, num_warps=4, **sizes
-        )
+        # The search of top-p begins with the mass that this leaves for it.
+        if is_used or (search == 0 and has_top_p):
+            last = (len(_SHIFTS) - 1) & 1
+            _end_search[(num_rows,)](
+                *limits, thresholds, *state, num_tokens, search, int(is_used), last, num_warps=4, **sizes
+            )
     kept = empty(torch.float64, num_blocks)
     _keep[grid](temperature, min_p, weights, sums, thresholds, kept, num_tokens, BLOCK=block, num_warps=8, **sizes)
     out = empty(torch.int32)

@@ -22,6 +22,7 @@ from gpu_worker.batch.step import AdapterRef, NewSequence, SamplingParams, Step
 from gpu_worker.model_runner import ModelRunner
 from kernels import dispatch
 from kernels import triton as operations
+from kernels.activation import activate
 from kernels.triton import attention
 
 VOCAB_SIZE = 300
@@ -68,9 +69,11 @@ def with_results(name: str) -> Callable[..., Any]:
         kept = {
             key: value
             for key, value in kwargs.items()
-            if key not in ("is_batch_invariant", "segment_keys", "scales", "max_queries")
+            if key not in ("is_batch_invariant", "segment_keys", "scales", "max_queries", "activation")
         }
-        return reference(*args, **kept)
+        result = reference(*args, **kept)
+        activation = kwargs.get("activation")
+        return result if activation is None else activate(result, activation)
 
     return run
 

@@ -114,11 +114,21 @@ def test_graphs_are_recorded_largest_first() -> None:
 
 def test_shapes_of_mixed_steps() -> None:
     assert mixed_shapes(4, 64) == [Shape(4, 32), Shape(4, 64)]
-    assert mixed_shapes(100, 2048)[:6] == [
-        *(Shape(8, 32), Shape(8, 64), Shape(8, 128)),
-        *(Shape(64, 128), Shape(100, 128), Shape(8, 192)),
+    assert mixed_shapes(100, 2048)[:8] == [
+        *(Shape(8, 32), Shape(31, 32), Shape(8, 64), Shape(63, 64)),
+        *(Shape(8, 128), Shape(64, 128), Shape(100, 128), Shape(8, 192)),
     ]
     assert not mixed_shapes(4, 31)
+
+
+def test_many_sequences_do_not_pad_a_mixed_step_to_more_tokens() -> None:
+    sizes = (32, 64, 128, 192, 256, 384, 512)
+    shapes = mixed_shapes(256, 2048)
+    for num_tokens in range(2, 513):
+        for num_rows in (1, 9, 65, num_tokens - 1):
+            if num_rows < num_tokens and num_rows <= 256:
+                found = next(shape for shape in shapes if shape.takes(num_tokens, num_rows, num_rows))
+                assert found.num_tokens == min(size for size in sizes if size >= num_tokens)
 
 
 @pytest.mark.parametrize(("num_rows", "padded"), [(1, 1), (2, 2), (3, 4), (9, 16), (17, 20), (20, 20)])

@@ -12,7 +12,8 @@ import torch
 
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import NewSequence, SamplingParams
-from gpu_worker.sampling.draws import IS_BROKEN, RecordedDraws
+from gpu_worker.sampling.distribution import IS_BROKEN, greedy_tokens
+from gpu_worker.sampling.draws import RecordedDraws
 from gpu_worker.sampling.sampler import Sampler
 from kernels import dispatch
 from kernels import triton as operations
@@ -50,7 +51,8 @@ def test_recorded_draws_equal_the_samplers(params: list[SamplingParams], monkeyp
     monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)
     draws = RecordedDraws(CPU, [1, 4])
     assert draws.draw(sampler.draw_params(places)) is None
-    draws.capture(record, logits, lambda tokens: fed.append(tokens.tolist()))
+    best = greedy_tokens(logits)
+    draws.capture(record, logits, best, lambda tokens: fed.append(tokens.tolist()))
     # An earlier step with all rows leaves its parameters in the buffers.
     assert draws.draw(sampler.draw_params(ints([0, 1, 2, 3]))) is not None
     drawn = draws.draw(sampler.draw_params(places))
@@ -61,6 +63,7 @@ def test_recorded_draws_equal_the_samplers(params: list[SamplingParams], monkeyp
     # The larger size runs first, with top-k and top-p.
     assert replayed[-1] == (0 if params is CUT else 1)
     logits[1, 7] = torch.nan
+    best.copy_(greedy_tokens(logits))
     drawn = draws.draw(sampler.draw_params(places))
     assert drawn is not None
     assert drawn.tolist() == [expected[0], IS_BROKEN, expected[2]]

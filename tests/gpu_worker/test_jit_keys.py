@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from benchmarks.gpu.model import TINY, random_decoder, random_runner
 from gpu_worker.lora.adapter import zero_adapter
+from gpu_worker.models.decoder import TorchDecoder
+from gpu_worker.models.families import describe
+from gpu_worker.models.weights.decoder_weights import DecoderWeights
 from kernels import triton as operations
-from tests.gpu_worker.launch_keys import BLOCKS_EACH, MOST_TOKENS, NUM_ROWS, new_keys, trace
+from midstream.model.folder import open_model_folder
+from tests.gpu_worker.launch_keys import BLOCKS_EACH, MOST_TOKENS, NUM_ROWS, VOCAB_SIZE, new_keys, trace
+from tests.gpu_worker.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
 
@@ -36,6 +43,31 @@ def test_the_warm_up_compiles_every_kernel_that_random_steps_need(
     # queries, split and combined; and two kernels for LoRA.
     assert len(keys.seen) >= 11
     assert new_keys(keys, runner, 150, runner.adapters.add(zero_adapter(runner.model.description))) == []
+
+
+def test_the_warm_up_compiles_the_kernels_for_adapters_of_experts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Adapters of other layers leave the experts' kernels as they are without adapters."""
+    experts = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    make_tiny_model(tmp_path, "Qwen3Moe", vocab_size=VOCAB_SIZE, num_hidden_layers=1, head_dim=16, **experts)
+    keys, folder = trace(monkeypatch), open_model_folder(str(tmp_path))
+    description = describe(folder.config)
+    decoder = TorchDecoder(description, DecoderWeights(folder, description, "f32"), torch.float32, CPU)
+    runner = random_runner(
+        folder.config,
+        decoder,
+        CPU,
+        runs_ahead=True,
+        max_batch_size=NUM_ROWS,
+        max_num_tokens=MOST_TOKENS,
+        max_kv_tokens=NUM_ROWS * BLOCKS_EACH * 16,
+        max_sequence_length=BLOCKS_EACH * 16,
+        num_threads=1,
+        adapter_bytes=1 << 20,
+        cuda_graphs=False,
+    )
+    assert new_keys(keys, runner, 60, runner.adapters.add(zero_adapter(description, of_experts=True))) == []
 
 
 def test_keys_do_not_depend_on_numbers_of_rows_or_on_places_in_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import NewSequence, SamplingParams
@@ -79,3 +84,36 @@ def test_a_draw_over_many_blocks_is_the_same_in_any_batch() -> None:
     for i, sampling in enumerate(params):
         limits = {"has_top_k": sampling.top_k > 0, "has_top_p": sampling.top_p < 1}
         assert drawn_by_kernel(logits[i : i + 1], [sampling], i, **limits) == together[i : i + 1]
+
+
+def test_every_pass_over_the_vocabulary_is_divided_among_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program reads at most 4,096 of 128,256 tokens. Without top-k and top-p there is no search."""
+    launched: list[tuple[str, tuple[int, ...]]] = []
+
+    def note(function: InterpretedFunction, grid: tuple[int, ...]) -> Callable[..., None]:
+        launched.append((function.__name__, grid))
+        return lambda *args, **kwargs: None
+
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", note)
+    logits, params = torch.zeros(2, 128_256), [SamplingParams(), SamplingParams()]
+    first = [("_find_highest", (2, 32)), ("_weigh", (2, 32))]
+    last = [("_keep", (2, 32)), ("_draw", (2,))]
+    search = [("_search", (2, 32))] * 8 + [("_end_search", (2,))]
+    for limits, expected in (
+        ((False, False), [*first, *last]),
+        ((True, False), [*first, *search, *last]),
+        ((False, True), [*first, search[-1], *search, *last]),
+        ((True, True), [*first, *search, *search, *last]),
+    ):
+        launched.clear()
+        drawn_by_kernel(logits, params, has_top_k=limits[0], has_top_p=limits[1])
+        assert launched == expected
+
+
+def test_searches_that_no_row_needs_change_nothing() -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(3, 5000) * 4
+    for sampling in (SamplingParams(seed=3), SamplingParams(seed=3, top_k=9), SamplingParams(seed=3, top_p=0.7)):
+        params = [replace(sampling, seed=seed) for seed in range(3)]
+        limits = {"has_top_k": sampling.top_k > 0, "has_top_p": sampling.top_p < 1}
+        assert drawn_by_kernel(logits, params, **limits) == drawn_by_kernel(logits, params)
