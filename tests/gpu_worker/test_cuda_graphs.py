@@ -265,3 +265,10 @@ def test_a_graph_gives_the_likeliest_tokens_and_feeds_them() -> None:
     # counts as 0.
     inputs = replace(decode_inputs(3), token_ids=torch.tensor([-2, -1, -3], dtype=torch.int32))
     assert graphs.forward(inputs).tolist() == [[1, 2], [51, 4], [61, 6]]
+
+
+def test_an_eager_step_uses_the_tokens_that_were_fed() -> None:
+    graphs = graph_decoder(FakeDecoder(), None)
+    graphs.feed(torch.tensor([5, 6], dtype=torch.int32))
+    inputs = replace(decode_inputs(3), token_ids=torch.tensor([-2, 7, -1], dtype=torch.int32))
+    assert graphs.forward(inputs).tolist() == [[61, 2], [71, 4], [51, 6]]

@@ -143,16 +143,16 @@ def test_gpus_sum_small_tensors_at_once_and_others_through_nccl(
 
 
 def test_sums_of_several_ranks_have_the_order_of_the_ranks_if_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float16, 2048 + 1 + 1 is 2048 if added in this order, and 1 + 1 + 2048 is 2050."""
+    """In float16, 1 + 1 + 2048 is 2050 if added in this order, and 2048 if added in another one."""
     journal = Journal(monkeypatch, has_one_shot=False)
 
     def gather(parts: list[Tensor], x: Tensor, group: object) -> None:
-        for part, value in zip(parts, (2048, 1, 1), strict=True):
+        for part, value in zip(parts, (1, 1, 2048), strict=True):
             part.fill_(value)
 
     monkeypatch.setattr(dist, "all_gather", gather)
     ranks = Ranks(rank=1, world_size=3, tensor_size=3)
-    for is_ordered, found in ((True, 2048), (False, 1)):
+    for is_ordered, found in ((True, 2050), (False, 1)):
         made = RankLinks(ranks, torch.device("cuda:1"), HashStore(), is_ordered=is_ordered)
         assert made.sum(torch.ones(2, dtype=torch.float16)).tolist() == [found, found]
     assert journal.calls == ["nccl", "nccl", ("all-reduce", 2)]

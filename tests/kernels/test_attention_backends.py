@@ -185,6 +185,23 @@ def test_a_package_limited_to_single_queries_does_not_compute_prompts(monkeypatc
     assert requested("flashinfer", CASE, BLACKWELL).backend(CASE, 300) is not None
 
 
+@pytest.mark.parametrize(("capability", "count"), [(HOPPER, 1), (BLACKWELL, 1), (BLACKWELL, 3)])
+def test_flashinfer_supports_padding_of_recorded_steps(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], count: int
+) -> None:
+    """The second sequence has no keys. In a decode step it has one query, and in a mixed step none."""
+    install(monkeypatch, "flashinfer")
+    batch = paged_batch([20], [count], 16)
+    q = torch.randn(count + 1, 6, 64).bfloat16()
+    keys, values = torch.randn(2, batch.num_blocks, 16, 2, 64).bfloat16().unbind()
+    tables = torch.nn.functional.pad(batch.block_tables, (0, 0, 0, 1))
+    starts = torch.tensor([0, count, 2 if count == 1 else count], dtype=torch.int32)
+    lens = torch.tensor([20, 0], dtype=torch.int32)
+    (backend,) = installed(capability).values()
+    out = backend(q, keys, values, tables, starts, lens, 0.3, None, 0.0, count)
+    assert exact.error(out[:count], exact.attention(q[:count], keys, values, batch, 0.3)) < 5e-3
+
+
 def test_small_blocks_are_copied_only_for_prompts_that_amortize_the_copy(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
