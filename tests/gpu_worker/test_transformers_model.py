@@ -21,6 +21,7 @@ from gpu_worker.batch.step import OutputParams, SamplingParams
 from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.models.decoder import ForwardInputs
 from gpu_worker.models.layers.linear import int8_rows
 from gpu_worker.models.loader import load_model
 from gpu_worker.models.native import CpuDecoder
@@ -354,6 +355,28 @@ def on_meta(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def prompts_and_next_tokens() -> tuple[ForwardInputs, ForwardInputs]:
+    prompts = step_inputs(3, 7, 7, 331)
+    prompts = replace(prompts, token_ids=torch.arange(21, dtype=torch.int32), block_tables=TABLES)
+    prompts = replace(prompts, slot_mapping=(TABLES[:, :1] * 16 + torch.arange(7, dtype=torch.int32)).flatten())
+    following = step_inputs(3, 1, 8, 331)
+    following = replace(following, token_ids=torch.tensor([9, 8, 7], dtype=torch.int32), block_tables=TABLES)
+    return prompts, replace(following, slot_mapping=TABLES[:, 0] * 16 + 7)
+
+
+def test_a_quantized_cache_gives_close_logits(gemma2: tuple[torch.nn.Module, Path]) -> None:
+    """The scales are stored separately, as on a GPU."""
+    runner = make_runner(gemma2[1], implementation="transformers")
+    logits = []
+    for dtype in (torch.float32, torch.float8_e4m3fn):
+        graphs = recorded_over(runner, None)
+        graphs.use_cache(KvCache(runner.model.description, 24, 16, dtype, CPU))
+        logits.append([graphs.forward(inputs).clone() for inputs in prompts_and_next_tokens()])
+    for exact, rounded in zip(*logits, strict=True):
+        assert not torch.equal(exact, rounded)
+        assert (rounded - exact).norm() < exact.norm() / 16
+
+
 def test_recorded_steps_equal_those_that_run_eagerly(gemma2: tuple[torch.nn.Module, Path]) -> None:
     runner = make_runner(gemma2[1], implementation="transformers")
     logits = []
@@ -361,13 +384,7 @@ def test_recorded_steps_equal_those_that_run_eagerly(gemma2: tuple[torch.nn.Modu
         graphs = recorded_over(runner, make_recorder)
         graphs.use_cache(KvCache(runner.model.description, 24, 16, torch.float32, CPU))
         graphs.capture()
-        prompts = step_inputs(3, 7, 7, 331)
-        prompts = replace(prompts, token_ids=torch.arange(21, dtype=torch.int32), block_tables=TABLES)
-        prompts = replace(prompts, slot_mapping=(TABLES[:, :1] * 16 + torch.arange(7, dtype=torch.int32)).flatten())
-        following = step_inputs(3, 1, 8, 331)
-        following = replace(following, token_ids=torch.tensor([9, 8, 7], dtype=torch.int32), block_tables=TABLES)
-        following = replace(following, slot_mapping=TABLES[:, 0] * 16 + 7)
-        logits.append((graphs.forward(prompts).clone(), graphs.forward(following).clone()))
+        logits.append([graphs.forward(inputs).clone() for inputs in prompts_and_next_tokens()])
         assert (graphs.best(3) is None) == (make_recorder is None)
     assert torch.equal(logits[0][0], logits[1][0])
     assert torch.equal(logits[0][1], logits[1][1])
