@@ -5,14 +5,23 @@ from __future__ import annotations
 import hashlib
 from array import array
 from dataclasses import dataclass
+from typing import TypedDict
 
 from midstream.extras import tensor_bytes
 from protos import generation_pb2 as pb
-from scheduler.core.request_spec import DEFAULT_RETENTION_PRIORITY, RequestSpec, RetentionRange
+from scheduler.core.request_spec import RequestSpec, RetentionRange
 
 DEFAULT_MAX_TOKENS = 16_384
 _NS_PER_MS, _NS_PER_S = 1_000_000, 1_000_000_000
 _MAX_TIMEOUT_MS = 1 << 40  # in nanoseconds, and added to the current time, it fits into 64 bits
+
+
+class _Retention(TypedDict, total=False):
+    """The fields of RequestSpec that come from KvRetentionConfig; those that are not set keep their defaults."""
+
+    retention: tuple[RetentionRange, ...]
+    decode_priority: int
+    decode_duration_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +48,15 @@ def spec_from_proto(
     """
     virtual = request.prompt_tuning.resolved
     named = range(virtual.first_virtual_token, virtual.first_virtual_token + virtual.num_virtual_tokens)
-    prompt = array("I", [*named, *request.token_ids.values])
-    sampling = request.sampling
+    prompt = array("I", request.token_ids.values)
+    if named:
+        prompt = array("I", named) + prompt
+    sampling, has_output = request.sampling, request.HasField("output")
     room = limits.max_sequence_length - len(prompt)
     max_tokens = request.max_tokens if request.HasField("max_tokens") else min(room, DEFAULT_MAX_TOKENS)
     if named:  # the router did not know the number of virtual tokens
         max_tokens = min(max_tokens, max(1, room))
-    retention = request.kv_retention
-    has_decode_priority = retention.HasField("decode_priority")
+    retention: _Retention = _retention(request.kv_retention) if request.HasField("kv_retention") else {}
     return RequestSpec(
         request_id=request.request_id,
         prompt=prompt,
@@ -69,20 +79,16 @@ def spec_from_proto(
         prompt_key=_prompt_key(request.prompt_tuning),
         num_virtual_tokens=len(named) or (request.prompt_tuning.table.shape[:1] or [0])[0],
         is_detached=request.detached,
-        is_cacheable=_is_cacheable(request),
-        tensor_bytes=tensor_bytes(request, len(prompt), limits.vocab_size, limits.hidden_size),
+        is_cacheable=not has_output or _is_cacheable(request),
+        tensor_bytes=tensor_bytes(request, len(prompt), limits.vocab_size, limits.hidden_size) if has_output else 0,
         arrival_ns=request.arrival_time_unix_ns if arrival_ns is None else arrival_ns,
         deadline_ns=now_ns + min(request.timeout_ms, _MAX_TIMEOUT_MS) * _NS_PER_MS
         if request.HasField("timeout_ms")
         else None,
-        retention=tuple(_retention_range(item) for item in retention.token_ranges),
-        decode_priority=retention.decode_priority if has_decode_priority else DEFAULT_RETENTION_PRIORITY,
-        decode_duration_ns=(
-            retention.decode_duration_ms * _NS_PER_MS if retention.HasField("decode_duration_ms") else None
-        ),
         digest=_digest(request),
         keep_ns=request.keep_s * _NS_PER_S,
         payload=request.SerializeToString(),
+        **retention,
     )
 
 
@@ -121,6 +127,15 @@ def _prompt_key(tuning: pb.PromptTuningConfig) -> str:
     digest = hashlib.blake2b(f"{table.dtype} {list(table.shape)} ".encode(), digest_size=16)
     digest.update(table.data)
     return digest.hexdigest()
+
+
+def _retention(config: pb.KvRetentionConfig) -> _Retention:
+    found: _Retention = {"retention": tuple(map(_retention_range, config.token_ranges))}
+    if config.HasField("decode_priority"):
+        found["decode_priority"] = config.decode_priority
+    if config.HasField("decode_duration_ms"):
+        found["decode_duration_ns"] = config.decode_duration_ms * _NS_PER_MS
+    return found
 
 
 def _retention_range(item: pb.KvRetentionConfig.TokenRange) -> RetentionRange:
