@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import pytest
 
+from protos import generation_pb2
 from scheduler.core.effects import KvChanged
 from scheduler.core.events import AbortRequested
 from scheduler.core.prefix_cache import BlocksRemoved, BlocksStored, CacheCleared, KvChange
 from scheduler.core.request import FinishReason
 from scheduler.core.request_spec import RetentionRange
 from scheduler.core.steps import kv_stats
-from tests.scheduler.harness import Harness
+from scheduler.wire.requests import spec_from_proto
+from tests.scheduler.harness import LIMITS, Harness
 
 PREFIX = list(range(100, 116))  # 4 blocks
 
@@ -237,3 +239,20 @@ def test_blocks_of_a_row_that_failed_are_not_found() -> None:
     harness.run()
     harness.check_is_empty()
     assert harness.core.lifecycle.requests["good"].counters.num_cached_tokens == 0
+
+
+def test_retention_is_read_from_a_request_and_has_defaults() -> None:
+    request = generation_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(values=[5, 6, 7]),
+        kv_retention=generation_pb2.KvRetentionConfig(
+            token_ranges=[generation_pb2.KvRetentionConfig.TokenRange(start=1, end=3, priority=90, duration_ms=2)],
+            decode_priority=0,
+            decode_duration_ms=4,
+        ),
+    )
+    spec = spec_from_proto(request, LIMITS, 0)
+    assert spec.retention == (RetentionRange(1, 3, 90, 2_000_000),)
+    assert (spec.decode_priority, spec.decode_duration_ns) == (0, 4_000_000)
+    request.ClearField("kv_retention")
+    spec = spec_from_proto(request, LIMITS, 0)
+    assert (spec.retention, spec.decode_priority, spec.decode_duration_ns) == ((), 35, None)
