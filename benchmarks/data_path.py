@@ -2,8 +2,10 @@
 single,fake] [--rounds 5]`.
 
 Starts the services of this checkout, and of the one at PATH (with its own .venv), and sends the same load to each in
-turn. Prints the best and the median of the rounds, and the median of the ratios taken within a round. The load comes
-from `benchmarks/load/client.cpp`, which is compiled here (needs g++) and takes a few microseconds per message.
+turn. Prints the best and the median of the rounds, and the median of the ratios taken within a round. Per token, it
+prints CPU time in microseconds, and how often a component's threads went to sleep; beside these, the share of CPU time
+in the kernel. The load comes from `benchmarks/load/client.cpp`, which is compiled here (needs g++) and takes a few
+microseconds per message.
 
 Rows:
     single    one stream of the embedded model, 128 tokens in and 128 out, compared with the same worker in process
@@ -113,6 +115,37 @@ ROWS = {
 Figures = dict[str, float]
 
 
+@dataclass(frozen=True)
+class Counted:
+    """What the kernel has counted for each component: ticks in user and in kernel mode, and voluntary switches."""
+
+    parts: dict[str, tuple[int, int, int]]
+    pids: dict[str, int]
+
+    @classmethod
+    def of(cls, pids: dict[str, int]) -> Counted:
+        parts = {}
+        for name, pid in pids.items():
+            if name not in SERVICES:
+                continue
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            num_switches = 0
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                lines = (task / "status").read_text().splitlines()
+                num_switches += sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt"))
+            parts[name] = int(stat[11]), int(stat[12]), num_switches
+        return cls(parts, pids)
+
+    def until_now(self, num_tokens: float) -> Figures:
+        """Return each component's share of CPU time in the kernel, and its switches per token, since then."""
+        figures: Figures = {}
+        for name, after in Counted.of(self.pids).parts.items():
+            user, kernel, switches = (now - then for now, then in zip(after, self.parts[name], strict=True))
+            figures[f"{name}_kernel_share"] = kernel / max(user + kernel, 1)
+            figures[f"{name}_switches"] = switches / num_tokens
+        return figures
+
+
 class Checkout:
     """The services of one checkout, as processes on this machine."""
 
@@ -158,13 +191,14 @@ class Checkout:
             pids = {name: popen.pid for name, popen in popens.items()}
 
             def send(client: Path, bodies: Path) -> Figures:
-                before = thread_seconds(pids)
+                before, counted = thread_seconds(pids), Counted.of(pids)
                 port = http if row.load.api == "sse" else grpc
                 load = row.load
                 numbers = (port, load.connections, load.concurrency, load.num_tokens)
                 command = [str(client), load.api, "127.0.0.1", *map(str, numbers), str(bodies)]
                 found: Figures = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-                return figures_of(found, before, thread_seconds(pids))
+                figures = figures_of(found, before, thread_seconds(pids))
+                return figures | counted.until_now(max(found["tokens"], 1))
 
             yield send
 
