@@ -166,7 +166,7 @@ class LogFolder:
                 return
 
     def epoch(self) -> int:
-        """Return the epoch of the writer; must be called with the lock held."""
+        """Return the epoch of the writer. Without the lock, it may be raised right after."""
         return int.from_bytes(os.pread(self._lock, _EPOCH_BYTES, 0), "little")
 
     def set_epoch(self, epoch: int) -> None:

@@ -178,7 +178,7 @@ OF_EXPERTS = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_parameters":
 
 @pytest.fixture
 def mixture() -> DecoderDescription:
-    config = {"num_experts": 4, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 1}
     return describe({**SHAPE, **config, "model_type": "qwen3_moe"})
 
 

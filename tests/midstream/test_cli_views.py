@@ -86,12 +86,19 @@ def test_the_end_of_a_log_is_readable(tmp_path: Path) -> None:
     assert last_lines(log, 3) == "  Traceback:\n  error: no folder\n  bye"
 
 
-@pytest.mark.parametrize("words", [["sideways"], ["up", "--routers", "many"], ["up", "--unknown"], []])
+@pytest.mark.parametrize("words", [["sideways"], ["up", "--routers", "many"], ["up", "--unknown"]])
 def test_a_wrong_command_line_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
     assert "usage: midstream" in capsys.readouterr().err
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 0
+    assert "run a single worker" in capsys.readouterr().out
 
 
 def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def hoarder(dice: random.Random) -> Scenario:
     def judge(stage: Stage) -> None:
         stage.happened["28"] += 1
         longest_s = max(job.ended_s - _CLIENTS_START_S - job.start_s for job in small)
-        if is_quiet and longest_s > 0.4:
+        if is_quiet and longest_s > 0.6:  # one of the large outputs may have to end first
             stage.problems.append(f"a small request took {longest_s:.3f} s next to large requests")
 
     # 44 tokens take 11 blocks, so at most four outputs fit at a time.
