@@ -1,7 +1,9 @@
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +18,21 @@ def _one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def dots_row_by_row() -> Iterator[None]:
+    """Let the interpreter multiply row by row: a matrix instruction treats all rows of its tile alike, but the
+    interpreter's matrix library rounds differently for different numbers of rows on some processors.
+    """
+
+    def dot(
+        self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, precision: object, most_imprecise: object
+    ) -> TensorHandle:
+        dtype = np.promote_types(a.data.dtype, d.data.dtype)
+        products = a.data.astype(dtype)[:, :, None] * b.data.astype(dtype)[None, :, :]
+        return TensorHandle(products.sum(1) + d.data, d.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", dot)
+        yield

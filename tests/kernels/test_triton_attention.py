@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 from kernels import KvScales
 from kernels import triton as operations
@@ -274,13 +274,6 @@ def test_attention_over_a_quantized_cache(dtype: torch.dtype) -> None:
     assert exact.error(out, exact.attention(q, keys, values, batch, 0.2)) < EPSILON[torch.float32]
 
 
-def dot_row_by_row(
-    self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, precision: object, most_imprecise: object
-) -> TensorHandle:
-    products = a.data[:, :, None] * b.data[None, :, :]
-    return TensorHandle(products.sum(1) + d.data, d.dtype.scalar)
-
-
 @pytest.mark.parametrize(("longest", "keys"), [(100, 512), (16384, 512), (16385, 1024), (131072, 4096)])
 def test_segments_of_the_longest_sequence_are_at_most_32(longest: int, keys: int) -> None:
     assert operations.segment_keys_for(longest) == keys
@@ -308,10 +301,9 @@ def test_batch_invariant_decoding_leaves_empty_splits_out(monkeypatch: pytest.Mo
     assert (~state.isnan().any(dim=-1)).sum(dim=-1).tolist() == [[2, 2], [1, 1], [0, 0]]
 
 
+@pytest.mark.usefixtures("dots_row_by_row")
 @pytest.mark.parametrize("window", [None, 50])
 def test_batch_invariant_bits_depend_on_the_query_alone(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    # A matrix instruction treats all rows of its tile alike, which the interpreter's matrix library does not.
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot_row_by_row)
     # There are enough processors to split the keys of few queries, which must not happen here.
     monkeypatch.setattr(attention, "_num_processors", lambda device: 132)
     lengths, dim, scale = [150, 9], 16, 0.25

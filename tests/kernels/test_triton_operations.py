@@ -154,6 +154,7 @@ def test_each_row_has_its_own_matrix(
     assert exact.error(out, exact.grouped_linear(x, weight, experts, bias, num_repeats)) < 1e-6
 
 
+@pytest.mark.usefixtures("dots_row_by_row")
 @pytest.mark.parametrize("dtype", list(EPSILON))
 def test_the_fused_gate_up_and_activation_of_experts(dtype: torch.dtype) -> None:
     """The result has the bits of the two separate operations, and batch-invariant those of one row alone."""
@@ -214,6 +215,7 @@ def test_linear(rows: int, inner: int, outer: int, biased: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(EPSILON))
+@pytest.mark.usefixtures("dots_row_by_row")
 @pytest.mark.parametrize("kind", ["f", "int8", "int4", "float8"])
 def test_the_fused_gate_up_and_activation(kind: str, dtype: torch.dtype) -> None:
     """There are few or many rows; batch-invariant results have the bits of one row alone, and of the two separate
@@ -247,6 +249,7 @@ def test_the_fused_gate_up_and_activation(kind: str, dtype: torch.dtype) -> None
     assert torch.equal(run(x[5:6], is_batch_invariant=True), together[5:6])
 
 
+@pytest.mark.usefixtures("dots_row_by_row")
 @property_test
 @given(rows=st.integers(1, 40), rank=st.integers(1, 40), dtype=dtypes, seed=st.integers(0, 9))
 def test_each_row_has_its_own_adapter(rows: int, rank: int, dtype: torch.dtype, seed: int) -> None:
