@@ -2,9 +2,9 @@
 
 `--write` compiles all cases for every capability, and writes compiled.jsonl next to this file; existing entries for the
 same source and types are kept. `--write --triton VERSION` does this with another version of Triton, which pip installs
-in a temporary folder. Each version has its own lines. `--check` lists the cases that the installed version or the
-oldest supported one lacks, without compiling them; with names, it compiles these cases with the installed version, and
-also lists those whose results differ from the recorded ones. `--table` prints the installed version's lines as a table.
+in a temporary folder. Each version has its own lines. `--check` lists the cases that the installed version or one in
+TRITON_VERSIONS lacks, without compiling them; with names, it compiles these cases with the installed version, and also
+lists those whose results differ from the recorded ones. `--table` prints the installed version's lines as a table.
 
 The launchers run on meta tensors at the shapes of an 8B model, and each kernel that they would start is compiled for
 compute capability 8.0, 9.0 (Hopper) or 10.0 with the tools in Triton's package. Prints one JSON object per line:
@@ -51,8 +51,9 @@ from kernels.triton.rank_sum import RankSum
 
 # Compute capabilities of Ampere, Hopper and Blackwell.
 CAPABILITIES = (80, 90, 100)
-# The oldest version that pyproject.toml allows. A kernel has the same key under all versions.
-OLDEST_TRITON = "3.6.0"
+# The oldest version that pyproject.toml allows, the one that CUDA builds of PyTorch 2.13 require, and the newest allowed.
+# A kernel has the same key under all versions.
+TRITON_VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
 TABLE = Path(__file__).with_name("compiled.jsonl")
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -551,7 +552,7 @@ if __name__ == "__main__":
     if options.write:
         write_table(options.processes)
     if options.check or options.write:
-        versions = {triton.__version__} | ({OLDEST_TRITON} if options.check else set())
+        versions = {triton.__version__, *(TRITON_VERSIONS if options.check else ())}
         lacking = [
             f"{case} for {capability} with --triton {version}"
             for version in sorted(versions)

@@ -2,10 +2,9 @@
 memory limits.
 
 Compiling every case takes about 15 minutes of CPU time, so the results are stored in benchmarks/gpu/compiled.jsonl,
-keyed by a hash of each kernel's source, types and constants, for the installed version of Triton and for the oldest
-supported one. After a change to a kernel or to the installed version, update the file: `python -m
-benchmarks.gpu.compiled --write`, and the same with `--triton 3.6.0`. One case is recompiled here, to show that the file
-says what the compiler does.
+keyed by a hash of each kernel's source, types and constants, for the versions of Triton in TRITON_VERSIONS. After a
+change to a kernel, update the file: `python -m benchmarks.gpu.compiled --write --triton VERSION` for each of them. One
+case is recompiled here, to show that the file says what the compiler does.
 """
 
 from __future__ import annotations
