@@ -51,7 +51,7 @@ from kernels.triton.rank_sum import RankSum
 
 # Compute capabilities of Ampere, Hopper and Blackwell.
 CAPABILITIES = (80, 90, 100)
-# The oldest version that pyproject.toml allows, the one that CUDA builds of PyTorch 2.13 require, and the newest allowed.
+# The oldest version that pyproject.toml allows, the one that CUDA builds of PyTorch 2.13 require, and the newest.
 # A kernel has the same key under all versions.
 TRITON_VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
 TABLE = Path(__file__).with_name("compiled.jsonl")

@@ -1,6 +1,7 @@
 """Runs all layers of a decoder in one call of the CPU kernels."""
 
 import ctypes
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from kernels.cpu.library import (
 from kernels.cpu.linear import GGUF_BLOCK_BYTES, PackedLinear, WeightFormat
 from kernels.cpu.lora import PackedLora, adapter_pointers
 from kernels.cpu.sampling import Draws, pointer_to
-from kernels.cpu.threads import ThreadPool
+from kernels.cpu.threads import StepThreads, ThreadPool
 
 MAX_HEAD_DIM = 256
 MAX_EXPERTS = 1024
@@ -166,6 +167,7 @@ class NativeDecoder:
         mixtures = [_mixture_struct(layer.mixture) for layer in layers]
         self._held = (*layers, cos, sin, query_scales, mixtures)  # the kernels hold pointers to them
         self._num_layers = len(layers)
+        self._step_threads = StepThreads(threads.num_threads)
         structs = (LayerStruct * len(layers))(*map(_layer_struct, layers, mixtures))
         dims_struct = _dims_struct(dims, layers, num_positions, query_scales)
         self._handle: int = self._library.decoder_create(
@@ -230,6 +232,8 @@ class NativeDecoder:
             num_tokens, positions, slot_mapping, query_starts, context_lens, block_tables, adapters
         )
         chosen, highest = torch.empty(num_sampled, dtype=torch.int32), torch.empty(num_sampled)
+        batch.max_threads = self._step_threads.number(num_tokens)
+        began = time.perf_counter()
         problem = self._library.decoder_choose(
             self._handle,
             ctypes.byref(batch),
@@ -245,6 +249,7 @@ class NativeDecoder:
         )
         if problem:
             raise ValueError(problem.decode())
+        self._step_threads.note(num_tokens, batch.max_threads, time.perf_counter() - began)
         return chosen, highest
 
     def _batch(
@@ -275,6 +280,7 @@ class NativeDecoder:
             context_lens.data_ptr(),
             block_tables.data_ptr(),
             None if pointers is None else ctypes.addressof(pointers),
+            self._threads.num_threads,
         )
         return batch, pointers
 

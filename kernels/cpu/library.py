@@ -88,6 +88,7 @@ class BatchStruct(ctypes.Structure):
         *((name, c_int32) for name in ("num_tokens", "num_sequences", "max_blocks")),
         *((name, c_void_p) for name in ("positions", "slot_mapping", "query_starts", "context_lens", "block_tables")),
         ("adapters", c_void_p),
+        ("max_threads", c_int32),
     ]
 
 

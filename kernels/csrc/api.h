@@ -94,6 +94,7 @@ struct MidstreamBatch {
   const int32_t* context_lens;   // [num_sequences]: number of keys of each sequence, including those of this step
   const int32_t* block_tables;   // [num_sequences, max_blocks]
   const MidstreamLoraLayer* const* adapters;  // [num_sequences]: layers of each sequence's adapter, or null; null if none has one
+  int32_t max_threads;  // at most the threads of the pool
 };
 
 // How a row's next token is drawn; docs/requests.md describes the fields.

@@ -77,7 +77,7 @@ const char* MidstreamDecoder::forward(const MidstreamBatch& batch, float* hidden
   if (const char* problem = check(batch)) return problem;
   if (first_layer < 0 || last_layer > dims_.num_layers) return "there is no such layer";
   prepare(batch);
-  threads_.run(num_threads(batch.num_tokens), [&](int thread) {
+  threads_.run(num_threads(batch), [&](int thread) {
     for (int i = first_layer; i < last_layer; ++i) run_layer(thread, i, batch, hidden);
   });
   return nullptr;
@@ -99,7 +99,7 @@ const char* MidstreamDecoder::choose(const MidstreamBatch& batch, const Midstrea
   logits_.resize(static_cast<size_t>(num_sampled) * head.n);
   if (draws) pool_.reserve_draws(head.n);
   auto hidden = [&](int i) { return hidden_.data() + static_cast<int64_t>(i) * dims_.hidden; };
-  threads_.run(num_threads(batch.num_tokens), [&](int thread) {
+  threads_.run(num_threads(batch), [&](int thread) {
     threads_.for_each(batch.num_tokens, threads_.grain(batch.num_tokens),
                       [&](int i) {
                         embed_row(embedding, token_ids[i], dims_.hidden, hidden(i));
@@ -168,12 +168,13 @@ void MidstreamDecoder::prepare(const MidstreamBatch& batch) {
 }
 
 // Returns the number of threads that have enough work between two barriers: small models have little work per layer.
-int MidstreamDecoder::num_threads(int num_tokens) const {
+int MidstreamDecoder::num_threads(const MidstreamBatch& batch) const {
   constexpr int64_t kProductsOfThread = 1 << 18, kLinearLayers = 4;
   int64_t heads = dims_.num_heads + dims_.num_kv_heads;
   int64_t features = largest_mixture_ ? most_active_ * expert_features_ : dims_.ffn;
   int64_t weights = static_cast<int64_t>(dims_.hidden) * (2 * heads * dims_.head_dim + 3 * features);
-  return static_cast<int>(std::clamp<int64_t>(num_tokens * weights / kLinearLayers / kProductsOfThread, 1, threads_.size()));
+  int64_t most = std::clamp<int64_t>(batch.max_threads, 1, threads_.size());
+  return static_cast<int>(std::clamp<int64_t>(batch.num_tokens * weights / kLinearLayers / kProductsOfThread, 1, most));
 }
 
 // Checks all indices, because an invalid one would read or write memory out of bounds.
@@ -204,7 +205,7 @@ void MidstreamDecoder::plan_attention(const MidstreamBatch& batch) {
     num_tiles += (batch.query_starts[s + 1] - batch.query_starts[s] + queries_per_task_ - 1) / queries_per_task_;
   // The heads of a block are adjacent in memory. A task for all heads reads memory sequentially, but there are fewer tasks to
   // distribute.
-  int step = num_tiles >= 4 * num_threads(batch.num_tokens) ? dims_.num_kv_heads : 1;
+  int step = num_tiles >= 4 * num_threads(batch) ? dims_.num_kv_heads : 1;
   for (int s = 0; s < batch.num_sequences; ++s)
     for (int q = batch.query_starts[s]; q < batch.query_starts[s + 1]; q += queries_per_task_) {
       int count = std::min(queries_per_task_, batch.query_starts[s + 1] - q);

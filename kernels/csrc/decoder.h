@@ -29,7 +29,7 @@ struct MidstreamDecoder {
   const char* check(const MidstreamBatch& batch) const;
   void reserve(int num_tokens);
   void prepare(const MidstreamBatch& batch);
-  int num_threads(int num_tokens) const;
+  int num_threads(const MidstreamBatch& batch) const;
   void plan_attention(const MidstreamBatch& batch);
   int qkv_width() const { return (dims_.num_heads + 2 * dims_.num_kv_heads) * dims_.head_dim; }
   void run_layer(int thread, int index, const MidstreamBatch& batch, float* hidden);

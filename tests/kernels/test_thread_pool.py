@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from kernels.build import SOURCES
-from kernels.cpu import PackedLinear, ThreadPool, WeightFormat
+from kernels.cpu import DecoderDims, Embedding, PackedLinear, ThreadPool, WeightFormat
+from kernels.cpu.threads import StepThreads
 from tests.kernels.libraries import library, runnable_builds
+from tests.kernels.models import random_decoder
+from tests.kernels.paged import paged_batch
 
 
 @pytest.mark.parametrize("flags", [("-fsanitize=thread", "-O1"), ("-O2",)], ids=["sanitized", "fast"])
@@ -22,11 +25,21 @@ def test_each_phase_sees_the_one_before(tmp_path: Path, flags: tuple[str, ...]) 
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr[-3000:]
 
 
-def compute_seconds() -> float:
-    """Return the CPU time of all kernel threads in this process."""
+def compute_tasks() -> list[Path]:
+    """Return the folders of all kernel threads in this process."""
     tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "compute\n"]
     assert tasks
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+    return tasks
+
+
+def compute_seconds() -> float:
+    """Return the CPU time of all kernel threads in this process."""
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in compute_tasks()) / 1e9
+
+
+def wait_until_asleep() -> None:
+    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "S" for task in compute_tasks()):
+        pass
 
 
 def test_threads_without_work_sleep() -> None:
@@ -37,3 +50,28 @@ def test_threads_without_work_sleep() -> None:
     before = compute_seconds()
     threading.Event().wait(0.3)
     assert compute_seconds() - before < 0.05
+
+
+def test_a_step_runs_on_the_chosen_number_of_threads_with_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is large enough for two threads to have work for one token."""
+    dims = DecoderDims(1024, num_heads=8, num_kv_heads=2, head_dim=64, ffn_size=2048, eps=1e-5, scale=0.125)
+    decoder, batch = random_decoder(dims, 1), paged_batch([1], [1], block_size=16)
+    step = (batch.positions, batch.slot_mapping, batch.query_starts, batch.context_lens, batch.block_tables)
+    kernels = library(runnable_builds[0])
+    native = decoder.native(runnable_builds[0], decoder.caches(batch.num_blocks, 16, torch.float32), num_threads=2)
+    token_ids, table = torch.zeros(1, dtype=torch.int32), Embedding(torch.randn(8, 1024), WeightFormat.F32, 1024)
+    head = PackedLinear(kernels, [torch.randn(50, 1024)], WeightFormat.F32)
+
+    def choose(num_threads: int) -> tuple[float, list[float]]:
+        """Return how long the second thread computed during 20 equal steps, and their highest logits."""
+        monkeypatch.setattr(StepThreads, "number", lambda *_: num_threads)
+        before = compute_seconds()
+        chosen = [native.choose(token_ids, *step, token_ids, table, torch.ones(1024), head) for _ in range(20)]
+        return compute_seconds() - before, [highest.item() for _, highest in chosen]
+
+    choose(2)
+    wait_until_asleep()
+    seconds_of_one, one = choose(1)
+    seconds_of_two, two = choose(2)
+    assert seconds_of_one == 0 < seconds_of_two
+    assert {*one} == {*two} == {one[0]}
