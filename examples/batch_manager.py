@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from midstream.errors import MidstreamError
 from midstream.executor import (
     BatchManager,
     GenerationExecutor,
@@ -55,8 +56,13 @@ def main(address: str = "127.0.0.1:50051") -> None:
         BatchManager(executor, source.get_requests, source.send_response, source.poll_stop_signals, stats.append),
     ):
         source.done.wait(60)
+    if not stats:
+        sys.exit("no statistics; is the service running?")
     print("statistics:", sorted(json.loads(stats[-1]))[:4])
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    try:
+        main(*sys.argv[1:2])
+    except MidstreamError as error:
+        sys.exit(str(error))

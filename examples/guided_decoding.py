@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+from midstream.errors import MidstreamError
 from midstream.executor import GenerationExecutor, GuidedDecodingParams, SamplingParams
 
 SCHEMA = {
@@ -34,4 +35,7 @@ def main(address: str = "127.0.0.1:50051") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    try:
+        main(*sys.argv[1:2])
+    except MidstreamError as error:
+        sys.exit(str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from midstream.errors import MidstreamError
 from midstream.executor import GenerationExecutor, SamplingParams
 
 PROMPT = [504, 3575, 282, 4649, 314]  # The capital of France is
@@ -22,4 +23,7 @@ def main(address: str = "127.0.0.1:50051") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    try:
+        main(*sys.argv[1:2])
+    except MidstreamError as error:
+        sys.exit(str(error))

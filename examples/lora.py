@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from midstream.client import Client
-from midstream.errors import InvalidArgumentError
+from midstream.errors import InvalidArgumentError, MidstreamError
 from midstream.executor import GenerationExecutor, LoRARequest, SamplingParams
 
 NUM_LAYERS, HIDDEN_SIZE, RANK = 30, 576, 4
@@ -60,4 +60,7 @@ def main(address: str = "127.0.0.1:50051", folder: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    try:
+        main(*sys.argv[1:3])
+    except MidstreamError as error:
+        sys.exit(str(error))

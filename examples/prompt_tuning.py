@@ -7,6 +7,7 @@ import sys
 import numpy as np
 
 from midstream.client import Client
+from midstream.errors import MidstreamError
 from midstream.executor import GenerationExecutor, SamplingParams
 
 PROMPT = [49, 4626, 314]  # A river is
@@ -34,4 +35,7 @@ def main(address: str = "127.0.0.1:50051") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    try:
+        main(*sys.argv[1:2])
+    except MidstreamError as error:
+        sys.exit(str(error))

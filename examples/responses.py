@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from midstream.errors import MidstreamError
 from midstream.executor import GenerationExecutor, GenerationRequest, SamplingParams
 
 
@@ -18,6 +19,8 @@ def main(address: str = "127.0.0.1:50051") -> None:
             for response in executor.await_responses(timeout=60):
                 if response.request_id == other:
                     executor.abort_request(other)
+                if response.error is not None:
+                    raise response.error
                 if response.is_final and response.result is not None:
                     print(f"{waiting.pop(response.request_id)}: {response.result.finish_reasons}")
         stats = executor.get_latest_stats()
@@ -27,4 +30,7 @@ def main(address: str = "127.0.0.1:50051") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    try:
+        main(*sys.argv[1:2])
+    except MidstreamError as error:
+        sys.exit(str(error))

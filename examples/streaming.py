@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from midstream.client import Client, SamplingParams
+from midstream.errors import MidstreamError
 
 
 def main(address: str = "127.0.0.1:50051") -> None:
@@ -17,4 +18,7 @@ def main(address: str = "127.0.0.1:50051") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    try:
+        main(*sys.argv[1:2])
+    except MidstreamError as error:
+        sys.exit(str(error))

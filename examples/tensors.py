@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 
+from midstream.errors import MidstreamError
 from midstream.executor import GenerationExecutor, SamplingParams
 from midstream.extras import Tensor
 
@@ -40,4 +41,7 @@ def main(address: str = "127.0.0.1:50051") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    try:
+        main(*sys.argv[1:2])
+    except MidstreamError as error:
+        sys.exit(str(error))

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from midstream.client import Client
+from midstream.client.retries import Retries
 from midstream.errors import InvalidArgumentError, MidstreamError, UnsupportedError
 from midstream.executor import GenerationExecutor
 from tests.integration.service import Service
+from tests.ports import free_port
 
 FOLDER = Path(__file__).parents[2] / "examples"
 # The expected output, in order; there may be other output in between.
@@ -116,6 +118,20 @@ def test_a_service_that_lacks_what_it_needs_is_explained(
     monkeypatch.setattr(sys, "argv", [name, address])
     with pytest.raises(SystemExit, match=cure):
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", sorted(SHOWN))
+def test_an_example_says_that_no_service_runs(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Retries.__init__
+    monkeypatch.setattr(Retries, "__init__", lambda retries, timeout_s, _: start(retries, timeout_s, 0.0))
+    monkeypatch.setattr(sys, "argv", [name, f"127.0.0.1:{free_port()}"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    text = capsys.readouterr().out + str(ended.value)
+    assert "is the service running" in text
+    assert "Traceback" not in text
 
 
 def test_no_example_is_missing() -> None:
