@@ -61,7 +61,7 @@ class Supervisor:
             run_dir: Directory for state and logs.
             model: Name of the model, for the state.
             specs: The processes to run.
-            observer: Called with the state at each change.
+            observer: Called with the state at each change. If it raises OSError, the run continues.
 
         Raises:
             ConfigError: Another supervisor uses the directory.
@@ -160,7 +160,8 @@ class Supervisor:
     def _changed(self) -> None:
         self.state = replace(self.state, processes=tuple(process.state for process in self._processes))
         self._write_state()
-        self._observer(self.state)
+        with contextlib.suppress(OSError):  # the observer prints to a terminal or pipe that may be closed
+            self._observer(self.state)
 
     def _write_state(self) -> None:
         """Write the state; if that fails (for example because the disk is full), continue and retry later."""

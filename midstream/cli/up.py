@@ -176,7 +176,10 @@ async def _run(name: str, topology: Topology, run_dir: RunDir, console: Console)
                 supervisor.hurry()
             stop.set()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
         running = asyncio.create_task(supervisor.run(stop, ready))
         first_ready = asyncio.create_task(ready.wait())

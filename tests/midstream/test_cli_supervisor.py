@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.cli import health, supervisor
+from midstream.cli import health, main, supervisor, up
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive, started_ticks
 from midstream.cli.supervisor import Supervisor, stop_orphans
 from midstream.cli.topology import ProcessSpec
@@ -34,6 +34,7 @@ class Run:
         self.run_dir = RunDir(path / "run")
         self.changed = asyncio.Event()
         self.states: list[RunState] = []
+        self.is_output_closed = False
         self.supervisor = Supervisor(self.run_dir, "a-model", specs, self.observe)
         self.stop, self.ready = asyncio.Event(), asyncio.Event()
         self.task = asyncio.create_task(self.supervisor.run(self.stop, self.ready))
@@ -41,6 +42,8 @@ class Run:
     def observe(self, state: RunState) -> None:
         self.states.append(state)
         self.changed.set()
+        if self.is_output_closed:
+            raise BrokenPipeError
 
     async def until(self, holds: Callable[[RunState], bool]) -> RunState:
         async with asyncio.timeout(60):
@@ -168,6 +171,37 @@ async def test_a_fast_shutdown_ends_open_streams_and_kills_nothing(
     run.supervisor.hurry()
     await run.end()  # if it did not hurry, each of the two would take 40 s
     assert run.trace.read_text().split() == ["router-0", "worker-0", "scheduler-0"]
+
+
+async def test_a_run_continues_and_stops_in_order_after_its_output_was_closed(tmp_path: Path) -> None:
+    run = Run(tmp_path, KINDS)
+    await run.ready.wait()
+    run.is_output_closed = True
+    (pid,) = [process.pid for process in run.supervisor.state.processes if process.name == "worker-0"]
+    os.kill(pid, signal.SIGKILL)
+    await run.until(lambda state: _named(state, "worker-0") == (ProcessPhase.READY, 1))
+    await run.end()
+    assert run.trace.read_text().split() == ["router-0", "worker-0", "scheduler-0"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_the_service(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SIGHUP means that the terminal was closed."""
+    address, trace = f"127.0.0.1:{free_port()}", tmp_path / "trace"
+    flags = ("--http-port", address.rpartition(":")[2], "--mode", "healthy", "--trace", str(trace))
+    router = FakeSpec("router-0", "router", flags, {"http": address, "grpc": address})
+    monkeypatch.setattr(up, "plan_processes", lambda *_, **__: [router])
+
+    def how_to_talk(*_: object) -> str:  # called when the service is ready
+        os.kill(os.getpid(), number)
+        return "ready"
+
+    monkeypatch.setattr(up, "how_to_talk", how_to_talk)
+    assert main(["up", "--run-dir", str(tmp_path / "run"), "--port", str(free_port()), "--http-port", "0"]) == 0
+    assert trace.read_text().split() == ["router-0"]
+    assert "Stopped." in capfd.readouterr().out
 
 
 async def test_one_supervisor_per_directory(tmp_path: Path) -> None:
