@@ -55,6 +55,7 @@ def check_tokenizer(file: Path, text: str) -> None:
             env=python_environment({"RAYON_NUM_THREADS": "1"}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
+            start_new_session=True,  # Ctrl-C must not look like a crash of the tokenizer
             timeout=_WALL_S,
             check=False,
         )
