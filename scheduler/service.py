@@ -159,6 +159,7 @@ class SchedulerService:
             hidden_size=self.model.hidden_size,
             max_deaths=self.config.max_worker_deaths,
             no_worker_timeout_s=self.config.no_worker_timeout_s,
+            answer_timeout_s=self.config.worker_progress_timeout_ms / 1000,
             cache_bytes=self.config.image_cache_bytes,
         )
         self.dispatcher.on_image_result = images.on_result

@@ -251,6 +251,11 @@ class HttpPort:
                 connection.transport.abort()
         self._socket.close()
 
+    def close(self) -> None:
+        """Close the port if it has never been started."""
+        if not self._tasks:
+            self._socket.close()
+
 
 async def _keep_fresh(tls: Tls) -> None:
     while True:

@@ -19,6 +19,7 @@ The steps of a request:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from scheduler.core.config import CoreConfig
@@ -141,7 +142,9 @@ class SchedulerCore:
         Returns:
             The effects to carry out, in order.
         """
-        self._clock.now_ns = max(self._clock.now_ns, event.time_ns)
+        if event.time_ns < self._clock.now_ns:
+            event = replace(event, time_ns=self._clock.now_ns)
+        self._clock.now_ns = event.time_ns
         self._handlers[type(event)](event)
         effects = self._effects[:]
         self._effects.clear()

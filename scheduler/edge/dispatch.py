@@ -336,6 +336,11 @@ class Dispatcher:
         image = worker_pb2.EncodeImage(epoch=epoch, id=image_id, data=data)
         self._send_message(connection, worker_pb2.SchedulerMessage(encode_image=image))
 
+    def fail_worker(self, connection: bytes, reason: str) -> None:
+        """End the epoch of a worker that does not answer."""
+        self._on_event(WorkerFailed(self._clock.now_ns(), connection, reason))
+        self._on_read()
+
     def send_heartbeat_ack(self, connection: bytes, epoch: int) -> None:
         self._send(connection, _heartbeat_ack(epoch))
 

@@ -2,8 +2,9 @@
 
 A worker encodes one image at a time, so that an image that ends a worker's process is the only one to be blamed. If a
 worker is lost, another one encodes the image; after `max_deaths` losses, the image is refused. A worker that returns an
-invalid answer is itself at fault: it is held off as for an invalid result, and the image is not blamed. The core does
-not know about images: the request that a router submits contains the embeddings.
+invalid answer is itself at fault: it is held off as for an invalid result, and the image is not blamed. A worker that
+does not answer in time is held off as well, but the image may be the cause, so that this counts as a loss. The core
+does not know about images: the request that a router submits contains the embeddings.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ class ImageSender(Protocol):
     def send_image(self, connection: bytes, epoch: int, image_id: int, data: bytes) -> None:
         """Ask a worker to encode an image; it answers with ImageEncoded."""
 
+    def fail_worker(self, connection: bytes, reason: str) -> None:
+        """End the epoch of a worker that does not answer."""
+
 
 @dataclass(slots=True)
 class _Asked:
@@ -75,6 +79,7 @@ class Images:
         hidden_size: int,
         max_deaths: int,
         no_worker_timeout_s: float,
+        answer_timeout_s: float,
         cache_bytes: int,
     ) -> None:
         """Start with an empty cache.
@@ -85,11 +90,13 @@ class Images:
             hidden_size: Size of the model's embeddings.
             max_deaths: Number of workers that an image may cost.
             no_worker_timeout_s: How long an image waits if there is no worker.
+            answer_timeout_s: Time within which a worker must encode an image.
             cache_bytes: Limit on the size of the cached embeddings.
         """
         self.num_encoded = self.num_cached = 0
         self._groups, self._sender, self._hidden_size = groups, sender, hidden_size
         self._max_deaths, self._no_worker_timeout_s = max_deaths, no_worker_timeout_s
+        self._answer_timeout_s = answer_timeout_s
         self._cache_bytes, self._num_cache_bytes = cache_bytes, 0
         self._cache: OrderedDict[bytes, Response] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[Response]] = {}
@@ -181,12 +188,16 @@ class Images:
         num_deaths = 0
         for _ in range(_MAX_TRIES):
             async with self._free_group() as group:
-                num_faults = group.standing.num_faults
-                response = await self._ask(group, data)
+                num_faults, response, is_late = group.standing.num_faults, None, False
+                try:
+                    response = await self._ask(group, data)
+                except TimeoutError:
+                    is_late = True
+                    self._sender.fail_worker(group.connection, "it did not encode an image in time")
             if response is not None:
                 return response
             logger.warning("a worker was lost while it encoded an image", extra={"epoch": group.epoch})
-            num_deaths += group.standing.num_faults == num_faults
+            num_deaths += is_late or group.standing.num_faults == num_faults
             if num_deaths >= self._max_deaths:
                 raise ExecutionError(f"{num_deaths} workers were lost while they encoded the image")
         raise ExecutionError("no worker returned a valid answer for the image")
@@ -228,16 +239,24 @@ class Images:
             self._freed.set()
 
     async def _ask(self, group: WorkerGroup, data: bytes) -> Response | None:
-        """Return a worker's answer, or None if the worker is lost first."""
+        """Return a worker's answer, or None if the worker is lost first.
+
+        Raises:
+            TimeoutError: It does not answer in time.
+        """
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self._answer_timeout_s
         self._last_id += 1
         key = (group.epoch, self._last_id)
-        asked = self._asked[key] = _Asked(asyncio.get_running_loop().create_future())
+        asked = self._asked[key] = _Asked(loop.create_future())
         try:
             self._sender.send_image(group.connection, group.epoch, self._last_id, data)
             while not asked.done.done():
                 await asyncio.wait((asked.done,), timeout=_LOOK_INTERVAL_S)
                 if not asked.done.done() and all(other.epoch != group.epoch for other in self._groups()):
                     return None
+                if not asked.done.done() and loop.time() >= give_up_at:
+                    raise TimeoutError
             return asked.done.result()
         finally:
             del self._asked[key]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -19,6 +20,7 @@ from typing import Protocol
 
 from midstream.errors import (
     AlreadyExistsError,
+    DeadlineError,
     InvalidArgumentError,
     MidstreamError,
     NotFoundError,
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 MAX_NAME = 128
 _LOOK_INTERVAL_S = 0.25
+# Large adapters on slow disks take minutes at most.
+_ANSWER_TIMEOUT_S = 300.0
 # A worker with any of these features reads adapters, and rejects kinds that it does not support.
 _FEATURES = frozenset(("lora", "prompt_tuning"))
 
@@ -207,8 +211,10 @@ class Adapters:
         return adapter
 
     async def _ask(self, group: WorkerGroup, name: str, path: str) -> worker_pb2.LoraResult | None:
-        """Return a worker's answer, or None if the worker disconnects first."""
-        key = (name, group.epoch)
+        """Return a worker's answer, or None if the worker disconnects first. No answer in time is an error; what comes
+        later is ignored.
+        """
+        key, give_up_at = (name, group.epoch), time.monotonic() + _ANSWER_TIMEOUT_S
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         self._sender.send_load_adapter(group.connection, group.epoch, name, path)
         while not answer.done():
@@ -216,6 +222,10 @@ class Adapters:
             if all(other.epoch != group.epoch for other in self._groups()):
                 self._answers.pop(key, None)
                 break
+            if not answer.done() and time.monotonic() >= give_up_at:
+                del self._answers[key]
+                late = DeadlineError(f"a worker did not load the adapter within {_ANSWER_TIMEOUT_S:g} s; try again")
+                return worker_pb2.LoraResult(name=name, epoch=group.epoch, error=late.to_proto())
         return answer.result() if answer.done() else None
 
     def _forget(self, result: worker_pb2.LoraResult, groups: Sequence[WorkerGroup]) -> None:

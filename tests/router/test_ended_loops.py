@@ -8,14 +8,16 @@ import pytest
 
 from detokenizer import __main__ as detokenizer
 from detokenizer.feed import FeedPool
-from midstream.config import DetokenizerConfig
+from midstream.config import DetokenizerConfig, RouterConfig
 from midstream.errors import ExecutionError
 from midstream.rpc.discovery import Discovery
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
+from router import __main__ as router
 from router.pipeline import cells
 from router.pipeline.cells import Cell, Cells
 from router.pipeline.detokenizer_pool import DetokenizerLink, DetokenizerPool
+from tests.ports import free_port
 
 
 class DefectError(Exception):
@@ -39,6 +41,15 @@ async def test_a_detokenizer_ends_with_its_feeds(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(FeedPool, "run", fail)
     with pytest.raises(ExecutionError, match="the loop of token feeds ended"):
         await asyncio.wait_for(detokenizer.serve(DetokenizerConfig(port=0)), 60)
+
+
+async def test_a_router_that_cannot_start_closes_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    http_port = free_port()
+    monkeypatch.setattr(Server, "start", fail)
+    with pytest.raises(DefectError):
+        await asyncio.wait_for(router.serve(RouterConfig(port=0, http_port=http_port)), 60)
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", http_port)
 
 
 async def test_a_loop_that_ends_during_draining_is_not_a_failure() -> None:

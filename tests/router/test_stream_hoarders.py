@@ -11,22 +11,27 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 from grpc_health.v1 import health_pb2
 
 from midstream.client import AsyncClient
+from midstream.errors import OverloadedError
 from midstream.rpc.health import Progress
-from midstream.rpc.serving import open_channel
-from protos import stats_pb2, status_pb2
+from midstream.rpc.serving import Server, open_channel
+from protos import scheduler_pb2_grpc, stats_pb2, status_pb2
 from router.authentication import Authenticator, TokenFile
-from router.pipeline.cells import Cells
+from router.pipeline.cells import Cell, Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.reach import watch_reach
+from router.pipeline.stream_limits import CallLimits, StreamLimits, watcher_limits
+from tests.detokenizer.scripted_scheduler import scripted_scheduler
 from tests.router.conftest import MAX_MESSAGE, Cluster
 
 HOARDER, PROBE = "token-of-the-hoarder", "token-of-the-probe-client"
 NUM_IDLE = 4500
 # Limits of status watches, of health watches, and of KServe streams, which may contain requests.
 MAX_ACCEPTED = 64 + 256 + NUM_IDLE // 6
+CONTROL, GENERATE = "/midstream.v1.Midstream/ListLoras", "/midstream.v1.Midstream/Generate"
 WATCHED = {
     "/midstream.v1.Midstream/GetIterationStats": stats_pb2.GetIterationStatsRequest(stream=True),
     "/midstream.v1.Midstream/SubscribeKvEvents": stats_pb2.SubscribeKvEventsRequest(),
@@ -91,6 +96,59 @@ async def test_idle_streams_of_one_client_cost_the_others_nothing(cluster: Clust
             call.cancel()
     # Not the slowest, because the machine may stall for seconds; `python -m benchmarks.abuse` measures more of them.
     assert sorted(beside)[-3] <= max(3 * sorted(alone)[-3], 0.5)
+
+
+async def test_watchers_cannot_use_up_the_streams_to_the_scheduler_that_requests_need() -> None:
+    server = Server("midstream.v1.Scheduler", "127.0.0.1", 0, Progress(), max_concurrent_streams=3)
+    scheduler_pb2_grpc.add_SchedulerServicer_to_server(scripted_scheduler(), server.grpc)
+    await server.start()
+    cell = Cell("c", f"127.0.0.1:{server.port}", MAX_MESSAGE)
+    watching = [cell.watch_stub.SubscribeKvEvents(stats_pb2.SubscribeKvEventsRequest()) for _ in range(3)]
+    for call in watching:
+        await call.read()
+    await cell.poll()
+    assert cell.is_up
+    for call in watching:
+        call.cancel()
+    await cell.close()
+    await server.stop()
+
+
+def num_accepted(limits: CallLimits, method: str) -> int:
+    """Return how many calls one client may keep open."""
+    for number in range(5000):
+        try:
+            limits.take(method)
+        except OverloadedError:
+            return number
+    return -1
+
+
+def test_each_kind_of_call_has_a_limit_of_its_own() -> None:
+    limits = CallLimits(watcher_limits(), 20, 10)
+    assert {method: num_accepted(limits, method) for method in (*WATCHED, CONTROL, GENERATE)} == {
+        "/midstream.v1.Midstream/GetIterationStats": 64,
+        "/midstream.v1.Midstream/SubscribeKvEvents": 0,  # all of the same kind are open
+        "/midstream.v1.Midstream/GetStatus": -1,  # counted by the status feed
+        "/grpc.health.v1.Health/Watch": 256,
+        "/openengine.v1.Control/SubscribeKvEvents": 0,
+        "/inference.GRPCInferenceService/ModelStreamInfer": 10,
+        CONTROL: 128,
+        GENERATE: -1,  # counted with the requests of all APIs
+    }
+
+
+def test_streams_are_limited_per_client_and_in_total() -> None:
+    limits = StreamLimits(3, 2)
+    release = limits.take("a")
+    limits.take("a")
+    with pytest.raises(OverloadedError, match="this client"):
+        limits.take("a")
+    limits.take("b")
+    with pytest.raises(OverloadedError, match="this router"):
+        limits.take("b")
+    release()
+    limits.take("b")
 
 
 async def test_health_says_when_the_parts_that_requests_need_do_not_answer(cluster: Cluster) -> None:

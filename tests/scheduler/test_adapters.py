@@ -16,6 +16,7 @@ import pytest
 from midstream.clock import SteadyClock
 from midstream.errors import (
     AlreadyExistsError,
+    DeadlineError,
     InvalidArgumentError,
     MidstreamError,
     NotFoundError,
@@ -27,6 +28,7 @@ from protos import worker_pb2
 from scheduler.core.prefix_cache import chain_seed
 from scheduler.core.request_spec import RequestSpec
 from scheduler.core.worker_group import AdapterRoom
+from scheduler.edge import lora_registry
 from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.metrics import lora_requests
 from scheduler.journal import LoadedAdapter
@@ -197,6 +199,23 @@ async def test_a_worker_that_dies_in_the_meantime_is_not_awaited(path: Path) -> 
         cell.workers.answer = answer
         assert (await cell.adapters.load("a", PATH)).num_bytes == 101
         assert cell.workers.sent[-1] == ("load", 7, "a", PATH)
+
+
+async def test_a_load_that_a_worker_does_not_answer_fails_and_may_be_repeated(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora_registry, "_ANSWER_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(lora_registry, "_LOOK_INTERVAL_S", 0.001)
+    async with Cell(path, lambda epoch, name, where: good(epoch, name, where) if epoch == 1 else None) as cell:
+        with pytest.raises(DeadlineError):
+            await cell.adapters.load("a", PATH)
+        assert cell.workers.sent[-1] == ("unload", 1, f"print of {PATH}")
+        late = good(2, "a", PATH)
+        late.epoch, late.name = 2, "a"
+        cell.adapters.on_result(late)
+        cell.workers.answer = good
+        monkeypatch.setattr(lora_registry, "_ANSWER_TIMEOUT_S", 60.0)
+        assert (await cell.adapters.load("a", "/adapters/b")).path == "/adapters/b"
 
 
 async def test_a_request_contains_the_identity_of_its_adapters(path: Path) -> None:

@@ -49,11 +49,17 @@ class Workers:
             groups=lambda: cast("Any", self.groups),
             sender=self,
             hidden_size=2,
-            **{"max_deaths": 2, "no_worker_timeout_s": 0.0, "cache_bytes": 1 << 20} | settings,
+            **{"max_deaths": 2, "no_worker_timeout_s": 0.0, "answer_timeout_s": 60.0, "cache_bytes": 1 << 20}
+            | settings,
         )
 
     def send_image(self, connection: bytes, epoch: int, image_id: int, data: bytes) -> None:
         self.asked.put_nowait((epoch, image_id, data))
+
+    def fail_worker(self, connection: bytes, reason: str) -> None:
+        group = next(group for group in self.groups if group.connection == connection)
+        group.standing.note_fault(0, reason)
+        self.lose(group.epoch)
 
     def lose(self, epoch: int) -> None:
         self.groups = [group for group in self.groups if group.epoch != epoch]
@@ -141,6 +147,14 @@ async def test_an_image_that_costs_too_many_workers_is_refused() -> None:
     with pytest.raises(ExecutionError, match="2 workers were lost"):
         await call
     assert workers.asked.empty()
+    assert workers.images.num_running == 0
+
+
+async def test_an_image_that_is_not_answered_is_refused_and_its_workers_are_dropped() -> None:
+    workers = Workers(*(Group(epoch, connection=bytes([epoch])) for epoch in (1, 2, 3)), answer_timeout_s=0.0)
+    with pytest.raises(ExecutionError, match="2 workers were lost"):
+        await workers.images.encode(b"image")
+    assert [group.epoch for group in workers.groups] == [3]
     assert workers.images.num_running == 0
 
 

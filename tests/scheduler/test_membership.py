@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from scheduler.core.effects import EpochEnded, GroupRefused
-from scheduler.core.events import StepDone, WorkerBeat, WorkerLeft
+from scheduler.core.events import StepDone, Turn, WorkerBeat, WorkerLeft
 from scheduler.core.failure import Failure
 from scheduler.core.request import FinishReason
 from tests.scheduler.harness import MS, Harness
@@ -102,6 +102,16 @@ def test_heartbeats_keep_a_worker_but_not_one_that_makes_no_progress() -> None:
     harness.advance(1_000)
     assert harness.core.groups == []
     assert harness.core.totals.num_worker_deaths == 1
+
+
+def test_an_event_from_the_past_does_not_set_the_clock_back() -> None:
+    harness = Harness()
+    group = harness.add_group()  # after 2 s without a heartbeat, it is lost
+    for time_ns in (2_500 * MS, 0):
+        harness.handle(WorkerBeat(time_ns, group.registration.connection, group.epoch, 0))
+    for time_ns, num_groups in ((4_499 * MS, 1), (4_500 * MS, 0)):
+        harness.handle(Turn(time_ns))
+        assert len(harness.core.groups) == num_groups
 
 
 def test_an_idle_worker_needs_no_progress() -> None:

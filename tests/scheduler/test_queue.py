@@ -3,7 +3,9 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from scheduler.core.queue import RequestQueue
+import pytest
+
+from scheduler.core.queue import RequestQueue, charge
 from scheduler.core.request import Request
 from scheduler.core.request_spec import RequestSpec
 
@@ -131,6 +133,37 @@ def test_a_request_is_charged_for_its_parts_as_they_start() -> None:
     queue.take(large, 3)
     assert large not in queue
     assert drain(queue) == "y"
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_block", "num_rows", "num_output_tokens", "num_tokens"),
+    [
+        (1, 1, None, 20),
+        (1, 4, None, 20 + 3 * 11),  # the rows share all of the prompt but its last token
+        (4, 4, None, (5 + 3 * 3) * 4),
+        (4, 4, 3, (4 + 3 * 2) * 4),
+        (4, 0, None, 0),
+    ],
+)
+def test_a_request_is_charged_for_the_blocks_of_all_its_rows(
+    tokens_per_block: int, num_rows: int, num_output_tokens: int | None, num_tokens: int
+) -> None:
+    large = request("L", num_prompt=10, max_tokens=10, num_sequences=4)
+    assert charge(large, tokens_per_block, num_rows, num_output_tokens) == num_tokens
+
+
+def test_a_waiting_request_is_overtaken_by_at_most_what_it_is_still_charged() -> None:
+    queue = RequestQueue(10)
+    large, small = request("L", num_sequences=4, client_id="one"), request("x", client_id="two")
+    other, urgent = request("y", client_id="two"), request("u", client_id="two", priority=1)
+    for item in (large, small, other, urgent):
+        queue.push(item)
+    assert queue.allowance(large, small) == 53
+    queue.take(small, 1)
+    assert queue.allowance(large, other) == 53 - 20
+    queue.take(large, 1)  # one of its sequences, for 20
+    assert queue.allowance(large, other) == 53 - 20
+    assert queue.allowance(large, urgent) < 0
 
 
 def test_a_request_paused_with_waiting_sequences_is_queued_once() -> None:

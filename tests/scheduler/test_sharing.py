@@ -100,16 +100,19 @@ def test_the_balance_of_a_client_survives_an_empty_queue() -> None:
     assert list(harness.ended) == ["first", "x", "second"]
 
 
-def test_a_client_that_has_its_share_does_not_block_others() -> None:
+@pytest.mark.parametrize(("num_blocks", "max_batch_size", "num_sequences"), [(64, 16, 2), (640, 4, 3)])
+def test_a_client_that_has_its_share_does_not_block_others(
+    num_blocks: int, max_batch_size: int, num_sequences: int
+) -> None:
     harness = Harness(pipeline_depth=1)
-    harness.add_group(num_blocks=64, max_batch_size=16)  # 256 tokens
-    harness.submit("one", 4, 100, client_id="heavy", num_sequences=2)  # 51 blocks
+    harness.add_group(num_blocks=num_blocks, max_batch_size=max_batch_size)
+    harness.submit("one", 4, 100, client_id="heavy", num_sequences=num_sequences)  # most of the blocks, or of the rows
     harness.turn()
-    for number in range(12):  # so that the next request of the heavy client is served first
-        harness.submit(f"paid{number}", 4, 12, client_id="light")
+    for number in range(30):  # more than the heavy client's requests, so that its next one is served first
+        harness.submit(f"paid{number}", 28, 1, client_id="light")
     for _ in range(60):
         harness.step()
-    harness.submit("two", 4, 100, client_id="heavy", num_sequences=2)
+    harness.submit("two", 4, 100, client_id="heavy", num_sequences=num_sequences)
     harness.submit("x", 4, 4, client_id="light")
     harness.turn()
     for _ in range(6):
@@ -171,6 +174,17 @@ def test_two_large_requests_do_not_block_new_ones(capacity: str, reuse: bool, nu
             harness.step()
         assert f"small{number}" in harness.ended
     assert not {"one", "two"} & set(harness.ended)
+
+
+def test_a_prompt_does_not_wait_for_the_long_prompts_of_another_client() -> None:
+    harness = Harness(pipeline_depth=1, max_num_tokens=16)
+    harness.add_group(num_blocks=256, max_num_tokens=16)
+    for name in "abc":
+        harness.submit(name, 160, 1, client_id="heavy")
+    harness.turn()
+    harness.submit("x", 8, 2, client_id="light")
+    assert steps_until_first_token(harness, "x", 10)
+    assert not harness.ended
 
 
 def test_a_large_request_starts_in_parts_and_leaves_room() -> None:
