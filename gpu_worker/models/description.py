@@ -71,6 +71,7 @@ class Latent:
         q_rank: Rank of the query projection; None if it is one full matrix.
         nope_dim, rope_dim: Elements of a query head without and with rotary embedding.
         value_dim: Size of a head's output.
+        norm_eps: Epsilon of the norms of queries and of the cached vector.
     """
 
     q_rank: int | None
@@ -78,6 +79,7 @@ class Latent:
     nope_dim: int
     rope_dim: int
     value_dim: int
+    norm_eps: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +198,7 @@ class DecoderDescription:
         architecture: `model_type` of config.json.
         intermediate_size: Intermediate size of dense feed-forward layers.
         num_kv_heads, head_dim: Shape of cached keys; with `latent`, one head of the size of the latent vector.
-        norm_eps: Epsilon of all norms.
+        norm_eps: Epsilon of all norms, except those of latent attention.
         norm: The kind of norm: RMS norm, or layer norm, which subtracts the mean.
         norm_offset: Added to the norms' weights.
         has_norm_bias: Whether the norms of the residual stream have biases.

@@ -47,7 +47,11 @@ GROUPED = {
     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 4, "topk_group": 2,
     "first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
 }  # fmt: skip
-LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}
+# The norms of latent attention do not use `rms_norm_eps`.
+LATENT = {
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4,
+    "rms_norm_eps": 0.01,
+}  # fmt: skip
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 24}
 LLAMA4 = {
     "head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 80, "interleave_moe_layer_step": 2,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +30,8 @@ _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "yarn": (),
     "longrope": (),
 }
+# With more, the descriptions of the layers alone would fill the memory.
+_MOST_LAYERS = 10_000
 _ROPE_TYPES = tuple(_ROPE_NUMBERS)
 _OPTIONAL_ROPE_NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 # By `DeltaNet.is_in_turn`: the matrices of queries, keys, values and gates, and those of corrections and decays.
@@ -135,12 +137,14 @@ class Settings:
         """Return a positive integer: the setting under the first of these names that is set.
 
         Raises:
-            ConfigError: The setting is missing or not a positive integer.
+            ConfigError: The setting is missing, not a positive integer, or a number of layers that is too large.
         """
         found = next((key for key in (name, *others) if self._values.get(key) is not None), name)
         value = self.get(found, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise ConfigError(f"config.json: {found} must be a positive integer; got {value!r}", field="model")
+        if name == "num_hidden_layers" and value > _MOST_LAYERS:
+            raise ConfigError(f"config.json: {found} must be at most {_MOST_LAYERS}; got {value}", field="model")
         return value
 
     def count(self, name: str, default: int) -> int:
@@ -369,12 +373,17 @@ def windows_of(s: Settings, window: object, kinds: list[Any] | None) -> tuple[in
     """
     num_layers = s.size("num_hidden_layers")
     kinds = ["sliding_attention"] * num_layers if kinds is None else kinds
-    unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise UnsupportedError(f"layers of type {', '.join(unknown)} are not supported", field="model")
+    check_kinds(kinds, {"full_attention", "sliding_attention"})
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window <= 0):
         raise ConfigError(f"config.json: sliding_window must be a positive number; got {window!r}", field="model")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def check_kinds(kinds: Iterable[object], known: Set[str]) -> None:
+    """Raise UnsupportedError if a layer is of an unknown kind."""
+    unknown = sorted({str(kind) for kind in kinds} - known)
+    if unknown:
+        raise UnsupportedError(f"layers of type {', '.join(unknown)} in config.json are not supported", field="model")
 
 
 def _is_number(value: object) -> bool:

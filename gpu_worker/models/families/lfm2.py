@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpu_worker.models.description import DecoderDescription, Mixture, ShortConv
-from gpu_worker.models.families.family import Family, Names, Settings, plain
-from midstream.errors import UnsupportedError
+from gpu_worker.models.families.family import Family, Names, Settings, check_kinds, plain
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
@@ -15,9 +14,7 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     num_layers = s.size("num_hidden_layers")
     with_attention = s.indices("full_attn_idxs", range(num_layers))
     kinds = s.layers("layer_types") or ["full_attention" if i in with_attention else "conv" for i in range(num_layers)]
-    unknown = sorted({str(kind) for kind in kinds} - {"conv", "full_attention"})
-    if unknown:
-        raise UnsupportedError(f"layers of type {', '.join(unknown)} are not supported", field="model")
+    check_kinds(kinds, {"conv", "full_attention"})
     conv = ShortConv(size=s.size("hidden_size"), kernel=s.size("conv_L_cache", default=3))
     experts, num_dense = None, num_layers
     if s.get("model_type") == "lfm2_moe":

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpu_worker.models.description import DecoderDescription, LayerParts, Mamba, Mixture
-from gpu_worker.models.families.family import Family, Names, Settings, activation_of, plain, rotary_of
+from gpu_worker.models.families.family import Family, Names, Settings, activation_of, check_kinds, plain, rotary_of
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import UNLIMITED_LENGTH
 
@@ -86,9 +86,7 @@ def _read_nemotron(config: Mapping[str, Any]) -> DecoderDescription:
     if not isinstance(kinds, list) or not kinds:
         raise ConfigError(f"config.json: layers_block_type must be a list; got {kinds!r}", field="model")
     kinds = [_OTHER_NAMES.get(str(kind), str(kind)) for kind in kinds]
-    unknown = sorted(set(kinds) - set(_KINDS.values()))
-    if unknown:
-        raise UnsupportedError(f"layers of type {', '.join(unknown)} are not supported", field="model")
+    check_kinds(kinds, set(_KINDS.values()))
     s = Settings({**config, "num_hidden_layers": len(kinds)}, num_experts_per_tok=2, norm_topk_prob=True)
     # transformers ignores a window.
     s.refuse(mamba_hidden_act="silu", moe_latent_size=None, sliding_window=None)
@@ -150,9 +148,7 @@ def _mixers(s: Settings, kinds: Sequence[object]) -> tuple[Mamba | None, ...]:
         UnsupportedError: A layer is neither Mamba 2 nor attention.
     """
     mamba, names = _mamba_of(s), [_OTHER_NAMES.get(str(kind), str(kind)) for kind in kinds]
-    unknown = sorted({*names} - {"mamba", "attention"})
-    if unknown:
-        raise UnsupportedError(f"layers of type {', '.join(unknown)} are not supported", field="model")
+    check_kinds(names, {"mamba", "attention"})
     return tuple(mamba if name == "mamba" else None for name in names)
 
 

@@ -203,12 +203,12 @@ class LatentAttention:
         inner = x
         if self.q_down is not None and self.q_norm is not None:
             inner = with_lora(self.q_down, x, "q_a", add_lora)
-            inner = kernels.rms_norm(inner, self.q_norm, d.norm_eps)
+            inner = kernels.rms_norm(inner, self.q_norm, latent.norm_eps)
         q = with_lora(self.q_up, inner, "q", add_lora).view(num_tokens, d.num_heads, d.query_dim)
         plain, turned = torch.split(q, [latent.nope_dim, latent.rope_dim], dim=-1)
         joined = with_lora(self.kv_down, x, "kv_a", add_lora)
         compressed, key = torch.split(joined, [latent.kv_rank, latent.rope_dim], dim=-1)
-        compressed = kernels.rms_norm(compressed, self.kv_norm, d.norm_eps)
+        compressed = kernels.rms_norm(compressed, self.kv_norm, latent.norm_eps)
         key = key[:, None]
         if angles is not None:
             turned, key = angles.turn(turned, key)
