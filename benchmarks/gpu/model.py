@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gpu_worker.models.decoder import ForwardInputs, TorchDecoder
-from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.description import DecoderDescription, Mixture
 from gpu_worker.models.families import describe
-from gpu_worker.models.weights.layer_weights import FeedForwardWeights, LayerWeights, LinearWeights
+from gpu_worker.models.weights.layer_weights import FeedForwardWeights, LayerWeights, LinearWeights, MixtureWeights
 from gpu_worker.parallel.shard import Shard, whole_shard
 from gpu_worker.parallel.tensor_ranks import ONE_RANK, TensorRanks
 
@@ -43,6 +43,17 @@ CONFIG_1B = CONFIG_8B | {
     "num_hidden_layers": 16,
     "head_dim": 64,
 }
+# The shape of Qwen 3 30B-A3B.
+CONFIG_MIXTURE = CONFIG_8B | {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
 TINY = CONFIG_8B | {
     "vocab_size": 300,
     "hidden_size": 64,
@@ -52,6 +63,12 @@ TINY = CONFIG_8B | {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 256,
+}
+TINY_MIXTURE = TINY | {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
 }
 TOKENS_PER_BLOCK = 16
 _STANDARD_DEVIATION = 0.02
@@ -94,26 +111,37 @@ class RandomWeights:
         return None
 
     def final_norm(self) -> Tensor:
-        return self._ones()
+        return self._ones(self._description.hidden_size)
 
     def rope_factors(self) -> None:
         return None
 
     def layers(self) -> Iterator[LayerWeights]:
         d = self._description
-        for _ in range(d.num_layers):
+        for mixture in d.mixtures:
             yield LayerWeights(
-                input_norm=self._ones(),
+                input_norm=self._ones(d.hidden_size),
                 qkv=self._linear((d.num_heads + 2 * d.num_kv_heads) * d.head_dim, d.hidden_size),
-                q_norm=None,
-                k_norm=None,
+                q_norm=self._ones(d.head_dim) if d.qk_norm == "head" else None,
+                k_norm=self._ones(d.head_dim) if d.qk_norm == "head" else None,
                 attention_output=self._linear(d.hidden_size, d.num_heads * d.head_dim),
-                ffn_norm=self._ones(),
-                feed_forward=FeedForwardWeights(
-                    gate_up=self._linear(2 * d.intermediate_size, d.hidden_size),
-                    down=self._linear(d.hidden_size, d.intermediate_size),
-                ),
+                ffn_norm=self._ones(d.hidden_size),
+                feed_forward=self._feed_forward(d.intermediate_size) if mixture is None else None,
+                mixture=None if mixture is None else self._mixture(mixture),
             )
+
+    def _feed_forward(self, size: int) -> FeedForwardWeights:
+        hidden_size = self._description.hidden_size
+        return FeedForwardWeights(gate_up=self._linear(2 * size, hidden_size), down=self._linear(hidden_size, size))
+
+    def _mixture(self, mixture: Mixture) -> MixtureWeights:
+        return MixtureWeights(
+            router=self._linear(mixture.num_experts, self._description.hidden_size),
+            correction=None,
+            experts=[self._feed_forward(mixture.expert_size) for _ in range(mixture.num_experts)],
+            shared=None,
+            shared_gate=None,
+        )
 
     def _linear(self, num_rows: int, num_columns: int) -> LinearWeights:
         return cast("LinearWeights", _Linear(self._matrix(num_rows, num_columns)))
@@ -122,8 +150,8 @@ class RandomWeights:
         values = torch.empty(num_rows, num_columns, device=self._device, dtype=self._dtype)
         return _Matrix(values.normal_(std=_STANDARD_DEVIATION))
 
-    def _ones(self) -> Tensor:
-        return torch.ones(self._description.hidden_size, device=self._device)
+    def _ones(self, size: int) -> Tensor:
+        return torch.ones(size, device=self._device)
 
 
 def random_decoder(

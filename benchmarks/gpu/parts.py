@@ -34,6 +34,7 @@ PARTS = {
     "continuous-batching": Part("against_transformers:compare", 120),
     "attention": Part("kernel_times:measure_attention", 60),
     "lora": Part("steps:measure_lora", 45, needs_gpu=False),
+    "expert-lora": Part("steps:measure_expert_lora", 60, needs_gpu=False),
     "drafts": Part("steps:measure_drafts", 45, needs_gpu=False),
     "ranks": Part("ranks:measure_ranks", 90, needs_gpu=False),
     "generate": Part("against_transformers:measure_generate", 60),

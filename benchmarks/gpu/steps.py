@@ -18,7 +18,9 @@ import torch
 from benchmarks.gpu.model import (
     CONFIG_1B,
     CONFIG_8B,
+    CONFIG_MIXTURE,
     TINY,
+    TINY_MIXTURE,
     TOKENS_PER_BLOCK,
     kv_bytes,
     prefill_operations,
@@ -34,7 +36,7 @@ from gpu_worker.batch.step import GREEDY, IntArray, NewSequence, SamplingParams,
 from gpu_worker.cuda_graphs import GraphDecoder, recorder_for
 from gpu_worker.features import Feature
 from gpu_worker.kv.cache import KvCache
-from gpu_worker.lora.adapter import Adapter, LoraPair, module_shapes
+from gpu_worker.lora.adapter import Adapter, LoraPair, expert_shapes, module_shapes
 from gpu_worker.lora.inputs import AdapterTokens
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.decoder import TorchDecoder
@@ -67,6 +69,7 @@ class Sizes:
         context: Context tokens of each sequence.
         long_context, query: Tokens in the cache, and tokens that follow them in one step.
         draft_config: A smaller model that proposes drafts.
+        mixture_config: A model with experts.
         prefills: (sequences, tokens of each).
     """
 
@@ -80,6 +83,7 @@ class Sizes:
     prefills: tuple[tuple[int, int], ...]
     num_steps: int
     draft_config: dict[str, Any]
+    mixture_config: dict[str, Any]
 
     @property
     def description(self) -> DecoderDescription:
@@ -91,8 +95,9 @@ def sizes() -> Sizes:
     if torch.cuda.is_available():
         cuda = torch.device("cuda:0")
         prefills = ((1, 1024), (8, 1024), (1, 8192))
-        return Sizes(CONFIG_8B, cuda, torch.bfloat16, (1, 8, 64, 256), 1024, 16000, 50, prefills, 40, CONFIG_1B)
-    return Sizes(TINY, torch.device("cpu"), torch.float32, (1, 3), 40, 100, 5, ((2, 20),), 3, TINY)
+        others = CONFIG_1B, CONFIG_MIXTURE
+        return Sizes(CONFIG_8B, cuda, torch.bfloat16, (1, 8, 64, 256), 1024, 16000, 50, prefills, 40, *others)
+    return Sizes(TINY, torch.device("cpu"), torch.float32, (1, 3), 40, 100, 5, ((2, 20),), 3, TINY, TINY_MIXTURE)
 
 
 def settings_of(size: Sizes, batch_size: int, tokens_each: int) -> dict[str, Any]:
@@ -388,9 +393,37 @@ def measure_lora(report: Report) -> None:
     )
 
 
-def _adapter(d: DecoderDescription) -> Adapter:
+def measure_expert_lora(report: Report) -> None:
+    """Measure the overhead of adapters of rank 16 in a model with experts, batch 1: one without matrices for the
+    experts, and one with them.
+    """
+    size = sizes()
+    size = dataclasses.replace(size, config=size.mixture_config)
+    decoder = random_decoder(size.config, size.device, size.dtype)
+    adapters = {
+        "without matrices for experts": _adapter(size.description),
+        "with matrices for experts": _adapter(size.description, of_experts=True),
+    }
+    decoder.reserve_adapters(sum(one.device_bytes(size.dtype.itemsize) for one in adapters.values()), 16)
+    graphs = _graphs(size, decoder, 1, size.context, is_recorded=True, takes_adapters=True)
+    graphs.capture()
+    inputs = step_inputs(1, 1, size.context, size.description.vocab_size)
+    plain_s = _seconds(size, graphs, inputs)
+    for what, adapter in adapters.items():
+        tokens = AdapterTokens(("",), (graphs.place_adapter(adapter),), torch.zeros(1, dtype=torch.int32))
+        took = _seconds(size, graphs, dataclasses.replace(inputs, adapters=tokens))
+        name = f"overhead relative to no adapter: one LoRA adapter {what}, batch 1"
+        report.surplus(name, took / plain_s - 1, None, f" ({plain_s * 1e3:.2f} + {(took - plain_s) * 1e3:.2f} ms)")
+
+
+def _adapter(d: DecoderDescription, *, of_experts: bool = False) -> Adapter:
     shapes = module_shapes(d).items()
     layer = {name: LoraPair(torch.randn(16, k), torch.randn(n, 16), 1.0) for name, (k, n) in shapes}
+    mixture = d.mixtures[0]
+    if of_experts and mixture is not None:
+        count = mixture.num_experts
+        for name, (k, n) in expert_shapes(d).items():
+            layer[name] = LoraPair(torch.randn(count, 16, k), torch.randn(count, n, 16), 1.0)
     return Adapter("", "", (layer,) * d.num_layers)
 
 
@@ -467,6 +500,7 @@ def _graphs(
         max_blocks=num_blocks,
         make_recorder=recorder_for(size.device) if is_recorded else None,
         takes_adapters=takes_adapters,
+        adapts_experts=bool(expert_shapes(size.description)),
     )
     pool = KvCache(size.description, batch_size * num_blocks, TOKENS_PER_BLOCK, size.dtype, size.device)
     pool.keys.normal_()

@@ -180,11 +180,12 @@ def test_steps_of_a_tiny_model_run() -> None:
         steps.measure_long_context,
         steps.measure_gap,
         steps.measure_lora,
+        steps.measure_expert_lora,
         steps.measure_drafts,
         steps.measure_profile,
     ):
         measure(report)
-    assert len(report.rows) == 2 + 10 + 1 + 1 + 3 + 1 + 1 + 2 + 2 * 8
+    assert len(report.rows) == 2 + 10 + 1 + 1 + 3 + 1 + 1 + 2 + 2 + 2 * 8
 
 
 def test_steps_of_two_ranks_run(tmp_path: Path) -> None:
