@@ -12,6 +12,7 @@ from torch import Tensor
 from gpu_worker.batch.staging import PinnedBuffers
 from gpu_worker.cuda_graphs import GraphDecoder, Shape, graph_sizes, mixed_shapes
 from gpu_worker.kv.cache import KvCache
+from gpu_worker.lora.inputs import VirtualTokens
 from gpu_worker.models.decoder import ForwardInputs, Probe
 
 CPU = torch.device("cpu")
@@ -25,6 +26,7 @@ class FakeDecoder:
     def __init__(self) -> None:
         self.num_rows: list[int] = []
         self.slots: list[int] = []
+        self.max_queries: int | None = None
 
     def use_cache(self, kv: KvCache) -> None:
         raise NotImplementedError
@@ -39,6 +41,7 @@ class FakeDecoder:
         assert probe is None
         self.num_rows.append(inputs.context_lens.shape[0])
         self.slots = inputs.slot_mapping.tolist()
+        self.max_queries = inputs.max_queries
         sampled = inputs.sampled.long()
         firsts = (inputs.token_ids * 10 + inputs.positions)[sampled]
         # Padding rows may sample a token that belongs to no sequence.
@@ -162,6 +165,7 @@ def test_a_prompt_beside_a_decode_is_padded_or_runs_eagerly(recorder: Replays | 
     assert graphs.forward(mixed_inputs()).tolist() == [[41, 11], [51, 15]]
     assert decoder.num_rows[1:] == [num_rows]
     assert decoder.slots == [0, 1, 9] + [-1] * (29 if recorder else 0)
+    assert decoder.max_queries == (32 if recorder else None)
 
 
 @pytest.mark.parametrize(("num_drafts", "num_rows"), [(7, 8), (8, 20)])
@@ -185,6 +189,8 @@ def test_drafts_are_verified_in_a_graph_with_a_row_for_each_sampled_token(num_dr
 def test_steps_that_are_too_large_run_eagerly() -> None:
     decoder = FakeDecoder()
     graphs = graph_decoder(decoder, Replays())
+    graphs.forward(decode_inputs(2))
+    assert graphs.best(2) is not None
     tokens = torch.arange(65, dtype=torch.int32)
     inputs = replace(
         mixed_inputs(),
@@ -194,8 +200,49 @@ def test_steps_that_are_too_large_run_eagerly() -> None:
         query_starts=torch.tensor([0, 64, 65], dtype=torch.int32),
     )
     graphs.forward(inputs)
-    assert decoder.num_rows == [2]
+    assert decoder.num_rows == [2, 2]
     assert graphs.best(2) is None
+
+
+def test_steps_with_probes_or_virtual_tokens_run_eagerly() -> None:
+    class Others(FakeDecoder):
+        def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+            seen.append((inputs.virtual, probe))
+            return super().forward(inputs)
+
+    decoder, seen = Others(), list[tuple[object, object]]()
+    graphs = graph_decoder(decoder, Replays())
+    virtual, probe = VirtualTokens(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)), Probe(frozenset())
+    for inputs, given in ((replace(decode_inputs(3), virtual=virtual), None), (decode_inputs(3), probe)):
+        assert graphs.forward(inputs, given).tolist() == expected(3)
+        assert graphs.best(3) is None
+    assert decoder.num_rows == [3, 3]  # not padded to 4
+    assert [(a is virtual, b is probe) for a, b in seen[-2:]] == [(True, False), (False, True)]
+
+
+def test_capturing_writes_no_kv() -> None:
+    class Slots(FakeDecoder):
+        def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+            slots.update(inputs.slot_mapping.tolist())
+            return super().forward(inputs, probe)
+
+    slots: set[int] = set()
+    graphs = graph_decoder(Slots(), Replays())
+    graphs.forward(decode_inputs(20))
+    assert slots == {-1, *range(100, 120)}
+    slots.clear()
+    graphs.capture()
+    assert slots == {-1}
+
+
+def test_constants_that_a_model_changes_are_new_in_each_step() -> None:
+    class WithConstant(FakeDecoder):
+        def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+            return super().forward(inputs, probe) + torch.tensor(1.0).add_(1)
+
+    graphs = graph_decoder(WithConstant(), Replays())
+    for _ in range(2):
+        assert graphs.forward(decode_inputs(1)).tolist() == [[73, 4]]
 
 
 def test_block_tables_are_sent_whole_or_as_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +272,8 @@ def test_block_tables_are_sent_whole_or_as_changes(monkeypatch: pytest.MonkeyPat
     assert sizes == [alone + 8, alone, alone, sum(Shape(2, 2).sizes()), alone]
     graphs.capture()
     assert graphs.forward(inputs).tolist() == expected(4)
+    graphs.capture()
+    assert graphs.forward(replace(inputs, block_tables=torch.zeros_like(tables)))[:, 1].tolist() == [0, 0, 0, 0]
 
 
 def test_random_block_tables_are_those_on_the_device() -> None:

@@ -16,6 +16,7 @@ from gpu_worker.batch.step import GREEDY, NewSequence, SamplingParams
 from gpu_worker.features import Feature
 from gpu_worker.sampling.distribution import threshold, weights
 from gpu_worker.sampling.guided import Constraints
+from gpu_worker.sampling.logits_processors import allow, unpacked
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.sampling.uniforms import uniforms
 from kernels import dispatch
@@ -295,6 +296,23 @@ def test_rows_with_features_are_chosen_on_the_device_as_they_are_sampled(
     assert sorted(place for place, _ in found.errors) == [5, 6, 9]
     assert found.log_probs == wanted.log_probs
     assert [item.row for item in found.log_probs] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 30])
+def test_packed_masks_are_unpacked_on_a_device(num_tokens: int) -> None:
+    allowed = torch.rand(3, num_tokens) < 0.5
+    allowed[0, -1], allowed[1, -1] = True, False
+    masks = torch.from_numpy(np.packbits(allowed.numpy(), axis=1, bitorder="little"))
+    assert torch.equal(unpacked(masks, num_tokens), allowed)
+
+
+def test_a_mask_without_a_token_left_undoes_the_other_processors_of_its_row_alone() -> None:
+    raw = torch.arange(12.0).view(2, 6)
+    logits = raw - 100
+    logits[0, :3] = -torch.inf
+    allow(logits, raw, [0, 1], [np.array([0b000011], np.uint8), np.array([0b110000], np.uint8)])
+    inf = torch.inf
+    assert logits.tolist() == [[0, 1, -inf, -inf, -inf, -inf], [-inf, -inf, -inf, -inf, -90, -89]]
 
 
 def test_draws_depend_on_seed_sequence_and_position() -> None:

@@ -180,6 +180,34 @@ def test_single_queries_and_their_splits_take_one_launch(monkeypatch: pytest.Mon
     assert launched == [("decode", (2 + 4, 2))]
 
 
+def test_a_device_is_filled_with_programs_for_all_kv_heads_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, launched = paged_batch([200, 3], [1, 1], 16), []
+    k, v = random_cache(batch, 16, 2, 16, torch.float32)
+    monkeypatch.setattr(attention, "_num_processors", lambda device: 5)
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda _, grid: lambda *_, **__: launched.append(grid))
+    attend(torch.randn(2, 4, 16), k, v, batch)
+    assert launched == [(2 + 8, 2)]  # three programs for each processor are 15, which is 8 for each of the two heads
+
+
+def test_a_sequence_of_more_splits_than_are_joined_at_a_time() -> None:
+    """The sequence has 70 tiles of 32 keys, one for each program."""
+    batch = paged_batch([70 * 32], [1], 16)
+    k, v = random_cache(batch, 16, 1, 16, torch.float32)
+    q = torch.randn(1, 2, 16)
+    out = attend(q, k, v, batch, splits=70)
+    assert exact.error(out, exact.attention(q, k, v, batch, 0.25)) < EPSILON[torch.float32]
+
+
+def test_more_sequences_than_a_program_reads_at_a_time() -> None:
+    """The lengths are read 128 at a time. Each sequence has one or three tiles of 32 keys."""
+    lengths = [70 if i % 9 == 0 else 1 + i % 30 for i in range(131)]
+    batch = paged_batch(lengths, [1] * 131, 16)
+    k, v = random_cache(batch, 16, 1, 16, torch.float32)
+    q = torch.randn(131, 1, 16)
+    out = attend(q, k, v, batch, splits=6)
+    assert exact.error(out, exact.attention(q, k, v, batch, 0.25)) < EPSILON[torch.float32]
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 def test_sequences_without_queries_and_padding_tokens_change_nothing(splits: int) -> None:
     """As in a recorded step, there are as many tokens as sequences; the first sequence has three tokens and the third

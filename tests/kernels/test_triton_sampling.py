@@ -70,6 +70,38 @@ def test_tokens_as_likely_as_the_last_kept_one_are_kept() -> None:
     assert set(drawn) == {1, 2, 3}
 
 
+def test_the_first_of_the_highest_logits_of_all_blocks_is_chosen() -> None:
+    logits = torch.zeros(1, 9001)
+    logits[0, [4000, 5000, 9000]] = 3.0
+    assert drawn_by_kernel(logits, [SamplingParams(temperature=0.0)]) == [4000]
+
+
+def test_probabilities_that_differ_in_the_last_bits_are_told_apart() -> None:
+    logits = torch.full((16, 40), -20.0)
+    logits[:, 3], logits[:, 30], logits[:, 9] = 1.0, 1.0 + 2e-6, torch.linspace(-3, 0, 16)
+    params = [SamplingParams(top_k=1, seed=seed) for seed in range(16)]
+    assert drawn_by_kernel(logits, params) == [30] * 16
+
+
+def test_top_p_applies_to_the_probability_of_exactly_top_k_tokens() -> None:
+    """Of one token with 0.5 and five with 0.1, three have 0.7. A share of 0.8 of this is more than the first one has,
+    though all five remain.
+    """
+    logits = torch.tensor([[0.5, 0.1, 0.1, 0.1, 0.1, 0.1]]).log().repeat(8, 1)
+    params = [SamplingParams(top_k=3, top_p=0.8, seed=seed) for seed in range(8)]
+    drawn = drawn_by_kernel(logits, params)
+    assert drawn == drawn_by_worker(logits, params)
+    assert len({*drawn}) > 1
+
+
+def test_every_last_bit_of_a_threshold_of_top_k_leaves_top_p_its_share() -> None:
+    """With all values of the last four bits, the search ends at each of the 16 pivots."""
+    torch.manual_seed(4)
+    logits = torch.randn(40, 12) * 2
+    params = [SamplingParams(top_k=5, top_p=0.6, seed=seed) for seed in range(40)]
+    assert drawn_by_kernel(logits, params) == drawn_by_worker(logits, params)
+
+
 def test_a_draw_over_many_blocks_is_the_same_in_any_batch() -> None:
     torch.manual_seed(1)
     params = [
