@@ -275,6 +275,9 @@ OTHER_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": WINDOWED,
         },
     ),
+    "cwm": ("Cwm", {"head_dim": 32, "sliding_window": 24}),
+    "helium": ("Helium", {"head_dim": 16}),
+    "flex_olmo": ("FlexOlmo", {"num_experts": 7, "num_experts_per_tok": 3, "pad_token_id": 0}),
     # transformers has no type of this name; the files are those of DeepSeek-V3.
     "kimi_k2": MODELS["deepseek_v3"],
 }  # fmt: skip

@@ -21,12 +21,12 @@ from gpu_worker.models.families.gpt_oss import GPT_OSS
 from gpu_worker.models.families.granite import GRANITE, GRANITE_MIXTURE
 from gpu_worker.models.families.idefics3 import IDEFICS3
 from gpu_worker.models.families.lfm2 import LFM2
-from gpu_worker.models.families.llama import LLAMA, SEED_OSS
+from gpu_worker.models.families.llama import CWM, HELIUM, LLAMA, SEED_OSS
 from gpu_worker.models.families.llama4 import LLAMA4
 from gpu_worker.models.families.mamba import BAMBA, FALCON_H1, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
 from gpu_worker.models.families.minimax import MINIMAX_M2
 from gpu_worker.models.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
-from gpu_worker.models.families.olmo import OLMO2, OLMO3, OLMOE
+from gpu_worker.models.families.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
 from gpu_worker.models.families.phi3 import PHI3
 from gpu_worker.models.families.qwen import QWEN, QWEN3_5, QWEN_MIXTURE, QWEN_NEXT
 from gpu_worker.models.families.smollm3 import SMOLLM3
@@ -37,7 +37,7 @@ FAMILIES = (
     GLM_MIXTURE, GPT_OSS, DEEPSEEK, SMOLLM3, COHERE2, QWEN_NEXT, QWEN3_5, MAMBA2, NEMOTRON_H, GRANITE_HYBRID,
     BAMBA, FALCON_H1, LFM2, PHI, STARCODER2, STABLELM, GPT2, OPT, OLMO3, SEED_OSS,
     EXAONE4, ERNIE4_5, MINIMAX_M2, IDEFICS3, ARCEE, DOTS1, GRANITE_MIXTURE,
-    GLM_LITE, ERNIE4_5_MIXTURE, COHERE, MINISTRAL, SOLAR_OPEN, EXAONE_MIXTURE,
+    GLM_LITE, ERNIE4_5_MIXTURE, COHERE, MINISTRAL, SOLAR_OPEN, EXAONE_MIXTURE, CWM, HELIUM, FLEX_OLMO,
 )  # fmt: skip
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.types}
 

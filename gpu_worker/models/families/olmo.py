@@ -1,5 +1,5 @@
-"""OLMo 2, OLMo 3 and OLMoE: queries and keys are normalized over all heads; OLMo 2 and 3 normalize the outputs of
-sublayers.
+"""OLMo 2, OLMo 3, OLMoE and FlexOlmo: queries and keys are normalized over all heads; all but OLMoE normalize the
+outputs of sublayers.
 """
 
 from __future__ import annotations
@@ -43,15 +43,25 @@ def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config, rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8)
     if s.get("clip_qkv") is not None:
         s.refuse(clip_qkv=None)
+    return plain(s, qk_norm="row", mixtures=_mixtures(s))
+
+
+def _read_flex(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config, rope_theta=500000.0, num_experts=7, num_experts_per_tok=5)
+    return plain(s, norm_place="after", qk_norm="row", mixtures=_mixtures(s))
+
+
+def _mixtures(s: Settings) -> tuple[Mixture, ...]:
     experts = Mixture(
         num_experts=s.size("num_experts", "num_local_experts"),
         num_active=s.size("num_experts_per_tok"),
         expert_size=s.size("intermediate_size"),
         is_normalized=s.flag("norm_topk_prob", False),
     )
-    return plain(s, qk_norm="row", mixtures=(experts,) * s.size("num_hidden_layers"))
+    return (experts,) * s.size("num_hidden_layers")
 
 
 OLMO2 = Family(title="OLMo 2", types=("olmo2",), read=_read)
 OLMO3 = Family(title="OLMo 3", types=("olmo3",), read=_read_3)
 OLMOE = Family(title="OLMoE", types=("olmoe",), read=_read_mixture, names=Names())
+FLEX_OLMO = Family(title="FlexOlmo", types=("flex_olmo",), read=_read_flex)
