@@ -4,7 +4,8 @@ dequantized values in float32, and as a worker with default settings computes it
 `python -m benchmarks.format_perplexity` rounds the matrices of the embedded model's linear layers to the nearest level
 of each format. Checkpoints are made as in tests/gpu_worker/quantized_models.py; GGUF files by the `gguf` package, whose
 values transformers reads. For the K types, which `gguf` cannot write, scales are chosen from each block's range; as in
-llama.cpp, matrices whose rows are not multiples of 256 have another type.
+llama.cpp, matrices whose rows are not multiples of 256 have another type (for Q3_K it has IQ4_NL, which `gguf` cannot
+write either: Q4_0 takes its place).
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ GGUF_TYPES = {
     "GGUF Q5_0": (Type.Q5_0, Type.Q5_0),
     "GGUF Q5_1": (Type.Q5_1, Type.Q5_1),
     "GGUF Q8_0": (Type.Q8_0, Type.Q8_0),
+    "GGUF MXFP4": (Type.MXFP4, Type.MXFP4),
+    "GGUF Q3_K": (Type.Q3_K, Type.Q4_0),
     "GGUF Q4_K": (Type.Q4_K, Type.Q5_0),
     "GGUF Q5_K": (Type.Q5_K, Type.Q5_1),
     "GGUF Q6_K": (Type.Q6_K, Type.Q8_0),
@@ -76,6 +79,22 @@ def _nibbles(levels: Bytes) -> Bytes:
     return made
 
 
+def _q3_k(rows: Floats) -> Bytes:
+    parts = rows.reshape(-1, 16, 16)
+    extreme = np.take_along_axis(parts, np.abs(parts).argmax(-1, keepdims=True), -1)[..., 0]
+    steps = extreme / -4  # the extreme becomes -4; the largest level is 3
+    scale = (np.abs(steps).max(-1) / 31).astype(np.float16).astype(np.float32)
+    s = np.round(_divided(steps, np.broadcast_to(scale[:, None], steps.shape))).clip(-31, 31)
+    step = np.broadcast_to((scale[:, None] * s)[..., None], parts.shape)
+    levels = (np.round(_divided(parts, step)).clip(-4, 3) + 4).astype(np.uint8)
+    bits = (levels.reshape(-1, 8, 32) >> 2 << np.arange(8, dtype=np.uint8)[:, None]).sum(1, dtype=np.uint8)
+    twos = (np.arange(4, dtype=np.uint8) * 2)[:, None]
+    low = ((levels.reshape(-1, 2, 4, 32) & 3) << twos).sum(2, dtype=np.uint8).reshape(-1, 64)
+    codes = (s + 32).astype(np.uint8)
+    high = (codes.reshape(-1, 4, 4) >> 4 << twos).sum(1, dtype=np.uint8)
+    return np.concatenate((bits, low, codes[:, :8] & 15 | (codes[:, 8:] & 15) << 4, high, _halves(scale)), axis=1)
+
+
 def _q4_k(rows: Floats) -> Bytes:
     head, levels = _scales_and_minimums(rows, 15)
     return np.concatenate((head, _nibbles(levels)), axis=1)
@@ -102,7 +121,7 @@ def _q6_k(rows: Floats) -> Bytes:
     )
 
 
-_K_TYPES = {Type.Q4_K: _q4_k, Type.Q5_K: _q5_k, Type.Q6_K: _q6_k}
+_K_TYPES = {Type.Q3_K: _q3_k, Type.Q4_K: _q4_k, Type.Q5_K: _q5_k, Type.Q6_K: _q6_k}
 
 
 def _blocks(values: Floats, kind: Type) -> Bytes:
