@@ -233,7 +233,7 @@ def _registration(
         world_size=world_size,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
-        features=_features(runner) + ["vision"] * has_images,
+        features=features_of(runner) + ["vision"] * has_images,
         protocol_version=PROTOCOL_VERSION,
         lora_cache_bytes=runner.adapters.device_bytes,
         kv_store=runner.kv.store_name,
@@ -250,7 +250,7 @@ def _registration(
     )
 
 
-def _features(runner: ModelRunner) -> list[str]:
+def features_of(runner: ModelRunner) -> list[str]:
     """Return the names of the features to register: post-processors by name, probes with their width and name."""
     features = [*FEATURES]
     if runner.model.description.state_size:

@@ -29,6 +29,7 @@ from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.shard import Shard, shard_of
 from gpu_worker.parallel.shard_weights import ShardWeights
 from gpu_worker.parallel.tensor_ranks import TensorRanks
+from gpu_worker.worker import features_of
 from kernels import dispatch
 from kernels import triton as operations
 from midstream.model.families import SERVED_FAMILIES
@@ -603,12 +604,14 @@ def test_triton_kernels_under_the_decoder_give_the_same_logits(
 
 
 def test_the_table_of_models_states_how_it_is_served(runner: ModelRunner) -> None:
-    model = runner.model
+    model, features = runner.model, features_of(runner)
     served = next(item for item in SERVED_FAMILIES if model.description.architecture in item.types)
     assert served.is_own
     assert isinstance(model.decoder, CpuDecoder) == (served.on_cpu == "CPU kernels")
     assert served.has_graphs == model.can_record
-    assert served.takes_drafts == (not model.description.state_size)
+    assert served.takes_drafts == ("speculative" in features)
+    assert ("recurrent_state" in features) == bool(model.description.state_size)
+    assert "lora" in features
 
 
 def test_every_family_of_the_table_is_tested() -> None:

@@ -1,0 +1,79 @@
+"""GGUF files of every family whose files can be read, compared with transformers. Of Llama, the embedded model is one
+(test_embedded_model.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from gpu_worker.models.families import FAMILIES
+from midstream.model.prepare.gguf_source import lay_down
+from tests.gpu_worker.test_models import Recorder, expected_logits, prompt
+from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
+
+# The name in `gguf`, the class in transformers and the settings of the tiny model, by `general.architecture`. The
+# `gguf` package names Mistral's tensors as Llama's.
+MODELS: dict[str, tuple[gguf.MODEL_ARCH, str, dict[str, Any]]] = {
+    "mistral": (gguf.MODEL_ARCH.LLAMA, "Mistral", {"sliding_window": 24, "head_dim": 32}),
+    "qwen2": (gguf.MODEL_ARCH.QWEN2, "Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": (gguf.MODEL_ARCH.QWEN3, "Qwen3", {"head_dim": 32}),
+}
+
+
+def write_gguf(path: Path, architecture: str, model: torch.nn.Module) -> None:
+    """Write a model with float32 tensors and the tensor names of the `gguf` package."""
+    config: Any = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if architecture != "qwen2":  # as in llama.cpp, the sizes of its heads follow from the hidden size
+        writer.add_key_length(config.head_dim)
+    if architecture == "mistral":
+        writer.add_sliding_window(config.sliding_window)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    writer.add_token_types([1] * config.vocab_size)
+    writer.add_token_merges(["t 1"])
+    names = gguf.get_tensor_name_map(MODELS[architecture][0], config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            stored = names.get_name(name, (".weight", ".bias"))
+            assert stored is not None
+            writer.add_tensor(stored, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_a_gguf_file_gives_the_logits_of_transformers(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, family, settings = MODELS[architecture]
+    model = make_tiny_model(tmp_path / "made", family, rope_parameters={"rope_theta": 500.0}, **settings)
+    write_gguf(tmp_path / "file.gguf", architecture, model)
+    (tmp_path / "folder").mkdir()
+    lay_down(tmp_path / "file.gguf", tmp_path / "folder", {})
+    runner, tokens = make_runner(tmp_path / "folder", implementation="native", kv="f32"), prompt(40, seed=1)
+    driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+    driver.step([driver.sequence(0, tokens)], [(0, 0, 40)])
+    wanted = expected_logits(model, tokens)[-1:]
+    assert float((recorder.logits[-1] - wanted).abs().max()) <= 1e-4 * max(1.0, float(wanted.abs().max()))
+
+
+def test_every_family_that_reads_gguf_is_tested() -> None:
+    types = {model_type for family in FAMILIES if family.reads_gguf for model_type in family.types}
+    assert types == {"llama", *MODELS}
