@@ -81,8 +81,8 @@ def _nibbles(levels: Bytes) -> Bytes:
 
 def _q3_k(rows: Floats) -> Bytes:
     parts = rows.reshape(-1, 16, 16)
-    extreme = np.take_along_axis(parts, np.abs(parts).argmax(-1, keepdims=True), -1)[..., 0]
-    steps = extreme / -4  # the extreme becomes -4; the largest level is 3
+    extreme = np.take_along_axis(parts, np.abs(parts).argmax(-1)[..., None], -1)[..., 0]
+    steps = (extreme / -4).astype(np.float32)  # the extreme becomes -4; the largest level is 3
     scale = (np.abs(steps).max(-1) / 31).astype(np.float16).astype(np.float32)
     s = np.round(_divided(steps, np.broadcast_to(scale[:, None], steps.shape))).clip(-31, 31)
     step = np.broadcast_to((scale[:, None] * s)[..., None], parts.shape)
