@@ -264,7 +264,7 @@ OTHER_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
-        {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 48, "moe_num_shared_experts": 2},
+        {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 48, "moe_num_shared_experts": 3},
     ),
     "cohere": ("Cohere", {"logit_scale": 0.5}),
     "ministral": ("Ministral", {"sliding_window": 24, "layer_types": WINDOWED, "head_dim": 32}),
