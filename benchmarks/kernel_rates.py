@@ -61,7 +61,9 @@ def main() -> None:
     """Print one row for each input format."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-outputs", type=int, default=1536)
-    parser.add_argument("--num-inputs", type=int, default=576)
+    parser.add_argument(
+        "--num-inputs", type=int, help="[576; 768 with --compare, since some formats need a multiple of 256]"
+    )
     parser.add_argument("--num-rows", type=int, nargs="+", default=NUM_ROWS)
     parser.add_argument("--seconds", type=float, default=0.5, help="Seconds spent on each measurement. [0.5]")
     parser.add_argument(
@@ -70,6 +72,7 @@ def main() -> None:
         help="Compare all formats with Q4_1, with the input rounded to this type.",
     )
     arguments = parser.parse_args()
+    arguments.num_inputs = arguments.num_inputs or (768 if arguments.compare else 576)
     library = load_library()
     if library is None:
         raise SystemExit("the CPU kernels are not available on this machine")
