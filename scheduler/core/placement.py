@@ -131,8 +131,8 @@ class Placement:
     def _choose_group(self, request: Request) -> tuple[WorkerGroup | None, int]:
         """Return the group to start the request on, and how many of its sequences can start there.
 
-        Of the groups that can start the most sequences, choose the one with the least work before their contexts are
-        computed. A request that already runs stays on its group.
+        Of the groups that can start the most sequences, choose a prefill or decode group on trial, or else the one with
+        the least work before their contexts are computed. A request that already runs stays on its group.
         """
         groups = self._membership.groups.values()
         nums = {group: num for group in groups if (num := self._num_to_start(request, group))}
@@ -148,11 +148,12 @@ class Placement:
             others = group.num_context_tokens + _TOKENS_PER_ACTIVE_SEQUENCE * len(group.active)
             return cost.num_tokens - cost.num_cached_tokens - group.num_fetchable_tokens(request) + others
 
-        # A decode group on trial gets nothing by handover, so it goes first if groups have equal work.
-        def may_wait(group: WorkerGroup) -> bool:
-            return group.role is not Role.DECODE or not group.standing.is_on_trial
+        # Blocks are not transferred from or to a group on trial. It goes first, so that the trial ends even if the
+        # others always have less work, for example because they have the blocks of all prompts.
+        def prevents_transfers(group: WorkerGroup) -> bool:
+            return group.role is not Role.BOTH and group.standing.is_on_trial
 
-        return min(best, key=lambda group: (work(group), may_wait(group))), most
+        return min(best, key=lambda group: (not prevents_transfers(group), work(group))), most
 
     def _num_to_start(self, request: Request, group: WorkerGroup) -> int:
         """Return how many of a queued request's waiting sequences can start on the group now."""

@@ -232,20 +232,25 @@ def test_a_decode_worker_that_dies_in_a_transfer_is_replaced_by_another() -> Non
     harness.check_is_empty()
 
 
-def test_a_decode_group_on_trial_computes_a_whole_request_and_then_takes_over_others() -> None:
+@pytest.mark.parametrize("name", ["p", "d"])
+def test_a_group_on_trial_computes_a_request_even_if_the_other_has_its_blocks(name: str) -> None:
     harness, _, _ = apart()
-    for _ in range(2):
-        harness.cut("d")
-        decode = harness.add_group("d", role="decode")
-    harness.wait_until(harness.now_ns + MAX_PAUSE_NS)
-    assert harness.group("d").standing.is_on_trial
     harness.submit("a", PROMPT, 12)
     harness.run()
-    assert harness.core.totals.num_handovers == 0
-    assert decode.model.num_context_tokens == len(PROMPT)
-    harness.submit("b", [1, *PROMPT], 12)
+    for _ in range(2):
+        harness.cut(name)
+        role, source = ("prefill", "at p") if name == "p" else ("decode", "")
+        group = harness.add_group(name, role=role, kv_source=source)
+    harness.wait_until(harness.now_ns + MAX_PAUSE_NS)
+    assert harness.group(name).standing.is_on_trial
+    harness.submit("b", PROMPT, 12)
     harness.run()
-    assert harness.core.totals.num_handovers == 1
+    assert group.model.num_context_tokens == len(PROMPT)
+    assert not harness.group(name).standing.is_on_trial
+    num_handovers = harness.core.totals.num_handovers
+    harness.submit("c", [1, *PROMPT], 12)
+    harness.run()
+    assert harness.core.totals.num_handovers == num_handovers + 1
     harness.check_is_empty()
 
 
