@@ -65,6 +65,9 @@ class _NoServer:
     def stop(self, *_: object) -> Any:
         return _nothing()
 
+    def close(self) -> None:
+        """There is no port to close."""
+
     def app(self) -> Starlette:
         return Starlette()
 
