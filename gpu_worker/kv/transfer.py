@@ -359,7 +359,7 @@ class BlockFetcher:
                 while left:
                     self._fetch_some(job, left, missing, dropped)
                 break
-            except (TransferError, ValueError) as error:
+            except (TransferError, ValueError, OSError, zmq.ZMQError) as error:  # such as too many open files
                 logger.warning("cannot fetch KV blocks: %s", error)
                 self._disconnect(job.kv_source)
                 if attempt == _NUM_TRIES - 1:

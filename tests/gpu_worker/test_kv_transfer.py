@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
+import zmq
 
 from gpu_worker.kv import transfer
 from gpu_worker.kv.block_format import Bytes, block_header, checksum, kind_digest
@@ -158,6 +161,20 @@ class Scripted:
 
 def seal(value: int, contents: Bytes) -> bytes:
     return checksum(block_header(KIND, value, len(contents)), contents)
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), zmq.ZMQError(24)])
+def test_blocks_are_missing_if_no_socket_can_be_opened(open_fetcher: Open, error: Exception) -> None:
+    def connect(_: object) -> NoReturn:
+        raise error
+
+    fetcher, reported = open_fetcher(connect=connect), threading.Event()
+    fetcher.on_report = reported.set
+    for hashes in ([1, 2], [3]):
+        reported.clear()
+        fetcher.fetch(1, hashes, "", str(BlockSource("tcp://127.0.0.1:1", b"secret")))
+        assert reported.wait(30)
+        assert [(report.hashes, report.missing) for report in fetcher.reports()] == [((), tuple(hashes))]
 
 
 def test_an_interrupted_link_resumes_where_it_stopped(open_fetcher: Open) -> None:
