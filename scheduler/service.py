@@ -373,7 +373,7 @@ def make_journal(
     if config.journal in ("log", "sqlite"):
         suffix = "journal" if config.journal == "log" else "sqlite"
         path = Path(config.journal_path) if config.journal_path else midstream_home() / f"scheduler-{port}.{suffix}"
-        documents = SqliteDocuments(path.with_suffix(".documents"))
+        documents = SqliteDocuments(_beside(path, ".documents"))
         return ThreadedJournal(_file_store(config, path), limits, model.fingerprint, clock, documents)
     store, postgres_documents = _postgres_stores(config)
     return ThreadedJournal(store, limits, model.fingerprint, clock, postgres_documents)
@@ -382,18 +382,28 @@ def make_journal(
 def _file_store(config: SchedulerConfig, path: Path) -> Store:
     """Return the store of a journal on this machine's disk.
 
-    A log takes over the contents of a SQLite journal at its path or at the same path with the suffix `.sqlite`.
+    A log takes over the contents of a SQLite journal at its path or beside it, with the suffix `.sqlite`.
     """
     if config.journal == "sqlite":
         if path.is_dir():
             raise ConfigError(f"{path} is a folder; use --journal log, or the path of a file", field="journal_path")
         return SqliteStore(path)
-    predecessor = path.with_suffix(".sqlite")
+    predecessor = _beside(path, ".sqlite")
     if path.is_file():
         if not is_sqlite(path):
             raise ConfigError(f"{path} is not a journal; use the path of a folder", field="journal_path")
         predecessor, path = path, path.with_name(path.name + ".log")
     return LogStore(LogFolder(path), SqliteStore(predecessor))
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    """Return the path of another file of the journal at `path`.
+
+    Only suffixes that mean a journal are replaced, so that journals such as `10.0.0.1` and `10.0.0.2` share no file.
+    """
+    if path.suffix in (".journal", ".sqlite"):
+        return path.with_suffix(suffix)
+    return path.with_name(path.name + suffix)
 
 
 def _postgres_stores(config: SchedulerConfig) -> tuple[Store, DocumentStore]:

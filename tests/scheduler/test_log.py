@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import itertools
@@ -12,6 +13,8 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -30,7 +33,7 @@ from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.store import Store, Transaction, seal
 from scheduler.journal.threaded import ThreadedJournal
-from scheduler.service import _file_store
+from scheduler.service import _file_store, make_journal
 from tests.scheduler.harness import LIMITS
 from tests.scheduler.power_cut import Disk, FolderOnDisk, PowerCut
 from tests.scheduler.test_journal import Cell, begin
@@ -441,6 +444,23 @@ def test_a_journal_of_version_0_1_moves_into_the_log(tmp_path: Path, path: str, 
     assert again.output("half way") == list(range(71, 91))
     assert again.num_damaged == 0
     again.store.close()
+
+
+async def test_journals_whose_names_differ_after_a_dot_share_no_file(tmp_path: Path) -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    model, clock = cast("Any", SimpleNamespace(fingerprint="print")), SteadyClock()
+    journals = [
+        make_journal(settings_for(tmp_path / name), model, LIMITS, 0, clock)
+        for name in ("10.0.0.1", "10.0.0.2", "scheduler-1.journal")
+    ]
+    for journal in journals:
+        await journal.open(fail)
+    found = await asyncio.to_thread(lambda: {path.name for path in tmp_path.glob("*.documents")})
+    assert found == {"10.0.0.1.documents", "10.0.0.2.documents", "scheduler-1.documents"}
+    for journal in journals:
+        await journal.close()
 
 
 def test_a_move_that_was_cut_off_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
