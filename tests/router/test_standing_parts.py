@@ -36,15 +36,23 @@ async def relayed(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
                 writer.write(data)
         writer.close()
 
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        pumps.add(asyncio.create_task(connect(reader, writer)))
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         back, there = await asyncio.open_connection(host, int(port))
-        writers.extend((writer, there))
+        writers.append(there)
         pumps.update(asyncio.create_task(work) for work in (pump(reader, there), pump(back, writer)))
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     try:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", gate
     finally:
+        # asyncio forgets a socket without closing it if the server is closed before the socket has its transport.
+        for listener in server.sockets:
+            asyncio.get_running_loop().remove_reader(listener)
+        await asyncio.sleep(0)
         server.close()
         for task in pumps:
             task.cancel()
