@@ -25,31 +25,38 @@ def test_each_phase_sees_the_one_before(tmp_path: Path, flags: tuple[str, ...]) 
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr[-3000:]
 
 
-def compute_tasks() -> list[Path]:
+def compute_tasks() -> set[Path]:
     """Return the folders of all kernel threads in this process."""
-    tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "compute\n"]
-    assert tasks
-    return tasks
+    return {task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "compute\n"}
 
 
-def compute_seconds() -> float:
-    """Return the CPU time of all kernel threads in this process."""
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in compute_tasks()) / 1e9
+def started_task(before: set[Path]) -> Path:
+    """Wait for the kernel thread that was not there before: it names itself when it first runs."""
+    while not (started := compute_tasks() - before):
+        pass
+    (task,) = started
+    return task
 
 
-def wait_until_asleep() -> None:
-    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "S" for task in compute_tasks()):
+def compute_seconds(task: Path) -> float:
+    return int((task / "schedstat").read_text().split()[0]) / 1e9
+
+
+def wait_until_asleep(task: Path) -> None:
+    while (task / "stat").read_text().rpartition(")")[2].split()[0] != "S":
         pass
 
 
 def test_threads_without_work_sleep() -> None:
     kernels = library(runnable_builds[0])
+    before = compute_tasks()
     pool = ThreadPool(kernels, 2)
+    task = started_task(before)
     linear = PackedLinear(kernels, [torch.randn(512, 512)], WeightFormat.F32)
     linear(torch.randn(64, 512), pool)
-    before = compute_seconds()
+    seconds = compute_seconds(task)
     threading.Event().wait(0.3)
-    assert compute_seconds() - before < 0.05
+    assert compute_seconds(task) - seconds < 0.05
 
 
 def test_a_step_runs_on_the_chosen_number_of_threads_with_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,19 +65,21 @@ def test_a_step_runs_on_the_chosen_number_of_threads_with_equal_results(monkeypa
     decoder, batch = random_decoder(dims, 1), paged_batch([1], [1], block_size=16)
     step = (batch.positions, batch.slot_mapping, batch.query_starts, batch.context_lens, batch.block_tables)
     kernels = library(runnable_builds[0])
+    before = compute_tasks()
     native = decoder.native(runnable_builds[0], decoder.caches(batch.num_blocks, 16, torch.float32), num_threads=2)
+    task = started_task(before)
     token_ids, table = torch.zeros(1, dtype=torch.int32), Embedding(torch.randn(8, 1024), WeightFormat.F32, 1024)
     head = PackedLinear(kernels, [torch.randn(50, 1024)], WeightFormat.F32)
 
     def choose(num_threads: int) -> tuple[float, list[float]]:
         """Return how long the second thread computed during 20 equal steps, and their highest logits."""
         monkeypatch.setattr(StepThreads, "number", lambda *_: num_threads)
-        before = compute_seconds()
+        seconds = compute_seconds(task)
         chosen = [native.choose(token_ids, *step, token_ids, table, torch.ones(1024), head) for _ in range(20)]
-        return compute_seconds() - before, [highest.item() for _, highest in chosen]
+        return compute_seconds(task) - seconds, [highest.item() for _, highest in chosen]
 
     choose(2)
-    wait_until_asleep()
+    wait_until_asleep(task)
     seconds_of_one, one = choose(1)
     seconds_of_two, two = choose(2)
     assert seconds_of_one == 0 < seconds_of_two
