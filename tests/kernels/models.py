@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from kernels import activate, apply_rotary, linear, paged_attention, rms_norm, store_kv
-from kernels.cpu import DecoderDims, DecoderLayer, NativeDecoder, PackedLinear, WeightFormat, stored_head_dim
+from kernels.cpu import (
+    DecoderDims,
+    DecoderLayer,
+    NativeDecoder,
+    PackedLinear,
+    ThreadPool,
+    WeightFormat,
+    stored_head_dim,
+)
 from tests.kernels.libraries import library, threads
 from tests.kernels.paged import PagedBatch
 
@@ -41,12 +49,15 @@ class RandomDecoder:
         shape = (len(self.layers), 2, num_blocks, block_size, self.dims.num_kv_heads, dim)
         return torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype)
 
-    def native(self, name: str, caches: Tensor, num_threads: int = 2) -> NativeDecoder:
-        """Return the native decoder with caches of this shape, in the layout of in_kernel_order."""
+    def native(self, name: str, caches: Tensor, num_threads: int = 2, pool: ThreadPool | None = None) -> NativeDecoder:
+        """Return the native decoder with caches of this shape, in the layout of in_kernel_order.
+
+        Without a pool, it shares one with the other tests.
+        """
         layers = [
             _native_layer(name, layer, *_kernel_views(*cache)) for layer, cache in zip(self.layers, caches, strict=True)
         ]
-        return NativeDecoder(threads(name, num_threads), self.dims, layers, self.cos, self.sin)
+        return NativeDecoder(pool or threads(name, num_threads), self.dims, layers, self.cos, self.sin)
 
     def reference(self, hidden: Tensor, batch: PagedBatch, caches: Tensor) -> Tensor:
         for layer, cache in zip(self.layers, caches, strict=True):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.build import SOURCES
-from kernels.cpu import DecoderDims, Embedding, PackedLinear, ThreadPool, WeightFormat
+from kernels.cpu import DecoderDims, Embedding, Library, PackedLinear, ThreadPool, WeightFormat
 from kernels.cpu.threads import StepThreads
 from tests.kernels.libraries import library, runnable_builds
 from tests.kernels.models import random_decoder
@@ -25,17 +25,17 @@ def test_each_phase_sees_the_one_before(tmp_path: Path, flags: tuple[str, ...]) 
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr[-3000:]
 
 
-def compute_tasks() -> set[Path]:
-    """Return the folders of all kernel threads in this process."""
-    return {task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "compute\n"}
+def tasks() -> set[Path]:
+    """Return the folders of all threads of this process."""
+    return set(Path("/proc/self/task").iterdir())
 
 
-def started_task(before: set[Path]) -> Path:
-    """Wait for the kernel thread that was not there before: it names itself when it first runs."""
-    while not (started := compute_tasks() - before):
-        pass
-    (task,) = started
-    return task
+def pool_of_two(kernels: Library) -> tuple[ThreadPool, Path]:
+    """Return a new pool and the folder of its second thread; the first is the caller's."""
+    before = tasks()
+    pool = ThreadPool(kernels, 2)
+    (task,) = tasks() - before
+    return pool, task
 
 
 def compute_seconds(task: Path) -> float:
@@ -49,9 +49,7 @@ def wait_until_asleep(task: Path) -> None:
 
 def test_threads_without_work_sleep() -> None:
     kernels = library(runnable_builds[0])
-    before = compute_tasks()
-    pool = ThreadPool(kernels, 2)
-    task = started_task(before)
+    pool, task = pool_of_two(kernels)
     linear = PackedLinear(kernels, [torch.randn(512, 512)], WeightFormat.F32)
     linear(torch.randn(64, 512), pool)
     seconds = compute_seconds(task)
@@ -65,9 +63,9 @@ def test_a_step_runs_on_the_chosen_number_of_threads_with_equal_results(monkeypa
     decoder, batch = random_decoder(dims, 1), paged_batch([1], [1], block_size=16)
     step = (batch.positions, batch.slot_mapping, batch.query_starts, batch.context_lens, batch.block_tables)
     kernels = library(runnable_builds[0])
-    before = compute_tasks()
-    native = decoder.native(runnable_builds[0], decoder.caches(batch.num_blocks, 16, torch.float32), num_threads=2)
-    task = started_task(before)
+    pool, task = pool_of_two(kernels)
+    caches = decoder.caches(batch.num_blocks, 16, torch.float32)
+    native = decoder.native(runnable_builds[0], caches, pool=pool)
     token_ids, table = torch.zeros(1, dtype=torch.int32), Embedding(torch.randn(8, 1024), WeightFormat.F32, 1024)
     head = PackedLinear(kernels, [torch.randn(50, 1024)], WeightFormat.F32)
 
