@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -184,6 +184,15 @@ async def test_a_run_continues_and_stops_in_order_after_its_output_was_closed(tm
     assert run.trace.read_text().split() == ["router-0", "worker-0", "scheduler-0"]
 
 
+@pytest.fixture
+def in_terminal() -> Iterator[None]:
+    """Restore the default action of SIGHUP: under nohup it is ignored, and `up` would ignore it too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("in_terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_the_service(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
