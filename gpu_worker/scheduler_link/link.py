@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -253,7 +253,7 @@ class SchedulerLink:
         while self._adapters.answers:
             answer = self._adapters.answers.popleft()
             if answer.epoch == self.epoch:
-                self._send(dealer, worker_pb2.WorkerMessage(lora_result=answer))
+                self._send_all(dealer, [worker_pb2.WorkerMessage(lora_result=answer)])
         while self._outbox:
             step, output, waiting_s = self._outbox.popleft()
             if step.epoch != self.epoch:
@@ -262,19 +262,17 @@ class SchedulerLink:
             messages = encode_result(step.epoch, step.step_id, output, waiting_s)
             self._last_finished = step.step_id
             self._kept.finish(step.step_id, is_whole=output.is_whole)
-            if not all(self._send(dealer, message) for message in messages):
-                self._end_epoch("the connection is down")
+            self._send_all(dealer, messages)
         while self._images is not None and self._images.answers:
             encoded = self._images.answers.popleft()
-            is_current = encoded.epoch == self.epoch
-            if is_current and not self._send(dealer, worker_pb2.WorkerMessage(image_encoded=encoded)):
-                self._end_epoch("the connection is down")
+            if encoded.epoch == self.epoch:
+                self._send_all(dealer, [worker_pb2.WorkerMessage(image_encoded=encoded)])
         for fetched in self._fetcher.reports() if self._fetcher is not None else ():
             if fetched.epoch == self.epoch:
                 report = worker_pb2.BlocksFetched(
                     epoch=fetched.epoch, fetched_hashes=fetched.hashes, missing_hashes=fetched.missing
                 )
-                self._send(dealer, worker_pb2.WorkerMessage(blocks_fetched=report))
+                self._send_all(dealer, [worker_pb2.WorkerMessage(blocks_fetched=report)])
 
     def _send_when_due(self, dealer: zmq.Socket[bytes]) -> None:
         now = time.monotonic()
@@ -294,8 +292,8 @@ class SchedulerLink:
                 heartbeat.stored_hashes.extend(changes.stored)
                 heartbeat.stored_hashes.extend(self._take_unsent())
                 heartbeat.removed_hashes.extend(changes.removed)
-            self._send(dealer, worker_pb2.WorkerMessage(heartbeat=heartbeat))
             self._next_send = now + self._heartbeat_s
+            self._send_all(dealer, [worker_pb2.WorkerMessage(heartbeat=heartbeat)])
         elif not self._leaving:
             if self._has_failed:
                 self._has_failed = False
@@ -315,6 +313,11 @@ class SchedulerLink:
         part = list(itertools.islice(self._unsent_hashes, MAX_HASHES_PER_MESSAGE))
         self._unsent_hashes.difference_update(part)
         return part
+
+    def _send_all(self, dealer: zmq.Socket[bytes], messages: Iterable[worker_pb2.WorkerMessage]) -> None:
+        """Send messages of the epoch; end it if one cannot be sent, since the scheduler would wait for it forever."""
+        if not all(self._send(dealer, message) for message in messages):
+            self._end_epoch("the connection is down")
 
     def _send(self, dealer: zmq.Socket[bytes], message: worker_pb2.WorkerMessage) -> bool:
         try:

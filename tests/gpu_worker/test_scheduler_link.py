@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, cast
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import zmq
 
+from gpu_worker.batch.step import StepOutput
 from gpu_worker.kv.kept_blocks import KeptBlocks
 from gpu_worker.kv.tiers import StoreChanges
+from gpu_worker.kv.transfer import Fetched
+from gpu_worker.models.images import EncodedImage
 from gpu_worker.scheduler_link import link as link_module
-from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped
-from midstream.errors import ConfigError
+from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped, WaitingStep
+from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.telemetry import Metrics
 from protos import worker_pb2
 from tests.gpu_worker.scripted_scheduler import ScriptedScheduler
 from tests.ports import free_ports
 
 
-def link_to(address: str, register: Any, tiers: Any = None) -> SchedulerLink:
+def link_to(address: str, register: Any, tiers: Any = None, **parts: Any) -> SchedulerLink:
     kept = KeptBlocks(np.zeros(4, dtype=np.uint64))
-    return SchedulerLink(address, register, Metrics(), worker_pb2.MemoryUsage, cast("Any", None), kept, tiers=tiers)
+    parts = {"adapters": None, "tiers": tiers, **parts}
+    return SchedulerLink(address, register, Metrics(), worker_pb2.MemoryUsage, kept=kept, **parts)
 
 
 def test_a_link_that_fails_ends_the_worker() -> None:
@@ -86,3 +93,83 @@ def test_a_worker_reports_many_stored_blocks_in_parts(monkeypatch: pytest.Monkey
     scheduler.close()
     assert [len(part) for part in parts] == [4, 4, 1, 0]
     assert sorted(itertools.chain(*parts)) == list(range(9))
+
+
+class _Adapters:
+    """A cache that cannot read any adapter."""
+
+    def load(self, path: str) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_exception(InvalidArgumentError("is not an adapter", field=path))
+        return future
+
+
+class _Images:
+    def encode(self, data: bytes) -> EncodedImage:
+        return EncodedImage(torch.zeros(1, 4), "")
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _Fetcher:
+    """Finds no block."""
+
+    def __init__(self) -> None:
+        self._reports: list[Fetched] = []
+        self.on_report = lambda: None
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._reports.clear()
+
+    def fetch(self, epoch: int, hashes: list[int], *source: str) -> None:
+        self._reports.append(Fetched(epoch, (), tuple(hashes)))
+        self.on_report()
+
+    def reports(self) -> list[Fetched]:
+        reports, self._reports = self._reports, []
+        return reports
+
+
+# What the scheduler sends, and the kind of the answer.
+_CALLS: dict[str, dict[str, Any]] = {
+    "heartbeat": {},
+    "step_result": {"step_batch": worker_pb2.StepBatch(epoch=1, step_id=1)},
+    "lora_result": {"load_lora": worker_pb2.LoadLoraAdapter(epoch=1, name="a")},
+    "image_encoded": {"encode_image": worker_pb2.EncodeImage(epoch=1, id=1)},
+    "blocks_fetched": {"fetch_blocks": worker_pb2.FetchBlocks(epoch=1, hashes=[7])},
+}
+
+
+@pytest.mark.parametrize("kind", _CALLS)
+def test_an_epoch_ends_with_the_first_message_that_cannot_be_sent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the scheduler would wait for it; as when the socket's queue is full, the connection remains open."""
+    send, refused = zmq.Socket.send, list[str]()
+
+    def send_or_refuse(dealer: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if dealer.type == zmq.DEALER and not refused:
+            sent = worker_pb2.WorkerMessage.FromString(frame).WhichOneof("message")
+            if sent == kind:
+                refused.append(kind)
+                raise zmq.Again
+        return send(dealer, frame, *args, **kwargs)
+
+    monkeypatch.setattr(zmq.Socket, "send", send_or_refuse)
+    scheduler = ScriptedScheduler()
+    link = link_to(scheduler.address, worker_pb2.Register(), adapters=_Adapters(), images=_Images(), fetcher=_Fetcher())
+    link.start()
+    scheduler.register(epoch=1)
+    assert isinstance(link.inbox.get(timeout=30), EpochStarted)
+    if _CALLS[kind]:
+        scheduler.send(**_CALLS[kind])
+    if kind == "step_result":
+        work = link.inbox.get(timeout=30)
+        assert isinstance(work, WaitingStep)
+        link.send_result(work.step, StepOutput(np.zeros(0, dtype=np.int32), (), (), 0.0), 0.0)
+    scheduler.register(epoch=2)
+    assert isinstance(link.inbox.get(timeout=30), EpochStarted)
+    link.leave()
+    assert isinstance(link.inbox.get(timeout=30), Stopped)
+    link.join()
+    scheduler.close()
+    assert refused == [kind]
