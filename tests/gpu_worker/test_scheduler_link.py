@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -117,7 +118,7 @@ class _Fetcher:
 
     def __init__(self) -> None:
         self._reports: list[Fetched] = []
-        self.on_report = lambda: None
+        self.on_report: Callable[[], None] = lambda: None
 
     def begin_epoch(self, epoch: int) -> None:
         self._reports.clear()

@@ -5,6 +5,7 @@ ended.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import pytest
@@ -25,6 +26,7 @@ LIES: dict[str, Lie] = {
     "drafts of too few rows": lambda event: dataclasses.replace(
         event, num_tokens=[1] * len(event.token_ids), num_drafts=[0] * (len(event.token_ids) - 1 or 2)
     ),
+    "runs of too many rows": lambda event: dataclasses.replace(event, num_tokens=[1] * len(event.token_ids) + [0]),
     "drafts that were not allowed": lambda event: dataclasses.replace(
         event, num_tokens=[1] * len(event.token_ids), num_drafts=[1] * len(event.token_ids)
     ),
@@ -34,6 +36,48 @@ LIES: dict[str, Lie] = {
     "a failed row that did not run": lambda event: dataclasses.replace(event, failures=((4000, Failure(13, "no")),)),
     "a missing block that was not requested": lambda event: dataclasses.replace(event, missing_blocks=frozenset({1})),
     "a step that was not sent": lambda event: dataclasses.replace(event, step_id=event.step_id + 9),
+}
+
+# Of requests with drafts, and of beam searches.
+RUN_LIES: dict[str, tuple[dict[str, int], Lie]] = {
+    "more accepted tokens than drafts were allowed": (
+        {"num_draft_tokens": 2},
+        lambda event: dataclasses.replace(event, num_draft_tokens=1, num_accepted_tokens=1 << 31),
+    ),
+    "more drafts of a row than were allowed": (
+        {"num_draft_tokens": 2},
+        lambda event: dataclasses.replace(event, num_draft_tokens=0, num_drafts=[3]),
+    ),
+    "more tokens of a row than drafts": (
+        {"num_draft_tokens": 2},
+        lambda event: dataclasses.replace(event, token_ids=[1] * 4, num_tokens=[4], num_drafts=[2]),
+    ),
+    "a row without a token": (
+        {"num_draft_tokens": 2},
+        lambda event: dataclasses.replace(event, token_ids=[], num_tokens=[0], num_drafts=[2]),
+    ),
+    "a candidate that is more than certain": (
+        {"beam_width": 2},
+        lambda event: dataclasses.replace(event, candidate_log_probs=[0.5, *event.candidate_log_probs[1:]]),
+    ),
+    "a candidate whose log probability is not finite": (
+        {"beam_width": 2},
+        lambda event: dataclasses.replace(event, candidate_log_probs=[-math.inf, *event.candidate_log_probs[1:]]),
+    ),
+    "a candidate without a log probability": (
+        {"beam_width": 2},
+        lambda event: dataclasses.replace(event, candidate_log_probs=event.candidate_log_probs[1:]),
+    ),
+    "the same candidate twice": (
+        {"beam_width": 2},
+        lambda event: dataclasses.replace(event, token_ids=[7] * len(event.token_ids)),
+    ),
+    "too many candidates": (
+        {"beam_width": 2},
+        lambda event: dataclasses.replace(
+            event, token_ids=[*range(100)], num_tokens=[100], candidate_log_probs=[-1.0] * 100
+        ),
+    ),
 }
 
 
@@ -87,6 +131,19 @@ def test_a_worker_with_invalid_responses_ends_no_request(lie: Lie) -> None:
     assert harness.core.totals.num_worker_deaths == harness.core.totals.num_quarantined == 0
     # The scheduler tried the faulty group less and less often.
     assert harness.group("bad").standing.num_faults == num_lies < 8
+
+
+@pytest.mark.parametrize(("spec", "lie"), RUN_LIES.values(), ids=RUN_LIES.keys())
+def test_invalid_runs_and_candidates_are_faults_of_the_worker(spec: dict[str, int], lie: Lie) -> None:
+    harness = Harness()
+    group = harness.add_group()
+    harness.submit("a", 3, 40, **spec)
+    harness.turn()
+    if "num_draft_tokens" in spec:
+        harness.step()  # the prompt's token needs no draft
+    harness.handle(lie(group.run(harness.now_ns)))
+    assert harness.core.totals.num_worker_faults == 1
+    assert harness.core.groups == []
 
 
 def test_a_worker_that_dies_at_every_request_ends_no_request() -> None:

@@ -85,6 +85,8 @@ def test_valid_messages_are_accepted(message: worker_pb2.WorkerMessage) -> None:
         (registration(features=["f"] * 1000), "features"),
         (registration(world_size=(1 << 32) - 1), "world_size"),
         (registration(max_loras=(1 << 32) - 1), "max_loras"),
+        (registration(num_micro_batches=(1 << 32) - 1), "num_micro_batches"),
+        (registration(block_bytes=(1 << 64) - 1), "block_bytes"),
         (registration(lora_cache_bytes=(1 << 64) - 1), "lora_cache_bytes"),
         (
             worker_pb2.WorkerMessage(
@@ -93,6 +95,9 @@ def test_valid_messages_are_accepted(message: worker_pb2.WorkerMessage) -> None:
             "memory",
         ),
         (worker_pb2.WorkerMessage(leave=worker_pb2.Leave(reason="x" * 100_000)), "reason"),
+        (worker_pb2.WorkerMessage(lora_result=worker_pb2.LoraResult(num_bytes=(1 << 64) - 1)), "num_bytes"),
+        (worker_pb2.WorkerMessage(lora_result=worker_pb2.LoraResult(rank=(1 << 32) - 1)), "rank"),
+        (worker_pb2.WorkerMessage(lora_result=worker_pb2.LoraResult(fingerprint="x" * 300)), "fingerprint"),
         (worker_pb2.WorkerMessage(lora_result=worker_pb2.LoraResult(num_virtual_tokens=(1 << 32) - 1)), "num_virtual"),
     ],
 )
