@@ -17,6 +17,9 @@ from router import __main__ as router
 from router.pipeline import cells
 from router.pipeline.cells import Cell, Cells
 from router.pipeline.detokenizer_pool import DetokenizerLink, DetokenizerPool
+from router.protocols.batches.runner import BatchRunner
+from router.protocols.http_server import HttpPort
+from router.status.feed import StatusFeed
 from tests.ports import free_port
 
 
@@ -24,7 +27,7 @@ class DefectError(Exception):
     """An unexpected error."""
 
 
-async def fail(*_: object) -> None:
+async def fail(*_: object, **__: object) -> None:
     await asyncio.sleep(0)
     raise DefectError
 
@@ -41,6 +44,25 @@ async def test_a_detokenizer_ends_with_its_feeds(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(FeedPool, "run", fail)
     with pytest.raises(ExecutionError, match="the loop of token feeds ended"):
         await asyncio.wait_for(detokenizer.serve(DetokenizerConfig(port=0)), 60)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "name"),
+    [
+        (Cells, "run", "schedulers"),
+        (DetokenizerPool, "run", "detokenizers"),
+        (StatusFeed, "run", "status"),
+        (BatchRunner, "run", "batches"),
+        (router, "watch_reach", "health"),
+    ],
+)
+async def test_a_router_ends_with_each_of_its_loops(
+    owner: object, method: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HttpPort, "start", lambda _: ())  # only the end of the process closes the port after a failure
+    monkeypatch.setattr(owner, method, fail)
+    with pytest.raises(ExecutionError, match=f"the loop of {name} ended"):
+        await asyncio.wait_for(router.serve(RouterConfig(port=0, http_port=0)), 60)
 
 
 async def test_a_router_that_cannot_start_closes_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
