@@ -4,7 +4,9 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -267,6 +269,38 @@ async def test_orphans_of_a_killed_supervisor_are_found_and_ended(tmp_path: Path
     assert stop_orphans(run.run_dir.read_state()) == 0
 
 
+@pytest.fixture
+def orphan(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a process that the state of the run folder names, and whose supervisor is gone."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        part = ProcessState("scheduler-0", "scheduler", {}, "", ProcessPhase.READY, process.pid)
+        part = replace(part, started_ticks=started_ticks(process.pid))
+        (tmp_path / "run").mkdir()
+        RunDir(tmp_path / "run").write_state(RunState("model", ProcessPhase.READY, 1, 0.0, (part,)))
+        yield process
+        process.kill()
+
+
+async def test_the_next_start_ends_orphans(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
+    run = Run(tmp_path, KINDS)
+    await run.until(lambda state: state.phase is ProcessPhase.READY)
+    assert orphan.poll() == -signal.SIGKILL
+    await run.end()
+
+
+def test_down_ends_orphans(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
+    result = midstream("down", "--run-dir", str(tmp_path / "run"))
+    assert (result.returncode, result.stdout) == (0, "Killed 1 processes without a supervisor.\n")
+    assert orphan.wait(20) == -signal.SIGKILL
+
+
+def test_another_process_with_the_pid_of_a_part_is_left_alone(tmp_path: Path) -> None:
+    pid = os.getpid()
+    part = ProcessState("scheduler-0", "scheduler", {}, "", ProcessPhase.READY, pid, started_ticks(pid) - 1)
+    RunDir(tmp_path).write_state(RunState("model", ProcessPhase.READY, 1, 0.0, (part,)))
+    assert stop_orphans(RunDir(tmp_path).read_state()) == 0
+
+
 def _all_ready(state: RunState) -> bool:
     return bool(state.processes) and all(process.phase is ProcessPhase.READY for process in state.processes)
 
@@ -290,7 +324,13 @@ def test_status_shows_parts_whose_supervisor_was_killed(tmp_path: Path) -> None:
 def test_a_run_folder_is_private_to_its_owner(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.acquire()
-    assert run_dir.path.stat().st_mode & 0o777 == 0o700
+    folders = (run_dir.path, run_dir.logs)
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
+    run_dir.release()
+    for folder in folders:  # the state in which an earlier version left them
+        folder.chmod(0o755)
+    run_dir.acquire()
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
     run_dir.release()
 
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from midstream.errors import InvalidArgumentError
+from midstream.errors import InvalidArgumentError, OverloadedError
 from midstream.model.folder import ModelFolder
 from midstream.rpc.open_files import raise_open_files_limit
 from midstream.security.host_header import AllowedHosts
 from router.authentication import Authenticator, TokenFile
-from router.protocols.body_budget import BodyBudget, max_body_bytes
+from router.protocols.body_budget import BodyBudget, max_body_bytes, max_request_bytes
 from router.protocols.body_reader import BodyReader
 from router.protocols.http_server import HostCheckedApp, HttpPort, for_pages
 from router.protocols.openai.body import Body
@@ -155,6 +155,23 @@ def test_the_bytes_of_a_body_are_released() -> None:
         held.add(100)
         assert budget.num_bytes == 100
     assert budget.num_bytes == 0
+
+
+def test_each_client_and_all_together_have_a_budget_of_bodies() -> None:
+    budget = BodyBudget(100)
+    for client in "abcd":
+        budget.add(client, 400)
+        with pytest.raises(OverloadedError):
+            budget.add(client, 1)
+    with pytest.raises(OverloadedError):
+        budget.add("e", 1)
+    budget.remove("d", 400)
+    budget.add("e", 400)
+
+
+def test_the_size_of_a_request_is_limited_by_the_context(folder: ModelFolder) -> None:
+    assert max_request_bytes(folder, 64 << 20) == (4 << 20) + (4 * 576 + 128) * 8192
+    assert max_request_bytes(folder, 1 << 20) == 1 << 20
 
 
 def test_the_size_of_a_body_is_limited_by_the_context(folder: ModelFolder) -> None:
