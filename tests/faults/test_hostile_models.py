@@ -17,6 +17,7 @@ import pytest
 
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, InvalidArgumentError, MidstreamError
+from midstream.model import tokenizer_check
 from midstream.model.folder import open_model_folder
 from midstream.model.prepare.gguf_file import read_gguf_head
 from midstream.model.tokenizer import Tokenizer
@@ -292,6 +293,26 @@ def test_a_tokenizer_that_crashes_crashes_only_the_checking_process(
     monkeypatch.setattr("midstream.model.tokenizer_check.MAX_EXPANSION", 1 << 50)  # as if the format were unknown
     with pytest.raises(ConfigError, match="crashes the process that uses it"):
         Tokenizer(folder)
+
+
+def test_a_tokenizer_is_limited_in_size_and_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(folder / "tokenizer.json", normalizer={"type": "NFC"})
+    monkeypatch.setattr(tokenizer_check, "_WALL_S", 0.001)
+    with pytest.raises(ConfigError, match="takes too long"):
+        Tokenizer(folder)
+    monkeypatch.setattr(tokenizer_check, "MAX_BYTES", 1000)
+    with pytest.raises(ConfigError, match="larger than"):
+        Tokenizer(folder)
+
+
+def test_the_process_that_tries_a_tokenizer_has_limits(folder: Path) -> None:
+    program = (
+        "import resource as r, sys; from midstream.model.tokenizer_check import main; main();"
+        "print(*(r.getrlimit(limit)[1] for limit in (r.RLIMIT_AS, r.RLIMIT_CPU, r.RLIMIT_CORE)))"
+    )
+    command = [sys.executable, "-c", program, str(folder / "tokenizer.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(2 << 30), "15", "0"]
 
 
 def test_an_ordinary_normalizer_is_accepted(folder: Path) -> None:

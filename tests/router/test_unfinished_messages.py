@@ -11,6 +11,7 @@ import pytest
 from midstream.client import AsyncClient
 from midstream.errors import DeadlineError, InvalidArgumentError, OverloadedError
 from router.authentication import Authenticator, Caller, TokenFile, current_caller
+from router.pipeline import message_slots
 from router.pipeline.message_slots import MessageSlots
 from router.pipeline.refusals import Refusals
 from tests.router.conftest import Cluster
@@ -81,6 +82,57 @@ async def test_waiting_has_a_time_limit_and_health_checks_do_not_wait() -> None:
     assert await slots.read(messages(b"check")) == b"check"
     current_caller.reset(token)
     holding.cancel()
+
+
+async def hold(slots: MessageSlots, name: str) -> asyncio.Task[bytes]:
+    """Let a client begin a message that never arrives."""
+    is_read = asyncio.Event()
+
+    async def messages() -> AsyncIterator[bytes]:
+        is_read.set()
+        await asyncio.Event().wait()
+        yield b""
+
+    token = current_caller.set(Caller(name))
+    task = asyncio.create_task(slots.read(messages()))
+    current_caller.reset(token)
+    await is_read.wait()
+    return task
+
+
+async def one_message() -> AsyncIterator[bytes]:
+    yield b"one"
+
+
+async def test_unfinished_messages_are_limited_per_client_and_in_total() -> None:
+    slots = MessageSlots(2, 1, timeout_s=10, wait_s=0.01)
+    tasks = [await hold(slots, "a")]
+    current_caller.set(Caller("a"))
+    with pytest.raises(OverloadedError):
+        await slots.read(one_message())
+    current_caller.set(Caller("b"))
+    assert await slots.read(one_message()) == b"one"
+    tasks.append(await hold(slots, "b"))
+    current_caller.set(Caller("c"))
+    with pytest.raises(OverloadedError):
+        await slots.read(one_message())
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert await slots.read(one_message()) == b"one"
+
+
+async def test_the_calls_of_a_client_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_slots, "_MAX_WAITING", 1)
+    slots = MessageSlots(1, 1, timeout_s=10, wait_s=10)
+    holding = await hold(slots, "a")
+    current_caller.set(Caller("a"))
+    waiting = asyncio.create_task(slots.read(one_message()))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="of this client"):
+        await slots.read(one_message())
+    holding.cancel()
+    assert await waiting == b"one"
 
 
 async def test_calls_that_waited_in_vain_end_one_after_the_other() -> None:
