@@ -345,6 +345,10 @@ CONNECTION_ERRORS: dict[str, tuple[Callable[[], bytes], ErrorCode]] = {
         lambda: headers_frame(1, flags=0) + wire.frame(wire.CONTINUATION, 0, 1, b"") * 20,
         ErrorCode.ENHANCE_YOUR_CALM,
     ),
+    "continuations that are too large": (
+        lambda: headers_frame(1, flags=0) + wire.frame(wire.CONTINUATION, 0, 1, bytes(1 << 14)) * 5,
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
     "very large headers": (lambda: headers_frame(1, *HEADERS, *LONG), ErrorCode.ENHANCE_YOUR_CALM),
     "a shut window": (lambda: wire.frame(wire.WINDOW_UPDATE, 0, 0, bytes(4)), ErrorCode.PROTOCOL_ERROR),
     "a window too large": (lambda: wire.window_update(0, wire.MAX_WINDOW), ErrorCode.FLOW_CONTROL_ERROR),
