@@ -68,6 +68,9 @@ class AdapterMessages:
         Returns:
             None if a table is incomplete because a message was lost.
         """
+        if not step.new_sequences:
+            self._tables.clear()
+            return step
         sequences: list[NewSequence] = []
         keys = {new.prompt_table_key for new in step.new_sequences if new.prompt_table_key}
         parts = {key: self._tables.get(key, []) for key in keys}

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 _REGISTER_INTERVAL_S, _CONNECT_INTERVAL_S = 0.5, 0.05
 # Number of hashes of stored blocks in one message: 8 MiB.
 MAX_HASHES_PER_MESSAGE = 1 << 20
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # operations on pyzmq's enum types are slow
 _FAILED_EXIT_CODE = 1
 _REJECTED_EXIT_CODE = 3
 
@@ -207,6 +208,8 @@ class SchedulerLink:
             poller.register(self._wake_reader.fileno(), zmq.POLLIN)
             with dealer.get_monitor_socket(LINK_EVENTS) as monitor:
                 poller.register(monitor.fileno(), zmq.POLLIN)
+                # The descriptor reports events only after an attempt to receive has found none.
+                self._dialler.was_cut(monitor)
                 self._dealer = dealer
                 try:
                     while self._turn(dealer, monitor, poller):
@@ -219,23 +222,20 @@ class SchedulerLink:
     def _turn(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], poller: zmq.Poller) -> bool:
         """Wait for events and handle them; return False when the worker has left."""
         wait_s = max(0.0, self._next_send - time.monotonic()) if self._is_drained else 0.0
-        poller.poll(int(wait_s * 1000) + self._is_drained)
-        with contextlib.suppress(BlockingIOError):
-            self._wake_reader.recv(4096)
+        ready = {descriptor for descriptor, _ in poller.poll(int(wait_s * 1000) + self._is_drained)}
+        if self._wake_reader.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                self._wake_reader.recv(4096)
         with self._lock:
-            return self._handle(dealer, monitor)
+            return self._handle(dealer, monitor, was_signalled=monitor.fileno() in ready)
 
-    def _handle(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> bool:
-        if self._dialler.was_cut(monitor) and self.epoch:
+    def _handle(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], *, was_signalled: bool) -> bool:
+        if was_signalled and self._dialler.was_cut(monitor) and self.epoch:
             # Steps and results in transit are lost, so register again.
             self._end_epoch("the connection was lost")
         self._send_results(dealer)
-        while True:
-            try:
-                frames = dealer.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            stopped = self._receive(frames)
+        while _is_readable(dealer):
+            stopped = self._receive(dealer.recv_multipart(zmq.NOBLOCK))
             if stopped is not None:
                 self.inbox.put(stopped)
                 return False
@@ -412,4 +412,4 @@ class SchedulerLink:
 
 
 def _is_readable(dealer: zmq.Socket[bytes]) -> bool:
-    return bool(int(dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(dealer.getsockopt(_EVENTS)) & _POLLIN)

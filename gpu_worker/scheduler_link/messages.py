@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
-from gpu_worker.batch.step import AdapterRef, Fork, IntArray, NewSequence, SamplingParams, Step, StepOutput
+from gpu_worker.batch.step import AdapterRef, Fork, HashArray, IntArray, NewSequence, SamplingParams, Step, StepOutput
 from gpu_worker.scheduler_link.outputs import encode_tensors, output_params, prompt_outputs, row_outputs
 from midstream.errors import MidstreamError, UnsupportedError
 from midstream.grammar.messages import Guide
@@ -40,29 +41,14 @@ def decode_step(message: worker_pb2.StepBatch) -> Step:
     Raises:
         ValueError: Parallel arrays differ in length, or a number is out of range.
     """
-    step = Step(
-        epoch=message.epoch,
-        step_id=message.step_id,
-        released_rows=_ints(message.released_rows),
-        new_sequences=tuple(_sequence(item) for item in message.add_sequences),
-        forks=tuple(Fork(item.from_row, item.to_row, _ints(item.block_ids)) for item in message.forks),
-        block_rows=_ints(message.block_rows),
-        block_ids=_ints(message.block_ids),
-        copy_sources=_ints(message.copy_source_blocks),
-        copy_targets=_ints(message.copy_target_blocks),
-        context_rows=_ints(message.context_rows),
-        context_starts=_ints(message.context_starts),
-        context_lengths=_ints(message.context_lengths),
-        repeat_generation=message.repeat_generation,
-        generation_rows=_ints(message.generation_rows),
-        idle_rows=_ints(message.idle_rows),
-        beam_rows=_ints(message.beam_rows),
-        beam_tokens=_ints(message.beam_token_ids),
-        draft_rows=_ints(message.draft_rows),
-        draft_limits=_ints(message.draft_limits),
-        adopted_blocks=_ints(message.adopted_blocks),
-        adopted_hashes=np.array(message.adopted_hashes, dtype=np.uint64),
-    )
+    # Most steps set a few fields only, and each lookup of a field that is not set would create an object.
+    fields: dict[str, Any] = {}
+    for descriptor, value in message.ListFields():
+        found = _STEP_FIELDS.get(descriptor.name)
+        if found is not None:
+            name, convert = found
+            fields[name] = convert(value)
+    step = Step(**fields)
     if not len(step.context_rows) == len(step.context_starts) == len(step.context_lengths):
         raise ValueError("context arrays differ in length")
     if len(step.block_rows) != len(step.block_ids) or len(step.copy_sources) != len(step.copy_targets):
@@ -86,19 +72,25 @@ def encode_result(epoch: int, step_id: int, output: StepOutput, waiting_s: float
         epoch=epoch,
         step_id=step_id,
         token_ids=output.token_ids.tolist(),
-        num_tokens=output.num_tokens,
-        candidate_log_probs=output.candidate_log_probs,
-        num_drafts=output.num_drafts,
-        missing_blocks=output.missing_blocks,
-        num_draft_tokens=sum(output.num_drafts),
-        num_accepted_tokens=sum(
-            count - 1 for count, drafts in zip(output.num_tokens, output.num_drafts, strict=False) if drafts
-        ),
-        outputs=[*map(prompt_outputs, output.prompt_log_probs), *map(row_outputs, output.log_probs)],
-        errors=[worker_pb2.RowError(row=row, error=error.to_proto()) for row, error in output.errors],
         forward_us=int(output.forward_s * 1e6),
         waiting_us=int(waiting_s * 1e6),
     )
+    if output.num_tokens or output.num_drafts:
+        result.num_tokens.extend(output.num_tokens)
+        result.num_drafts.extend(output.num_drafts)
+        result.num_draft_tokens = sum(output.num_drafts)
+        result.num_accepted_tokens = sum(
+            count - 1 for count, drafts in zip(output.num_tokens, output.num_drafts, strict=False) if drafts
+        )
+    if output.prompt_log_probs or output.log_probs:
+        result.outputs.extend(map(prompt_outputs, output.prompt_log_probs))
+        result.outputs.extend(map(row_outputs, output.log_probs))
+    if output.candidate_log_probs:
+        result.candidate_log_probs.extend(output.candidate_log_probs)
+    if output.missing_blocks:
+        result.missing_blocks.extend(output.missing_blocks)
+    for row, error in output.errors:
+        result.errors.add(row=row, error=error.to_proto())
     yield worker_pb2.WorkerMessage(step_result=result)
 
 
@@ -176,3 +168,41 @@ def _ints(values: Iterable[int]) -> IntArray:
         return np.array(list(values), dtype=np.int32)
     except OverflowError as error:
         raise ValueError(str(error)) from error
+
+
+def _sequences(messages: Iterable[worker_pb2.AddSequence]) -> tuple[NewSequence, ...]:
+    return tuple(map(_sequence, messages))
+
+
+def _forks(messages: Iterable[worker_pb2.ForkRow]) -> tuple[Fork, ...]:
+    return tuple(Fork(item.from_row, item.to_row, _ints(item.block_ids)) for item in messages)
+
+
+def _hashes(values: Iterable[int]) -> HashArray:
+    return np.array(list(values), dtype=np.uint64)
+
+
+# By field of StepBatch: the field of Step, and its conversion. The other fields are read by KeptBlocks and KvTiers.
+_STEP_FIELDS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "epoch": ("epoch", int),
+    "step_id": ("step_id", int),
+    "released_rows": ("released_rows", _ints),
+    "add_sequences": ("new_sequences", _sequences),
+    "forks": ("forks", _forks),
+    "block_rows": ("block_rows", _ints),
+    "block_ids": ("block_ids", _ints),
+    "copy_source_blocks": ("copy_sources", _ints),
+    "copy_target_blocks": ("copy_targets", _ints),
+    "context_rows": ("context_rows", _ints),
+    "context_starts": ("context_starts", _ints),
+    "context_lengths": ("context_lengths", _ints),
+    "repeat_generation": ("repeat_generation", bool),
+    "generation_rows": ("generation_rows", _ints),
+    "idle_rows": ("idle_rows", _ints),
+    "beam_rows": ("beam_rows", _ints),
+    "beam_token_ids": ("beam_tokens", _ints),
+    "draft_rows": ("draft_rows", _ints),
+    "draft_limits": ("draft_limits", _ints),
+    "adopted_blocks": ("adopted_blocks", _ints),
+    "adopted_hashes": ("adopted_hashes", _hashes),
+}
