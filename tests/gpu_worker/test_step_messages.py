@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from google.protobuf import json_format
 
 from gpu_worker.batch.step import Step
 from gpu_worker.scheduler_link.messages import decode_step
@@ -97,4 +98,4 @@ def test_no_field_is_ignored() -> None:
 )
 def test_arrays_of_different_lengths_or_out_of_range_are_rejected(fields: dict[str, list[int]], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        decode_step(worker_pb2.StepBatch(**fields))
+        decode_step(json_format.ParseDict(fields, worker_pb2.StepBatch()))
