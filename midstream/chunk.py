@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from midstream.errors import MidstreamError, from_proto
@@ -148,12 +148,16 @@ class Chunk:
         first = Chunk(self.sequence_index, self.token_offset, self.token_ids, self.text, extras=extras)
         return first, replace(self, token_offset=self.next_offset, token_ids=(), text="", extras=rest)
 
-    def pieces(self, max_tensor_bytes: int) -> Iterator[Chunk]:
+    def pieces(self, max_tensor_bytes: int) -> Sequence[Chunk]:
         """Split the chunk into messages, each with at most `max_tensor_bytes` of tensors."""
-        rest: Chunk | None = self
+        if self.extras is None:
+            return (self,)
+        piece, rest = self.cut(max_tensor_bytes)
+        pieces = [piece]
         while rest is not None:
             piece, rest = rest.cut(max_tensor_bytes)
-            yield piece
+            pieces.append(piece)
+        return pieces
 
     def to_proto(self, request_id: str) -> pb.GenerateResponse:
         """Return the message."""

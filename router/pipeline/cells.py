@@ -110,7 +110,8 @@ class Cell:
             MidstreamError: The scheduler rejected the request; UnavailableError if it is unreachable, DeadlineError if
                 the deadline has passed, InvalidArgumentError if the request does not fit into a message.
         """
-        if request.ByteSize() > self._max_request_bytes:
+        num_bytes = request.ByteSize()
+        if num_bytes > self._max_request_bytes:
             raise _too_large(request, f"at most {self._max_request_bytes} fit into a message to the scheduler")
         loop = asyncio.get_running_loop()
         attempt, delay = 0, _FIRST_RETRY_S
@@ -120,7 +121,8 @@ class Cell:
             if deadline is not None:
                 request.timeout_ms = max(int((deadline - loop.time()) * 1000), 0)
             try:
-                answer = await self._submit(request, min(max(give_up_at - loop.time(), 0.01), _TRY_TIMEOUT_S))
+                timeout_s = min(max(give_up_at - loop.time(), 0.01), _TRY_TIMEOUT_S)
+                answer = await self._submit(request, num_bytes, timeout_s)
             except (DeadlineError, UnavailableError) as error:
                 if isinstance(error, DeadlineError) and deadline is not None and loop.time() >= deadline:
                     raise DeadlineError("the request's deadline passed before a scheduler accepted it") from None
@@ -137,14 +139,16 @@ class Cell:
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY_S)
 
-    async def _submit(self, request: generation_pb2.GenerateRequest, timeout_s: float) -> scheduler_pb2.SubmitResponse:
-        """Submit a request once.
+    async def _submit(
+        self, request: generation_pb2.GenerateRequest, num_bytes: int, timeout_s: float
+    ) -> scheduler_pb2.SubmitResponse:
+        """Submit a request of `num_bytes` once.
 
         Raises:
             MidstreamError: The scheduler rejected the request; UnavailableError or DeadlineError if a retry may
                 succeed.
         """
-        if self._submissions.can_take(request):
+        if self._submissions.can_take(num_bytes):
             return await self._submissions.submit(request, timeout_s)
         try:
             return await self.stub.Submit(scheduler_pb2.SubmitRequest(request=request), timeout=timeout_s)

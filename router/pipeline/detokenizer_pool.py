@@ -160,18 +160,25 @@ class DetokenizerPool:
             stream: The stream; it is attached at the offsets that it has reached.
             avoid: A detokenizer to use only if there is no other.
         """
-        while True:
-            live = [link for link in self.links.values() if link.is_open]
-            now = asyncio.get_running_loop().time()
-            live = [link for link in live if link is not avoid and link.refuses_until <= now] or live
-            if live:
-                # Take turns among detokenizers with equally many streams.
-                self._turn += 1
-                start = self._turn % len(live)
-                link = min(live[start:] + live[:start], key=lambda link: len(link.streams))
-                return Attachment(link, link.attach(stream))
+        while (attachment := self.attach_now(stream, avoid=avoid)) is None:
             self._live.clear()
             await self._live.wait()
+        return attachment
+
+    def attach_now(self, stream: ClientStream, *, avoid: DetokenizerLink | None = None) -> Attachment | None:
+        """Do what `attach` does, but return None if no detokenizer is live."""
+        live = [link for link in self.links.values() if link.is_open]
+        if not live:
+            return None
+        link = live[0]
+        if len(live) > 1:
+            now = asyncio.get_running_loop().time()
+            live = [link for link in live if link is not avoid and link.refuses_until <= now] or live
+            # Take turns among detokenizers with equally many streams.
+            self._turn += 1
+            start = self._turn % len(live)
+            link = min(live[start:] + live[:start], key=lambda link: len(link.streams))
+        return Attachment(link, link.attach(stream))
 
     def _set_targets(self, targets: list[str]) -> None:
         for target in set(self.links) - set(targets):

@@ -24,8 +24,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 import time
-import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
@@ -48,6 +48,7 @@ from protos import generation_pb2 as pb
 from router.authentication import Caller, current_caller
 from router.pipeline.background import current_background
 from router.pipeline.cells import Cell, Cells
+from router.pipeline.deadlines import until
 from router.pipeline.detokenizer_pool import Attachment, DetokenizerPool
 from router.pipeline.grammar_check import GrammarChecker
 from router.pipeline.idempotency import naming_key
@@ -157,10 +158,13 @@ class Generation:
 
     async def _attach(self, avoid: Attachment | None = None) -> None:
         """Attach the stream to a detokenizer at its current offset."""
+        pool, link = self._runner.pool, avoid.link if avoid else None
+        self._attachment = pool.attach_now(self.stream, avoid=link)
+        if self._attachment is not None:
+            return
         try:
             async with asyncio.timeout_at(self._runner.give_up_at(self._deadline)):
-                link = avoid.link if avoid else None
-                self._attachment = await self._runner.pool.attach(self.stream, avoid=link)
+                self._attachment = await pool.attach(self.stream, avoid=link)
         except TimeoutError:
             raise self._failure(UnavailableError("no detokenizer is reachable")) from None
 
@@ -281,7 +285,7 @@ class Runner:
             if path:
                 check_adapter_path(path, self.adapter_root, field)
         try:
-            async with asyncio.timeout_at(deadline):  # images may wait for a worker
+            async with until(deadline):  # images may wait for a worker
                 await self._normalize(request, prepare)
         except TimeoutError:
             raise DeadlineError("the deadline passed while the prompt was prepared") from None
@@ -399,7 +403,7 @@ class Runner:
         if bad_words:
             for ids in await self._prompts.bad_word_ids(list(bad_words)):
                 request.stopping.bad_word_token_ids.add(values=ids)
-        request.request_id = current_caller.get().scope(request.request_id or uuid.uuid4().hex)
+        request.request_id = current_caller.get().scope(request.request_id or _new_id())
         if not self._share_prefix_cache:
             request.cache_salt = current_caller.get().salt(request.cache_salt)
         request.model = self.model.name
@@ -557,7 +561,7 @@ class FrontDoor:
             MidstreamError: The request is rejected.
         """
         arrival, caller = time.monotonic(), current_caller.get()
-        request_id = request.request_id or uuid.uuid4().hex
+        request_id = request.request_id or _new_id()
         current_request_id.set(request_id)
         request.request_id = request_id
         if caller.is_authenticated:
@@ -647,6 +651,10 @@ class FrontDoor:
     def abort_soon(self, request_id: str) -> None:
         """Abort a request of the caller in the background."""
         self.runner.abort_soon(current_caller.get().scope(request_id))
+
+
+def _new_id() -> str:
+    return f"{secrets.randbits(128):032x}"
 
 
 def _deadline_error() -> DeadlineError:

@@ -6,9 +6,8 @@ may reconnect after its connection broke, and its output is kept for a day.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from midstream.errors import AlreadyExistsError, InvalidArgumentError
 from protos import generation_pb2 as pb
@@ -66,16 +65,21 @@ def keep(request: pb.GenerateRequest) -> None:
     request.keep_s = max(request.keep_s, _KEEP_S)
 
 
-@contextlib.contextmanager
-def naming_key(key: str) -> Iterator[None]:
+class naming_key:  # noqa: N801 (a context, like contextlib.suppress)
     """Convert a request-id conflict into an error that names the idempotency key and is not retried.
 
     Raises:
         InvalidArgumentError: The key belongs to another request.
     """
-    try:
-        yield
-    except AlreadyExistsError:
-        if not key:
-            raise
-        raise InvalidArgumentError("was used with another request", field=_FIELD) from None
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if self._key and isinstance(error, AlreadyExistsError):
+            raise InvalidArgumentError("was used with another request", field=_FIELD) from None

@@ -41,14 +41,13 @@ def images_of(request: pb.GenerateRequest) -> list[tuple[str, bytes]]:
     return images
 
 
-def check_images(request: pb.GenerateRequest, model: ModelFolder) -> None:
-    """Check the images of a request, and the fields that exclude images.
+def check_images(request: pb.GenerateRequest, images: Sequence[tuple[str, bytes]], model: ModelFolder) -> None:
+    """Check the images of a request, as returned by `images_of`, and the fields that exclude images.
 
     Raises:
         InvalidArgumentError: A field is invalid; the error names it.
         UnsupportedError: The model reads no images.
     """
-    images = images_of(request)
     if not images:
         return
     if model.image_token_id is None:
@@ -91,10 +90,10 @@ class PromptImages:
         Raises:
             MidstreamError: An image is refused, or no worker can encode it; the error names its field.
         """
-        check_images(request, self._model)
         images = images_of(request)
         if not images:
             return []
+        check_images(request, images, self._model)
         with self._by_client.use(current_caller.get().name) as slots:
 
             async def encoded(field: str, data: bytes) -> scheduler_pb2.EncodeImageResponse:

@@ -9,6 +9,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from midstream.errors import DeadlineError, InvalidArgumentError, OverloadedError
+from midstream.rpc.http2.messages import Messages
 from router.authentication import current_caller
 from router.pipeline.client_semaphores import ClientSemaphores
 from router.pipeline.refusals import Refusals
@@ -48,6 +49,8 @@ class MessageSlots:
             DeadlineError: The message did not arrive in time.
             InvalidArgumentError: The message is missing, or cannot be parsed.
         """
+        if isinstance(messages, Messages) and messages.is_next_complete:
+            return await anext(messages)  # most messages have arrived together with their call
         caller = current_caller.get()
         # Every caller has a role except in health checks.
         return await (self._requests if caller.roles else self._checks).read(caller.name, messages)

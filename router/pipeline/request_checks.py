@@ -17,7 +17,7 @@ from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from router.authentication import current_caller
 from router.permissions import Role
-from router.pipeline.images import check_images
+from router.pipeline.images import check_images, images_of
 from router.pipeline.virtual_tokens import check_virtual_tokens, num_token_ids
 
 MAX_NAME = 128
@@ -146,8 +146,9 @@ def check_request(
     if model.num_labels is not None and (request.output.detokenize or not request.output.HasField("detokenize")):
         reason = f"{model.name!r} has a classification head and generates no text; use scores, reranking or embeddings"
         raise UnsupportedError(reason, field="model")
-    check_images(request, model)
-    check_virtual_tokens(request, model)
+    images = images_of(request)
+    check_images(request, images, model)
+    check_virtual_tokens(request, model, has_images=bool(images))
     fit_to_context(len(request.token_ids.values), None, model, "token_ids")  # before the ids are looked at
     _check_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")
     if request.sampling.HasField("beam_width"):

@@ -7,11 +7,10 @@ would wait for a step of each of them, again and again, until it has started.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+from collections import deque
 
 from midstream.errors import DeadlineError
-from router.pipeline.client_semaphores import ClientSemaphores
+from router.pipeline.deadlines import until
 
 _MAX_STARTS_PER_CLIENT = 16
 # Slots are held no longer than this: a start that takes longer waits for another component, and does not load the event
@@ -23,38 +22,126 @@ class StartSlots:
     """Lets a few requests of each client start concurrently; the others wait in order of arrival."""
 
     def __init__(self, max_starts_per_client: int = _MAX_STARTS_PER_CLIENT, hold_s: float = _HOLD_S) -> None:
+        self._max_starts_per_client = max_starts_per_client
         self._hold_s = hold_s
-        self._by_client = ClientSemaphores(max_starts_per_client)
+        self._by_client: dict[str, _Starts] = {}
 
-    @contextlib.asynccontextmanager
-    async def hold(self, client: str, deadline: float | None = None) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it until the context ends, but not longer than `hold_s`.
+    def hold(self, client: str, deadline: float | None = None) -> Start:
+        """Return a context that waits for a slot, and holds it until it ends, but not longer than `hold_s`.
 
-        Raises:
-            DeadlineError: There was no slot before `deadline`, an event-loop time.
+        On entry, it raises DeadlineError if there was no slot before `deadline`, an event-loop time.
         """
-        with self._by_client.use(client) as slots:
-            if slots.locked():
-                await _acquire(slots, deadline)
-            else:
-                await slots.acquire()  # does not wait, so that no timeout is needed
-            held = [slots]
+        return Start(self, client, deadline)
 
-            def release() -> None:
-                if held:
-                    held.pop().release()
+    def enter(self, client: str) -> _Starts:
+        """Return the client's starts, which exist until its last start has left."""
+        starts = self._by_client.get(client)
+        if starts is None:
+            starts = self._by_client[client] = _Starts(self._max_starts_per_client, self._hold_s)
+        starts.num_users += 1
+        return starts
 
-            timer = asyncio.get_running_loop().call_later(self._hold_s, release)
-            try:
-                yield
-            finally:
-                timer.cancel()
-                release()
+    def leave(self, client: str) -> None:
+        """Note that a start has ended."""
+        starts = self._by_client[client]
+        starts.num_users -= 1
+        if not starts.num_users:
+            del self._by_client[client]
 
 
-async def _acquire(slots: asyncio.Semaphore, deadline: float | None) -> None:
-    try:
-        async with asyncio.timeout_at(deadline):
-            await slots.acquire()
-    except TimeoutError:
-        raise DeadlineError("the deadline passed while earlier requests of this client were starting") from None
+class Start:
+    """The start of one request, as a context."""
+
+    __slots__ = ("_client", "_deadline", "_slots", "_starts")
+
+    def __init__(self, slots: StartSlots, client: str, deadline: float | None) -> None:
+        self._slots = slots
+        self._client = client
+        self._deadline = deadline
+
+    async def __aenter__(self) -> None:
+        self._starts = self._slots.enter(self._client)
+        if self._starts.take(self):
+            return
+        try:
+            async with until(self._deadline):
+                await self._starts.wait(self)
+        except BaseException as error:
+            await self.__aexit__()
+            if isinstance(error, TimeoutError):
+                message = "the deadline passed while earlier requests of this client were starting"
+                raise DeadlineError(message) from None
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._starts.give_back(self)
+        self._slots.leave(self._client)
+
+
+class _Starts:
+    """The starts of one client.
+
+    Attributes:
+        num_users: Number of requests that start or wait.
+    """
+
+    def __init__(self, limit: int, hold_s: float) -> None:
+        self.num_users = 0
+        self._limit = limit
+        self._hold_s = hold_s
+        # Starts with a slot, with the time at which they lose it; the first one is the first to do so.
+        self._holders: dict[Start, float] = {}
+        self._waiting: deque[tuple[Start, asyncio.Future[None]]] = deque()
+        self._timer: asyncio.TimerHandle | None = None  # only while others wait
+
+    def take(self, start: Start) -> bool:
+        """Take a slot; return whether there was one."""
+        now = asyncio.get_running_loop().time()
+        if len(self._holders) >= self._limit:
+            self._drop_late(now)
+        if self._waiting or len(self._holders) >= self._limit:
+            return False
+        self._holders[start] = now + self._hold_s
+        return True
+
+    async def wait(self, start: Start) -> None:
+        """Wait for a slot."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((start, turn))
+        self._look_later()
+        await turn
+
+    def give_back(self, start: Start) -> None:
+        """Give back the slot that a start has, if it has one."""
+        if self._holders.pop(start, None) is not None:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give free slots to those who wait."""
+        while self._waiting and len(self._holders) < self._limit:
+            start, turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                self._holders[start] = turn.get_loop().time() + self._hold_s
+        if not self._waiting and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_later(self) -> None:
+        if self._timer is None:
+            first = next(iter(self._holders.values()))
+            self._timer = asyncio.get_running_loop().call_at(first, self._look)
+
+    def _look(self) -> None:
+        """Pass on the slots of starts that have held them for too long."""
+        self._timer = None
+        self._drop_late(asyncio.get_running_loop().time())
+        self._pass_on()
+        if self._waiting:
+            self._look_later()
+
+    def _drop_late(self, now: float) -> None:
+        for start, due in list(self._holders.items()):
+            if due > now:
+                break
+            del self._holders[start]

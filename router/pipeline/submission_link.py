@@ -43,9 +43,9 @@ class SubmissionLink(FrameLink[pb.Submission, pb.SubmissionResult]):
         self._turn = asyncio.Lock()
         self._has_room = asyncio.Event()
 
-    def can_take(self, request: generation_pb2.GenerateRequest) -> bool:
-        """Return whether the connection is open and the request is small enough for it."""
-        return self.is_open and request.ByteSize() <= _MAX_REQUEST_BYTES
+    def can_take(self, num_bytes: int) -> bool:
+        """Return whether the connection is open and a request of this size is small enough for it."""
+        return self.is_open and num_bytes <= _MAX_REQUEST_BYTES
 
     async def submit(self, request: generation_pb2.GenerateRequest, timeout_s: float) -> pb.SubmitResponse:
         """Submit a request once.
@@ -54,17 +54,24 @@ class SubmissionLink(FrameLink[pb.Submission, pb.SubmissionResult]):
             MidstreamError: The scheduler rejected the request; UnavailableError if the connection was lost,
                 DeadlineError if there was no answer within `timeout_s`.
         """
-        number = next(self._numbers)
-        answer: asyncio.Future[pb.SubmissionResult] = asyncio.get_running_loop().create_future()
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        answer: asyncio.Future[pb.SubmissionResult] = loop.create_future()
         self._results[number] = answer
+        give_up_at = loop.time() + timeout_s
+        timer: asyncio.TimerHandle | None = None
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._wait_for_room(answer)
-                self._send(pb.Submission(number=number, request=request))
-                result = await answer
+            if self._turn.locked() or not self._has_room_now:
+                async with asyncio.timeout_at(give_up_at):
+                    await self._wait_for_room(answer)
+            self._send(pb.Submission(number=number, request=request))
+            # This takes a fraction of the time of asyncio.timeout.
+            timer = loop.call_at(give_up_at, _expire, answer)
+            result = await answer
         except TimeoutError:
             raise DeadlineError("the scheduler did not answer in time") from None
         finally:
+            if timer is not None:
+                timer.cancel()
             self._results.pop(number, None)
         if result.HasField("error"):
             error = from_proto(result.error)
@@ -73,10 +80,14 @@ class SubmissionLink(FrameLink[pb.Submission, pb.SubmissionResult]):
             raise error
         return result.response
 
+    @property
+    def _has_room_now(self) -> bool:
+        return self._connection is None or self._connection.is_writable
+
     async def _wait_for_room(self, answer: asyncio.Future[pb.SubmissionResult]) -> None:
         """Wait until the connection is writable or lost, so that many large submissions do not overflow its buffer."""
         async with self._turn:
-            while not answer.done() and self._connection is not None and not self._connection.is_writable:
+            while not answer.done() and not self._has_room_now:
                 self._has_room.clear()
                 await self._has_room.wait()
 
@@ -101,3 +112,8 @@ class SubmissionLink(FrameLink[pb.Submission, pb.SubmissionResult]):
             if not answer.done():
                 answer.set_exception(UnavailableError(f"the connection to the scheduler at {self.target} was lost"))
         self._has_room.set()
+
+
+def _expire(answer: asyncio.Future[pb.SubmissionResult]) -> None:
+    if not answer.done():
+        answer.set_exception(TimeoutError())

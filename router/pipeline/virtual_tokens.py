@@ -11,19 +11,18 @@ from collections.abc import Sequence
 from midstream.errors import InvalidArgumentError
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
-from router.pipeline.images import images_of
 
 _BYTES_PER_ELEMENT = {pb.Tensor.DTYPE_FLOAT32: 4, pb.Tensor.DTYPE_FLOAT16: 2, pb.Tensor.DTYPE_BFLOAT16: 2}
 
 
-def check_virtual_tokens(request: pb.GenerateRequest, model: ModelFolder) -> None:
+def check_virtual_tokens(request: pb.GenerateRequest, model: ModelFolder, *, has_images: bool) -> None:
     """Check prompt tuning and prompt embeddings.
 
     Raises:
         InvalidArgumentError: A field is invalid; the error names it.
     """
     tuning, has_embeddings = request.prompt_tuning, request.WhichOneof("input") == "prompt_embeddings"
-    if not has_embeddings and not request.HasField("prompt_tuning") and not images_of(request):
+    if not has_embeddings and not has_images and not request.HasField("prompt_tuning"):
         return
     if has_embeddings:
         if request.HasField("prompt_tuning"):

@@ -62,6 +62,12 @@ class Messages(AsyncIterator[Any]):
         self._is_ended = True
         self._wake()
 
+    @property
+    def is_next_complete(self) -> bool:
+        """Whether the next message has arrived and can be read without waiting."""
+        size = self._size()
+        return size is not None and size <= self._max_bytes and len(self._buffer) >= _HEAD.size + size
+
     async def __anext__(self) -> Any:
         """Return the next message.
 
