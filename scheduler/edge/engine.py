@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from midstream.clock import SteadyClock
 from midstream.errors import OverloadedError, from_status
@@ -103,7 +104,7 @@ class Engine:
         self._entries: list[JournalEntry] = []  # entries of this turn, to be committed
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
-        self._uncommitted: dict[str, asyncio.Event] = {}
+        self._uncommitted: dict[str, list[Callable[[], None]]] = {}
         self.on_joined: Callable[[bytes, int], None] = lambda *_: None
         self.on_ended: list[Callable[[Request, bool], None]] = []
 
@@ -158,8 +159,8 @@ class Engine:
         if isinstance(event, WorkerBeat) and event.epoch in self.core.membership.groups:
             self._dispatcher.send_heartbeat_ack(event.connection, event.epoch)
 
-    async def submit(self, spec: RequestSpec) -> Accepted:
-        """Submit a request; return once it is committed to the journal.
+    def submit(self, spec: RequestSpec, on_committed: Callable[[Accepted], None]) -> None:
+        """Submit a request; `on_committed` is called once it is committed to the journal.
 
         Raises:
             MidstreamError: It is rejected.
@@ -175,11 +176,10 @@ class Engine:
             if isinstance(effect, Accepted):
                 answer = effect
         assert answer is not None
-        if spec.request_id not in self.hub.logs:
-            await self._uncommitted.setdefault(spec.request_id, asyncio.Event()).wait()
-        if answer.is_attached:
-            self.hub.expect_reader(spec.request_id)
-        return answer
+        if spec.request_id in self.hub.logs:
+            on_committed(answer)
+        else:
+            self._uncommitted.setdefault(spec.request_id, []).append(partial(on_committed, answer))
 
     @contextlib.contextmanager
     def watch_iterations(self) -> Iterator[Broadcast[IterationStats]]:
@@ -243,9 +243,8 @@ class Engine:
         if self._uncommitted:
             for entry in entries:
                 if isinstance(entry, Accepted):
-                    waiting = self._uncommitted.pop(entry.request.request_id, None)
-                    if waiting is not None:
-                        waiting.set()
+                    for on_committed in self._uncommitted.pop(entry.request.request_id, ()):
+                        on_committed()
 
     def _on_attach(self, request_id: str) -> None:
         self.handle(Attached(self.now_ns(), request_id))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from grpc.aio import ServicerContext
@@ -23,9 +23,9 @@ from protos import (
     stats_pb2,
     status_pb2,
 )
+from scheduler.core.effects import Accepted
 from scheduler.core.events import AbortRequested
 from scheduler.core.prefix_cache import CacheCleared
-from scheduler.core.request_spec import RequestSpec
 from scheduler.edge.document_calls import DocumentCalls
 from scheduler.edge.engine import Engine
 from scheduler.edge.feed_session import FeedFrames, FeedSession
@@ -96,27 +96,62 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     async def Submit(self, request: scheduler_pb2.SubmitRequest, context: object) -> scheduler_pb2.SubmitResponse:
         """Accept a request, or attach to the known request with the same id."""
-        return await self.submit(request.request)
+        done: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+
+        def on_committed(accepted: Accepted) -> None:
+            if not done.done():  # the call may have been cancelled
+                done.set_result(accepted)
+
+        await self.submit(request.request, on_committed)
+        return self.answer(await done)
 
     async def OpenSubmissions(self, request: frames_pb2.OpenFramesRequest, context: object) -> frames_pb2.FramesOffer:
         """Offer a frame connection on which each message has the effect of Submit."""
         if self._frames is None:
             return frames_pb2.FramesOffer()
-        return self._frames.offer(lambda connection: Submissions(self.submit, connection))
+        return self._frames.offer(lambda connection: Submissions(self, connection))
 
-    async def submit(self, request: generation_pb2.GenerateRequest) -> scheduler_pb2.SubmitResponse:
-        """Accept a request; return once it is committed."""
-        if not request.request_id:
-            raise InvalidArgumentError("must not be empty", field="request_id")
+    def submit_now(self, request: generation_pb2.GenerateRequest, on_committed: Callable[[Accepted], None]) -> bool:
+        """Accept a request if nothing has to be awaited before that; return whether it was accepted.
+
+        `on_committed` is called once it is committed.
+
+        Raises:
+            MidstreamError: It is rejected.
+        """
+        if request.keep_s or request.HasField("lora") or request.HasField("prompt_tuning"):
+            return False
+        _check_id(request)
+        self._engine.submit(spec_from_proto(request, self._limits, *self._times(request)), on_committed)
+        return True
+
+    async def submit(self, request: generation_pb2.GenerateRequest, on_committed: Callable[[Accepted], None]) -> None:
+        """Accept any request; otherwise like `submit_now`."""
+        _check_id(request)
         if request.keep_s:
             await self._kept.find(request.request_id)
         if request.request_id not in self._engine.core.lifecycle.requests:
             await self._adapters.resolve(request)
-        answer = await self._engine.submit(await self._spec(request))
+        arguments = request, self._limits, *self._times(request)
+        if request.prompt_tuning.HasField("table"):  # there may be megabytes to hash and to copy
+            spec = await asyncio.to_thread(spec_from_proto, *arguments)
+        else:
+            spec = spec_from_proto(*arguments)
+        self._engine.submit(spec, on_committed)
+
+    def _times(self, request: generation_pb2.GenerateRequest) -> tuple[int, int]:
+        """Return the current time, and the time at which the request arrived at the router."""
+        clock = self._engine.clock
+        return clock.now_ns(), clock.from_unix_ns(request.arrival_time_unix_ns)
+
+    def answer(self, accepted: Accepted) -> scheduler_pb2.SubmitResponse:
+        """Return the answer to a submission that has been committed, whose client will read the request."""
+        if accepted.is_attached:
+            self._engine.hub.expect_reader(accepted.request.request_id)
         return scheduler_pb2.SubmitResponse(
             scheduler_epoch=self._engine.core.config.scheduler_epoch,
-            attached=answer.is_attached,
-            num_sequences=len(answer.request.sequences),
+            attached=accepted.is_attached,
+            num_sequences=len(accepted.request.sequences),
         )
 
     async def EncodeImage(
@@ -124,13 +159,6 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.EncodeImageResponse:
         """Have a worker encode an image."""
         return await self._images.encode(request.data)
-
-    async def _spec(self, request: generation_pb2.GenerateRequest) -> RequestSpec:
-        now_ns = self._engine.now_ns()
-        arrival_ns = self._engine.clock.from_unix_ns(request.arrival_time_unix_ns)
-        if request.prompt_tuning.HasField("table"):  # there may be megabytes to hash and to copy
-            return await asyncio.to_thread(spec_from_proto, request, self._limits, now_ns, arrival_ns)
-        return spec_from_proto(request, self._limits, now_ns, arrival_ns)
 
     async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:
         if request.only_if_unread and self._engine.hub.has_reader_left(request.request_id):
@@ -302,6 +330,11 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     async def ListLoras(self, request: loads_pb2.ListLorasRequest, context: object) -> loads_pb2.ListLorasResponse:
         return loads_pb2.ListLorasResponse(loras=map(_lora_info, self._adapters.loaded()))
+
+
+def _check_id(request: generation_pb2.GenerateRequest) -> None:
+    if not request.request_id:
+        raise InvalidArgumentError("must not be empty", field="request_id")
 
 
 def _lora_info(adapter: LoadedAdapter) -> loads_pb2.LoraInfo:

@@ -4,29 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 from midstream.errors import ExecutionError, MidstreamError, OverloadedError
 from midstream.rpc.frames import FrameConnection
 from protos import generation_pb2
 from protos import scheduler_pb2 as pb
+from scheduler.core.effects import Accepted
 
 logger = logging.getLogger(__name__)
 
-Submit = Callable[[generation_pb2.GenerateRequest], Awaitable[pb.SubmitResponse]]
+OnCommitted = Callable[[Accepted], None]
+
+
+class Service(Protocol):
+    """Accepts requests; see SchedulerServicer."""
+
+    def submit_now(self, request: generation_pb2.GenerateRequest, on_committed: OnCommitted) -> bool:
+        """Accept a request if nothing has to be awaited before that; return whether it was accepted.
+
+        `on_committed` is called once it is committed.
+        """
+
+    async def submit(self, request: generation_pb2.GenerateRequest, on_committed: OnCommitted) -> None:
+        """Accept any request."""
+
+    def answer(self, accepted: Accepted) -> pb.SubmitResponse:
+        """Return the answer to a submission that has been committed, whose client will read the request."""
 
 
 class Submissions:
     """Submits what one router sends, and answers each submission when it has been committed or rejected."""
 
-    def __init__(self, submit: Submit, connection: FrameConnection) -> None:
-        self._submit = submit
+    def __init__(self, service: Service, connection: FrameConnection) -> None:
+        self._service = service
         self._connection = connection
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_lost = False
 
     def take(self, body: bytes) -> None:
-        """Start to submit a request."""
-        task = asyncio.create_task(self._answer(pb.Submission.FromString(body)))
+        """Submit a request; only those that have to wait for something need a task."""
+        submission = pb.Submission.FromString(body)
+        on_committed = partial(self._on_committed, submission.number)
+        try:
+            if self._service.submit_now(submission.request, on_committed):
+                return
+        except Exception as error:  # noqa: BLE001 (told to the router)
+            self._reject(submission.number, error)
+            return
+        task = asyncio.create_task(self._submit(submission, on_committed))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -35,18 +63,25 @@ class Submissions:
 
     def lose(self, error: Exception | None) -> None:
         """Forget the submissions in progress; the router submits them again."""
+        self._is_lost = True
         for task in tuple(self._tasks):
             task.cancel()
 
-    async def _answer(self, submission: pb.Submission) -> None:
-        result = pb.SubmissionResult(number=submission.number)
+    async def _submit(self, submission: pb.Submission, on_committed: OnCommitted) -> None:
         try:
-            result.response.CopyFrom(await self._submit(submission.request))
-        except MidstreamError as error:
-            result.error.CopyFrom(error.to_proto())
-            if isinstance(error, OverloadedError):
-                result.retry_after_ms = error.retry_after_ms
-        except Exception:
-            logger.exception("unexpected error in a submission")
-            result.error.CopyFrom(ExecutionError("internal error; see the log for details").to_proto())
+            await self._service.submit(submission.request, on_committed)
+        except Exception as error:  # noqa: BLE001 (told to the router)
+            self._reject(submission.number, error)
+
+    def _on_committed(self, number: int, accepted: Accepted) -> None:
+        if not self._is_lost:
+            self._connection.post(pb.SubmissionResult(number=number, response=self._service.answer(accepted)))
+
+    def _reject(self, number: int, error: Exception) -> None:
+        if not isinstance(error, MidstreamError):
+            logger.error("unexpected error in a submission", exc_info=error)
+            error = ExecutionError("internal error; see the log for details")
+        result = pb.SubmissionResult(number=number, error=error.to_proto())
+        if isinstance(error, OverloadedError):
+            result.retry_after_ms = error.retry_after_ms
         self._connection.post(result)

@@ -45,7 +45,7 @@ class OneScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
         def open_(connection: FrameConnection) -> Submissions:
             self.connections.append(connection)
-            return Submissions(self._answer, connection)
+            return Submissions(_Scripted(self), connection)
 
         return self.frames.offer(open_)
 
@@ -55,8 +55,21 @@ class OneScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.num_calls += 1
         return await self.answer(request.request)
 
-    async def _answer(self, request: pb.GenerateRequest) -> scheduler_pb2.SubmitResponse:
-        return await self.answer(request)
+
+class _Scripted:
+    """Accepts requests whenever the script of a scheduler does."""
+
+    def __init__(self, scheduler: OneScheduler) -> None:
+        self._scheduler = scheduler
+
+    def submit_now(self, request: pb.GenerateRequest, on_committed: Callable[[Any], None]) -> bool:
+        return False
+
+    async def submit(self, request: pb.GenerateRequest, on_committed: Callable[[Any], None]) -> None:
+        on_committed(await self._scheduler.answer(request))
+
+    def answer(self, accepted: Any) -> scheduler_pb2.SubmitResponse:
+        return scheduler_pb2.SubmitResponse.FromString(accepted.SerializeToString())
 
 
 @pytest.fixture

@@ -1,0 +1,132 @@
+"""What a router gets for its submissions, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+from google.protobuf.message import Message
+
+from midstream.errors import NotFoundError, OverloadedError
+from midstream.rpc.frames import FrameConnection
+from protos import generation_pb2
+from protos import scheduler_pb2 as pb
+from scheduler.core.effects import Accepted
+from scheduler.core.request import Request
+from scheduler.core.request_spec import RequestSpec
+from scheduler.edge.submissions import Submissions
+
+OnCommitted = Callable[[Accepted], None]
+
+
+class Service:
+    """Rejects requests of which `error` is set; those with a time to be kept wait for `is_found`."""
+
+    def __init__(self) -> None:
+        self.uncommitted: list[tuple[Accepted, OnCommitted]] = []
+        self.num_answers = 0
+        self.error: Exception | None = None
+        self.is_found = asyncio.Event()
+
+    def submit_now(self, request: generation_pb2.GenerateRequest, on_committed: OnCommitted) -> bool:
+        if request.keep_s:
+            return False
+        if self.error is not None:
+            raise self.error
+        accepted = Request(RequestSpec(request_id=request.request_id, prompt=array("I", [1]), max_tokens=1), 1)
+        self.uncommitted.append((Accepted(accepted, is_attached=False), on_committed))
+        return True
+
+    async def submit(self, request: generation_pb2.GenerateRequest, on_committed: OnCommitted) -> None:
+        await self.is_found.wait()
+        request.keep_s = 0
+        self.submit_now(request, on_committed)
+
+    def answer(self, accepted: Accepted) -> pb.SubmitResponse:
+        self.num_answers += 1
+        return pb.SubmitResponse(num_sequences=len(accepted.request.sequences))
+
+    def commit(self) -> None:
+        for accepted, on_committed in self.uncommitted:
+            on_committed(accepted)
+        self.uncommitted.clear()
+
+
+class Router:
+    """A router's submissions, and the results that it got."""
+
+    def __init__(self, service: Service) -> None:
+        self.results: list[pb.SubmissionResult] = []
+        self.submissions = Submissions(service, cast("FrameConnection", self))
+
+    def post(self, message: Message) -> None:
+        self.results.append(cast("pb.SubmissionResult", message))
+
+    def send(self, number: int, **fields: int) -> None:
+        request = generation_pb2.GenerateRequest(request_id=f"r{number}", **fields)  # type: ignore[arg-type]
+        self.submissions.take(pb.Submission(number=number, request=request).SerializeToString())
+
+    @property
+    def numbers(self) -> list[int]:
+        return [result.number for result in self.results]
+
+
+async def test_a_submission_is_answered_once_it_is_committed_without_a_task() -> None:
+    service = Service()
+    router, tasks = Router(service), asyncio.all_tasks()
+    router.send(1)
+    router.send(2)
+    assert not router.results
+    assert asyncio.all_tasks() == tasks
+    service.commit()
+    assert router.results == [
+        pb.SubmissionResult(number=number, response=pb.SubmitResponse(num_sequences=1)) for number in (1, 2)
+    ]
+
+
+async def test_a_submission_that_has_to_wait_delays_no_other() -> None:
+    service = Service()
+    router = Router(service)
+    router.send(1, keep_s=60)
+    router.send(2)
+    service.commit()
+    assert router.numbers == [2]
+    service.is_found.set()
+    (task,) = asyncio.all_tasks() - {asyncio.current_task()}
+    await task
+    service.commit()
+    assert router.numbers == [2, 1]
+
+
+@pytest.mark.parametrize("keep_s", [0, 60])
+async def test_a_rejected_submission_is_answered_with_its_error(keep_s: int, caplog: pytest.LogCaptureFixture) -> None:
+    service = Service()
+    router = Router(service)
+    service.is_found.set()
+    errors: tuple[Exception, ...] = (NotFoundError("none"), OverloadedError("full", retry_after_ms=7), KeyError("bug"))
+    for number, service.error in enumerate(errors):
+        router.send(number, keep_s=keep_s)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            await task
+    none, full, bug = router.results
+    assert none.error.message == "none"
+    assert (full.error.message, full.retry_after_ms) == ("full", 7)
+    assert bug.error.message == "internal error; see the log for details"
+    assert "bug" in caplog.text
+
+
+async def test_nothing_is_answered_after_the_connection_was_lost() -> None:
+    service = Service()
+    router = Router(service)
+    router.send(1)
+    router.send(2, keep_s=60)
+    (task,) = asyncio.all_tasks() - {asyncio.current_task()}
+    router.submissions.lose(None)
+    await asyncio.wait((task,))
+    service.commit()
+    assert task.cancelled()
+    assert not router.results
+    assert not service.num_answers  # no reader is expected: the router submits the requests again
