@@ -76,6 +76,7 @@ class Sequence:
         is_on_worker: Whether the row was sent to the worker.
         first_ordinal: Results of steps before this one are ignored.
         next_publish: Output length at which the next block of generated tokens can be published.
+        next_look: Output length at which a block can be published or the output has its maximum length.
     """
 
     __slots__ = (
@@ -86,6 +87,7 @@ class Sequence:
         "index",
         "is_on_worker",
         "last_token_ns",
+        "next_look",
         "next_publish",
         "num_computed",
         "num_freed",
@@ -96,6 +98,7 @@ class Sequence:
         "outputs",
         "request",
         "row",
+        "stop_token_ids",
         "table",
         "waits_for_result",
     )
@@ -109,6 +112,7 @@ class Sequence:
         # Worker groups may have blocks of different sizes.
         self._block_hashes: dict[int, list[int]] = {}
         self.last_token_ns = 0
+        self.stop_token_ids = request.spec.stop_token_ids  # looked at for each token
         self.waits_for_result = request.spec.beam_width > 1 or request.spec.num_draft_tokens > 0
         self.clear_placement()
 
@@ -123,7 +127,7 @@ class Sequence:
         self.num_reserved = 0
         self.num_computed = 0
         self.checkpoint = 0
-        self.next_publish = 0
+        self.next_publish = self.next_look = 0
         self.row: int | None = None
         self.is_on_worker = False
         self.first_ordinal = NO_RESULTS
@@ -141,11 +145,26 @@ class Sequence:
         self.output = array("I", tokens)
         self.outputs = list(extras)
 
-    def append(self, token: int, now_ns: int) -> int:
-        """Append a token; return the length of the output."""
+    def append(self, token: int, now_ns: int) -> None:
+        """Append a token."""
         self.last_token_ns = now_ns
         self.output.append(token)
-        return len(self.output)
+
+    @staticmethod
+    def append_next(sequences: Iterable[Sequence], tokens: Iterable[int], now_ns: int) -> list[Sequence]:
+        """Append one token to each sequence; like `append`, but for all generating sequences of a step in one call.
+
+        Returns:
+            The sequences whose new token may end them, or fills a block.
+        """
+        due: list[Sequence] = []
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.last_token_ns = now_ns
+            output = sequence.output
+            output.append(token)
+            if len(output) == sequence.next_look or token in sequence.stop_token_ids:
+                due.append(sequence)
+        return due
 
     def take_output(self, tokens: array[int]) -> None:
         """Replace the output by a beam's; the array is not copied."""
@@ -207,6 +226,7 @@ class Sequence:
     def publish_at(self, num_output: int) -> None:
         """Set the output length at which the sequence's next full block is published."""
         self.next_publish = num_output
+        self.next_look = min(num_output, self.request.spec.max_tokens)
 
     def compute_to(self, num_tokens: int) -> None:
         """Record that the sequence's first `num_tokens` tokens will be computed once the planned steps have run."""
@@ -639,7 +659,9 @@ class Request:
     @property
     def waiting_sequences(self) -> TypingSequence[Sequence]:
         """Return the running sequences without a row; for a beam search, lanes of its running beams."""
-        return [sequence for sequence in self.running_sequences if sequence.row is None]
+        if self.beams is not None:
+            return [sequence for sequence in self.beams.running if sequence.row is None]
+        return [sequence for sequence in self.sequences if sequence.end is None and sequence.row is None]
 
     @property
     def placed_sequences(self) -> TypingSequence[Sequence]:

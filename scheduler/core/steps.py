@@ -562,22 +562,21 @@ class Results:
         self, group: WorkerGroup, step: InFlightStep, tokens: list[int], ends: list[End]
     ) -> list[Sequence]:
         """Append one token to each generating sequence. This is the scheduler's hot loop."""
-        emitted: list[Sequence] = []
         ordinal, now_ns = step.ordinal, self._clock.now_ns
+        # The others ended or were paused after the step was planned.
+        emitted = [sequence for sequence in step.generation if sequence.first_ordinal <= ordinal]
+        if len(emitted) < len(step.generation):
+            pairs = zip(step.generation, tokens, strict=True)
+            tokens = [token for sequence, token in pairs if sequence.first_ordinal <= ordinal]
         before_ns, num_alike = 0, 0  # most sequences got their last token in the same step: count them together
-        for sequence, token in zip(step.generation, tokens, strict=True):
-            if sequence.first_ordinal > ordinal:
-                continue  # the sequence ended or was paused after the step was planned
-            emitted.append(sequence)
+        for sequence in emitted:
             if sequence.last_token_ns != before_ns:
                 self._totals.inter_token_latency.observe(now_ns - before_ns, num_alike)
                 before_ns, num_alike = sequence.last_token_ns, 0
             num_alike += 1
-            spec = sequence.request.spec
-            num_output = sequence.append(token, now_ns)
-            if num_output == sequence.next_publish or num_output == spec.max_tokens or token in spec.stop_token_ids:
-                self._check_last_token(group, sequence, ends)
         self._totals.inter_token_latency.observe(now_ns - before_ns, num_alike)
+        for sequence in Sequence.append_next(emitted, tokens, now_ns):
+            self._check_last_token(group, sequence, ends)
         return emitted
 
     def _append(self, group: WorkerGroup, sequence: Sequence, token: int, ends: list[End]) -> None:

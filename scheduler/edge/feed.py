@@ -149,7 +149,11 @@ class FeedHub:
         for sequence, length in zip(entry.sequences, entry.lengths, strict=True):
             log = logs[sequence.request.spec.request_id]
             log.num_committed[sequence.index] = length
-            self._mark(log)
+            for reader in log.readers:  # as in `_mark`, which would be called for every token
+                dirty = reader.feed.dirty
+                if not dirty:
+                    self._fresh.append(reader.feed)
+                dirty[reader] = None
 
     def _mark(self, log: RequestLog) -> None:
         for reader in log.readers:
@@ -188,6 +192,7 @@ class DetokenizerFeed:
 
     Attributes:
         num_attached_total: Number of requests that were ever attached to it.
+        dirty: Readers with new tokens to collect, in order.
         flush: Collects and sends new data, or wakes a task that does.
     """
 
@@ -206,7 +211,7 @@ class DetokenizerFeed:
         self._hub = hub
         self._attachments: dict[int, Attachment] = {}
         self._refused: list[tuple[int, str, MidstreamError]] = []
-        self._dirty: dict[Attachment, None] = {}
+        self.dirty: dict[Attachment, None] = {}
         self._wake = wake
         self._is_closed = False
 
@@ -222,8 +227,8 @@ class DetokenizerFeed:
 
     def add_dirty(self, attachment: Attachment) -> bool:
         """Record that a reader has new tokens to collect; return whether it is the first one since the last batch."""
-        is_first = not self._dirty
-        self._dirty[attachment] = None
+        is_first = not self.dirty
+        self.dirty[attachment] = None
         return is_first
 
     def attach(self, stream: int, request_id: str) -> None:
@@ -262,7 +267,7 @@ class DetokenizerFeed:
         if attachment is not None:
             attachment.log.readers.discard(attachment)
             attachment.log.is_awaited = False
-            self._dirty.pop(attachment, None)
+            self.dirty.pop(attachment, None)
             self._hub.on_detach(attachment.log.request.request_id)
 
     def request_of(self, stream: int) -> Request | None:
@@ -281,15 +286,16 @@ class DetokenizerFeed:
 
     def collect(self) -> scheduler_pb2.FeedBatch | None:
         """Return all new data, up to about MAX_TOKENS_PER_BATCH tokens, or None."""
-        if not self._dirty and not self._refused:
+        if not self.dirty and not self._refused:
             return None
         builder = FeedBatchBuilder(self._hub.scheduler_epoch, self._hub.clock)
         for stream, request_id, error in self._refused:
             builder.add_refused(stream, request_id, error)
         self._refused.clear()
-        while self._dirty and builder.num_tokens < MAX_TOKENS_PER_BATCH and not builder.is_full:
-            attachment = next(iter(self._dirty))
-            del self._dirty[attachment]
+        dirty = self.dirty
+        while dirty and builder.num_tokens < MAX_TOKENS_PER_BATCH and not builder.is_full:
+            attachment = next(iter(dirty))
+            del dirty[attachment]
             if not builder.add(attachment):
                 self.mark(attachment)
             elif attachment.log.is_over:

@@ -68,24 +68,26 @@ class FeedBatchBuilder:
     def add(self, reader: Reader) -> bool:
         """Add new data for a reader and advance its cursors; return False if some of it does not fit."""
         log = reader.log
+        request, sequences = log.request, log.request.sequences
         if not reader.is_opened:
             reader.is_opened = True
-            self._open(reader.stream, log.request)
+            self._open(reader.stream, request)
         cursors = reader.cursors
         limits = log.num_committed
-        if log.request.sequences[0].outputs or len(cursors) > 1:
+        if sequences[0].outputs or len(cursors) > 1:
             limits = [self._add_outputs(reader, index) for index in range(len(cursors))]
         for index, num_committed in enumerate(limits):
             cursor = cursors[index]
-            if num_committed > cursor and log.request.spec.max_tokens:
-                self._add_run(reader.stream, log.request.sequences[index], cursor, num_committed)
+            if num_committed > cursor and request.spec.max_tokens:
+                self._add_run(reader.stream, sequences[index], cursor, num_committed)
                 cursors[index] = num_committed
         if limits is not log.num_committed and limits != log.num_committed:
             return False
-        for index, has_ended in enumerate(log.has_ended):
-            if has_ended and not reader.ends_sent[index]:
-                reader.ends_sent[index] = True
-                self._add_end(reader.stream, log.request.sequences[index])
+        if log.has_ended != reader.ends_sent:
+            for index, has_ended in enumerate(log.has_ended):
+                if has_ended and not reader.ends_sent[index]:
+                    reader.ends_sent[index] = True
+                    self._add_end(reader.stream, sequences[index])
         if log.is_over:
             self._add_over(reader.stream, log.request)
         return True
@@ -108,11 +110,12 @@ class FeedBatchBuilder:
             opened.prompt_token_ids.extend(request.spec.prompt)
 
     def _add_run(self, stream: int, sequence: Sequence, start: int, end: int) -> None:
+        count = end - start
         self._streams.append(stream)
         self._indices.append(sequence.index)
         self._offsets.append(start)
-        self._counts.append(end - start)
-        if end - start == 1:
+        self._counts.append(count)
+        if count == 1:
             self._tokens.append(sequence.output[start])
         else:
             self._is_several = True
