@@ -18,10 +18,7 @@ from scheduler.core.events import StepDone, Submitted, Turn, WorkerRegistered
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.core.request_scheduler import SimpleScheduler
 from scheduler.core.request_spec import RequestSpec
-from scheduler.wire.requests import ModelLimits
 from scheduler.wire.worker_messages import encode_step
-
-LIMITS = ModelLimits(max_sequence_length=8192, end_ids=(2,))
 
 
 def measure(num_running: int, num_queued: int, num_steps: int, policy: str) -> dict[str, list[float]]:
@@ -47,7 +44,7 @@ def measure(num_running: int, num_queued: int, num_steps: int, policy: str) -> d
         begin = time.perf_counter()
         plans = [effect for effect in core.handle(Turn(0)) if isinstance(effect, StepPlan)]
         for plan in plans:
-            encode_step(plan, LIMITS)
+            encode_step(plan)
         duration = time.perf_counter() - begin
         waiting += plans
         group = core.groups[0]

@@ -101,7 +101,6 @@ class SchedulerService:
         self.dispatcher = Dispatcher(
             config.host,
             config.worker_port,
-            limits=self.limits,
             heartbeat_interval_ms=config.heartbeat_interval_ms,
             worker_timeout_ms=config.worker_timeout_ms,
             max_held_bytes=config.max_tensor_bytes,

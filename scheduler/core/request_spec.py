@@ -80,7 +80,8 @@ class RequestSpec:
         """Return the maximum number of tokens in one sequence for which keys and values are computed: all but the last
         output token.
         """
-        return len(self.prompt) + max(self.max_tokens - 1, 0)
+        num_prompt = len(self.prompt)
+        return num_prompt + self.max_tokens - 1 if self.max_tokens else num_prompt
 
     @property
     def num_rows(self) -> int:

@@ -31,6 +31,10 @@ class RequestTable(Mapping[str, Request]):
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests  # Mapping's own raises and catches a KeyError
 
+    def get(self, request_id: str) -> Request | None:  # type: ignore[override]  # there is only one default
+        """Return a request, or None; Mapping's own catches a KeyError for an unknown one."""
+        return self._requests.get(request_id)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._requests)
 

@@ -319,8 +319,11 @@ class WorkerGroup:
     @property
     def num_context_tokens(self) -> int:
         """Number of known tokens that have yet to be computed."""
-        block = self.tokens_per_block
-        return sum(s.num_tokens - max(s.num_computed, s.num_hit_blocks * block) for s in self.context)
+        total, block = 0, self.tokens_per_block
+        for sequence in self.context:
+            num_hit, num_computed = sequence.num_hit_blocks * block, sequence.num_computed
+            total += sequence.num_tokens - (num_hit if num_hit > num_computed else num_computed)
+        return total
 
     def limit_contexts(self, limits: dict[Sequence, int]) -> None:
         """Set how many leading tokens the next step may compute of these sequences; the others have no limit."""
@@ -363,21 +366,23 @@ class WorkerGroup:
 
     def _blocks_of_rows(self, request: Request, num_rows: int) -> int:
         each = self.tables.blocks_of(request.spec.max_num_tokens)
+        if num_rows == 1:
+            return each
         shared = 0 if self.tables.has_window else (len(request.spec.prompt) - 1) // self.tokens_per_block
         return each + (num_rows - 1) * (each - shared)
 
     def takes_prompt(self, request: Request) -> bool:
         """Return whether the request's prompt can be computed here: without chunked context it must fit in one step."""
-        return request.has_run or self.config.enable_chunked_context or len(request.spec.prompt) <= self.max_num_tokens
+        return self.config.enable_chunked_context or len(request.spec.prompt) <= self.max_num_tokens or request.has_run
 
     def is_large_enough(self, request: Request) -> bool:
         """Return whether the group is large enough to run the request if it were empty."""
-        spec = request.spec
+        spec, num_rows = request.spec, request.num_rows
         return (
             self.takes_prompt(request)
-            and request.num_rows <= self.max_batch_size
+            and num_rows <= self.max_batch_size
             and spec.max_num_tokens < self.registration.max_sequence_length
-            and self.blocks_alone(request) <= self.blocks.num_blocks
+            and self._blocks_of_rows(request, num_rows) <= self.blocks.num_blocks
             and self.adapters.fits_alone(spec)
         )
 
@@ -387,14 +392,15 @@ class WorkerGroup:
         shared = (len(request.spec.prompt) - 1) // self.tokens_per_block
         has_leader = self._leader(request) is not None
         hits = [] if has_leader else tables.find(waiting[0])
-        num_blocks = sum(1 for block in hits if self.blocks.num_owners(block) == 0) - len(hits)
+        num_blocks = sum([self.blocks.num_owners(block) == 0 for block in hits]) - len(hits) if hits else 0
         num_next = num_to_end = num_tokens = 0
+        max_num_tokens = request.spec.max_num_tokens
         for position, sequence in enumerate(waiting):
             known = sequence.num_tokens
             own = tables.blocks_of(known)
             num_blocks += own - shared if position or has_leader else own
-            num_next += known % self.tokens_per_block == 0 and known < request.spec.max_num_tokens
-            most = tables.max_blocks(request.spec.max_num_tokens, known)
+            num_next += known % self.tokens_per_block == 0 and known < max_num_tokens
+            most = tables.max_blocks(max_num_tokens, known)
             num_to_end += most if tables.has_window else most - own
             num_tokens += known
         num_cached = (shared if has_leader else len(hits)) * self.tokens_per_block

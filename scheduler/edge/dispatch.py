@@ -27,7 +27,6 @@ from scheduler.core.effects import EpochEnded, FetchBlocks, GroupJoined, GroupRe
 from scheduler.core.events import StepDone, WorkerFailed, WorkerLost
 from scheduler.edge.worker_keys import WorkerKeys
 from scheduler.wire.prompt_tables import table_parts
-from scheduler.wire.requests import ModelLimits
 from scheduler.wire.worker_checks import WrongMessageError
 from scheduler.wire.worker_messages import WorkerEvent, decode_worker_message, encode_step
 
@@ -70,7 +69,6 @@ class Dispatcher:
         host: str,
         port: int,
         *,
-        limits: ModelLimits,
         heartbeat_interval_ms: int,
         worker_timeout_ms: int,
         max_frame_bytes: int = MAX_FRAME_BYTES,
@@ -93,7 +91,6 @@ class Dispatcher:
         self.num_refused = 0
         self.on_adapter_result: Callable[[worker_pb2.LoraResult], None] = lambda _: None
         self.on_image_result: Callable[[worker_pb2.ImageEncoded], None] = lambda _: None
-        self._limits = limits
         self._heartbeat_interval_ms = heartbeat_interval_ms
         self._worker_timeout_ms = worker_timeout_ms
         self._max_held_bytes = max_held_bytes
@@ -285,7 +282,7 @@ class Dispatcher:
         """Send a step, preceded by the prompt tables of its new sequences."""
         for part in table_parts(plan):
             self._send(plan.connection, part)
-        self._send(plan.connection, encode_step(plan, self._limits))
+        self._send(plan.connection, encode_step(plan))
 
     def send_fetch(self, effect: FetchBlocks) -> None:
         """Ask a worker to fetch blocks from another one."""

@@ -21,11 +21,13 @@ def log_requests(_: Event, effects: list[Effect]) -> None:
 
 
 def _log_end(request: Request) -> None:
-    failure, ends = request.failure, [sequence.end for sequence in request.sequences]
-    reasons = sorted({end.reason.name.lower() for end in ends if end is not None})
-    has_failed = any(end is not None and end.reason is FinishReason.ERROR for end in ends)
+    found = [sequence.end.reason for sequence in request.sequences if sequence.end is not None]
+    level = logging.WARNING if FinishReason.ERROR in found else logging.DEBUG
+    if not logger.isEnabledFor(level):
+        return
+    failure, reasons = request.failure, sorted({reason.name.lower() for reason in found})
     logger.log(
-        logging.WARNING if has_failed else logging.DEBUG,
+        level,
         "a request ended: %s",
         failure.message if failure is not None else ", ".join(reasons),
         extra={

@@ -24,6 +24,16 @@ class _Retention(TypedDict, total=False):
     decode_duration_ns: int
 
 
+class _Adapters(TypedDict, total=False):
+    """The fields of RequestSpec that come from LoraConfig and PromptTuningConfig."""
+
+    lora_name: str
+    lora_key: str
+    lora_bytes: int
+    prompt_key: str
+    num_virtual_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
     """Properties of the model that the conversion needs."""
@@ -46,9 +56,8 @@ def spec_from_proto(
         arrival_ns: Arrival time at the router by the scheduler's clock; by default, the request's own, in wall-clock
             time.
     """
-    virtual = request.prompt_tuning.resolved
-    named = range(virtual.first_virtual_token, virtual.first_virtual_token + virtual.num_virtual_tokens)
-    prompt = array("I", request.token_ids.values)
+    named = _named_tokens(request.prompt_tuning.resolved) if request.HasField("prompt_tuning") else range(0)
+    prompt = array("I", request.token_ids.values[:])
     if named:
         prompt = array("I", named) + prompt
     sampling, has_output = request.sampling, request.HasField("output")
@@ -56,7 +65,11 @@ def spec_from_proto(
     max_tokens = request.max_tokens if request.HasField("max_tokens") else min(room, DEFAULT_MAX_TOKENS)
     if named:  # the router did not know the number of virtual tokens
         max_tokens = min(max_tokens, max(1, room))
+    # Few requests have these, so they are not visited otherwise.
     retention: _Retention = _retention(request.kv_retention) if request.HasField("kv_retention") else {}
+    adapters: _Adapters = {}
+    if request.HasField("lora") or request.HasField("prompt_tuning"):
+        adapters = _adapters(request, len(named))
     return RequestSpec(
         request_id=request.request_id,
         prompt=prompt,
@@ -69,15 +82,10 @@ def spec_from_proto(
         beam_diversity_rate=sampling.beam_search_diversity_rate,
         length_penalty=sampling.length_penalty,
         early_stopping=sampling.early_stopping if sampling.HasField("early_stopping") else 1,
-        num_draft_tokens=_num_draft_tokens(request),
+        num_draft_tokens=_num_draft_tokens(request) if request.HasField("speculative") else 0,
         client_id=request.client_id,
         priority=request.priority,
         cache_salt=request.cache_salt,
-        lora_name=request.lora.name,
-        lora_key=request.lora.resolved.fingerprint,
-        lora_bytes=request.lora.resolved.num_bytes,
-        prompt_key=_prompt_key(request.prompt_tuning),
-        num_virtual_tokens=len(named) or (request.prompt_tuning.table.shape[:1] or [0])[0],
         is_detached=request.detached,
         is_cacheable=not has_output or _is_cacheable(request),
         tensor_bytes=tensor_bytes(request, len(prompt), limits.vocab_size, limits.hidden_size) if has_output else 0,
@@ -89,7 +97,24 @@ def spec_from_proto(
         keep_ns=request.keep_s * _NS_PER_S,
         payload=request.SerializeToString(),
         **retention,
+        **adapters,
     )
+
+
+def _named_tokens(virtual: pb.ResolvedAdapter) -> range:
+    """Return the ids of a prompt adapter's virtual tokens."""
+    return range(virtual.first_virtual_token, virtual.first_virtual_token + virtual.num_virtual_tokens)
+
+
+def _adapters(request: pb.GenerateRequest, num_named: int) -> _Adapters:
+    lora, tuning = request.lora, request.prompt_tuning
+    return {
+        "lora_name": lora.name,
+        "lora_key": lora.resolved.fingerprint,
+        "lora_bytes": lora.resolved.num_bytes,
+        "prompt_key": _prompt_key(tuning),
+        "num_virtual_tokens": num_named or (tuning.table.shape[:1] or [0])[0],
+    }
 
 
 def stop_ids(request: pb.GenerateRequest, limits: ModelLimits) -> list[int]:
@@ -155,8 +180,8 @@ def _digest(request: pb.GenerateRequest) -> bytes:
     contents.ClearField("arrival_time_unix_ns")
     contents.ClearField("timeout_ms")
     contents.ClearField("trace_parent")
-    if contents.lora.HasField("resolved"):
+    if contents.HasField("lora"):
         contents.lora.ClearField("resolved")
-    if contents.prompt_tuning.HasField("resolved"):
+    if contents.HasField("prompt_tuning") and contents.prompt_tuning.HasField("resolved"):
         contents.prompt_tuning.ClearField("resolved")
     return hashlib.blake2b(contents.SerializeToString(deterministic=True), digest_size=16).digest()

@@ -18,7 +18,6 @@ from scheduler.core.events import (
     WorkerRegistered,
 )
 from scheduler.core.failure import Failure
-from scheduler.wire.requests import ModelLimits, stop_ids
 from scheduler.wire.worker_checks import check_worker_message, is_plain_result
 
 # The fields of StepBatch that have the same name and contents in StepPlan.
@@ -144,7 +143,7 @@ def _failure(error: generation_pb2.ErrorInfo) -> Failure:
     return Failure(error.code, error.message, error.field)
 
 
-def encode_step(plan: StepPlan, limits: ModelLimits) -> bytes:
+def encode_step(plan: StepPlan) -> bytes:
     """Return a serialized SchedulerMessage with the plan as a StepBatch."""
     message = worker_pb2.SchedulerMessage()
     batch = message.step_batch
@@ -159,30 +158,33 @@ def encode_step(plan: StepPlan, limits: ModelLimits) -> bytes:
     for fork in plan.forks:
         batch.forks.add(from_row=fork.from_row, to_row=fork.to_row, block_ids=fork.block_ids)
     for added in plan.added:
-        _encode_added(added, limits, batch.add_sequences.add())
+        _encode_added(added, batch.add_sequences.add())
     return message.SerializeToString()
 
 
-def _encode_added(added: AddedSequence, limits: ModelLimits, message: worker_pb2.AddSequence) -> None:
-    sequence = added.sequence
-    request = generation_pb2.GenerateRequest.FromString(sequence.request.spec.payload)
+def _encode_added(added: AddedSequence, message: worker_pb2.AddSequence) -> None:
+    sequence, spec = added.sequence, added.sequence.request.spec
+    request = generation_pb2.GenerateRequest.FromString(spec.payload)
     message.row = added.row
-    message.request_id = request.request_id
+    message.request_id = spec.request_id
     message.sequence_index = sequence.index
-    message.token_ids.extend(sequence.request.spec.prompt)
-    message.token_ids.extend(sequence.output[: added.num_output_tokens])
-    message.num_prompt_tokens = len(sequence.request.spec.prompt)
+    message.token_ids.extend(spec.prompt)
+    if added.num_output_tokens:
+        message.token_ids.extend(sequence.output[: added.num_output_tokens])
+    message.num_prompt_tokens = len(spec.prompt)
     message.block_ids.extend(added.block_ids)
     message.sampling.CopyFrom(request.sampling)
-    message.end_ids.extend(stop_ids(request, limits))
+    message.end_ids.extend(sorted(spec.stop_token_ids))
     message.bad_words.extend(request.stopping.bad_word_token_ids)
     message.output.CopyFrom(request.output)
     for name in ("guided_decoding", "lora", "speculative"):
         if request.HasField(name):
             getattr(message, name).CopyFrom(getattr(request, name))
-    if request.prompt_tuning.WhichOneof("source") == "name":
-        message.prompt_tuning.CopyFrom(request.prompt_tuning)
-    message.prompt_table = sequence.request.spec.prompt_key if request.prompt_tuning.HasField("table") else ""
+    if request.HasField("prompt_tuning"):
+        if request.prompt_tuning.HasField("table"):
+            message.prompt_table = spec.prompt_key
+        elif request.prompt_tuning.WhichOneof("source") == "name":
+            message.prompt_tuning.CopyFrom(request.prompt_tuning)
     message.logits_post_processor_name = request.logits_post_processor_name
     message.client_id = request.client_id
     message.trace_parent = request.trace_parent

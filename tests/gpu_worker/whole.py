@@ -90,9 +90,9 @@ class Member:
         if self.runner.kv.fetcher is not None:
             self.runner.kv.fetcher.begin_epoch(epoch)
 
-    def run(self, plan: StepPlan, limits: ModelLimits) -> Iterator[Event]:
+    def run(self, plan: StepPlan) -> Iterator[Event]:
         """Launch a step. Finish those that it depends on, and all but those that fill the stages of a pipeline."""
-        batch = worker_pb2.SchedulerMessage.FromString(encode_step(plan, limits)).step_batch
+        batch = worker_pb2.SchedulerMessage.FromString(encode_step(plan)).step_batch
         for part in table_parts(plan):
             self.adapters.keep(worker_pb2.SchedulerMessage.FromString(part).prompt_table)
         step = self.adapters.complete(decode_step(batch))
@@ -258,7 +258,7 @@ class Whole:
             return bool(events)
         work = self._work.popleft()
         member = self._member(work.connection)
-        for event in [member.fetch(work)] if isinstance(work, FetchBlocks) else member.run(work, self.limits):
+        for event in [member.fetch(work)] if isinstance(work, FetchBlocks) else member.run(work):
             self.handle(event)
         return True
 

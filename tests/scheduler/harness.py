@@ -181,7 +181,7 @@ class Harness:
         self.plans.append(describe(effect, self.group(effect.group_id)))
         if group.epoch == effect.epoch:
             group.plans.append(effect)
-            batch = worker_pb2.SchedulerMessage.FromString(encode_step(effect, LIMITS)).step_batch
+            batch = worker_pb2.SchedulerMessage.FromString(encode_step(effect)).step_batch
             group.keep(batch)
 
     def _note_end(self, request: Request) -> None:

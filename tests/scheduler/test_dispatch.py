@@ -10,7 +10,6 @@ from midstream.rpc.health import LoopProgress
 from protos import worker_pb2
 from scheduler.core.events import WorkerBeat
 from scheduler.edge.dispatch import Dispatcher
-from scheduler.wire.requests import ModelLimits
 from scheduler.wire.worker_messages import WorkerEvent
 
 HEARTBEAT = worker_pb2.WorkerMessage(heartbeat=worker_pb2.Heartbeat(epoch=1)).SerializeToString()
@@ -23,8 +22,7 @@ async def test_no_message_waits_for_the_next_one() -> None:
     """A send may consume the notification of an incoming message, so that the socket's descriptor does not report the
     message.
     """
-    limits = ModelLimits(max_sequence_length=64, end_ids=(2,), vocab_size=1000, hidden_size=8)
-    dispatcher = Dispatcher("127.0.0.1", 0, limits=limits, heartbeat_interval_ms=500, worker_timeout_ms=2000)
+    dispatcher = Dispatcher("127.0.0.1", 0, heartbeat_interval_ms=500, worker_timeout_ms=2000)
     loop = asyncio.get_running_loop()
 
     def answer(event: WorkerEvent) -> None:

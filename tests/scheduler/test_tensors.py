@@ -24,7 +24,7 @@ from scheduler.journal.records import replay
 from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.writer import RowWriter
 from scheduler.wire.requests import ModelLimits, spec_from_proto
-from tests.scheduler.harness import LIMITS, Harness
+from tests.scheduler.harness import Harness
 
 MIB = 1 << 20
 
@@ -131,7 +131,7 @@ def test_no_message_is_too_large_and_no_token_comes_before_its_outputs() -> None
 
 @pytest.fixture
 def dispatcher() -> Any:
-    made = Dispatcher("127.0.0.1", 0, limits=LIMITS, heartbeat_interval_ms=500, worker_timeout_ms=2000)
+    made = Dispatcher("127.0.0.1", 0, heartbeat_interval_ms=500, worker_timeout_ms=2000)
     yield made
     made.close()
 
