@@ -166,9 +166,9 @@ async def oversized_bodies(abuser: Abuser) -> None:
 
     async def send() -> str:
         reader, writer = await abuser.connect(abuser.http_port)
+        answer = asyncio.ensure_future(reader.readline())
         try:
             writer.write(abuser.head("POST", "/v1/completions", 64 << 20))
-            answer = asyncio.ensure_future(reader.readline())
             for _ in range(1024):
                 if answer.done():
                     break
@@ -176,6 +176,8 @@ async def oversized_bodies(abuser: Abuser) -> None:
                 await writer.drain()
             return (await answer).split()[1].decode()
         finally:
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
             writer.close()
 
     await abuser.flood(4, send)
