@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler.core.events import StepDone, WorkerFailed
+from scheduler.core.events import StepDone, WorkerBeat, WorkerFailed
 from scheduler.core.failure import UNAVAILABLE, Failure
 from scheduler.core.request import FinishReason
-from scheduler.core.standing import MAX_PAUSE_NS, Standing
+from scheduler.core.standing import MAX_PAUSE_NS, NUM_STEPS_ON_TRIAL, Standing
 from tests.scheduler.harness import MS, Harness
 
 Lie = Callable[[StepDone], StepDone]
@@ -109,6 +109,35 @@ def test_an_invalid_message_of_a_worker_is_no_evidence_against_its_requests() ->
     assert (harness.core.totals.num_worker_faults, harness.core.totals.num_worker_deaths) == (1, 0)
 
 
+def test_a_missing_result_is_a_fault_of_the_worker() -> None:
+    harness = Harness()
+    group = harness.add_group()
+    harness.submit("a", 3, 40)
+    harness.turn()
+    finished = WorkerBeat(harness.now_ns, group.registration.connection, group.epoch, last_step_id=1)
+    harness.handle(finished)
+    assert len(harness.core.groups) == 1  # the result may have been overtaken
+    harness.handle(finished)
+    assert harness.core.groups == []
+    assert harness.core.lifecycle.requests["a"].died_on == []
+    assert (harness.core.totals.num_worker_faults, harness.core.totals.num_worker_deaths) == (1, 0)
+
+
+def test_a_worker_on_trial_runs_one_request_until_it_has_completed_some_steps() -> None:
+    harness = Harness()
+    group = harness.add_group()
+    harness.handle(WorkerFailed(harness.now_ns, group.registration.connection, "wrong message"))
+    harness.add_group(incarnation=7)
+    for name in "abc":
+        harness.submit(name, 3, 40)
+    assert harness.turn() == []  # it is held off
+    harness.wait_until(harness.now_ns + 1_000 * MS)
+    for _ in range(NUM_STEPS_ON_TRIAL):
+        assert harness.core.num_active_requests == 1
+        harness.step()
+    assert harness.core.num_active_requests == 3
+
+
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 def test_a_worker_with_invalid_responses_ends_no_request(lie: Lie) -> None:
     harness = Harness(orphan_grace_ns=10**18)
@@ -197,6 +226,58 @@ def test_a_request_that_kills_workers_is_ended_and_the_workers_are_exonerated() 
     assert harness.core.totals.num_quarantined == 1
     assert harness.core.totals.num_worker_deaths <= 4
     assert not any(group.is_held_off for group in harness.core.groups)
+
+
+def test_a_request_is_not_the_cause_while_another_worker_could_try_it() -> None:
+    harness = Harness(orphan_grace_ns=10**18, max_worker_deaths=1)
+    for name in ("one", "two"):
+        harness.add_group(name)
+    harness.cut("two")
+    harness.submit("a", 3, 4)
+    harness.turn()
+    harness.cut("one")
+    harness.add_group("one", incarnation=1001)
+    harness.turn()
+    assert harness.groups["one"].plans
+    harness.add_group("two", incarnation=1002)
+    harness.cut("one")
+    assert harness.core.lifecycle.requests["a"].died_on == ["one", "one"]
+    harness.run()
+    assert harness.ended == {"a": FinishReason.LENGTH}
+
+
+def test_a_request_avoids_the_worker_that_died_while_running_it() -> None:
+    harness = Harness(orphan_grace_ns=10**18)
+    for name in ("one", "two"):
+        harness.add_group(name)
+    for number in range(3):
+        harness.submit(f"r{number}", 3, 40)
+    harness.turn()
+    first = next(name for name in ("one", "two") if len(harness.group(name).active) == 1)
+    (request,) = harness.group(first).active
+    harness.cut(first)
+    harness.add_group(first, incarnation=1001)  # it has no work now, and the other one has three requests
+    harness.turn()
+    assert request.group is not None
+    assert request.group.group_id != first
+
+
+def test_workers_that_a_request_has_killed_are_exonerated() -> None:
+    harness = Harness(orphan_grace_ns=10**18, max_worker_deaths=2)
+    for name in ("one", "two"):
+        harness.add_group(name)
+    harness.submit("poison", 3, 4)
+    harness.turn()
+    for _ in range(2):
+        (name,) = (name for name, group in harness.groups.items() if group.plans)
+        harness.cut(name)
+    assert harness.ended == {"poison": FinishReason.ERROR}
+    harness.add_group("one", incarnation=1001)
+    harness.submit("a", 3, 4)
+    harness.turn()
+    harness.cut("one")
+    harness.add_group("one", incarnation=1002)
+    assert not harness.group("one").is_held_off  # as after the first death
 
 
 def test_invalid_responses_of_the_only_worker_blame_no_request() -> None:
