@@ -16,13 +16,14 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from midstream.client import AsyncClient
+from midstream.config import RouterConfig
 from midstream.errors import PermissionDeniedError
 from midstream.rpc.serving import open_channel
 from midstream.security.peer_names import PeerCertificate
 from protos import generation_pb2 as pb
 from protos import kserve_pb2, openengine_pb2, service_pb2
 from router.authentication import Authenticator, Caller, RoleFile, TokenFile, current_caller
-from router.permissions import _GRPC, _HTTP, ALL_ROLES, DEFAULT_ROLES, Role, roles_for_path
+from router.permissions import _GRPC, _HTTP, ALL_ROLES, DEFAULT_ROLES, Role, roles_for_method, roles_for_path
 from tests.router.conftest import Cluster
 
 TOKENS = {
@@ -49,6 +50,7 @@ def methods() -> Iterator[tuple[str, bool, bool]]:
 
 def test_every_method_has_its_roles() -> None:
     assert {name for name, _, _ in methods()} == {name for name in _GRPC if not name.startswith("/grpc.")}
+    assert roles_for_method("/midstream.v1.Midstream/New") == roles_for_path("/new") == {Role.ADMIN}
 
 
 def test_contents_and_adapters_are_for_admins_and_loads_for_observers() -> None:
@@ -140,6 +142,23 @@ async def test_only_an_admin_sees_paths_of_adapters_and_loads_by_path(cluster: C
         for action in (client.load_lora("x", "/nowhere"), client.unload_lora("x"), client.stream(by_path).result()):
             with pytest.raises(PermissionDeniedError, match="admin"):
                 await action
+
+
+@pytest.mark.parametrize(
+    ("settings", "roles"),
+    [
+        ({}, ALL_ROLES),
+        ({"host": "::1"}, ALL_ROLES),
+        ({"host": "0.0.0.0"}, DEFAULT_ROLES),
+        ({"host": "0.0.0.0", "anonymous_roles": "admin"}, ALL_ROLES),
+        ({"anonymous_roles": "generate"}, {Role.GENERATE}),
+    ],
+)
+def test_callers_are_admins_without_authentication_only_on_loopback_addresses(
+    settings: dict[str, Any], roles: frozenset[Role]
+) -> None:
+    known = Authenticator.from_config(RouterConfig(**settings))
+    assert known.identify("", PeerCertificate(), "10.0.0.1", ALL_ROLES).roles == roles
 
 
 def test_request_ids_and_salts_of_clients_are_separate() -> None:

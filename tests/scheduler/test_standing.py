@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler.core.events import StepDone, WorkerBeat, WorkerFailed
+from scheduler.core.events import StepDone, WorkerBeat, WorkerFailed, WorkerLost
 from scheduler.core.failure import UNAVAILABLE, Failure
 from scheduler.core.request import FinishReason
 from scheduler.core.standing import MAX_PAUSE_NS, NUM_STEPS_ON_TRIAL, Standing
@@ -255,7 +255,7 @@ def test_a_request_avoids_the_worker_that_died_while_running_it() -> None:
     harness.turn()
     first = next(name for name in ("one", "two") if len(harness.group(name).active) == 1)
     (request,) = harness.group(first).active
-    harness.cut(first)
+    harness.handle(WorkerLost(harness.now_ns, harness.groups[first].registration.connection))
     harness.add_group(first, incarnation=1001)  # it has no work now, and the other one has three requests
     harness.turn()
     assert request.group is not None
