@@ -60,10 +60,13 @@ async def test_a_server_with_tls_is_known_by_its_authority_and_name(authority: A
             assert (await refusal(channel)).code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_mutual_tls_takes_only_clients_of_the_authority(authority: Authority, stranger: Authority) -> None:
+@pytest.mark.parametrize("grpc_server", ["own", "grpcio"])
+async def test_mutual_tls_takes_only_clients_of_the_authority(
+    authority: Authority, stranger: Authority, grpc_server: str
+) -> None:
     authenticator = Authenticator(by_certificate=True)
     tls = tls_of(authority.issue("server"), authority, require_client_cert=True)
-    async with serving(tls, authenticator) as address:
+    async with serving(tls, authenticator, grpc_server=grpc_server) as address:
         async with open_channel(address, tls=tls_of(authority.issue("carol"), authority)) as channel:
             assert await ask(channel) == "carol"
         async with open_channel(address, tls=tls_of(stranger.issue("carol"), authority)) as channel:
@@ -241,7 +244,8 @@ async def test_https_requires_a_certificate_even_for_anonymous_callers(authority
 async def test_an_internal_port_accepts_the_configured_components(
     authority: Authority, names: str, is_router: bool
 ) -> None:
-    server, caller = authority.issue("scheduler"), authority.issue("caller", hosts=names)
+    # The common name is the client's own choice, so it proves nothing.
+    server, caller = authority.issue("scheduler"), authority.issue("router", hosts=names)
     config = SchedulerConfig(tls=True, tls_cert=server.cert, tls_key=server.key, tls_ca=authority.ca)
     peers = PeerNames("router, gateway.example", "router_names")
     shown = Tls(caller.cert, caller.key, authority.ca)
