@@ -15,7 +15,7 @@ import midstream
 from midstream.grammar.messages import Guide
 from midstream.grammar.process import GrammarProcess
 from midstream.model.folder import EMBEDDED_MODEL, open_model_folder
-from midstream.python_process import python_environment
+from midstream.python_process import python_command, python_environment
 from router.pipeline.chat_template import ChatTemplate
 from tests.integration.service import START_TIMEOUT_S
 
@@ -103,6 +103,14 @@ def test_helper_processes_import_nothing_from_there(folder: Path, monkeypatch: p
     finally:
         template.close()
         process.kill()
+    assert not (folder.parent / "imported").exists()
+
+
+def test_a_command_alone_imports_nothing_from_there(folder: Path) -> None:
+    """The environment of a process may be changed by what starts it."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    command = python_command("midstream.cli", "--version")
+    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
     assert not (folder.parent / "imported").exists()
 
 
