@@ -20,8 +20,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from midstream.chunk import Chunk, Usage
-from midstream.errors import ConfigError, ExecutionError, InvalidArgumentError, MidstreamError, UnsupportedError
+from midstream.chunk import Chunk, FinishReason, Usage
+from midstream.errors import (
+    AbortedError,
+    ConfigError,
+    ExecutionError,
+    InvalidArgumentError,
+    MidstreamError,
+    UnsupportedError,
+)
 from midstream.extras import join_tensors
 from protos import generation_pb2 as pb
 from router.pipeline.answers import Answers, answers_of
@@ -247,6 +254,8 @@ class Embedder:
             if error.field not in _INPUT_FIELDS:
                 raise
             raise type(error)(error.message, field=field) from None
+        if chunks[-1].finish_reason is FinishReason.ABORT:
+            raise AbortedError("the request was aborted")
         pieces = [piece for chunk in chunks if chunk.extras is not None for piece in chunk.extras.tensors]
         tensor = join_tensors(pieces).get(f"context_{output.name}" if output.gather_context else output.name)
         usage = chunks[-1].usage

@@ -178,6 +178,21 @@ async def test_a_client_that_does_not_read_why_its_calls_fail_is_disconnected(na
     assert peer.transport.is_closed
 
 
+async def test_a_client_that_does_not_read_refusals_is_disconnected() -> None:
+    server, _ = serving(max_concurrent_streams=1)
+    peer = Peer(server)
+    peer.begin("Hold")
+    peer.connection.pause_writing()
+    for _ in range(1001):
+        peer.begin("Hold")
+        await turns(2)
+    assert not peer.transport.is_closed
+    peer.begin("Hold")
+    await turns()
+    assert (goaway_of(peer.frames()) or (0, 0))[1] == ErrorCode.ENHANCE_YOUR_CALM
+    assert peer.transport.is_closed
+
+
 async def test_an_unread_call_holds_one_window_and_a_read_one_its_message() -> None:
     server, methods = serving(max_receive_bytes=1 << 20)
     peer = Peer(server)

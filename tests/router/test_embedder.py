@@ -1,14 +1,22 @@
-"""Which tokens of an input contribute to its embedding."""
+"""Which tokens of an input contribute to its embedding, and how a request for one may end."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
+from midstream.client import AsyncClient
 from midstream.errors import ConfigError
+from midstream.rpc.serving import open_channel
+from protos import service_pb2, service_pb2_grpc
 from router.pipeline.embedder import Pooling, pooling_of
+from tests.router.conftest import Cluster
 
 
 @pytest.mark.parametrize(
@@ -34,3 +42,17 @@ def test_without_a_file_it_is_the_last_token(tmp_path: Path) -> None:
     (tmp_path / "1_Pooling" / "config.json").write_text("{")
     with pytest.raises(ConfigError):
         pooling_of(tmp_path)
+
+
+async def test_an_aborted_request_is_not_an_internal_error(cluster: Cluster) -> None:
+    part = await cluster.add_router(await cluster.add_detokenizer())
+    async with open_channel(part.address) as channel, AsyncClient(part.address) as client:
+        stub: Any = service_pb2_grpc.MidstreamStub(channel)
+        item = service_pb2.EmbedInput(prompt="hello")
+        request = service_pb2.EmbedRequest(request_id="e", inputs=[item], pooling=service_pb2.POOLING_LAST)
+        answer = asyncio.ensure_future(stub.Embed(request, timeout=60))
+        await cluster.scheduler.until(lambda: "e" in cluster.scheduler.requests)
+        assert await client.abort("e")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await answer
+    assert raised.value.code() is grpc.StatusCode.CANCELLED

@@ -18,12 +18,13 @@ from starlette.requests import Request
 
 from midstream.errors import InvalidArgumentError, OverloadedError
 from midstream.model.folder import ModelFolder
+from midstream.rpc import serving
 from midstream.rpc.open_files import raise_open_files_limit
 from midstream.security.host_header import AllowedHosts
 from router.authentication import Authenticator, TokenFile
 from router.protocols.body_budget import BodyBudget, max_body_bytes, max_request_bytes
 from router.protocols.body_reader import BodyReader
-from router.protocols.http_server import HostCheckedApp, HttpPort, for_pages
+from router.protocols.http_server import ConnectionLimits, HostCheckedApp, HttpPort, for_pages
 from router.protocols.openai.body import Body
 from tests.router.conftest import Cluster
 
@@ -79,6 +80,40 @@ async def test_an_answer_may_take_longer_than_its_request() -> None:
     answer, _ = await exchange(port.port, sent + b"\r\n" + sent)
     await port.stop(0)
     assert answer.count(b"piece") == 3
+
+
+async def test_a_further_request_of_a_connection_has_the_same_time_limit() -> None:
+    port = HttpPort(echo, "127.0.0.1", 0, head_timeout_s=0.3)
+    port.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+    async with asyncio.timeout(30):
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(b"GET / HTTP/1.1\r\nho")
+        assert (await reader.read()).startswith(b"HTTP/1.1 408")
+    writer.close()
+    await port.stop(0)
+
+
+def test_connections_are_limited_per_address_and_in_total() -> None:
+    limits = ConnectionLimits(4)
+    assert [limits.enter(address) for address in ("a", "a", "a", "b", "b", "c")] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
+    limits.leave("a")
+    assert limits.enter("c")
+
+
+def test_the_connections_of_both_ports_leave_open_files_in_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "raise_open_files_limit", lambda: 1000)
+    assert serving.max_connections() == 250
+    limits = ConnectionLimits(1000 // 2)
+    assert limits.max_connections + serving.max_connections() == 750
 
 
 async def test_connections_of_one_address_leave_room_for_others() -> None:
