@@ -17,13 +17,14 @@ from starlette.routing import Route
 
 from midstream.client import AsyncClient
 from midstream.config import RouterConfig
-from midstream.errors import PermissionDeniedError
+from midstream.errors import InvalidArgumentError, PermissionDeniedError
 from midstream.rpc.serving import open_channel
 from midstream.security.peer_names import PeerCertificate
 from protos import generation_pb2 as pb
-from protos import kserve_pb2, openengine_pb2, service_pb2
+from protos import kserve_pb2, loads_pb2, openengine_pb2, service_pb2
 from router.authentication import Authenticator, Caller, RoleFile, TokenFile, current_caller
 from router.permissions import _GRPC, _HTTP, ALL_ROLES, DEFAULT_ROLES, Role, roles_for_method, roles_for_path
+from router.pipeline.request_checks import check_adapter_path
 from tests.router.conftest import Cluster
 
 TOKENS = {
@@ -142,6 +143,31 @@ async def test_only_an_admin_sees_paths_of_adapters_and_loads_by_path(cluster: C
         for action in (client.load_lora("x", "/nowhere"), client.unload_lora("x"), client.stream(by_path).result()):
             with pytest.raises(PermissionDeniedError, match="admin"):
                 await action
+    cluster.scheduler.loras = [loads_pb2.LoraInfo(name="x", path="/adapters/x")]
+    for role, path in ((Role.GENERATE, ""), (Role.ADMIN, "/adapters/x")):
+        async with AsyncClient(part.address, token=TOKENS[role]) as client:
+            assert [(lora.name, lora.path) for lora in await client.loras()] == [("x", path)]
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "reason"),
+    [
+        ("/adapters/a", "/adapters", ""),
+        ("/adapters/a/../b", "/adapters/", ""),
+        ("/adapters/../etc", "/adapters", "outside"),
+        ("/adapters-of-others/a", "/adapters", "outside"),
+        ("a", "/adapters", "outside"),
+        ("/adapters/a\0", "/adapters", "outside"),
+        ("/adapters/a", "", "require --adapter-root"),
+        ("a", "", "require --adapter-root"),
+    ],
+)
+def test_adapters_are_loaded_only_from_below_the_adapter_root(path: str, root: str, reason: str) -> None:
+    if not reason:
+        check_adapter_path(path, root, "path")
+        return
+    with pytest.raises(InvalidArgumentError, match=reason):
+        check_adapter_path(path, root, "path")
 
 
 @pytest.mark.parametrize(

@@ -312,6 +312,12 @@ def test_it_is_private_to_its_owner(tmp_path: Path) -> None:
     filled(LogFolder(path), 2)
     assert path.stat().st_mode & 0o777 == 0o700
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o600}
+    path.chmod(0o755)  # the state in which an earlier version left it
+    for file in path.iterdir():
+        file.chmod(0o644)
+    Scheduler(LogFolder(path)).store.close()
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in path.glob("*.log")} == {0o600}
 
 
 def truncate(file: Path) -> None:
@@ -322,6 +328,18 @@ def truncate(file: Path) -> None:
 def replace(file: Path) -> None:
     shutil.copy(file, file.with_name("copy"))
     file.with_name("copy").replace(file)
+
+
+@pytest.mark.parametrize("victim", ["lock", "00000001.log"])
+def test_a_write_to_a_deleted_file_is_not_taken_for_one_that_lasts(tmp_path: Path, victim: str) -> None:
+    folder = LogFolder(tmp_path)
+    folder.open()
+    size = folder.create("00000001.log", 4096)
+    folder.check("00000001.log", size)
+    (tmp_path / victim).unlink()
+    with pytest.raises(LostError, match=victim):
+        folder.check("00000001.log", size)
+    folder.close()
 
 
 @pytest.mark.parametrize(

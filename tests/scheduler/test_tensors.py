@@ -13,7 +13,7 @@ import pytest
 
 from midstream.clock import SteadyClock
 from protos import generation_pb2, scheduler_pb2, worker_pb2
-from scheduler.core.effects import GroupJoined, Refused
+from scheduler.core.effects import EpochEnded, GroupJoined, Refused
 from scheduler.core.events import StepDone, WorkerFailed
 from scheduler.core.failure import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE, Failure
 from scheduler.core.request import ExtraOutput, Request
@@ -188,4 +188,18 @@ async def test_tensors_without_a_request_are_dropped_and_a_workers_are_bounded(d
     failed = dispatcher._decode([b"w", outputs(1, MIB)])
     assert isinstance(failed, WorkerFailed)
     assert "step_outputs" in failed.reason
+    assert dispatcher._outputs == {}
+
+
+async def test_tensors_are_dropped_with_the_epoch_or_the_connection_of_their_worker(dispatcher: Dispatcher) -> None:
+    outputs = worker_pb2.StepOutputs(epoch=1, step_id=1, outputs=[worker_pb2.RowOutputs(row=1)])
+    message = worker_pb2.WorkerMessage(step_outputs=outputs).SerializeToString()
+    dispatcher.send_joined(GroupJoined(b"w", "w", 1))
+    assert dispatcher._decode([b"w", message]) is None
+    dispatcher.send_epoch_ended(EpochEnded(b"w", 1))
+    assert dispatcher._outputs == {}
+    dispatcher.send_joined(GroupJoined(b"w", "w", 1))
+    assert dispatcher._decode([b"w", message]) is None
+    assert list(dispatcher._outputs) == [b"w"]
+    assert dispatcher._lost_links() == [b"w"]  # there has never been a connection
     assert dispatcher._outputs == {}
