@@ -330,6 +330,12 @@ def replace(file: Path) -> None:
     file.with_name("copy").replace(file)
 
 
+def swap(file: Path) -> None:
+    """Put a copy in the place of a file that remains elsewhere."""
+    file.rename(file.with_name("moved"))
+    shutil.copy(file.with_name("moved"), file)
+
+
 @pytest.mark.parametrize("victim", ["lock", "00000001.log"])
 def test_a_write_to_a_deleted_file_is_not_taken_for_one_that_lasts(tmp_path: Path, victim: str) -> None:
     folder = LogFolder(tmp_path)
@@ -351,8 +357,17 @@ def test_a_write_to_a_deleted_file_is_not_taken_for_one_that_lasts(tmp_path: Pat
         lambda path: (path / "00000001.log").unlink(),
         lambda path: truncate(path / "00000001.log"),
         lambda path: replace(path / "00000001.log"),
+        lambda path: swap(path / "00000001.log"),
     ],
-    ids=["folder deleted", "folder renamed", "lock deleted", "file deleted", "file truncated", "file replaced"],
+    ids=[
+        "folder deleted",
+        "folder renamed",
+        "lock deleted",
+        "file deleted",
+        "file truncated",
+        "file replaced",
+        "file swapped",
+    ],
 )
 def test_the_deletion_of_a_log_in_use_is_detected_and_it_is_recreated(
     tmp_path: Path, harm: Callable[[Path], object]
