@@ -284,8 +284,9 @@ def orphan(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 async def test_the_next_start_ends_orphans(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
     run = Run(tmp_path, KINDS)
     await run.until(lambda state: state.phase is ProcessPhase.READY)
-    assert orphan.poll() == -signal.SIGKILL
+    status = orphan.poll()
     await run.end()
+    assert status == -signal.SIGKILL
 
 
 def test_down_ends_orphans(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
@@ -294,11 +295,13 @@ def test_down_ends_orphans(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> N
     assert orphan.wait(20) == -signal.SIGKILL
 
 
-def test_another_process_with_the_pid_of_a_part_is_left_alone(tmp_path: Path) -> None:
-    pid = os.getpid()
-    part = ProcessState("scheduler-0", "scheduler", {}, "", ProcessPhase.READY, pid, started_ticks(pid) - 1)
-    RunDir(tmp_path).write_state(RunState("model", ProcessPhase.READY, 1, 0.0, (part,)))
-    assert stop_orphans(RunDir(tmp_path).read_state()) == 0
+def test_another_process_with_the_pid_of_a_part_is_left_alone(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
+    state = RunDir(tmp_path / "run").read_state()
+    assert state is not None
+    (part,) = state.processes
+    reused = replace(state, processes=(replace(part, started_ticks=part.started_ticks - 1),))
+    assert stop_orphans(reused) == 0
+    assert orphan.poll() is None
 
 
 def _all_ready(state: RunState) -> bool:

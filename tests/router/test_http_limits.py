@@ -156,6 +156,15 @@ async def test_requests_for_the_host_of_another_site_are_rejected(
     assert answer.split()[1] == str(status).encode()
 
 
+async def test_a_request_with_several_hosts_is_rejected_unless_all_are_accepted() -> None:
+    port = HttpPort(HostCheckedApp(echo, AllowedHosts("127.0.0.1")), "127.0.0.1", 0)
+    port.start()
+    head = b"GET / HTTP/1.1\r\nhost: localhost\r\nhost: rebound.example\r\nconnection: close\r\n\r\n"
+    answer, _ = await exchange(port.port, head)
+    await port.stop(0)
+    assert answer.split()[1] == b"421"
+
+
 async def test_web_pages_may_call_the_port_if_their_origin_is_listed() -> None:
     """A preflight has no credentials, so it is answered before they are checked."""
     origin = "https://chat.example"
