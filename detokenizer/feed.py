@@ -12,9 +12,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 import grpc.aio
 
@@ -39,6 +39,7 @@ _LOST_GRACE_S = 2.0
 # See FeedHello.
 _FEATURES = ("prompt_alone",)
 _Call = grpc.aio.StreamStreamCall[pb.FeedCommand, pb.FeedBatch]
+_PartT = TypeVar("_PartT", pb.FeedOpened, pb.FeedOutputs, pb.FeedSequenceEnd, pb.FeedEnded)
 
 
 class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
@@ -121,41 +122,25 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
         self._pool.release_routers()
 
     def _take(self, batch: pb.FeedBatch) -> None:
-        for opened in batch.opened:
-            with self._for_one(opened.stream) as stream:
-                if stream is not None:
-                    self._open(stream, opened)
+        self._take_each(batch.opened, self._open)
         self._push_tokens(batch)
-        for outputs in batch.outputs:
-            with self._for_one(outputs.stream) as stream:
-                if stream is not None:
-                    extras = extras_from_proto(outputs)
-                    stream.add_outputs(outputs.sequence_index, outputs.token_offset, extras)
-        for end in batch.sequence_ends:
-            with self._for_one(end.stream) as stream:
-                if stream is not None:
-                    stream.end_sequence(sequence_end_from_proto(end))
+        self._take_each(batch.outputs, _add_outputs)
+        self._take_each(batch.sequence_ends, _end_sequence)
+        self._take_each(batch.ended, _end)
         for ended in batch.ended:
-            with self._for_one(ended.stream) as stream:
-                if stream is not None:
-                    stream.end(
-                        usage_from_proto(ended.usage) if ended.HasField("usage") else None,
-                        perf_metrics_from_proto(ended.perf_metrics) if ended.HasField("perf_metrics") else None,
-                        from_proto(ended.error) if ended.HasField("error") else None,
-                    )
             self._streams.pop(ended.stream, None)
 
-    @contextlib.contextmanager
-    def _for_one(self, number: int) -> Iterator[OutputStream | None]:
-        """Yield the stream with this feed number; an error in the context's body fails only that stream."""
-        stream = self._streams.get(number)
-        try:
-            yield stream
-        except Exception as error:
+    def _take_each(self, messages: Iterable[_PartT], take: Callable[[OutputStream, _PartT], None]) -> None:
+        """Pass each message to its stream; an error fails only that stream."""
+        for message in messages:
+            stream = self._streams.get(message.stream)
             if stream is None:
-                raise
-            logger.exception("cannot process output for a stream", extra={"request_id": stream.request_id})
-            stream.fail(ExecutionError(f"invalid output: {error}"))
+                continue
+            try:
+                take(stream, message)
+            except Exception as error:
+                logger.exception("cannot process output for a stream", extra={"request_id": stream.request_id})
+                stream.fail(ExecutionError(f"invalid output: {error}"))
 
     def _push_tokens(self, batch: pb.FeedBatch) -> None:
         token_ids, offsets, streams = batch.token_ids[:], batch.token_offsets[:], self._streams
@@ -284,6 +269,22 @@ class FeedPool:
                 self._tasks[target] = self._running.create_task(feed.run(), name=f"feed-{target}")
                 for stream in self._waiting.values():
                     feed.attach(stream)
+
+
+def _add_outputs(stream: OutputStream, outputs: pb.FeedOutputs) -> None:
+    stream.add_outputs(outputs.sequence_index, outputs.token_offset, extras_from_proto(outputs))
+
+
+def _end_sequence(stream: OutputStream, end: pb.FeedSequenceEnd) -> None:
+    stream.end_sequence(sequence_end_from_proto(end))
+
+
+def _end(stream: OutputStream, ended: pb.FeedEnded) -> None:
+    stream.end(
+        usage_from_proto(ended.usage) if ended.HasField("usage") else None,
+        perf_metrics_from_proto(ended.perf_metrics) if ended.HasField("perf_metrics") else None,
+        from_proto(ended.error) if ended.HasField("error") else None,
+    )
 
 
 def _attach(stream: OutputStream) -> pb.FeedCommand:

@@ -136,13 +136,15 @@ class OutputStream:
             return
         sequence = self._sequences[sequence_index]
         text = sequence.text
-        token_ids = token_ids[text.num_tokens - token_offset :] if token_offset < text.num_tokens else token_ids
+        first = text.num_tokens
+        if token_offset < first:
+            token_ids = token_ids[first - token_offset :]
         if not token_ids or text.stop_at is not None or sequence.has_ended:
             return
-        if token_offset > text.num_tokens:
-            self.fail(UnavailableError(f"the feed skipped tokens {text.num_tokens} to {token_offset}"))
+        if token_offset > first:
+            self.fail(UnavailableError(f"the feed skipped tokens {first} to {token_offset}"))
             return
-        first, offset = text.num_tokens, self._num_prompt + text.num_tokens
+        offset = self._num_prompt + first
         head = tail = ""
         num_before = sequence.from_token - offset
         if num_before > 0:
@@ -155,7 +157,8 @@ class OutputStream:
             token_ids = token_ids[: text.stop_at - first]
             upstream.send_stop(self, sequence_index, text.stop_at, text.stop_word or "")
         self._add(sequence_index, sequence, offset, token_ids, head + tail, head)
-        self._add_early(sequence_index, sequence)
+        if sequence.early:
+            self._add_early(sequence_index, sequence)
         if self._opened.is_streaming and sequence.pending is not None:
             self._show(sequence.pending)
 
@@ -270,7 +273,8 @@ class OutputStream:
                 chunk.token_offset, chunk.token_ids, chunk.text = 0, sequence.all_ids[:], sequence.all_text
             chunks.append(chunk)
         # The final chunk must be the last one.
-        chunks.sort(key=lambda chunk: chunk.is_final)
+        if len(chunks) > 1:
+            chunks.sort(key=lambda chunk: chunk.is_final)
         self.is_done = bool(chunks) and chunks[-1].is_final
         if chunks and not self.first_output_ns:
             self.first_output_ns = time.time_ns()
@@ -337,8 +341,9 @@ class RouterConnection:
 
     def mark_ready(self, stream: OutputStream) -> None:
         """Note that a stream has output to send."""
+        if not self._ready:  # otherwise `collect` is due anyway
+            self._wake()
         self._ready[stream.number] = stream
-        self._wake()
 
     def collect(self) -> pb.StreamBatch | None:
         """Return the output that is ready, one chunk per sequence, and drop finished streams; None if no output is

@@ -73,15 +73,15 @@ class ClientStream:
         index = chunk.sequence_index
         if chunk.extras is not None:
             chunk.extras = self._tensors[index].new(chunk.extras)
-        expected = self._offsets.get(index, self._from_token)
-        if self.is_final or self.overflowed or not chunk.adds_to(expected):
+        expected, next_offset = self._offsets.get(index, self._from_token), chunk.next_offset
+        if self.is_final or self.overflowed or (next_offset <= expected and not chunk.adds_to(expected)):
             return
         if chunk.token_offset > expected:
             self.fail(UnavailableError(f"a chunk skipped tokens {expected} to {chunk.token_offset}"))
             return
         if self._ends.repeats(chunk):
             return
-        self._offsets[index] = max(chunk.next_offset, expected)
+        self._offsets[index] = max(next_offset, expected)
         self.is_final = chunk.is_final
         pending = self._pending.get(index)
         if pending is None:

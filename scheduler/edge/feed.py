@@ -48,18 +48,19 @@ class Attachment:
 
     Attributes:
         stream: The detokenizer's stream number.
+        wants_perf_metrics: Whether the request asks for performance metrics; known once it is opened.
         cursors: Number of tokens sent, by sequence.
         num_outputs: Number of extra outputs sent, by sequence.
         ends_sent: Whether each sequence's end was sent.
     """
 
-    __slots__ = ("cursors", "ends_sent", "feed", "is_opened", "log", "num_outputs", "stream")
+    __slots__ = ("cursors", "ends_sent", "feed", "is_opened", "log", "num_outputs", "stream", "wants_perf_metrics")
 
     def __init__(self, feed: DetokenizerFeed, stream: int, log: RequestLog) -> None:
         self.feed = feed
         self.stream = stream
         self.log = log
-        self.is_opened = False
+        self.is_opened = self.wants_perf_metrics = False
         self.cursors = [0] * len(log.num_committed)
         self.num_outputs = [0] * len(log.num_committed)
         self.ends_sent = [False] * len(log.num_committed)

@@ -27,6 +27,7 @@ class Reader(Protocol):
 
     stream: int
     is_opened: bool
+    wants_perf_metrics: bool
     cursors: list[int]
     num_outputs: list[int]
     ends_sent: list[bool]
@@ -71,7 +72,7 @@ class FeedBatchBuilder:
         request, sequences = log.request, log.request.sequences
         if not reader.is_opened:
             reader.is_opened = True
-            self._open(reader.stream, request)
+            self._open(reader, request)
         cursors = reader.cursors
         limits = log.num_committed
         if sequences[0].outputs or len(cursors) > 1:
@@ -89,13 +90,13 @@ class FeedBatchBuilder:
                     reader.ends_sent[index] = True
                     self._add_end(reader.stream, sequences[index])
         if log.is_over:
-            self._add_over(reader.stream, log.request)
+            self._add_over(reader, request)
         return True
 
-    def _open(self, stream: int, request: Request) -> None:
+    def _open(self, reader: Reader, request: Request) -> None:
         contents = generation_pb2.GenerateRequest.FromString(request.spec.payload)
         opened = self._batch.opened.add(
-            stream=stream,
+            stream=reader.stream,
             request_id=request.request_id,
             num_prompt_tokens=len(request.spec.prompt),
             num_sequences=len(request.sequences),
@@ -106,6 +107,7 @@ class FeedBatchBuilder:
             trace_parent=contents.trace_parent,
         )
         output = contents.output
+        reader.wants_perf_metrics = output.return_perf_metrics
         if output.HasField("exclude_input_from_output") and not output.exclude_input_from_output:
             opened.prompt_token_ids.extend(request.spec.prompt)
 
@@ -154,9 +156,10 @@ class FeedBatchBuilder:
             cumulative_log_prob=end.cumulative_log_prob,
         )
 
-    def _add_over(self, stream: int, request: Request) -> None:
-        metrics = perf_metrics_of(request, self._clock)
-        ended = self._batch.ended.add(stream=stream, usage=usage_of(request), perf_metrics=metrics)
+    def _add_over(self, reader: Reader, request: Request) -> None:
+        ended = self._batch.ended.add(stream=reader.stream, usage=usage_of(request))
+        if reader.wants_perf_metrics:
+            ended.perf_metrics.CopyFrom(perf_metrics_of(request, self._clock))
         if request.failure is not None:
             failure = request.failure
             ended.error.code, ended.error.message, ended.error.field = failure.code, failure.message, failure.field

@@ -94,7 +94,7 @@ def test_every_setting_of_the_core_can_be_changed() -> None:
 async def test_from_submit_to_the_last_token() -> None:
     async with run_cell() as cell:
         await cell.worker()
-        answer = await cell.submit("a", [5, 6, 7], 4)
+        answer = await cell.submit("a", [5, 6, 7], 4, output=generation_pb2.OutputConfig(return_perf_metrics=True))
         assert not answer.attached
         assert answer.num_sequences == 1
         feed = await Feed(cell.stub).open()
@@ -107,6 +107,10 @@ async def test_from_submit_to_the_last_token() -> None:
         usage = feed.ended[1].usage
         assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 4, 0)
         assert feed.ended[1].perf_metrics.first_token_unix_ns > 0
+        await cell.submit("b", [5, 6, 7], 4)
+        await feed.attach(2, "b")
+        await feed.read_until(2)
+        assert not feed.ended[2].HasField("perf_metrics")
 
 
 async def test_late_readers_get_all_output_and_unknown_requests_an_error() -> None:
