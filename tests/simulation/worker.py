@@ -181,7 +181,7 @@ class SimulatedLink(SchedulerLink):
     async def _run_task(self) -> None:
         dealer = Dealer(self._network, self._address, self._changed.set)
         self._dealer = dealer  # type: ignore[assignment]
-        while self._turn(dealer, dealer.monitor, Poller()):  # type: ignore[arg-type]
+        while self._turn(dealer, dealer.monitor, Poller(dealer.monitor)):  # type: ignore[arg-type]
             self.has_work.set()
             await self._changed.wait(max(self._next_send - time.monotonic(), 0.001))
         self.has_work.set()
@@ -199,6 +199,9 @@ def _unused() -> dict[str, Any]:
 
 
 class _NoSocket:
+    def fileno(self) -> int:
+        return -2
+
     def recv(self, _: int) -> bytes:
         raise BlockingIOError
 

@@ -217,6 +217,10 @@ class LinkMonitor:
     def __init__(self) -> None:
         self.events: deque[list[bytes]] = deque()
 
+    def fileno(self) -> int:
+        """Return a number that no file has."""
+        return -1
+
     def recv_multipart(self, _: int = 0) -> list[bytes]:
         """Return the next event."""
         if not self.events:
@@ -284,6 +288,9 @@ class Dealer:
 class Poller:
     """A stand-in for a poller; the simulated connection does its own waiting before it polls."""
 
-    def poll(self, _: int) -> list[object]:
-        """Return immediately."""
-        return []
+    def __init__(self, monitor: LinkMonitor) -> None:
+        self._monitor = monitor
+
+    def poll(self, _: int) -> list[tuple[int, int]]:
+        """Return immediately, with the monitor's descriptor if it has events."""
+        return [(self._monitor.fileno(), int(zmq.POLLIN))] if self._monitor.events else []
