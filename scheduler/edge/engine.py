@@ -247,10 +247,12 @@ class Engine:
                         on_committed()
 
     def _on_attach(self, request_id: str) -> None:
-        self.handle(Attached(self.now_ns(), request_id))
+        self._apply(Attached(self.now_ns(), request_id))  # leaves nothing to plan
 
     def _on_detach(self, request_id: str) -> None:
-        self.handle(Detached(self.now_ns(), request_id))
+        self._apply(Detached(self.now_ns(), request_id))  # may start a timer, but leaves nothing to plan
+        self._check_idle()
+        self._arm()
 
     def _turn_soon(self) -> None:
         self._is_turn_due = True
@@ -276,9 +278,12 @@ class Engine:
             return
         finally:
             self._commit()
+        self._check_idle()
+        self._arm()
+
+    def _check_idle(self) -> None:
         if not self.core.lifecycle.num_unfinished and not any(feed.num_attached for feed in self.hub.feeds):
             self._idle.set()
-        self._arm()
 
     def _arm(self) -> None:
         """Set the timer for the next turn; a timer that is already set for an earlier time is kept, and set again when
