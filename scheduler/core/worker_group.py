@@ -321,8 +321,9 @@ class WorkerGroup:
         """Number of known tokens that have yet to be computed."""
         total, block = 0, self.tokens_per_block
         for sequence in self.context:
+            num_known = len(sequence.request.spec.prompt) + len(sequence.output)
             num_hit, num_computed = sequence.num_hit_blocks * block, sequence.num_computed
-            total += sequence.num_tokens - (num_hit if num_hit > num_computed else num_computed)
+            total += num_known - (num_hit if num_hit > num_computed else num_computed)
         return total
 
     def limit_contexts(self, limits: dict[Sequence, int]) -> None:
