@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from midstream.client import AsyncClient
 from midstream.errors import DeadlineError, InvalidArgumentError, OverloadedError
+from midstream.rpc.http2.messages import Messages
 from router.authentication import Authenticator, Caller, TokenFile, current_caller
 from router.pipeline import message_slots
 from router.pipeline.message_slots import MessageSlots
@@ -133,6 +135,20 @@ async def test_the_calls_of_a_client_that_wait_are_limited(monkeypatch: pytest.M
         await slots.read(one_message())
     holding.cancel()
     assert await waiting == b"one"
+
+
+async def test_a_message_that_has_arrived_takes_no_slot() -> None:
+    slots = MessageSlots(1, 1, timeout_s=10, wait_s=0.01)
+    unfinished, complete = (Messages(Mock(), 1024, b"") for _ in range(2))
+    unfinished.feed(b"\0\0\0\0\x03on", 7)
+    holding = asyncio.create_task(slots.read(unfinished))
+    await asyncio.sleep(0)  # it takes the only slot
+    complete.feed(b"\0\0\0\0\x03two", 8)
+    assert await slots.read(complete) == b"two"
+    with pytest.raises(OverloadedError):
+        await slots.read(complete)  # its next message
+    unfinished.feed(b"e", 1)
+    assert await holding == b"one"
 
 
 async def test_calls_that_waited_in_vain_end_one_after_the_other() -> None:
