@@ -270,18 +270,23 @@ def replaced(pattern: str, content: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "reason"),
     [
-        {"normalizer": {"type": "Sequence", "normalizers": [replaced("a", "aa")] * 40}},
-        {"normalizer": replaced("a", "b" * 10_000)},
-        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "x" * 100}]}},
-        {"normalizer": {"type": "Unknown"}},
-        {"decoder": {"type": "Sequence", "decoders": [replaced("a", "aaaa")] * 20}},
+        ({"normalizer": {"type": "Sequence", "normalizers": [replaced("a", "aa")] * 40}}, "normalizer .* may expand"),
+        ({"normalizer": replaced("a", "b" * 10_000)}, "normalizer .* may expand"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "x" * 100}]}},
+            "normalizer .* may expand",
+        ),
+        ({"normalizer": {"type": "Unknown"}}, "is not a tokenizer"),
+        ({"decoder": {"type": "Sequence", "decoders": [replaced("a", "aaaa")] * 20}}, "decoder .* may expand"),
     ],
 )
-def test_a_tokenizer_that_explodes_is_rejected_without_a_crash(folder: Path, fields: dict[str, object]) -> None:
+def test_a_tokenizer_that_explodes_is_rejected_without_a_crash(
+    folder: Path, fields: dict[str, object], reason: str
+) -> None:
     change(folder / "tokenizer.json", **fields)
-    with pytest.raises(ConfigError, match=r"tokenizer|normalizer|decoder"):
+    with pytest.raises(ConfigError, match=reason):
         Tokenizer(folder)
 
 

@@ -135,6 +135,13 @@ async def test_a_token_is_valid_for_one_connection() -> None:
         assert len(server.connections) == 1
 
 
+async def test_a_token_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "_TOKEN_S", 0.0)
+    async with serving() as server:
+        with pytest.raises(OSError, match="rejected"):
+            await connect(server.offer(lambda _: Peer()), Peer())
+
+
 @pytest.mark.parametrize(("uid", "is_taken"), [(os.geteuid(), True), (0, True), (os.geteuid() + 1, False)])
 async def test_a_unix_socket_is_for_processes_of_the_same_user(
     monkeypatch: pytest.MonkeyPatch, uid: int, *, is_taken: bool
