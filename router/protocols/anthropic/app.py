@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from midstream.chunk import Chunk, FinishReason, Usage
-from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
+from midstream.errors import AbortedError, InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
 from protos import generation_pb2 as pb
 from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import HEADER, check_key, make_repeatable, request_id_of
@@ -206,7 +206,7 @@ def _end(output: Output, chunk: Chunk) -> Chunk:
     """
     output.raise_failure()
     if chunk.finish_reason is FinishReason.ABORT:
-        raise ExecutionError("the request was aborted")
+        raise AbortedError("the request was aborted")
     return chunk
 
 

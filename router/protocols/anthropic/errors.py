@@ -15,6 +15,7 @@ _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.NOT_FOUND: (404, "not_found_error"),
     StatusCode.ALREADY_EXISTS: (409, "invalid_request_error"),
     StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    StatusCode.CANCELLED: (499, "api_error"),
     StatusCode.UNAVAILABLE: (529, "overloaded_error"),
     StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }

@@ -86,6 +86,15 @@ async def test_a_message_is_the_text_of_its_tokens(
     assert prompt.index("Be brief.") < prompt.index("Hi")
 
 
+async def test_an_aborted_message_is_not_retried(cluster: Cluster, client: anthropic.AsyncAnthropic) -> None:
+    retrying = client.with_options(max_retries=2)
+    call = retrying.messages.create(model="smollm2", max_tokens=99, messages=HI, extra_body={"request_id": "r"})
+    with pytest.raises(anthropic.APIStatusError) as raised:
+        await asyncio.gather(call, answer(cluster, "r", [], pb.FINISH_REASON_ABORT))
+    assert raised.value.status_code == 499
+    assert list(cluster.scheduler.requests) == ["r"]
+
+
 async def test_an_answer_continues_the_last_turn(
     cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer
 ) -> None:
