@@ -54,6 +54,8 @@ class SqliteDocuments(SqlDocuments):
         if self._path is not None:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._path.touch(mode=0o600)  # SQLite creates -wal and -shm with the mode of this file
+            with contextlib.suppress(PermissionError):
+                self._path.chmod(0o600)
         connection = sqlite3.connect(self._path or ":memory:", timeout=_BUSY_TIMEOUT_S, isolation_level=None)
         self._connection = connection
         connection.execute("PRAGMA auto_vacuum=FULL")  # must come before the first table to have an effect

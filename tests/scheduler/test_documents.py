@@ -197,6 +197,15 @@ async def test_connections_to_postgres_are_reestablished(server: str, hand: Hand
     journal.close()
 
 
+async def test_an_existing_file_becomes_private(tmp_path: Path, hand: Hand) -> None:
+    path = tmp_path / "documents"
+    path.touch(mode=0o644)
+    path.chmod(0o644)
+    async with opened(SqliteDocuments(path), hand) as documents:
+        await documents.put(KEY, b"secret")
+        assert {file.stat().st_mode & 0o777 for file in path.parent.iterdir()} == {0o600}
+
+
 async def test_a_file_deleted_while_in_use_is_recreated(
     tmp_path: Path, hand: Hand, caplog: pytest.LogCaptureFixture
 ) -> None:
