@@ -20,14 +20,17 @@ void midstream_pool_destroy(MidstreamPool* pool) { delete pool; }
 
 void midstream_linear(MidstreamPool* pool, const MidstreamLinear* weight, int m, const float* x, float* out) {
   int padded = round_up(weight->k, kBlock);
-  pool->rows.assign(static_cast<size_t>(m) * padded, 0.0f);
-  for (int r = 0; r < m; ++r)
-    std::memcpy(&pool->rows[static_cast<size_t>(r) * padded], x + static_cast<int64_t>(r) * weight->k, weight->k * 4);
+  if (padded > weight->k) {
+    pool->rows.assign(static_cast<size_t>(m) * padded, 0.0f);
+    for (int r = 0; r < m; ++r)
+      std::memcpy(&pool->rows[static_cast<size_t>(r) * padded], x + static_cast<int64_t>(r) * weight->k, weight->k * 4);
+    x = pool->rows.data();
+  }
   pool->use(*weight);
   pool->reserve(m, weight->k);
   int num_outputs = num_outputs_of(*weight);
   pool->threads.run([&](int thread) {
-    linear(pool->threads, pool->linear_scratch[thread], pool->quantized, *weight, m, pool->rows.data(), padded, Output::kStore,
+    linear(pool->threads, pool->linear_scratch[thread], pool->quantized, *weight, m, x, padded, Output::kStore,
            num_outputs, out, num_outputs);
   });
 }

@@ -100,24 +100,36 @@ template <Output output> [[gnu::always_inline]] inline void write_vector(const f
   store(out, output == Output::kAdd ? add(load(out), x) : x);
 }
 
-// Writes one row of a panel: `width` columns of out.
-template <Output output> void write_row(const float* sums, const float* bias, int width, float* out) {
+// Writes the first `width` columns of a panel's row.
+template <Output output, bool has_bias> void write_row(const float* sums, const float* bias, int width, float* out) {
+  if (width == kPanel) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kPanel; i += kLanes) write_vector<output>(sums + i, has_bias ? bias + i : nullptr, out + i);
+    return;
+  }
   int whole = width / kLanes * kLanes, rest = width - whole;
-  for (int i = 0; i < whole; i += kLanes) write_vector<output>(sums + i, bias ? bias + i : nullptr, out + i);
+  for (int i = 0; i < whole; i += kLanes) write_vector<output>(sums + i, has_bias ? bias + i : nullptr, out + i);
   if (rest == 0) return;
   // bias and out end before a whole vector.
   float last_bias[kLanes] = {}, last_out[kLanes] = {};
-  if (bias) std::copy_n(bias + whole, rest, last_bias);
+  if (has_bias) std::copy_n(bias + whole, rest, last_bias);
   std::copy_n(out + whole, rest, last_out);
-  write_vector<output>(sums + whole, bias ? last_bias : nullptr, last_out);
+  write_vector<output>(sums + whole, has_bias ? last_bias : nullptr, last_out);
   std::copy_n(last_out, rest, out + whole);
 }
 
-void write_row(Output output, const float* sums, const float* bias, int width, float* out) {
+// Writes the first `width` columns of a panel's rows. For kSiluMul, `bias` has a row of kPanel values for each row.
+template <Output output, bool has_bias>
+void write_rows(int m, const float* sums, const float* bias, int width, float* out, int64_t ldout) {
+  for (int r = 0; r < m; ++r)
+    write_row<output, has_bias>(sums + r * kPanel, output == Output::kSiluMul ? bias + r * kPanel : bias, width, out + r * ldout);
+}
+
+void write_rows(Output output, int m, const float* sums, const float* bias, int width, float* out, int64_t ldout) {
   switch (output) {
-    case Output::kStore: return write_row<Output::kStore>(sums, bias, width, out);
-    case Output::kAdd: return write_row<Output::kAdd>(sums, bias, width, out);
-    case Output::kSiluMul: return write_row<Output::kSiluMul>(sums, bias, width, out);
+    case Output::kStore: return (bias ? write_rows<Output::kStore, true> : write_rows<Output::kStore, false>)(m, sums, bias, width, out, ldout);
+    case Output::kAdd: return (bias ? write_rows<Output::kAdd, true> : write_rows<Output::kAdd, false>)(m, sums, bias, width, out, ldout);
+    case Output::kSiluMul: return write_rows<Output::kSiluMul, true>(m, sums, bias, width, out, ldout);
   }
 }
 
@@ -178,8 +190,7 @@ void run_part(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quanti
     if (lora) add_deltas(*lora, row, num_rows, first_output + first, width, sums);
     if (lora && is_gated) add_deltas(*lora, row, num_rows, num_outputs + first, width, up);
     const float* bias = weight.bias ? weight.bias + first : nullptr;
-    for (int r = 0; r < num_rows; ++r)
-      write_row(output, sums + r * kPanel, is_gated ? up + r * kPanel : bias, width, out + (row + r) * ldout + first);
+    write_rows(output, num_rows, sums, is_gated ? up : bias, width, out + row * ldout + first, ldout);
   });
   if (rows.has_tiles) release_tiles();
 }
@@ -252,8 +263,7 @@ void grouped_linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& 
       };
       sum(is_gated ? 2 * i : i, sums);
       if (is_gated) sum(2 * i + 1, up);
-      for (int r = 0; r < m; ++r)
-        write_row(output, sums + r * kPanel, is_gated ? up + r * kPanel : bias, width, out + (first + r) * ldout + column);
+      write_rows(output, m, sums, is_gated ? up : bias, width, out + first * ldout + column, ldout);
     }
   });
   if (rows.has_tiles) release_tiles();
