@@ -292,17 +292,21 @@ template <int R, int V, class P>
   }
 }
 
-// dots [R, V] = dot products of the first R rows of a tile with V vectors of channels, over one part of a block (with one scale).
-template <int R, int V, class Dots>
-[[gnu::always_inline]] inline void multiply_block(const Dots& weights, int first_vector, int part, const RowBlock& rows, I (&dots)[R][V]) {
-  using Products = typename Dots::Products;
-  constexpr int kWords = Products::kGroups / Dots::kParts / Products::kScales;
-  constexpr bool kMayKeep = R * V + 2 * V + 2 <= kRegisters;
+template <int R, int V> [[gnu::always_inline]] inline void clear(I (&dots)[R][V]) {
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) dots[r][v] = set1_int(0);
-  for_each_group<V, kMayKeep>(weights, first_vector, part * kWords, (part + 1) * kWords, [&](int group, const I (&w)[V]) __attribute__((always_inline)) {
+}
+
+template <class Dots> constexpr int kWordsOfPart = Dots::Products::kGroups / Dots::kParts / Dots::Products::kScales;
+
+// Adds to dots [R, V] the products of the first R rows of a tile with V vectors of channels, over the words first..end-1 of a block.
+template <int R, int V, class Dots>
+[[gnu::always_inline]] inline void multiply_words(const Dots& weights, int first_vector, int first, int end, const RowBlock& rows, I (&dots)[R][V]) {
+  using Products = typename Dots::Products;
+  constexpr bool kMayKeep = R * V + 2 * V + 2 <= kRegisters;
+  for_each_group<V, kMayKeep>(weights, first_vector, first, end, [&](int group, const I (&w)[V]) __attribute__((always_inline)) {
     const uint32_t* x = rows.words + group * kRowTile;
     constexpr int kPaired = Products::kHasPairs && V == 2 ? R / 2 * 2 : 0;
     if constexpr (kPaired > 0)
@@ -317,22 +321,35 @@ template <int R, int V, class Dots>
   });
 }
 
-// Calls sum(r, v, f) for all rows and vectors, where f adds the scaled dot products of one part of a block to its argument.
+// dots [R, V] = dot products of the first R rows of a tile with V vectors of channels, over one part of a block (with one scale).
+template <int R, int V, class Dots>
+[[gnu::always_inline]] inline void multiply_block(const Dots& weights, int first_vector, int part, const RowBlock& rows, I (&dots)[R][V]) {
+  clear(dots);
+  multiply_words(weights, first_vector, part * kWordsOfPart<Dots>, (part + 1) * kWordsOfPart<Dots>, rows, dots);
+}
+
+// Calls sum(r, f) for all rows, where f adds the scaled dot products of one part of a block with a vector to its argument.
+template <int R, int V, class Dots, class Sum>
+[[gnu::always_inline]] inline void add_vector(const Dots& weights, int vector, int part, const RowBlock& rows, const I (&dots)[R][V], int v,
+                                              Sum&& sum) {
+  F scale = weights.scale(vector, part), minimum = weights.minimum(vector);
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+    F product = to_float(Dots::Products::finish(dots[r][v]));
+    sum(r, [&](F total) __attribute__((always_inline)) {
+      total = fma(mul(scale, set1(rows.scales[r])), product, total);
+      return Dots::Products::kHasMinimum && part == 0 ? fma(minimum, set1(rows.sums[r]), total) : total;
+    });
+  }
+}
+
+// Calls sum(r, v, f) for all rows and vectors.
 template <int R, int V, class Dots, class Sum>
 [[gnu::always_inline]] inline void add_dots(const Dots& weights, int first_vector, int part, const RowBlock& rows, const I (&dots)[R][V],
                                             Sum&& sum) {
 #pragma GCC unroll 4
-  for (int v = 0; v < V; ++v) {
-    F scale = weights.scale(first_vector + v, part), minimum = weights.minimum(first_vector + v);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      F product = to_float(Dots::Products::finish(dots[r][v]));
-      sum(r, v, [&](F total) __attribute__((always_inline)) {
-        total = fma(mul(scale, set1(rows.scales[r])), product, total);
-        return Dots::Products::kHasMinimum && part == 0 ? fma(minimum, set1(rows.sums[r]), total) : total;
-      });
-    }
-  }
+  for (int v = 0; v < V; ++v)
+    add_vector(weights, first_vector + v, part, rows, dots, v, [&](int r, auto&& add) __attribute__((always_inline)) { sum(r, v, add); });
 }
 
 // Calls sum(r, v, f) for the first R rows of a tile and V vectors of channels, where f adds the products of one part of a block.
@@ -344,6 +361,27 @@ template <int R, int V, class Dots, class Sum>
     I dots[R][V];
     multiply_block(weights, first_vector, part, rows, dots);
     add_dots(weights, first_vector, part, rows, dots, sum);
+  }
+}
+
+// The same, but the last word is multiplied by one vector after the other: the float operations of a vector, which depend on
+// each other, then overlap with the products of the next one.
+template <int R, int V, class Dots, class Sum>
+[[gnu::always_inline]] inline void add_block_in_turn(const Dots& weights, int first_vector, const RowBlock& rows, Sum&& sum) {
+#pragma GCC unroll 2
+  for (int part = 0; part < Dots::Products::kScales; ++part) {
+    int end = (part + 1) * kWordsOfPart<Dots>;
+    I dots[R][V];
+    clear(dots);
+    multiply_words(weights, first_vector, part * kWordsOfPart<Dots>, end - 1, rows, dots);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      for_each_group<1, true>(weights, first_vector + v, end - 1, end, [&](int group, const I (&w)[1]) __attribute__((always_inline)) {
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) dots[r][v] = Dots::Products::dot(dots[r][v], w[0], set1_int(rows.words[group * kRowTile + r]));
+      });
+      add_vector(weights, first_vector + v, part, rows, dots, v, [&](int r, auto&& add) __attribute__((always_inline)) { sum(r, v, add); });
+    }
   }
 }
 
@@ -589,8 +627,20 @@ template <class Dots, int R>
     float* sum = sums + r * kPanel + v * kLanes;
     store(sum, add(load(sum)));
   };
-  for (int b = range.first; b < range.end; ++b)
-    add_block<R, kPanelVectors>(block_of<Dots>(panel, b), 0, row_block<typename Dots::Products>(rows, tile, b), in_memory);
+  for (int b = range.first; b < range.end; ++b) {
+    RowBlock x = row_block<typename Dots::Products>(rows, tile, b);
+    if constexpr (R < 4 || Dots::kParts == 1) {
+      // With two vectors, fewer rows have too few sums to hide the latency of products. Words that need no unpacking are operands
+      // in memory, of which Intel's processors would read too many.
+      add_block<R, kPanelVectors>(block_of<Dots>(panel, b), 0, x, in_memory);
+    } else {
+#pragma GCC unroll 2
+      for (int i = 0; i < kPanelVectors; i += 2)
+        add_block_in_turn<R, 2>(block_of<Dots>(panel, b), i, x, [&](int r, int v, auto&& add) __attribute__((always_inline)) {
+          in_memory(r, i + v, add);
+        });
+    }
+  }
 }
 
 template <class Dots>
