@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, UnsupportedError
@@ -26,6 +27,7 @@ _MAX_ENCODED_PER_CLIENT = 2
 # The table must fit into a message to the scheduler, beside the rest of the request.
 _MAX_TABLE_BYTES = 48 << 20
 
+_PARTS = operator.attrgetter("parts")
 EncodeImage = Callable[[bytes], Awaitable[scheduler_pb2.EncodeImageResponse]]
 
 
@@ -34,7 +36,10 @@ def images_of(request: pb.GenerateRequest) -> list[tuple[str, bytes]]:
     if not request.images and not request.HasField("chat"):
         return []
     images = [(f"images[{i}].data", image.data) for i, image in enumerate(request.images)]
-    for i, message in enumerate(request.chat.messages):
+    messages = request.chat.messages
+    if not any(map(_PARTS, messages)):  # quick even if there are thousands
+        return images
+    for i, message in enumerate(messages):
         for k, part in enumerate(message.parts):
             if part.HasField("image"):
                 images.append((f"chat.messages[{i}].parts[{k}].image.data", part.image.data))
