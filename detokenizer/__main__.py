@@ -29,11 +29,8 @@ SERVICE = "midstream.v1.Detokenizer"
 
 
 async def serve(config: DetokenizerConfig) -> None:
-    """Run the service until SIGTERM.
-
-    Raises:
-        ConfigError: The model folder or a setting is invalid.
-        OSError: A port is in use.
+    """Run the service until SIGTERM. Raises ConfigError if the model folder or a setting is invalid, or OSError if a
+    port is in use.
     """
     folder = open_model_folder(config.model)
     decoders = decoder_factory(Tokenizer(folder.path))

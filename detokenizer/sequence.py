@@ -18,12 +18,9 @@ class TextRules:
     """Options for turning a request's tokens into text.
 
     Attributes:
-        stop_words: Text that ends a sequence.
         stop_ids: Tokens that end a sequence, including the model's end ids.
         min_tokens: A stop word can end the sequence only once it has at least this many tokens.
         include_stop: Whether the text includes the stop word or stop token.
-        skip_special_tokens: Whether special tokens are omitted from the text.
-        detokenize: Whether to produce text at all.
         prompt_ids: Tokens of the prompt, if the output begins with it.
     """
 
@@ -45,7 +42,6 @@ class SequenceText:
     """Text state of one sequence.
 
     Attributes:
-        num_tokens: Number of tokens processed so far.
         stop_at: Number of tokens up to the one that completed a stop word; None before that.
         prompt_text: Final text of the prompt; the caller delivers it first.
     """

@@ -69,11 +69,7 @@ def stop_words(words: tuple[str, ...]) -> StopWords:
 
 
 class StopWordScanner:
-    """Scans the text of one sequence.
-
-    Attributes:
-        match: The stop word that was found; None before that.
-    """
+    """Scans the text of one sequence."""
 
     __slots__ = ("_held", "_keep_match", "_node", "_words", "match")
 
@@ -89,7 +85,6 @@ class StopWordScanner:
         """Scan the next piece of text, and return the text that is final now.
 
         Args:
-            text: The piece.
             can_stop: If False, a match that ends in this piece is ignored.
 
         Precondition: `match` is None.

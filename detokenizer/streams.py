@@ -57,9 +57,7 @@ class OutputStream:
 
     Attributes:
         number: The number that the router gave it.
-        request_id: Id of the request.
         feed_number: The number that identifies it on the feeds.
-        error: Why the stream failed; None if it has not failed.
         is_done: Whether all output was delivered or the stream failed.
         attached_ns: Creation time in Unix nanoseconds.
         first_output_ns: Time of the first delivered output in Unix nanoseconds; 0 before that.

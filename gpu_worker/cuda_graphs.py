@@ -218,16 +218,9 @@ class GraphDecoder:
         """Wrap a decoder; record no graphs yet.
 
         Args:
-            decoder: The decoder, whose inputs must be on `device`.
-            device: The device on which it computes.
-            max_batch_size: Maximum number of sequences in one step.
-            max_num_tokens: Maximum number of tokens in one step.
-            max_blocks: Maximum number of blocks of one sequence.
             make_recorder: Factory of graph recorders; None means that all steps run eagerly.
             may_fail: Whether to run all steps eagerly if they cannot be recorded, instead of raising the error.
-            takes_adapters: Whether to record graphs with LoRA adapters as well.
             adapts_experts: Whether LoRA adapters of experts are supported, which get graphs of their own.
-            draws: Whether to record graphs that draw tokens as well.
             share: Broadcasts a tensor from rank 0, which samples, to the other ranks that embed tokens; None if there
                 are none.
         """

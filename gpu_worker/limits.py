@@ -28,7 +28,6 @@ class Limits:
 
     Attributes:
         max_sequence_length: Prompt and output together, in tokens.
-        max_num_tokens: Maximum number of tokens in one step.
     """
 
     max_sequence_length: int
@@ -36,10 +35,8 @@ class Limits:
 
     @classmethod
     def of(cls, config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> Limits:
-        """Return the limits that follow from the settings, the model folder and the device.
-
-        Raises:
-            ConfigError: max_sequence_length exceeds the model's limit.
+        """Return the limits that follow from the settings, the model folder and the device. Raises ConfigError if
+        max_sequence_length exceeds the model's limit.
         """
         length, longest = (
             config.max_sequence_length or folder.max_sequence_length,
@@ -52,10 +49,8 @@ class Limits:
 
 
 def may_run_ahead(config: WorkerConfig, model: LoadedModel) -> bool:
-    """Return whether a step may be launched before the previous step has finished.
-
-    Raises:
-        ConfigError: This is requested for a decoder that needs each step's inputs on the host.
+    """Return whether a step may be launched before the previous step has finished. Raises ConfigError if this is
+    requested for a decoder that needs each step's inputs on the host.
     """
     if model.device.type == "cuda":
         return config.run_ahead != "off"
@@ -77,10 +72,6 @@ def graph_decoder(
     """Wrap the model's decoder to copy inputs to the GPU and, where allowed, replay CUDA graphs.
 
     Args:
-        config: The worker's settings.
-        model: The model.
-        limits: Limits of the model.
-        draws: Whether to record graphs that draw tokens as well.
         share: Broadcasts a step's tokens from rank 0 to the other ranks that embed them; None if there are none.
     """
     is_recorded = config.cuda_graphs and model.can_record is not False
@@ -102,10 +93,8 @@ def graph_decoder(
 
 
 def local_num_blocks(config: WorkerConfig, limits: Limits, models: Sequence[LoadedModel], free_bytes: int) -> int:
-    """Return how many KV blocks fit in `free_bytes` on this rank if each of these models gets the same number.
-
-    Raises:
-        ConfigError: No block fits.
+    """Return how many KV blocks fit in `free_bytes` on this rank if each of these models gets the same number. Raises
+    ConfigError if no block fits.
     """
     return choose_num_blocks(
         sum(block_bytes(model.part, config.tokens_per_block, model.kv_dtype) for model in models),

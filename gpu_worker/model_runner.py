@@ -74,8 +74,6 @@ class Launched:
 
     Attributes:
         missing_blocks: Blocks to adopt whose contents were not found.
-        chosen: The sampled tokens, on the device.
-        output: The step's output, once it is available.
         open_pass: The step whose pass the stages of a pipeline compute, with the probe of the pass.
     """
 
@@ -110,13 +108,9 @@ class ModelRunner:
     """A loaded model with its KV pool and the rows of its sequences.
 
     Attributes:
-        model: The loaded model.
-        kv: The KV pool of the model.
         max_sequence_length: Prompt and output together, in tokens.
-        max_num_tokens: Maximum number of tokens in one step.
         runs_ahead: Whether a step may be launched before the previous step has finished.
         num_micro_batches: Number of steps without common rows that run at the same time.
-        adapters: LoRA and prompt adapters.
     """
 
     def __init__(
@@ -131,8 +125,6 @@ class ModelRunner:
         """Load the model unless one is given, warm it up, and allocate the KV pool.
 
         Args:
-            config: The worker's settings.
-            folder: The model.
             model: The model, if it is already loaded.
             leader: Leader of the ranks that hold its other parts; None if this rank holds all of it.
             runs_ahead: Whether a step may be launched before the previous step has finished; None means as in the
@@ -550,10 +542,6 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
     """Open the tiers below the pool that are configured in the settings.
 
     Args:
-        config: The worker's settings.
-        folder: The model's folder.
-        model: The model.
-        kv: The model's pool.
         is_whole: Whether the pool holds all layers and heads, and there is no draft model.
 
     Raises:
@@ -596,10 +584,7 @@ def _open_transfers(
     config: WorkerConfig, folder: ModelFolder, model: LoadedModel, kv: KvCache, *, is_whole: bool
 ) -> None:
     """Offer blocks if this is a prefill worker, or fetch them if it is a decode worker. The arguments are those of
-    `_open_tiers`.
-
-    Raises:
-        ConfigError: The role is not supported here, or the address cannot be used.
+    `_open_tiers`. Raises ConfigError if the role is not supported here, or the address cannot be used.
     """
     if config.role == "both":
         return

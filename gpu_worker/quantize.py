@@ -42,7 +42,6 @@ def quantize_folder(source: ModelFolder, target: Path, weights: str) -> int:
     Args:
         source: A model folder with unquantized safetensors files, or GGUF.
         target: The new folder, which appears once all of it is written.
-        weights: int4 or int8.
 
     Raises:
         ConfigError: `target` exists, or a file is corrupt.

@@ -66,13 +66,7 @@ def short_query_steps(max_sequence_length: int, num_blocks: int, tokens_per_bloc
 
 @dataclass(frozen=True, slots=True)
 class FullBatches:
-    """Steps with the maximum number of sequences, and with the longest prompts that fit together in one step.
-
-    Attributes:
-        num_sequences: Number of sequences in each step.
-        num_tokens: Number of tokens in each prompt.
-        blocks_each: Number of blocks of each sequence.
-    """
+    """Steps with the maximum number of sequences, and with the longest prompts that fit together in one step."""
 
     num_sequences: int
     num_tokens: int

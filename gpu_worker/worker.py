@@ -61,10 +61,8 @@ class Worker:
 
     def __init__(self, config: WorkerConfig, folder: ModelFolder, group: RankGroup | None = None) -> None:
         """Load the model. `group` is the group of ranks across which the model is sharded; this process is its rank 0.
-
-        Raises:
-            ConfigError: The model folder or a setting is wrong.
-            UnsupportedError: The model's architecture is not supported.
+        Raises ConfigError if the model folder or a setting is wrong, or UnsupportedError if the model's architecture is
+        not supported.
         """
         credentials = WorkerCredentials.from_config(config)
         self._tracer = Tracer.from_config(config, "worker")

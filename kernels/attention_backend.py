@@ -22,7 +22,6 @@ class AttentionCase:
     Attributes:
         dtype, kv_dtype: Types of the queries, and of the cached keys and values.
         num_heads, num_kv_heads, head_dim, block_size: Sizes of the model and of its cache.
-        softcap: Soft cap of the scores; 0 means none.
         has_single_queries: Whether each sequence has one query.
         keys_per_query: How many keys the block tables hold for each query, on average.
     """

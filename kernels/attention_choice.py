@@ -79,10 +79,8 @@ def installed(capability: tuple[int, int]) -> dict[str, AttentionBackend]:
 
 
 def requested(name: str, case: AttentionCase, capability: tuple[int, int]) -> AttentionChoice:
-    """Return a choice that uses one implementation for every step that it supports.
-
-    Raises:
-        ValueError: It is not installed for this device, or supports no kind of step.
+    """Return a choice that uses one implementation for every step that it supports. Raises ValueError if it is not
+    installed for this device, or supports no kind of step.
     """
     backend = installed(capability).get(name)
     if backend is None:
@@ -108,8 +106,6 @@ def measured(
     Args:
         backends: The installed implementations.
         own: Our own implementation, as a function of queries, caches, block tables, query starts and context lengths.
-        case: Types and sizes of the model.
-        device: The device.
         time: Measures how long a function takes on the device.
     """
     chosen: dict[StepShape, AttentionBackend] = {}

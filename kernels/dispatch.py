@@ -50,10 +50,8 @@ _attention = attention_choice.OWN
 def set_batch_invariant(is_on: bool, max_sequence_length: int = 0) -> None:
     """Set, for this process, whether outputs on CUDA must not depend on the rest of the batch. Off by default.
 
-    Processes whose outputs must be bit-identical need the same max_sequence_length, in tokens.
-
-    Raises:
-        RuntimeError: Batch invariance is requested, but there is no CUDA device or Triton is not installed.
+    Processes whose outputs must be bit-identical need the same max_sequence_length, in tokens. Raises RuntimeError if
+    batch invariance is requested, but there is no CUDA device or Triton is not installed.
     """
     global _is_batch_invariant, _segment_keys
     if is_on and not _HAS_TRITON:
@@ -91,8 +89,6 @@ def choose_attention(name: str, case: AttentionCase, device: torch.device) -> No
     Args:
         name: flash-attn, flashinfer or triton; auto uses those installed ones that
             are faster than Triton in a measurement made now.
-        case: Types and sizes of the model.
-        device: The CUDA device.
 
     Raises:
         ValueError: The implementation is not installed or cannot compute the case, or the process is batch-invariant.
@@ -163,7 +159,6 @@ def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor,
         values: One-dimensional; elements of all adapters. Each a starts at a multiple of 8 and is followed by its b.
         table: int64 [num_slots, 2]; the start of a in `values`, and R, at most max_rank; with R = 0 nothing is added.
         slots: int32 [M]; -1 means no adapter.
-        max_rank: Largest R.
     """
     if _takes_triton(x):
         triton.add_lora(y, x, values, table, slots, max_rank)
@@ -252,13 +247,7 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def store_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scales: KvScales | None = None,
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, scales: KvScales | None = None
 ) -> None:
     """Write row i of k and v [M, Hk, D] to slot slot_mapping[i] of the caches [num_blocks, block_size, Hk, D].
 

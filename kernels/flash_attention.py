@@ -33,7 +33,6 @@ class FlashAttention:
     """One version of flash-attn.
 
     Attributes:
-        version: 2, 3 or 4.
         function: The paged attention function of this version.
     """
 

@@ -58,14 +58,5 @@ def quantized_paged_attention(
     values = v_cache.float() * scales.values[..., None]
     tables = (block_tables, query_starts, context_lens)
     return paged_attention(
-        q,
-        keys,
-        values,
-        *tables,
-        scale,
-        window,
-        softcap,
-        sinks=sinks,
-        chunk=chunk,
-        num_sink_tokens=num_sink_tokens,
+        q, keys, values, *tables, scale, window, softcap, sinks=sinks, chunk=chunk, num_sink_tokens=num_sink_tokens
     )

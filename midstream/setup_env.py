@@ -52,11 +52,7 @@ class Steps:
         self._is_terminal = sys.stdout.isatty()
 
     def run(self, title: str, commands: Sequence[Sequence[str]]) -> None:
-        """Run `commands` as one step.
-
-        Raises:
-            SetupError: One of them failed.
-        """
+        """Run `commands` as one step. Raises SetupError if one of them failed."""
         self._number += 1
         start = time.monotonic()
         label = f"[{self._number}/{self._count}] {title}"
@@ -134,10 +130,8 @@ def torch_source(settings: str, *, has_gpu: bool) -> list[str]:
 
 
 def set_up(venv: Path, root: Path) -> None:
-    """Install this checkout, its requirements as pinned in constraints.txt, and the embedded model in `venv`.
-
-    Raises:
-        SetupError: A step failed.
+    """Install this checkout, its requirements as pinned in constraints.txt, and the embedded model in `venv`. Raises
+    SetupError if a step failed.
     """
     if sys.version_info < (3, 11):  # noqa: UP036 (who runs this may not meet the requirement yet)
         raise SetupError(

@@ -10,20 +10,14 @@ _LENGTHS = struct.Struct("<II")
 
 
 def send(connection: socket.socket, header: object, data: bytes = b"") -> None:
-    """Send a message.
-
-    Raises:
-        OSError: The peer has closed the connection or does not read in time.
-    """
+    """Send a message. Raises OSError if the peer has closed the connection or does not read in time."""
     head = json.dumps(header).encode()
     connection.sendall(_LENGTHS.pack(len(head), len(data)) + head + data)
 
 
 def receive(connection: socket.socket, max_bytes: int | None = None) -> tuple[object, bytes]:
-    """Return the next message.
-
-    Raises:
-        OSError: The peer has closed the connection or sent nothing in time, or the message is longer than `max_bytes`.
+    """Return the next message. Raises OSError if the peer has closed the connection or sent nothing in time, or the
+    message is longer than `max_bytes`.
     """
     head, data = _LENGTHS.unpack(_read(connection, _LENGTHS.size))
     if max_bytes is not None and head + data > max_bytes:

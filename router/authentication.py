@@ -33,15 +33,7 @@ from midstream.errors import (
 )
 from midstream.security.host_header import is_loopback
 from midstream.security.peer_names import PeerCertificate
-from router.permissions import (
-    ALL_ROLES,
-    DEFAULT_ROLES,
-    Role,
-    name_roles,
-    parse_roles,
-    roles_for_method,
-    roles_for_path,
-)
+from router.permissions import ALL_ROLES, DEFAULT_ROLES, Role, name_roles, parse_roles, roles_for_method, roles_for_path
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +71,6 @@ class Caller:
     Attributes:
         name: The client id of an authenticated caller, otherwise the address of its connection.
         is_authenticated: Whether a token or a certificate identifies the caller.
-        roles: What it may do.
-        quota: What it may use.
     """
 
     name: str = ""
@@ -132,11 +122,7 @@ class _WatchedFile(ABC, Generic[_EntryT]):
     field: str
 
     def __init__(self, path: str) -> None:
-        """Read the file.
-
-        Raises:
-            ConfigError: The file is missing, or a line is invalid.
-        """
+        """Read the file. Raises ConfigError if the file is missing, or a line is invalid."""
         self._path = Path(path)
         self._signature = self._sign()
         self._entries = self._read()
@@ -285,9 +271,7 @@ class Authenticator:
         """Authenticate callers by token or by certificate name; if neither is configured, all callers are accepted.
 
         Args:
-            tokens: Bearer tokens.
             by_certificate: Whether to authenticate by client certificate.
-            roles: Roles of clients authenticated by certificate.
             anonymous_roles: Roles of callers without credentials; by default all roles if authentication is off,
                 otherwise none.
         """
@@ -299,10 +283,8 @@ class Authenticator:
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> Authenticator:
-        """Return the authenticator for a configuration.
-
-        Raises:
-            ConfigError: The settings conflict, or a file is not usable.
+        """Return the authenticator for a configuration. Raises ConfigError if the settings conflict, or a file is not
+        usable.
         """
         if config.auth_tokens and config.auth != "token":
             raise ConfigError(f"is set, but auth is {config.auth}", field="auth_tokens")
@@ -320,11 +302,8 @@ class Authenticator:
         )
 
     def admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Set `current_caller` for a gRPC call.
-
-        Raises:
-            UnauthenticatedError: The caller is unknown.
-            PermissionDeniedError: The caller lacks the roles that the method requires.
+        """Set `current_caller` for a gRPC call. Raises UnauthenticatedError if the caller is unknown, or
+        PermissionDeniedError if the caller lacks the roles that the method requires.
         """
         address = context.peer().rpartition(":")[0]
         if method.startswith(_OPEN_METHODS):
@@ -345,8 +324,6 @@ class Authenticator:
 
         Args:
             authorization: Value of the header or metadata entry of that name; empty if there is none.
-            certificate: The verified client certificate.
-            address: The client's address.
             roles: The caller must have at least one of these roles.
 
         Raises:
@@ -402,8 +379,6 @@ class AuthenticatedApp:
         """Wrap an application.
 
         Args:
-            app: The wrapped application.
-            authenticator: Authenticates callers.
             refuse: Sends the error response to a rejected request.
             quota_headers: Returns the headers with the remaining quota of a caller.
         """

@@ -101,11 +101,7 @@ def roles_for_path(path: str) -> frozenset[Role]:
 
 
 def parse_roles(text: str, field: str) -> frozenset[Role]:
-    """Return the roles in a comma-separated list.
-
-    Raises:
-        ConfigError: A role is unknown, or the list is empty.
-    """
+    """Return the roles in a comma-separated list. Raises ConfigError if a role is unknown, or the list is empty."""
     names = [name.strip() for name in text.split(",")]
     try:
         roles = frozenset(Role(name) for name in names)

@@ -98,8 +98,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
             base, inputs, shape, pooling=_POOLING[request.pooling], timeout_s=context.time_remaining(), key=key
         )
         response = service_pb2.EmbedResponse(
-            request_id=request_id,
-            usage=pb.Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens),
+            request_id=request_id, usage=pb.Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
         )
         for vector in vectors:
             response.embeddings.add(values=vector)

@@ -67,11 +67,8 @@ class SchedulerService:
     engine: Engine
 
     def __init__(self, config: SchedulerConfig, model: ModelFolder | None = None) -> None:
-        """Open the model folder and bind the ports.
-
-        Raises:
-            ConfigError: A setting or the model folder is wrong.
-            OSError: A port is taken.
+        """Open the model folder and bind the ports. Raises ConfigError if a setting or the model folder is wrong, or
+        OSError if a port is taken.
         """
         check(config)
         self.config = config
@@ -360,10 +357,8 @@ def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: in
 def make_journal(
     config: SchedulerConfig, model: ModelFolder, limits: ModelLimits, port: int, clock: SteadyClock
 ) -> Journal:
-    """Return the configured journal; if no path is configured, the file is named after the gRPC port.
-
-    Raises:
-        ConfigError: A standby is set for a journal without a lease, or PostgreSQL's package is missing.
+    """Return the configured journal; if no path is configured, the file is named after the gRPC port. Raises
+    ConfigError if a standby is set for a journal without a lease, or PostgreSQL's package is missing.
     """
     if config.standby and config.journal != "postgres":
         raise ConfigError("only a journal in PostgreSQL has a lease to wait for", field="standby")

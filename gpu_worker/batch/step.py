@@ -24,7 +24,6 @@ class SamplingParams:
     Attributes:
         end_ids: Tokens that may not be sampled before `min_tokens` output tokens.
         embedding_bias: (token id, value added to its logit).
-        bad_words: Token sequences that must not be generated.
         no_repeat_ngram_size: Size of n-grams that may not occur twice; 0 means no such limit.
         top_p_decay, top_p_min, top_p_reset_id: Per-token decay of top_p; a reset id of -1 means none.
         beam_width: Above 1, the row is a beam, which reports candidates instead of a token.
@@ -132,7 +131,6 @@ class NewSequence:
     Attributes:
         token_ids: [num_tokens]; the first num_prompt_tokens are the prompt.
         block_ids: The first entries of the block table.
-        lora: The LoRA adapter, if any.
         prompt: The prompt adapter, if any; token ids from the vocabulary size on index its table.
         prompt_table: The table itself, float32 [num_virtual_tokens, hidden_size]; looked up by prompt_table_key.
         num_virtual_tokens: Rows of that table, once known.
@@ -248,7 +246,6 @@ class StepOutput:
         candidate_log_probs: Log probabilities of all candidates of beam rows.
         num_drafts: Number of drafts verified for each sampled row; empty if there were none.
         errors: (row, error) of rows whose token is invalid.
-        forward_s: Duration of forward pass and sampling in seconds.
         prompt_log_probs, tensors: Additional outputs of rows.
         missing_blocks: Blocks to adopt whose contents were not found.
         is_whole: Whether the whole step was computed; False if a context chunk was left out because its row has failed.

@@ -203,12 +203,9 @@ def choose_num_blocks(
 
     Args:
         bytes_per_block: Bytes of a block over all layers.
-        tokens_per_block: Number of tokens in a block.
         free_memory_fraction: Fraction of the free memory on a GPU; on a CPU a quarter of that, at most 4 GiB.
         max_kv_tokens: Upper limit of the pool's size in tokens; 0 means none.
         max_useful_tokens: Number of tokens in the largest batch of the longest sequences.
-        device: The device that holds the pool.
-        free_bytes: Free memory of the device.
 
     Raises:
         ConfigError: No block fits.

@@ -87,7 +87,6 @@ class KvStore:
 
     Attributes:
         name: Identical for workers that share the folder and the kind.
-        num_damaged: Number of blocks of dead workers that failed verification.
     """
 
     def __init__(self, folder: Path, kind: str, num_layers: int) -> None:
@@ -96,7 +95,6 @@ class KvStore:
         Args:
             folder: A folder in shared memory, accessible to this user only.
             kind: Identifies everything besides tokens that determines a block's contents.
-            num_layers: Layers of the model.
 
         Raises:
             ConfigError: The folder cannot be used, or others can access it.
@@ -177,7 +175,6 @@ class KvStore:
         Args:
             hashes: [N], hashes to look up.
             targets: [N], blocks of this process's pool to fill.
-            own: This process's pool.
 
         Returns:
             The targets that were not found.
@@ -226,11 +223,8 @@ class KvStore:
         return "" if self._own is None else self._own.name
 
     def open_pool(self, name: str) -> PoolMemory:
-        """Return the pool of a live process, which may only be read.
-
-        Raises:
-            OSError: The pool is gone.
-            ValueError: The file is not a pool of this kind.
+        """Return the pool of a live process, which may only be read. Raises OSError if the pool is gone, or ValueError
+        if the file is not a pool of this kind.
         """
         if not _POOL_NAME.fullmatch(name) or not name.startswith(self._kind):
             raise ValueError("not a pool of this kind")

@@ -72,7 +72,6 @@ class TierFolder:
     """The blocks of one kind in one tier.
 
     Attributes:
-        name: Name of the tier in metrics.
         num_hits, num_stored, num_evicted, num_damaged, num_errors, read_bytes, written_bytes: Counts since the start.
     """
 
@@ -91,10 +90,8 @@ class TierFolder:
         """Open the tier's folder; create it if it is missing.
 
         Args:
-            name: Name of the tier.
             folder: A folder that only this user can access; kinds and workers share it.
             kind: Identifies everything besides tokens that determines a block's contents.
-            block_bytes: Size of a block's contents in bytes.
             max_bytes: Maximum total size of files of this kind.
             max_bytes_per_s: Maximum rate of this process's writes; 0 means no limit.
             unused_s: How long other kinds are kept after their last use.

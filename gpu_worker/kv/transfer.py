@@ -54,7 +54,6 @@ class BlockSource:
     """The address from which a worker's blocks can be fetched.
 
     Attributes:
-        address: ZeroMQ address.
         token: Proves that the scheduler named this worker.
         public_key: Public key of its CURVE pair; empty for plain text.
         store: Name of the store that holds its pool; empty if there is none.
@@ -67,11 +66,7 @@ class BlockSource:
 
     @classmethod
     def parse(cls, text: str, store: str) -> BlockSource:
-        """Parse Register.kv_source.
-
-        Raises:
-            ValueError: The text is not a source.
-        """
+        """Parse Register.kv_source. Raises ValueError if the text is not a source."""
         address, token, *key = text.split(" ")
         return cls(address, bytes.fromhex(token), key[0].encode() if key else b"", store)
 
@@ -80,13 +75,7 @@ class BlockSource:
 
 
 class BlockServer:
-    """Offers the blocks in this worker's pool to other workers.
-
-    Attributes:
-        source: The address from which they can be fetched.
-        kind: Digest of the kind of blocks.
-        num_sent, sent_bytes: Number of blocks and bytes sent since the start.
-    """
+    """Offers the blocks in this worker's pool to other workers."""
 
     def __init__(
         self, host: str, port: int, kind: bytes, pool: PoolMemory, store: KvStore | None, *, curve: bool = False
@@ -95,9 +84,6 @@ class BlockServer:
 
         Args:
             host: Address at which other workers reach this machine.
-            port: The port; 0 means any free one.
-            kind: Digest of the kind of blocks in the pool.
-            pool: The pool.
             store: The store that holds the pool, if it is in shared memory.
             curve: Whether to encrypt, with a key pair of this process.
 
@@ -179,10 +165,7 @@ class BlockTransport(Protocol):
 
     def fetch(self, hashes: Sequence[int]) -> Iterator[tuple[int, Bytes | None, bytes]]:
         """Yield the hash, contents and checksum of each block, in order; contents are None if the worker does not have
-        it.
-
-        Raises:
-            TransferError: The remaining blocks cannot be fetched now.
+        it. Raises TransferError if the remaining blocks cannot be fetched now.
         """
 
     def close(self) -> None:
@@ -195,11 +178,7 @@ class ZmqTransport:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], source: BlockSource, kind: bytes, store: KvStore | None
     ):
-        """Connect.
-
-        Raises:
-            TransferError: The source is invalid.
-        """
+        """Connect. Raises TransferError if the source is invalid."""
         self._source, self._kind = source, kind
         self._store = store if store is not None and store.name == source.store else None
         self._pools: dict[str, PoolMemory] = {}
@@ -268,12 +247,7 @@ class _Job:
 
 
 class BlockFetcher:
-    """Fetches blocks in a thread and holds them until steps adopt them.
-
-    Attributes:
-        kind: Digest of the kind of blocks.
-        num_fetched, fetched_bytes, num_missing, num_damaged: Counts since the start.
-    """
+    """Fetches blocks in a thread and holds them until steps adopt them."""
 
     def __init__(
         self,
@@ -286,8 +260,6 @@ class BlockFetcher:
         """Start the thread.
 
         Args:
-            kind: Digest of the kind of blocks in the pool.
-            block_bytes: Size of a block in bytes.
             max_bytes: Maximum bytes of blocks to hold; above it the oldest are dropped.
             store: The store that holds this worker's pool, if any.
             connect: Creates a transport; by default a ZmqTransport.

@@ -57,7 +57,6 @@ class Adapter:
     """The contents of an adapter's folder, on the host and with the data types of the file.
 
     Attributes:
-        fingerprint: Hash of the files.
         layers: For each layer, LoRA pairs by module; empty for a prompt adapter.
         prompt_table: Embeddings of a prompt adapter: float32 [num_virtual_tokens, hidden_size].
         packed: A packed copy of the pairs of this rank in pinned memory; None if they are packed when they are placed.
@@ -228,10 +227,7 @@ def module_paths(description: DecoderDescription) -> dict[str, tuple[str, ...]]:
             attention |= {names.latent_q_down: ("q_a",), names.latent_q_up: ("q",)}
     else:
         attention = _paths(names.qkv, ("q", "k", "v"))
-    ffn = {
-        **_paths(names.gate_up, ("gate", "up") if description.has_gated_ffn else ("up",)),
-        names.down: ("down",),
-    }
+    ffn = {**_paths(names.gate_up, ("gate", "up") if description.has_gated_ffn else ("up",)), names.down: ("down",)}
     if any(mixture is not None and mixture.shared_size for mixture in description.mixtures):
         gate_up = names.shared_gate_up if description.has_gated_ffn else names.shared_gate_up[-1:]
         inner = _SHARED[:2] if description.has_gated_ffn else _SHARED[1:2]

@@ -31,12 +31,7 @@ MAX_SLOTS = 1024
 
 
 class PlacedAdapter:
-    """An adapter in the arena; its space is freed once nothing refers to this object.
-
-    Attributes:
-        slot: Its row of the table.
-        use: What it changes.
-    """
+    """An adapter in the arena; its space is freed once nothing refers to this object."""
 
     def __init__(self, slot: int, use: AdapterUse = AdapterUse.LINEAR_LAYERS) -> None:
         self.slot, self.use = slot, use
@@ -67,10 +62,6 @@ class AdapterArena:
 
         Args:
             description: The part of the model to which adapters apply.
-            num_bytes: Size of the buffer in bytes.
-            max_rank: Maximum rank of an adapter.
-            dtype: Data type of the buffer.
-            device: Device of the buffer.
         """
         self._dtype, self._device, self._max_rank = dtype, device, padded_rank(max_rank)
         self._modules = [*module_shapes(description), *expert_shapes(description)]
@@ -100,11 +91,7 @@ class AdapterArena:
         return PackedPairs(values, table)
 
     def place(self, adapter: Adapter) -> PlacedAdapter:
-        """Start copying an adapter to the device.
-
-        Raises:
-            OverloadedError: The adapters in use leave no space.
-        """
+        """Start copying an adapter to the device. Raises OverloadedError if the adapters in use leave no space."""
         packed = self.pack(adapter) if adapter.packed is None else adapter.packed
         size = len(packed.values)
         start = self._gap(size)

@@ -130,11 +130,8 @@ class AdapterCache(Generic[P]):
         self._device[fingerprint].num_users -= 1
 
     def get(self, ref: AdapterRef) -> Adapter:
-        """Return an adapter on the host, after reading it if needed.
-
-        Raises:
-            InvalidArgumentError: The folder can no longer be read.
-            NotFoundError: The folder now holds another adapter.
+        """Return an adapter on the host, after reading it if needed. Raises InvalidArgumentError if the folder can no
+        longer be read, or NotFoundError if the folder now holds another adapter.
         """
         with self._lock:
             if ref.fingerprint in self._host:
@@ -197,11 +194,7 @@ class AdapterCache(Generic[P]):
 
 
 def adapter_cache(config: WorkerConfig, model: LoadedModel, place: Callable[[Adapter], P]) -> AdapterCache[P]:
-    """Return a cache of PEFT adapters for `model`.
-
-    Raises:
-        ConfigError: A size is negative.
-    """
+    """Return a cache of PEFT adapters for `model`. Raises ConfigError if a size is negative."""
     host_bytes = host_cache_bytes(config, model.description)
 
     def read(path: str) -> Adapter:
@@ -221,9 +214,5 @@ def adapter_cache(config: WorkerConfig, model: LoadedModel, place: Callable[[Ada
         return adapter
 
     return AdapterCache(
-        read,
-        place,
-        host_bytes=host_bytes,
-        device_bytes=model.adapter_bytes,
-        element_bytes=model.dtype.itemsize,
+        read, place, host_bytes=host_bytes, device_bytes=model.adapter_bytes, element_bytes=model.dtype.itemsize
     )

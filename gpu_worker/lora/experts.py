@@ -27,13 +27,7 @@ class WrongTensorError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensors:
-    """An adapter's tensors, of which this reads those of experts.
-
-    Attributes:
-        tensors: By name.
-        prefix: Start of all names.
-        settings: Settings of the pairs.
-    """
+    """An adapter's tensors, of which this reads those of experts."""
 
     description: DecoderDescription
     tensors: Mapping[str, Tensor]
@@ -41,10 +35,8 @@ class ExpertTensors:
     settings: Settings
 
     def pairs(self, layer: str) -> tuple[dict[str, LoraPair], set[str]]:
-        """Return the pairs of the experts of a layer, given its path, and the names of their tensors.
-
-        Raises:
-            WrongTensorError: A tensor is missing or has the wrong shape.
+        """Return the pairs of the experts of a layer, given its path, and the names of their tensors. Raises
+        WrongTensorError if a tensor is missing or has the wrong shape.
         """
         start = re.escape(self.prefix + layer)
         stacked = re.compile(start + r"(\w+\.)?experts(\.base_layer)*\.lora_A\.weight")

@@ -29,7 +29,6 @@ class AdapterMessages:
         """Create the handler; tables are buffered until the step that uses them.
 
         Args:
-            cache: The worker's adapters.
             wake: Called when an answer is ready.
         """
         self.answers: deque[worker_pb2.LoraResult] = deque()
@@ -108,10 +107,8 @@ def _with_table(new: NewSequence, parts: list[pb.Tensor]) -> NewSequence:
 
 
 def table_of(parts: list[pb.Tensor]) -> NDArray[np.float32]:
-    """Return a table that was sent in parts, as float32 [num_virtual_tokens, hidden_size].
-
-    Raises:
-        InvalidArgumentError: The type, shape and size in bytes are inconsistent.
+    """Return a table that was sent in parts, as float32 [num_virtual_tokens, hidden_size]. Raises InvalidArgumentError
+    if the type, shape and size in bytes are inconsistent.
     """
     data = b"".join(part.data for part in parts)
     dtype, shape = parts[0].dtype, tuple(parts[0].shape)

@@ -62,13 +62,10 @@ def read_adapter(
     """Return the adapter in the folder `path`.
 
     Args:
-        path: Absolute path.
         description: The model that the adapter must fit.
-        max_rank: Maximum rank.
         max_bytes: Maximum size of the weight file, in bytes.
         root: Folder that must contain `path`; empty: no restriction.
         takes_lora: Whether the model supports LoRA adapters and not only prompt adapters.
-        takes_expert_lora: Whether its experts support LoRA adapters.
 
     Raises:
         InvalidArgumentError: A file is missing or wrong; the message names the file and the setting or tensor.

@@ -16,11 +16,7 @@ _USUAL_RANK = 8
 
 
 def host_cache_bytes(config: WorkerConfig, description: DecoderDescription) -> int:
-    """Return the capacity of the adapter cache on the host, in bytes.
-
-    Raises:
-        ConfigError: A size is negative.
-    """
+    """Return the capacity of the adapter cache on the host, in bytes. Raises ConfigError if a size is negative."""
     if config.lora_host_cache_bytes < 0 or config.lora_num_host_module_layer < 0:
         raise ConfigError("must not be negative", field="lora_host_cache_bytes")
     units = config.lora_num_host_module_layer
@@ -30,10 +26,8 @@ def host_cache_bytes(config: WorkerConfig, description: DecoderDescription) -> i
 def device_cache_bytes(
     config: WorkerConfig, description: DecoderDescription, element_bytes: int, device: torch.device
 ) -> int:
-    """Return the capacity of the adapter cache on the device, in bytes; call it after the weights are loaded.
-
-    Raises:
-        ConfigError: A size is out of range.
+    """Return the capacity of the adapter cache on the device, in bytes; call it after the weights are loaded. Raises
+    ConfigError if a size is out of range.
     """
     if not 0.0 <= config.lora_device_cache_percent <= 1.0 or config.lora_num_device_module_layer < 0:
         raise ConfigError("must be in [0, 1]", field="lora_device_cache_percent")

@@ -161,10 +161,6 @@ class TorchDecoder:
         """Load the weights, reporting the progress.
 
         Args:
-            description: Description of the model.
-            weights: Weights of this part.
-            dtype: Data type of computation.
-            device: Device of computation.
             shard: The part of the model to hold; None means all of it.
             tensor_ranks: The ranks that compute the other parts of these layers.
         """
@@ -332,12 +328,9 @@ class TorchDecoder:
         stream.
 
         Args:
-            layer: The layer.
             x: Its normed input.
             mixed: The output of its attention; None if it has none.
             residual: The residual stream before the layer.
-            add_lora: Adds the outputs of LoRA adapters.
-            add_expert_lora: The same for experts.
         """
         if layer.feed_forward is None:
             assert mixed is not None

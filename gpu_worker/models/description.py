@@ -32,12 +32,9 @@ class Mixture:
     """A mixture of experts in place of a feed-forward layer.
 
     Attributes:
-        num_active: Number of experts per token.
-        expert_size: Intermediate size of an expert.
         scoring: How router logits become scores: softmax over all experts, softmax over the chosen ones, or sigmoid.
         is_normalized: Whether the chosen experts' weights are divided by their sum.
         sum_offset: Added to that sum.
-        scale: Factor applied to the weights.
         num_groups, num_active_groups: Experts are chosen from the groups whose two best scores have the highest sum.
         has_correction: Whether a bias is added to the scores when choosing experts, but not to the weights.
         weighs_input: Whether the weight multiplies an expert's input instead of its output.
@@ -71,7 +68,6 @@ class Latent:
         q_rank: Rank of the query projection; None if it is one full matrix.
         nope_dim, rope_dim: Elements of a query head without and with rotary embedding.
         value_dim: Size of a head's output.
-        norm_eps: Epsilon of the norms of queries and of the cached vector.
     """
 
     q_rank: int | None
@@ -88,7 +84,6 @@ class DeltaNet:
 
     Attributes:
         key_heads, value_heads: Numbers of heads; every key head belongs to equally many value heads.
-        key_dim, value_dim: Sizes of a head.
         kernel: Number of tokens that the convolution of queries, keys and values covers.
         is_in_turn: Whether the rows of the input matrices are interleaved by key head, in two matrices; else there are
             four: queries, keys and values; gates; corrections; decays.
@@ -120,10 +115,8 @@ class Mamba:
         num_heads, head_dim: Number and size of the heads of its values.
         num_groups, state_dim: Number of groups, whose heads share B and C, and size of the state per channel.
         kernel: Number of tokens that the convolution covers.
-        step_limits: Minimum and maximum time step.
         has_norm: Whether gated outputs are normed in their groups.
         scales: Factors of the projected gates, values, B, C and time steps.
-        output_scale: Factor of the output.
     """
 
     num_heads: int
@@ -157,7 +150,6 @@ class ShortConv:
     """A gated convolution over the last tokens, which replaces attention (LFM2).
 
     Attributes:
-        size: Number of channels.
         kernel: Number of tokens that the convolution covers.
     """
 
@@ -196,7 +188,6 @@ class DecoderDescription:
 
     Attributes:
         architecture: `model_type` of config.json.
-        intermediate_size: Intermediate size of dense feed-forward layers.
         num_kv_heads, head_dim: Shape of cached keys; with `latent`, one head of the size of the latent vector.
         norm_eps: Epsilon of all norms, except those of latent attention.
         norm: The kind of norm: RMS norm, or layer norm, which subtracts the mean.
@@ -221,7 +212,6 @@ class DecoderDescription:
             and size.
         is_side_by_side: Whether every layer has both attention and a recurrent part, with the same input and with their
             outputs added.
-        attention_output_scale: Factor of the output of attention.
         ffn_gate_scale, ffn_output_scale: Factors of a plain feed-forward network's gates and output.
         parts: By layer, whether it has attention (or its replacement), a feed-forward network, or both.
         mixtures: By layer, the mixture of experts; None for a plain feed-forward network.

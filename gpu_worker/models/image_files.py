@@ -47,10 +47,8 @@ class ImageFiles:
             self._child = None
 
     def read(self, data: bytes) -> Any:
-        """Return the (first) image in a file, in RGB.
-
-        Raises:
-            InvalidArgumentError: The file is invalid, or cannot be read within the limits.
+        """Return the (first) image in a file, in RGB. Raises InvalidArgumentError if the file is invalid, or cannot be
+        read within the limits.
         """
         reason = ""
         for _ in range(_NUM_TRIES):  # somebody else may have killed the first reader
@@ -119,11 +117,8 @@ class _Child:
 
 
 def _image(answer: object, pixels: bytes) -> Any:
-    """Return the image of a reader's answer, which may be anything if a file has taken over the reader.
-
-    Raises:
-        InvalidArgumentError: The reader refuses the file.
-        ChildProcessError: The answer is invalid.
+    """Return the image of a reader's answer, which may be anything if a file has taken over the reader. Raises
+    InvalidArgumentError if the reader refuses the file, or ChildProcessError if the answer is invalid.
     """
     from PIL import Image
 

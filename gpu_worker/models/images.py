@@ -46,11 +46,8 @@ class ImageEncoder:
     """The vision encoder of one model. It is not thread-safe, but may run beside the decoder's steps."""
 
     def __init__(self, folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
-        """Load the processor and the encoder of `folder`, which must have an image token.
-
-        Raises:
-            ConfigError: A file or tensor is missing.
-            UnsupportedError: A package that reads images is missing.
+        """Load the processor and the encoder of `folder`, which must have an image token. Raises ConfigError if a file
+        or tensor is missing, or UnsupportedError if a package that reads images is missing.
         """
         started = time.perf_counter()
         assert folder.image_token_id is not None
@@ -69,10 +66,8 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def encode(self, data: bytes) -> EncodedImage:
-        """Encode a PNG, JPEG, WebP or GIF file, of which the first frame is used.
-
-        Raises:
-            InvalidArgumentError: `data` is not such a file, or the image is too large.
+        """Encode a PNG, JPEG, WebP or GIF file, of which the first frame is used. Raises InvalidArgumentError if `data`
+        is not such a file, or the image is too large.
         """
         inputs = self._processor(images=[self._files.read(data)], return_tensors="pt", return_row_col_info=True)
         features = self._model.get_image_features(

@@ -50,11 +50,8 @@ class LoadedModel:
     """A loaded model, ready to run.
 
     Attributes:
-        dtype: Data type of computation.
-        kv_dtype: Data type of cached keys and values.
         can_record: Whether its steps can be recorded as CUDA graphs; None if this has to be tried.
         takes_host_inputs: Whether the decoder reads a step's inputs on the host, as the CPU kernels do.
-        takes_lora: Whether its linear layers support LoRA adapters.
         divided: The shard that this rank holds; None for the whole model.
         adapter_bytes: Size in bytes of the memory for LoRA adapters on the device.
         threads: Threads of the CPU kernels for sampling; None if PyTorch samples.
@@ -85,11 +82,6 @@ class LoadedModel:
 
 def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | None = None) -> LoadedModel:
     """Load `folder` with the settings in `config`, and choose the process's attention kernels for it.
-
-    Args:
-        config: The worker's settings.
-        folder: The model.
-        links: Connections to the ranks that hold the other parts, if any.
 
     Raises:
         ConfigError: The device is missing, or the folder is corrupt.
@@ -184,10 +176,7 @@ def _refuse_other_heads(folder: ModelFolder) -> None:
 
 def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescription | None:
     """Return the description of a model that runs natively; None if the settings request the transformers
-    implementation.
-
-    Raises:
-        UnsupportedError: The model cannot run natively.
+    implementation. Raises UnsupportedError if the model cannot run natively.
     """
     if config.implementation == "transformers":
         return None
@@ -255,10 +244,8 @@ def _load_from_transformers(
 def _choose_attention(
     config: WorkerConfig, part: DecoderDescription, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Choose the kernels of attention for this rank's part of a model on a GPU.
-
-    Raises:
-        ConfigError: The requested kernels cannot be used.
+    """Choose the kernels of attention for this rank's part of a model on a GPU. Raises ConfigError if the requested
+    kernels cannot be used.
     """
     if device.type != "cuda":
         if config.attention not in ("auto", "triton"):
@@ -284,10 +271,8 @@ def _check_activations(config: WorkerConfig, device: torch.device) -> None:
 
 
 def _kv_dtype(config: WorkerConfig, device: torch.device, default: torch.dtype) -> torch.dtype:
-    """Return the data type of keys and values for a model that does not run on the CPU kernels.
-
-    Raises:
-        UnsupportedError: The device does not support the type in the settings.
+    """Return the data type of keys and values for a model that does not run on the CPU kernels. Raises UnsupportedError
+    if the device does not support the type in the settings.
     """
     dtype = _KV_DTYPES.get(config.kv, default)
     if device.type != "cuda":
@@ -341,10 +326,8 @@ def use_device(config: WorkerConfig, ranks: Ranks = ALONE) -> torch.device:
     """Return the device on which a rank computes, after making it the current CUDA device of this thread.
 
     Call this before anything else that uses CUDA: streams, graphs, Triton's launches and pinned memory use the current
-    device, and a context on another GPU would take hundreds of megabytes there.
-
-    Raises:
-        ConfigError: The machine has no such device.
+    device, and a context on another GPU would take hundreds of megabytes there. Raises ConfigError if the machine has
+    no such device.
     """
     name = config.device
     if name == "auto":

@@ -62,11 +62,7 @@ class _PackedLayer:
 
 
 class CpuDecoder:
-    """A decoder with `num_threads` threads that computes in float32, except for the inputs of quantized layers.
-
-    Attributes:
-        threads: The threads that it computes with.
-    """
+    """A decoder with `num_threads` threads that computes in float32, except for the inputs of quantized layers."""
 
     def __init__(
         self,
@@ -80,9 +76,6 @@ class CpuDecoder:
         """Load and pack the weights, reporting the progress.
 
         Args:
-            description: Description of the model.
-            weights: Its weights.
-            library: The kernels.
             num_threads: Number of compute threads, including the caller's.
             activations: Data type of the inputs of quantized layers: f32, int16 (auto) or int8.
             shard: The part of the model to hold, which consists of whole layers; None means all of it.
@@ -285,14 +278,7 @@ class CpuDecoder:
             weight_format, input_format = WeightFormat.INT16, InputFormat.INT16
             sources = [source.bfloat16() for source in sources]
         return PackedLinear(
-            self._library,
-            sources,
-            weight_format,
-            bias,
-            is_gated,
-            input_format,
-            first.num_columns,
-            first.input_order,
+            self._library, sources, weight_format, bias, is_gated, input_format, first.num_columns, first.input_order
         )
 
 

@@ -53,11 +53,8 @@ def windows(folder: ModelFolder, texts: list[str]) -> Iterator[Tensor]:
 
 
 def perplexity(folder: ModelFolder, pieces: list[Tensor]) -> float:
-    """Return the perplexity over windows of tokens; each window starts with an empty context.
-
-    Raises:
-        ConfigError: The folder is damaged.
-        UnsupportedError: The model is not supported.
+    """Return the perplexity over windows of tokens; each window starts with an empty context. Raises ConfigError if the
+    folder is damaged, or UnsupportedError if the model is not supported.
     """
     decoder, loss = open_decoder(folder, {}), 0.0
     for piece in pieces:

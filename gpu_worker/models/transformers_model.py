@@ -103,10 +103,8 @@ class _FirstLook:
         self._masks: list[tuple[Tensor, int | None]] = []
 
     def note_mask(self, mask: Tensor, mask_function: _MaskFunction) -> Tensor:
-        """Record the window that a mask implements; return the mask unchanged.
-
-        Raises:
-            UnsupportedError: The mask does not implement causal attention within a window.
+        """Record the window that a mask implements; return the mask unchanged. Raises UnsupportedError if the mask does
+        not implement causal attention within a window.
         """
         last = int(self._config.max_position_embeddings) - 1
         num_seen: dict[int, int] = {}
@@ -218,9 +216,6 @@ class TransformersDecoder:
         """Load the model.
 
         Args:
-            folder: The model's folder.
-            dtype: Data type of computation.
-            device: Device of computation.
             weights: How matrices are stored: auto (as `dtype`), f32, bf16 (rounded) or int8.
             max_attention_window: Upper limit of the tokens that a layer attends to; 0 means the model's own limit.
             sink_token_length: Number of first tokens that layers attend to in addition to their window.

@@ -14,15 +14,7 @@ from gpu_worker.models.decoder import ForwardInputs, Probe
 from gpu_worker.sampling.post_processors import Call
 from protos import ranks_pb2
 
-_NUMBERS = (
-    "token_ids",
-    "positions",
-    "slot_mapping",
-    "query_starts",
-    "context_lens",
-    "block_tables",
-    "sampled",
-)
+_NUMBERS = ("token_ids", "positions", "slot_mapping", "query_starts", "context_lens", "block_tables", "sampled")
 
 
 def encode_forward(
@@ -37,7 +29,6 @@ def encode_forward(
 
     Args:
         inputs: Inputs of the pass, as CPU tensors.
-        probe: Intermediate results to keep.
         adapters: Numbers of the adapters that `inputs` uses, in the same order.
         dropped: Numbers of adapters that are no longer needed.
         is_open: Whether the first stage completes the pass only with a later command.

@@ -39,11 +39,8 @@ class RankExecutor:
     def __init__(
         self, config: WorkerConfig, folder: ModelFolder, group: RankGroup, model: LoadedModel | None = None
     ) -> None:
-        """Load this rank's part of the model unless it is given.
-
-        Raises:
-            ConfigError: The model folder or a setting is wrong.
-            UnsupportedError: The model cannot be sharded.
+        """Load this rank's part of the model unless it is given. Raises ConfigError if the model folder or a setting is
+        wrong, or UnsupportedError if the model cannot be sharded.
         """
         torch.set_num_threads(num_threads(config))
         self._config, self._links = config, group.links
@@ -157,11 +154,8 @@ class RankExecutor:
 
 
 def follow(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
-    """Run a rank other than 0 until its group ends; return the exit code.
-
-    Raises:
-        ConfigError: The model folder or a setting is wrong.
-        UnsupportedError: The model cannot be sharded.
+    """Run a rank other than 0 until its group ends; return the exit code. Raises ConfigError if the model folder or a
+    setting is wrong, or UnsupportedError if the model cannot be sharded.
     """
     # Imported here because the GPU benchmarks run without gRPC and prometheus-client.
     from midstream.rpc.health import Progress

@@ -38,11 +38,7 @@ class FrameSender:
             os.close(handle)
 
     def send(self, frame: bytes) -> None:
-        """Send a frame to all followers.
-
-        Raises:
-            OSError: A follower has disconnected.
-        """
+        """Send a frame to all followers. Raises OSError if a follower has disconnected."""
         inline = _HEADER.pack(_INLINE, len(frame))
         for one in self._remote:
             one.sendall(inline)
@@ -97,10 +93,8 @@ class FrameReceiver:
     """A follower's end of the connection."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Receive the shared memory's file descriptor if the connection is a Unix socket.
-
-        Raises:
-            OSError: Rank 0 has disconnected.
+        """Receive the shared memory's file descriptor if the connection is a Unix socket. Raises OSError if rank 0 has
+        disconnected.
         """
         self._connection = connection
         self._memory: mmap.mmap | None = None
@@ -112,11 +106,7 @@ class FrameReceiver:
             os.close(handles[0])
 
     def receive(self) -> bytes:
-        """Return the next frame.
-
-        Raises:
-            OSError: Rank 0 has disconnected.
-        """
+        """Return the next frame. Raises OSError if rank 0 has disconnected."""
         place, length = _HEADER.unpack(read_exactly(self._connection, _HEADER.size))
         if place == _INLINE:
             return read_exactly(self._connection, length)
@@ -133,11 +123,7 @@ class FrameReceiver:
 
 
 def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Read exactly `num_bytes` bytes.
-
-    Raises:
-        OSError: The connection ends first.
-    """
+    """Read exactly `num_bytes` bytes. Raises OSError if the connection ends first."""
     parts = bytearray(num_bytes)
     view, done = memoryview(parts), 0
     while done < num_bytes:

@@ -53,18 +53,13 @@ class RankGroup:
     """The group from one rank's point of view.
 
     Attributes:
-        ranks: This rank's place in the group.
-        links: Tensor communication.
         lifelines: Liveness connections to the other ranks.
         leader: Sends commands to the other ranks; set on rank 0 only.
     """
 
     def __init__(self, config: WorkerConfig, folder: ModelFolder, ranks: Ranks, device: torch.device) -> None:
-        """Join the group, and wait for all ranks.
-
-        Raises:
-            ConfigError: A rank has another model or other settings.
-            UnavailableError: Some ranks did not join in time.
+        """Join the group, and wait for all ranks. Raises ConfigError if a rank has another model or other settings, or
+        UnavailableError if some ranks did not join in time.
         """
         if config.rank_timeout_s <= 0:
             raise ConfigError(f"is {config.rank_timeout_s:g}; must be greater than 0", field="rank_timeout_s")
@@ -95,11 +90,7 @@ class RankGroup:
         return self.leader is not None and self.leader.has_failed
 
     def receive(self) -> bytes:
-        """Return the next command. To be called on a follower.
-
-        Raises:
-            OSError: Rank 0 has disconnected.
-        """
+        """Return the next command. To be called on a follower. Raises OSError if rank 0 has disconnected."""
         return self._receiver.receive()
 
     def stop(self, exit_code: int) -> None:

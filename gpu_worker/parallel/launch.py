@@ -20,10 +20,8 @@ def run_rank(config: WorkerConfig, folder: ModelFolder, ranks: Ranks) -> int:
     """Join the group and run until it ends; return the exit code.
 
     Once the group is complete, any failure ends this process immediately, and the other ranks with it, so that none
-    waits forever in a collective operation.
-
-    Raises:
-        MidstreamError: The settings, the model or the device are not supported, or the group could not be formed.
+    waits forever in a collective operation. Raises MidstreamError if the settings, the model or the device are not
+    supported, or the group could not be formed.
     """
     group = RankGroup(config, folder, ranks, use_device(config, ranks))
     if ranks.rank:

@@ -163,10 +163,7 @@ class LeadingDecoder:
 
     def place_adapter(self, adapter: Adapter) -> GroupAdapter:
         """Send every rank its part of a LoRA adapter. The other ranks drop their parts once rank 0 no longer uses the
-        adapter.
-
-        Raises:
-            InvalidArgumentError: The adapter changes no layer.
+        adapter. Raises InvalidArgumentError if the adapter changes no layer.
         """
         if not adapter.layers:
             raise InvalidArgumentError("is not a LoRA adapter", field="lora.name")

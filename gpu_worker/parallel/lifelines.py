@@ -35,10 +35,7 @@ class Lifelines:
     """Monitors the connections to other ranks in a thread."""
 
     def __init__(
-        self,
-        peers: Mapping[int, socket.socket],
-        timeout_s: float,
-        on_lost: Callable[[str], None] = end_process,
+        self, peers: Mapping[int, socket.socket], timeout_s: float, on_lost: Callable[[str], None] = end_process
     ) -> None:
         """Start monitoring.
 

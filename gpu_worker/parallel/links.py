@@ -35,19 +35,12 @@ _MAX_SENDS = 8
 
 
 class RankLinks:
-    """Communication of this rank with the other ranks.
-
-    Attributes:
-        ranks: This rank's place in the group.
-        device: Device of the tensors.
-    """
+    """Communication of this rank with the other ranks."""
 
     def __init__(self, ranks: Ranks, device: torch.device, store: Store, *, is_ordered: bool) -> None:
         """Connect all ranks.
 
         Args:
-            ranks: This rank's place.
-            device: Device of the tensors.
             store: The group's rendezvous store.
             is_ordered: Whether sums over more than two ranks are computed in rank order, so that their bits do not
                 depend on the number of rows. On a CPU this is always the case.

@@ -46,11 +46,8 @@ class Connections:
 
 
 def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float) -> Connections:
-    """Accept the connections of all followers. To be called on rank 0.
-
-    Raises:
-        ConfigError: A follower has another model or other settings.
-        UnavailableError: A follower did not connect in time.
+    """Accept the connections of all followers. To be called on rank 0. Raises ConfigError if a follower has another
+    model or other settings, or UnavailableError if a follower did not connect in time.
     """
     secret, connections = secrets.token_bytes(_SECRET_BYTES), Connections()
     deadline = time.monotonic() + timeout_s
@@ -78,11 +75,7 @@ def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float)
 
 
 def dial_leader(store: Store, ranks: Ranks, digest: bytes) -> Connections:
-    """Connect to rank 0. To be called on a follower.
-
-    Raises:
-        OSError: Rank 0 cannot be reached.
-    """
+    """Connect to rank 0. To be called on a follower. Raises OSError if rank 0 cannot be reached."""
     port, secret = store.get(_KEY).decode().split()
     token = bytes.fromhex(secret)
     address = (ranks.master_addr, int(port))

@@ -52,21 +52,10 @@ def as_stage(part: PartDecoder, description: DecoderDescription, links: GroupLin
 class PipelineDecoder:
     """A decoder whose layers are split across stages."""
 
-    def __init__(
-        self,
-        part: PartDecoder,
-        layers: list[range],
-        stage: int,
-        links: StageLinks,
-        hidden: Tensor,
-    ) -> None:
+    def __init__(self, part: PartDecoder, layers: list[range], stage: int, links: StageLinks, hidden: Tensor) -> None:
         """Wrap this stage's part of the model.
 
         Args:
-            part: This stage's layers.
-            layers: Ranges of layers of all stages.
-            stage: Index of this stage.
-            links: Links to the other stages.
             hidden: An empty tensor [0, hidden_size] with the type and device of the activations sent between stages.
         """
         self._part, self._layers, self._stage, self._links = part, layers, stage, links

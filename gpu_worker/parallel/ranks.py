@@ -20,7 +20,6 @@ class Ranks:
         rank, world_size: Rank in the group and size of the group; rank 0 communicates with the scheduler.
         local_rank: Rank among those on this host, which is the index of its GPU.
         tensor_size, pipeline_size: Their product is world_size.
-        master_addr: Host of rank 0.
     """
 
     rank: int = 0
@@ -64,10 +63,7 @@ class Ranks:
     @classmethod
     def from_environment(cls, config: WorkerConfig, environment: Mapping[str, str]) -> Ranks:
         """Return the rank given by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; a single rank if they are
-        unset.
-
-        Raises:
-            ConfigError: A variable is not a number, is missing, or contradicts the settings.
+        unset. Raises ConfigError if a variable is not a number, is missing, or contradicts the settings.
         """
         world_size = _number(environment, "WORLD_SIZE", 1)
         if world_size == 1 and max(config.tensor_parallel, config.pipeline_parallel) <= 1:

@@ -58,11 +58,7 @@ def whole_shard(description: DecoderDescription) -> Shard:
 
 
 def shard_of(description: DecoderDescription, ranks: Ranks) -> Shard:
-    """Return the part of `description` that a rank holds.
-
-    Raises:
-        ConfigError: A rank would hold nothing.
-    """
+    """Return the part of `description` that a rank holds. Raises ConfigError if a rank would hold nothing."""
     d, rank, size = description, ranks.tensor_rank, ranks.tensor_size
     if ranks.pipeline_size > d.num_layers:
         raise ConfigError(

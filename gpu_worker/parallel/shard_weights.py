@@ -103,8 +103,7 @@ class ShardWeights:
         features = _numbers(self._shard.features_of(size), 1)
         return FeedForwardWeights(
             gate_up=_rows(
-                weights.gate_up,
-                torch.cat([features, size + features]) if self._shard.whole.has_gated_ffn else features,
+                weights.gate_up, torch.cat([features, size + features]) if self._shard.whole.has_gated_ffn else features
             ),
             down=self._columns(weights.down, features),
         )

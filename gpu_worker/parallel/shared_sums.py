@@ -50,9 +50,6 @@ class SharedSums:
         """Use memory made by `make_memory`.
 
         Args:
-            memory: The shared memory.
-            rank: This rank's number among those that share it.
-            size: Number of these ranks.
             timeout_s: Maximum time to wait for another rank.
         """
         self._rank, self._timeout_s = rank, timeout_s
@@ -65,10 +62,8 @@ class SharedSums:
         self._turn = 0
 
     def sum(self, x: Tensor) -> Tensor:
-        """Replace x, contiguous float32, by the sum over all ranks, added in rank order, and return x.
-
-        Raises:
-            UnavailableError: Another rank did not take part in time.
+        """Replace x, contiguous float32, by the sum over all ranks, added in rank order, and return x. Raises
+        UnavailableError if another rank did not take part in time.
         """
         for piece in torch.split(x.view(-1), PIECE):
             self._sum(piece)

@@ -37,8 +37,6 @@ def find_candidates(logits: Tensor, state: Rows, rows: IntArray) -> list[Candida
 
     Args:
         logits: Float32 [len(rows), vocab_size].
-        state: The rows.
-        rows: The beam rows.
     """
     sampling = [state.sampling[row] for row in rows.tolist()]
     temperatures = [max(item.temperature, MIN_TEMPERATURE) if item.temperature else 1.0 for item in sampling]

@@ -52,16 +52,7 @@ def draw(logits: Tensor, params: Sequence[Tensor], *, has_top_k: bool, has_top_p
     """Draw tokens from logits [S, V], given the parameters on the device in the order of `DrawParams` -> int32 [S]."""
     seeds, temperature, top_k, top_p, min_p, indices, positions = params
     return kernels.sample(
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seeds,
-        indices,
-        positions,
-        has_top_k=has_top_k,
-        has_top_p=has_top_p,
+        logits, temperature, top_k, top_p, min_p, seeds, indices, positions, has_top_k=has_top_k, has_top_p=has_top_p
     )
 
 

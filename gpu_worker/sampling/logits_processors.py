@@ -31,8 +31,6 @@ def steer(
     """Modify `logits` [len(rows), vocab_size] of `rows` in place.
 
     Args:
-        logits: The logits.
-        state: The rows.
         rows: The rows to which the logits belong.
         places: Indices of the logits to modify; None means all.
         before: Receives the modifications, as indices into the flat logits and the previous values. A later

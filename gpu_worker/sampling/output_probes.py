@@ -51,10 +51,8 @@ class OutputProbe(ABC):
 
 
 def load_output_probes(num_layers: int) -> dict[str, OutputProbe]:
-    """Return the probes of all installed packages, by name.
-
-    Raises:
-        ConfigError: A probe cannot be loaded, is not an OutputProbe, or reads a layer that the model lacks.
+    """Return the probes of all installed packages, by name. Raises ConfigError if a probe cannot be loaded, is not an
+    OutputProbe, or reads a layer that the model lacks.
     """
     return {item.name: _load(item, num_layers) for item in entry_points(group=ENTRY_POINT_GROUP)}
 
@@ -87,11 +85,7 @@ def refuse_unknown_probes(step: Step, known: Collection[str]) -> Step:
 
 
 def run_probe(name: str, probe: OutputProbe, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:
-    """Return the output of a probe.
-
-    Raises:
-        ExecutionError: The probe failed, or returned the wrong type or shape.
-    """
+    """Return the output of a probe. Raises ExecutionError if the probe failed, or returned the wrong type or shape."""
     shape = (len(logits), probe.width)
     try:
         values = probe.compute(states, logits)

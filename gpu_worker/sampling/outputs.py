@@ -59,7 +59,6 @@ class Reporter:
         """Return the additional outputs of a step that ran with `probe`, before its tokens are appended to the rows.
 
         Args:
-            step: The step.
             probe: The probe, with the intermediate results of the step.
             logits: Logits of the sampled rows that ran.
         """

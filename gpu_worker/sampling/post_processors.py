@@ -55,11 +55,7 @@ class BatchedLogitsPostProcessor(ABC):
 
     @abstractmethod
     def process(
-        self,
-        logits: Tensor,
-        tokens: Sequence[NDArray[np.int32]],
-        client_ids: Sequence[str],
-        request_ids: Sequence[str],
+        self, logits: Tensor, tokens: Sequence[NDArray[np.int32]], client_ids: Sequence[str], request_ids: Sequence[str]
     ) -> Tensor:
         """Return the new logits, as LogitsPostProcessor.process does, but for logits [num_sequences, vocab_size]. No
         row may depend on other rows.

@@ -68,7 +68,6 @@ class Chosen:
 
     Attributes:
         token_ids: int32 [num_rows]; negative if the row has no token.
-        rows: The rows.
         values: int32 values that `read` needs, to be copied to the host.
         failed: Errors that were known before sampling, by place.
         places: Rows that request log probabilities.

@@ -36,10 +36,8 @@ class _Row:
 
 
 def load_draft_model(config: WorkerConfig, target: DecoderDescription) -> LoadedModel:
-    """Load the draft model named in the settings.
-
-    Raises:
-        ConfigError: The draft model cannot be loaded, or its vocabulary differs.
+    """Load the draft model named in the settings. Raises ConfigError if the draft model cannot be loaded, or its
+    vocabulary differs.
     """
     model = load_beside(config, open_model_folder(config.draft_model))
     if model.description.vocab_size != target.vocab_size:
@@ -57,9 +55,6 @@ class DraftModel:
         """Use a model that is already loaded, and its pool.
 
         Args:
-            model: The loaded model.
-            rows: Rows of the served model.
-            kv: The draft model's pool.
             max_num_tokens: Maximum number of tokens in one pass; longer prompts take several steps before drafts are
                 proposed.
         """

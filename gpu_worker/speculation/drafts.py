@@ -64,8 +64,6 @@ def look_up(tokens: IntArray, max_ngram_size: int, limit: int, prediction: Seque
 
     Args:
         tokens: Prompt and output so far.
-        max_ngram_size: The largest n.
-        limit: Maximum number of tokens to return.
         prediction: Expected output; it is searched first.
     """
     if prediction:

@@ -80,10 +80,8 @@ def settle(
     beams.
 
     Args:
-        state: The rows.
         sampled_rows: Rows of context chunks that sample, then the rows that `with_shadows` returned.
         is_run: Whether each of them ran; False if it has failed.
-        drafts: The drafts that were verified.
         choices: The sampled tokens, one per row.
         candidates: Candidates of beams, by place among the rows that ran.
         errors: (row, error) of rows that failed.

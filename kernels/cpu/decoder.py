@@ -12,14 +12,7 @@ from torch import Tensor
 
 from kernels.activation import Activation
 from kernels.cpu.dims import DecoderDims
-from kernels.cpu.library import (
-    BatchStruct,
-    DimsStruct,
-    EmbeddingStruct,
-    LayerStruct,
-    LinearStruct,
-    MixtureStruct,
-)
+from kernels.cpu.library import BatchStruct, DimsStruct, EmbeddingStruct, LayerStruct, LinearStruct, MixtureStruct
 from kernels.cpu.linear import GGUF_BLOCK_BYTES, PackedLinear, WeightFormat
 from kernels.cpu.lora import PackedLora, adapter_pointers
 from kernels.cpu.sampling import Draws, pointer_to
@@ -292,12 +285,7 @@ class NativeDecoder:
         _check("norm", norm, torch.float32, (self.dims.hidden_size,))
         out = torch.empty(hidden.shape[0], head.num_outputs)
         self._library.decoder_logits(
-            self._handle,
-            ctypes.byref(head.struct),
-            norm.data_ptr(),
-            hidden.shape[0],
-            hidden.data_ptr(),
-            out.data_ptr(),
+            self._handle, ctypes.byref(head.struct), norm.data_ptr(), hidden.shape[0], hidden.data_ptr(), out.data_ptr()
         )
         return out
 

@@ -101,10 +101,8 @@ def paged_attention(
         block_tables: int32 [B, most blocks].
         query_starts: int32 [B + 1].
         context_lens: int32 [B].
-        scale: Factor of the scores.
         window: Keys that a query sees, itself included; None: all.
         softcap: Bends scores s to softcap * tanh(s / softcap); 0: it does not.
-        scales: For a quantized cache.
         sinks: Float32 [Hq]; one more score for each query head, which takes weight but has no value.
         chunk: No query sees keys before the last multiple of it; not beside a window. None: they do.
         is_batch_invariant: A query's bits then depend on its own keys alone: not on its neighbours, the batch's size,
@@ -319,8 +317,6 @@ def _num_tile_splits(num_filled: int, num_places: int, num_key_tiles: int, devic
         num_filled: Tiles, of all KV heads, if one sequence has all tokens, as in most steps.
         num_places: Tiles that there may be. In a recorded step few of them have queries, but all are launched, which
             takes time even if they end at once.
-        num_key_tiles: Key tiles of the longest context.
-        device: The device.
     """
     num_processors = _num_processors(device)
     wanted = _TILES_PER_PROCESSOR * num_processors // num_filled

@@ -36,7 +36,6 @@ def grouped_linear(
         weight: [E, N, K].
         experts: int32 [R].
         bias: [E, N].
-        activation: The gated activation, or None.
         num_repeats: Rows of the result that share a row of x.
         is_batch_invariant: A row's bits then do not depend on the others: the tiles are always the same.
     """

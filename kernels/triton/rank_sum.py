@@ -23,9 +23,7 @@ class RankSum:
         Args:
             parts: int64 [num_ranks], addresses of each rank's memory for parts, 2 * num_bytes each.
             signals: int64 [num_ranks], addresses of each rank's signals, `signal_bytes` each, which are 0.
-            rank: This rank.
             num_bytes: Most bytes of a sum, a multiple of 4096.
-            dtype: Of the numbers.
         """
         self._parts, self._signals, self._rank = parts, signals, rank
         self._capacity, self._dtype = num_bytes // dtype.itemsize, dtype

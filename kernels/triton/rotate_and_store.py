@@ -40,9 +40,7 @@ def rotate_and_store(
         slot_mapping: [M]; a negative slot (padding) is not written.
         q_norm: [D]; None: heads are not normed.
         k_norm: As q_norm; both or none.
-        eps: Of the norms.
         is_interleaved: As in `apply_rotary`.
-        scales: Of a quantized cache.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]

@@ -78,10 +78,7 @@ def router_addresses(arguments: argparse.Namespace) -> list[str]:
 
 
 def open_client(arguments: argparse.Namespace) -> AsyncClient:
-    """Return a client of the selected service; the caller closes it.
-
-    Raises:
-        UnavailableError: No service is running.
-        ConfigError: The certificates or the token cannot be used.
+    """Return a client of the selected service; the caller closes it. Raises UnavailableError if no service is running,
+    or ConfigError if the certificates or the token cannot be used.
     """
     return AsyncClient(router_addresses(arguments), **credentials_of(arguments))

@@ -43,10 +43,8 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
 
 
 def credentials_of(arguments: argparse.Namespace) -> Credentials:
-    """Return the credentials given by the flags; the default token is the one in the service's run directory.
-
-    Raises:
-        ConfigError: A file cannot be used.
+    """Return the credentials given by the flags; the default token is the one in the service's run directory. Raises
+    ConfigError if a file cannot be used.
     """
     is_on = arguments.tls
     if is_on is None:

@@ -45,7 +45,6 @@ class Answer:
     """The answer of one stream to one prompt.
 
     Attributes:
-        number: Index of the prompt.
         is_identical: Whether tokens and text equal those of the reference; None until the answer ends.
     """
 
@@ -80,9 +79,6 @@ class KillDemo:
 
     Attributes:
         current: The answer in progress on each stream.
-        kills: The kills so far, in order.
-        num_identical: Number of finished answers that equal their reference.
-        differences: One line per difference.
     """
 
     def __init__(
@@ -99,9 +95,6 @@ class KillDemo:
 
         Args:
             generate: Answers a prompt at a temperature; survives the loss of a router.
-            state: Returns the current state of the run.
-            state_changed: Set whenever the state changes.
-            num_kills: Number of kills to make.
             settle_s: Pause before each kill, and after the last.
             changed: Called with a line for the log, or with an empty string when only text has grown.
         """
@@ -119,10 +112,8 @@ class KillDemo:
         self._is_over = False
 
     async def run(self) -> bool:
-        """Run both phases; return whether every answer was identical and every kill was made.
-
-        Raises:
-            MidstreamError: A request failed before anything was killed.
+        """Run both phases; return whether every answer was identical and every kill was made. Raises MidstreamError if
+        a request failed before anything was killed.
         """
         self._changed("answers without kills")
         self._references = self.current = [Answer(number) for number in range(len(PROMPTS))]

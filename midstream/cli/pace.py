@@ -14,10 +14,8 @@ class Pace:
     """Measures the speed of one stream, starting at construction.
 
     Attributes:
-        num_tokens: Number of tokens so far.
         first_s: Seconds to the first token; None before it arrives.
         last_s: Seconds to the latest token.
-        reason: Why the stream ended.
     """
 
     num_tokens: int = 0

@@ -21,11 +21,7 @@ _CLIPPING = re.compile(r' clip-path="[^"]*"')
 
 
 class SvgRecording:
-    """Frames of a view, and the times at which they were shown.
-
-    Attributes:
-        WIDTH, HEIGHT: Size of the terminal, in characters.
-    """
+    """Frames of a view, and the times at which they were shown."""
 
     WIDTH, HEIGHT = 118, 33
 

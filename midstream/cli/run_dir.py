@@ -48,7 +48,6 @@ class ProcessState:
         pid: Process id; 0 while the process is not running.
         started_ticks: The kernel's start time of `pid`, which distinguishes it from a later process with the same pid.
         detail: Current activity or error, for display.
-        num_restarts: Number of starts after the first.
     """
 
     name: str
@@ -94,10 +93,8 @@ class RunDir:
         self._lock: TextIOWrapper | None = None
 
     def acquire(self) -> None:
-        """Lock the directory for this supervisor until `release` is called or the process ends.
-
-        Raises:
-            ConfigError: Another supervisor holds the lock.
+        """Lock the directory for this supervisor until `release` is called or the process ends. Raises ConfigError if
+        another supervisor holds the lock.
         """
         for folder in (self.path, self.logs):  # logs, state and journal are private to the user
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

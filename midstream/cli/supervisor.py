@@ -58,9 +58,6 @@ class Supervisor:
         """Claim the run directory.
 
         Args:
-            run_dir: Directory for state and logs.
-            model: Name of the model, for the state.
-            specs: The processes to run.
             observer: Called with the state at each change. If it raises OSError, the run continues.
 
         Raises:
@@ -285,11 +282,7 @@ class _Process:
 
 
 def stop_orphans(state: RunState | None) -> int:
-    """Kill processes left behind by a supervisor that was killed.
-
-    Returns:
-        The number of processes.
-    """
+    """Kill processes left behind by a supervisor that was killed, and return their number."""
     left = orphans(state)
     for process in left:
         with contextlib.suppress(ProcessLookupError):

@@ -109,7 +109,6 @@ def plan_processes(
     """Return the processes of `topology`. Unset ports are the defaults if these are free, otherwise any free ports.
 
     Args:
-        topology: The processes to plan.
         num_cores: Number of cores to divide among workers; by default those that affinity and quota allow.
         is_free: Returns whether a port is free; by default `reserve_port`.
         journal_path: Path of the journal on this machine; empty means the one set in the environment.
@@ -176,15 +175,7 @@ def _plan_worker(topology: Topology, index: int, scheduler: str, cores: int, por
     """Return the processes of one worker. The process of rank 0 has the worker's name."""
     name, stages = f"worker-{index}", topology.pipeline_parallel
     world_size = topology.tensor_parallel * stages
-    flags: tuple[str, ...] = (
-        "--model",
-        topology.model,
-        *_INNER,
-        "--scheduler",
-        scheduler,
-        "--group-id",
-        name,
-    )
+    flags: tuple[str, ...] = ("--model", topology.model, *_INNER, "--scheduler", scheduler, "--group-id", name)
     if "MIDSTREAM_NUM_THREADS" not in os.environ:
         flags += ("--num-threads", str(max(1, cores // (topology.num_workers * world_size))))
     if role := topology.role(index):
@@ -285,11 +276,7 @@ def reserve_port(port: int) -> bool:
 
 
 def is_free_port(port: int, host: str = HOST) -> bool:
-    """Return whether `port` on `host` is free.
-
-    Raises:
-        ConfigError: `host` is not an address of this machine.
-    """
+    """Return whether `port` on `host` is free. Raises ConfigError if `host` is not an address of this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -43,9 +43,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def load_config(config_class: type[ServiceConfigT], program: str) -> ServiceConfigT:
-    """Return the configuration of this process, from its command line and environment.
-
-    Raises:
-        ConfigError: A variable is unknown, or a value cannot be parsed.
+    """Return the configuration of this process, from its command line and environment. Raises ConfigError if a variable
+    is unknown, or a value cannot be parsed.
     """
     return parse_config(config_class, sys.argv[1:], os.environ, program=program, known=KNOWN_SETTINGS)

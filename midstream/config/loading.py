@@ -35,8 +35,6 @@ def parse_config(
     Args:
         config_class: A frozen dataclass with `setting` fields of type str, int, float or bool.
         arguments: Command-line arguments without the program's name.
-        environment: The environment variables; usually os.environ.
-        program: Name for the help text.
         known: Fields of other services, whose variables are allowed in a shared environment.
 
     Raises:

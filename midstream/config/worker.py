@@ -115,8 +115,7 @@ class WorkerConfig(ServiceConfig):
     lora_max_adapter_size: int = setting(64, "Maximum adapter rank.")
     logits_post_processors: str = setting("", "Additional logits post-processors: comma-separated NAME=module:Class.")
     replicate_post_processors: bool = setting(
-        False,
-        "Call post-processors on all tensor ranks of a group's first stage; only rank 0's result is used.",
+        False, "Call post-processors on all tensor ranks of a group's first stage; only rank 0's result is used."
     )
     adapter_root: str = setting(
         "", "Folder that must contain all adapters, after resolving links; empty: the routers' setting."

@@ -22,13 +22,7 @@ from functools import partial
 from typing import Self
 
 from midstream.errors import AlreadyExistsError, MidstreamError
-from midstream.executor.config import (
-    BatchingType,
-    ExecutorConfig,
-    KvCacheConfig,
-    PeftCacheConfig,
-    SchedulerConfig,
-)
+from midstream.executor.config import BatchingType, ExecutorConfig, KvCacheConfig, PeftCacheConfig, SchedulerConfig
 from midstream.executor.executor import GenerationExecutor
 from midstream.executor.request import GenerationRequest
 from midstream.executor.response import Response

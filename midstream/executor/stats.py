@@ -27,10 +27,7 @@ _LABELS = {
         "Total Context Tokens": "numCtxTokens",
         "MicroBatch ID": "microBatchId",
     },
-    "staticBatchingStats": {
-        "Total Generation Tokens": "numGenTokens",
-        "Empty Generation Slots": "emptyGenSlots",
-    },
+    "staticBatchingStats": {"Total Generation Tokens": "numGenTokens", "Empty Generation Slots": "emptyGenSlots"},
 }
 # For these, the maximum over cells is used; all other numbers are summed.
 _LARGEST = {"iter", "iterLatencyMS", "newActiveRequestsQueueLatencyMS", "microBatchId"}

@@ -51,11 +51,7 @@ class _Row:
 
 
 class GrammarServer:
-    """The rows, and the compiled guides.
-
-    Attributes:
-        num_compiled: Number of cached guides.
-    """
+    """The rows, and the compiled guides."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, limit_s: float) -> None:
         self._tokenizer = tokenizer

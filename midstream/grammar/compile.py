@@ -25,11 +25,7 @@ def load_tokenizer(file: Path, vocab_size: int, end_ids: list[int]) -> llguidanc
 
 
 def compile_guide(guide: Guide, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
-    """Return a matcher in its initial state.
-
-    Raises:
-        GuideError: The guide is invalid or exceeds the library's limits.
-    """
+    """Return a matcher in its initial state. Raises GuideError if the guide is invalid or exceeds the limits."""
     try:
         matcher = llguidance.LLMatcher(tokenizer, _grammar(guide), log_level=0)
     except (ValueError, RecursionError) as error:

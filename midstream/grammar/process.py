@@ -30,7 +30,6 @@ class GrammarProcess:
         """Start the process, but do not wait until it is ready.
 
         Args:
-            folder: The model folder.
             limit_s: Time limit for a response, and for the compilation of a guide.
         """
         self._connection, other = socket.socketpair()
@@ -51,11 +50,7 @@ class GrammarProcess:
         other.close()
 
     def is_ready(self, wait_s: float = 0.0) -> bool:
-        """Return whether the process has loaded its tokenizer.
-
-        Raises:
-            OSError: The process has died.
-        """
+        """Return whether the process has loaded its tokenizer. Raises OSError if the process has died."""
         if not self._is_ready and select.select([self._connection], [], [], wait_s)[0]:
             self._connection.settimeout(self._limit_s)
             self._is_ready = receive(self._connection)[0] == READY
@@ -82,11 +77,7 @@ class GrammarProcess:
         send(self._connection, {"rows": items})
 
     def take_masks(self) -> tuple[list[str], bytes]:
-        """Return the response to `ask_masks`.
-
-        Raises:
-            OSError: The process died or took too long; kill it.
-        """
+        """Return the response to `ask_masks`. Raises OSError if the process died or took too long; kill it."""
         states, masks = receive(self._connection)
         assert isinstance(states, list)
         return states, masks

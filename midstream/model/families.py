@@ -17,7 +17,6 @@ class ServedFamily:
     Attributes:
         types: Values of `model_type` in config.json.
         on_cpu: The implementation used on a CPU: our kernels, our PyTorch decoder, or transformers.
-        notes: Special features.
         reads_gguf: Whether GGUF files are read as well as safetensors.
         takes_drafts: Whether requests may use speculative decoding.
         has_graphs: Whether decoding on a GPU is replayed from CUDA graphs.

@@ -76,15 +76,11 @@ class ModelFolder:
     """An opened model folder.
 
     Attributes:
-        path: The folder.
         name: Name under which the model is served.
         architecture: `model_type` of config.json, such as `llama`.
         max_sequence_length: Maximum length of prompt and output together, in tokens.
-        end_ids: Tokens that end a sequence.
         chat_template: Jinja source of the chat template, if the model has one.
         fingerprint: sha256 over config.json and the contents of the weight files (samples of large ones), hexadecimal.
-        weight_files: Paths of the weights.
-        config: The contents of config.json.
         sampling_defaults: Recommended sampling parameters, under their names in generation_config.json.
     """
 

@@ -29,11 +29,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        """Load `tokenizer.json` of the model folder `path`.
-
-        Raises:
-            ConfigError: The file is missing or damaged.
-        """
+        """Load `tokenizer.json` of the model folder `path`. Raises ConfigError if the file is missing or damaged."""
         file = path / "tokenizer.json"
         try:
             text = file.read_text(encoding="utf-8")

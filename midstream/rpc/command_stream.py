@@ -37,7 +37,6 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
     """The frame connection to one service.
 
     Attributes:
-        target: Address of the service.
         is_open: Whether commands reach the service.
         over_frames: Whether frames are used, while it is open.
     """
@@ -59,9 +58,6 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
 
         Args:
             kind: Kind of the service, for the log.
-            target: Address of the service.
-            max_message_bytes: Maximum size of a message in either direction, in bytes.
-            tls: Certificates; None for plain text.
             server_name: Name that the service's certificate must contain; empty means its address.
             silence_s: Maximum time without a message before the stream is closed; 0 means that only keepalive closes
                 it.

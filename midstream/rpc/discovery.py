@@ -26,11 +26,7 @@ GetEpoch = Callable[[str, str], Awaitable[int]]
 
 
 class Discovery:
-    """Keeps a set of `host:port` addresses up to date.
-
-    Attributes:
-        addresses: The current addresses, in the order of the setting.
-    """
+    """Keeps a set of `host:port` addresses up to date."""
 
     def __init__(
         self, targets: str, *, field: str, on_change: Callable[[list[str]], None], get_epoch: GetEpoch | None = None
@@ -38,7 +34,6 @@ class Discovery:
         """Parse the setting. Names are resolved, and standbys checked, again every second.
 
         Args:
-            targets: The setting.
             field: Name of the setting, for error messages.
             on_change: Called with the addresses after each change, including the first one.
             get_epoch: Returns the epoch of the scheduler at an address, given its host name; 0 if it is not active.

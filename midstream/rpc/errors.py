@@ -100,9 +100,7 @@ class ErrorMapper(grpc.aio.ServerInterceptor):
         kind = ("stream" if is_stream else "unary", "stream" if handler.response_streaming else "unary")
         make = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
         return make(  # type: ignore[no-any-return]
-            wrapped,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
+            wrapped, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
         )
 
 

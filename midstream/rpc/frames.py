@@ -72,7 +72,6 @@ class FrameConnection(asyncio.Protocol):
     """One end of a connection.
 
     Attributes:
-        handler: Receives the messages.
         is_open: Whether frames can be sent, from the welcome until the connection is closed.
         is_writable: Whether frames can be sent and the send buffer has room.
         on_read: Called after the messages that were read together have been handled.
@@ -89,8 +88,6 @@ class FrameConnection(asyncio.Protocol):
         """Create one end of a connection that is not connected yet.
 
         Args:
-            max_message_bytes: Maximum size of a received message, in bytes.
-            handler: Receives the messages.
             keepalive_s: Time without a message after which the peer is pinged.
             timeout_s: Time without a message after which the connection is closed.
         """
@@ -292,7 +289,6 @@ class Pump:
         """Create the writer.
 
         Args:
-            connection: The connection to write to.
             collect: Returns the next batch; None if there is nothing new.
             after: Called when everything has been written.
         """
@@ -345,7 +341,6 @@ class FrameServer:
 
     Attributes:
         port: TCP port, set when the server has started.
-        connections: Open connections.
     """
 
     def __init__(self, host: str, port: int, *, max_message_bytes: int, tls: Tls | None = None) -> None:
@@ -370,11 +365,7 @@ class FrameServer:
         return cls(config.host, config.frames_port, max_message_bytes=config.max_message_bytes, tls=tls)
 
     async def start(self) -> None:
-        """Listen.
-
-        Raises:
-            OSError: The port is in use.
-        """
+        """Listen. Raises OSError if the port is in use."""
         loop = asyncio.get_running_loop()
         context = self._tls.http_context() if self._tls is not None else None
         limit_s = _HANDSHAKE_S if context is not None else None
@@ -493,10 +484,6 @@ async def connect(
 
     Args:
         offer: The offer that the other side sent over gRPC.
-        target: The other side's gRPC address.
-        handler: Receives the messages.
-        max_message_bytes: Maximum size of a received message, in bytes.
-        tls: Certificates; None for plain text.
         server_name: Name that its certificate must contain; empty means its address.
         keepalive_s: Time without a message after which the peer is pinged.
         timeout_s: Time without a message after which the connection is closed.

@@ -59,7 +59,6 @@ class Server:
 
     Attributes:
         grpc: The gRPC server, to which servicers are added before `start`.
-        port: The bound port.
         limits_addresses: Whether the server itself limits the connections from one address.
         draining: Set once the process should finish its work and accept no new work.
     """
@@ -85,13 +84,8 @@ class Server:
 
         Args:
             name: Full protobuf name of the service (`midstream.v1.Scheduler`), for health and reflection.
-            host: Address to listen on.
-            port: The port; 0 chooses a free one.
             progress: Source of the health status.
-            max_message_bytes: Maximum size of a message in either direction, in bytes.
             max_request_bytes: Maximum size of a received message, in bytes; 0 means max_message_bytes.
-            max_concurrent_streams: Maximum number of concurrent calls on one connection.
-            tls: Certificates; None for plain text.
             admit: Called before each method with its full name.
             receive: Reads the messages of unary requests; if None, gRPC reads them.
             more_services: Full protobuf names of other services that reflection shows.
@@ -129,11 +123,7 @@ class Server:
             self.bind()
 
     def bind(self) -> None:
-        """Bind the port.
-
-        Raises:
-            OSError: The port is in use.
-        """
+        """Bind the port. Raises OSError if the port is in use."""
         self.port = self._add_port(self._host, self.port, self._tls)
 
     async def start(self) -> None:
@@ -318,8 +308,6 @@ def open_channel(
 
     Args:
         target: `host:port`, or `dns:///host:port` for all addresses of a name in turn.
-        max_message_bytes: Maximum size of a message in either direction, in bytes.
-        tls: Certificates; None for plain text.
         server_name: Name that the server's certificate must contain, if it differs from the target's.
         token: Bearer token to send with each call.
     """

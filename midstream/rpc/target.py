@@ -16,10 +16,8 @@ _RESOLVING = re.compile(r"(?:errors resolving|DNS resolution failed for) (?:dns:
 
 
 def check_target(target: str) -> str:
-    """Return `target` if it is HOST:PORT, or an address with a scheme that gRPC supports.
-
-    Raises:
-        InvalidArgumentError: The target is a URL, or its port is missing or out of range.
+    """Return `target` if it is HOST:PORT, or an address with a scheme that gRPC supports. Raises InvalidArgumentError
+    if the target is a URL, or its port is missing or out of range.
     """
     if re.match("https?://", target):
         example = re.sub("^https?://([^/:]*).*", r"\1", target) or "HOST"

@@ -39,10 +39,8 @@ class WorkerCredentials:
 
     @classmethod
     def from_config(cls, config: WorkerConfig) -> WorkerCredentials | None:
-        """Return the credentials set in the configuration; None for plain text.
-
-        Raises:
-            ConfigError: The settings conflict, or a key cannot be used.
+        """Return the credentials set in the configuration; None for plain text. Raises ConfigError if the settings
+        conflict, or a key cannot be used.
         """
         names = ("curve_secret_key", "curve_server_key")
         for name in names:
@@ -63,10 +61,8 @@ class WorkerCredentials:
 
 
 def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Create a key pair; return the paths of the files with the public key and the pair.
-
-    Raises:
-        ConfigError: A key pair with this name exists.
+    """Create a key pair; return the paths of the files with the public key and the pair. Raises ConfigError if a key
+    pair with this name exists.
     """
     folder.mkdir(parents=True, exist_ok=True)
     public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
@@ -120,10 +116,8 @@ def read_public_keys(folder: str, field: str) -> frozenset[bytes]:
 
 
 def sign_folder(folder: str, field: str) -> tuple[tuple[str, int, int, int], ...]:
-    """Return a value that changes whenever the keys in a folder change.
-
-    Raises:
-        ConfigError: The folder cannot be read.
+    """Return a value that changes whenever the keys in a folder change. Raises ConfigError if the folder cannot be
+    read.
     """
     try:
         stats = [(path.name, path.stat()) for path in _key_files(folder, field)]

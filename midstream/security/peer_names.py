@@ -22,10 +22,8 @@ class PeerNames:
     """Names of which a peer's certificate must contain one."""
 
     def __init__(self, names: str, field: str) -> None:
-        """Parse a comma-separated list of kinds (`router`), DNS names and URIs.
-
-        Raises:
-            ConfigError: The list is empty.
+        """Parse a comma-separated list of kinds (`router`), DNS names and URIs. Raises ConfigError if the list is
+        empty.
         """
         self.names = frozenset(name.strip() for name in names.split(",") if name.strip())
         if not self.names:
@@ -75,7 +73,6 @@ def admit_peers(config: GrpcServiceConfig, peers_of: Callable[[str], PeerNames])
     """Return a function that checks callers' certificates; None if callers do not present certificates.
 
     Args:
-        config: Configuration of this process.
         peers_of: Returns the names of the peers that may call a method, given its full name.
     """
     if not (config.tls and config.tls_require_client_cert):

@@ -35,7 +35,6 @@ class Tls:
             cert: PEM file with this process's certificate chain; if empty, no certificate is presented.
             key: PEM file with the certificate's private key, without a password.
             ca: PEM file with the CAs for peers' certificates; empty means the system's CAs.
-            require_client_cert: See the class.
 
         Raises:
             ConfigError: A file is missing, empty or damaged, or key and certificate do not match.
@@ -54,10 +53,8 @@ class Tls:
 
     @classmethod
     def from_config(cls, config: GrpcServiceConfig) -> Tls | None:
-        """Return the TLS files set in a service's configuration; None for plain text.
-
-        Raises:
-            ConfigError: The settings conflict, or a file is not usable.
+        """Return the TLS files set in a service's configuration; None for plain text. Raises ConfigError if the
+        settings conflict, or a file is not usable.
         """
         if not config.tls:
             for name in ("tls_cert", "tls_key", "tls_ca"):

@@ -95,7 +95,6 @@ def configure_logging(service: str, *, level: str = "info", style: str = "json")
 
     Args:
         service: Name of the process, which is in every line.
-        level: Minimum log level.
         style: `json` or `text`.
     """
     handler = logging.StreamHandler(sys.stderr)

@@ -96,9 +96,7 @@ class Tracer:
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
         """Prepare the connection; `endpoint` is the address of an OTLP/gRPC collector, such as http://collector:4317.
-
-        Raises:
-            ConfigError: OpenTelemetry is not installed.
+        Raises ConfigError if OpenTelemetry is not installed.
         """
         try:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -124,10 +122,8 @@ class Tracer:
 
     @classmethod
     def from_config(cls, config: ServiceConfig, service: str) -> Tracer | None:
-        """Return the configured tracer; None if tracing is off.
-
-        Raises:
-            ConfigError: OpenTelemetry is not installed, or the collector's address is invalid.
+        """Return the configured tracer; None if tracing is off. Raises ConfigError if OpenTelemetry is not installed,
+        or the collector's address is invalid.
         """
         if not config.otlp_endpoint:
             return None
@@ -151,11 +147,7 @@ class Tracer:
         """Record a span, which is sent later. Thread-safe.
 
         Args:
-            name: Name of the span.
             parent: Its parent; with None the span is a root, and `span` is required.
-            start_ns: Start time in Unix nanoseconds.
-            end_ns: End time in Unix nanoseconds.
-            attributes: Attributes of the span.
             span: The span's ids, if other processes know them; otherwise they are generated.
             error: Error message; empty if there was no error.
             events: Events within the span, as (name, Unix nanoseconds).

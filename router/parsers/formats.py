@@ -60,7 +60,6 @@ class ToolFormat:
     """How a model writes tool calls.
 
     Attributes:
-        script: The parser of the calls.
         marks: Markers that begin and end calls; if they are special tokens, the text must keep special tokens.
         ends_reasoning: The markers that never occur within reasoning.
         make_id: Makes a call's id in the form that the template expects, from 16 random bytes, the tool's name and the
@@ -185,10 +184,8 @@ class ModelFormat:
 
 
 def format_of(folder: ModelFolder, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ModelFormat:
-    """Return a model's format: the configured one, or by default the detected one.
-
-    Raises:
-        ConfigError: The name is unknown.
+    """Return a model's format: the configured one, or by default the detected one. Raises ConfigError if the name is
+    unknown.
     """
     tools = _choose(tool_parser, "tool_parser", tuple(TOOL_FORMATS), _TOOL_ROWS, folder)
     reasoning = _choose(reasoning_parser, "reasoning_parser", tuple(REASONING_FORMATS), _REASONING_ROWS, folder)

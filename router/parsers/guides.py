@@ -51,7 +51,6 @@ def auto_guide(
     """Return a Lark grammar for free text that may contain tool calls.
 
     Args:
-        grammar: The model's format.
         tools: JSON schema of each tool's parameters, by name.
         strict: Tools whose arguments must match their schema; others accept any object.
         tokens: Markers that are a single token, with the token's id.

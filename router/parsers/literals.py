@@ -9,14 +9,7 @@ import re
 _MAX_DEPTH = 64
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _WORD = re.compile(r"[A-Za-z_][\w.\-]*")
-_WORDS: dict[str, object] = {
-    "true": True,
-    "True": True,
-    "false": False,
-    "False": False,
-    "null": None,
-    "None": None,
-}
+_WORDS: dict[str, object] = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "0": "\0"}
 _CODED = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})")
 
@@ -26,11 +19,7 @@ class LiteralError(ValueError):
 
 
 class Literals:
-    """Parses the literals in a text one after another.
-
-    Attributes:
-        position: Index of the next character.
-    """
+    """Parses the literals in a text one after another."""
 
     def __init__(self, text: str, quote: str = "") -> None:
         """`quote` is a delimiter of strings without escapes, in addition to Python's quotes."""
@@ -49,11 +38,7 @@ class Literals:
         return True
 
     def expect(self, mark: str) -> None:
-        """Skip white space and then `mark`.
-
-        Raises:
-            LiteralError: `mark` does not come next.
-        """
+        """Skip white space and then `mark`. Raises LiteralError if `mark` does not come next."""
         if not self.skip(mark):
             raise LiteralError(f"{mark} expected at {self.position}")
 
@@ -63,20 +48,12 @@ class Literals:
         return self.position == len(self._text)
 
     def word(self) -> str:
-        """Return the next name, which may contain dots and hyphens.
-
-        Raises:
-            LiteralError: No name comes next.
-        """
+        """Return the next name, which may contain dots and hyphens. Raises LiteralError if no name comes next."""
         self.skip()
         return self._match(_WORD)
 
     def value(self) -> object:
-        """Return the next value.
-
-        Raises:
-            LiteralError: No literal comes next, or it is nested too deeply.
-        """
+        """Return the next value. Raises LiteralError if no literal comes next, or it is nested too deeply."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise LiteralError("is nested too deeply")

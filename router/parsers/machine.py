@@ -34,7 +34,6 @@ class Call:
     """A tool call as parsed by a format.
 
     Attributes:
-        name: Name of the tool.
         arguments: JSON text of an object.
         call_id: The id that the model gave the call, if any.
     """
@@ -64,11 +63,7 @@ Script = Callable[["Machine"], Steps[None]]
 
 
 class Machine:
-    """Runs one format's parser (a generator) over the text of one sequence.
-
-    Attributes:
-        offer: The tools and limits of the request.
-    """
+    """Runs one format's parser (a generator) over the text of one sequence."""
 
     def __init__(self, script: Script, offer: Offer) -> None:
         self.offer = offer
@@ -291,11 +286,7 @@ def refuse_constant(name: str) -> object:
 
 
 def parse_json(text: str) -> object:
-    """Return the JSON value in `text`.
-
-    Raises:
-        ValueError: `text` is not JSON.
-    """
+    """Return the JSON value in `text`. Raises ValueError if `text` is not JSON."""
     try:
         return json.loads(text, parse_constant=refuse_constant)
     except RecursionError:

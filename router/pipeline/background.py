@@ -11,7 +11,6 @@ class Background:
     """Settings that all requests of a background task share.
 
     Attributes:
-        priority: Maximum priority of a request.
         until: Unix time, in seconds, at which the requests time out.
     """
 

@@ -27,7 +27,6 @@ class CellState(Protocol):
 
     Attributes:
         name: Its name, which does not change while the cell exists.
-        load: Number of its requests.
         index: Its cached prefixes.
     """
 

@@ -26,7 +26,6 @@ class CellMetrics(Collector):
         """Create the collector.
 
         Args:
-            model: Name of the model, for the label.
             loads: Returns the most recent load reports of the cells that are up.
         """
         self._model, self._loads = model, loads

@@ -46,7 +46,6 @@ class Cell:
         watch_stub: For all other calls; it has its own connection, so that watchers cannot saturate the one for
             requests.
         load: Number of its requests, both those in its last report and those submitted since.
-        reports: Its last load report.
         index: The prefixes that its workers have cached, according to its KV events.
         features: Features of its workers; None if unknown.
         is_up: Whether its last poll succeeded.
@@ -231,18 +230,12 @@ class Cells:
             await asyncio.gather(*(cell.close() for cell in self.cells.values()))
 
     def choose(self, token_ids: Sequence[int], cache_salt: str) -> Cell:
-        """Return the cell for a prompt.
-
-        Raises:
-            UnavailableError: There is no cell.
-        """
+        """Return the cell for a prompt. Raises UnavailableError if there is no cell."""
         return choose_cell(self._candidates(), token_ids, cache_salt)
 
     def home(self, request_id: str) -> Cell:
-        """Return the cell for all submissions of a request, even if the cell is down.
-
-        Raises:
-            UnavailableError: There is no cell.
+        """Return the cell for all submissions of a request, even if the cell is down. Raises UnavailableError if there
+        is no cell.
         """
         return choose_home(self._known(), request_id)
 
@@ -251,11 +244,7 @@ class Cells:
         return next((other for other in self.cells.values() if other.name == cell.name), None)
 
     def any(self) -> Cell:
-        """Return a cell that is up, for calls that any cell can answer.
-
-        Raises:
-            UnavailableError: There is no cell.
-        """
+        """Return a cell that is up, for calls that any cell can answer. Raises UnavailableError if there is no cell."""
         return self._candidates()[0]
 
     def _candidates(self) -> list[Cell]:
@@ -271,10 +260,8 @@ class Cells:
     async def encode_image(self, data: bytes) -> scheduler_pb2.EncodeImageResponse:
         """Have a worker encode an image, with retries while the scheduler is unreachable.
 
-        The cell depends on the image, so that another request with the same image finds it in that cell's cache.
-
-        Raises:
-            MidstreamError: The image is refused, or no cell or no worker is available.
+        The cell depends on the image, so that another request with the same image finds it in that cell's cache. Raises
+        MidstreamError if the image is refused, or no cell or no worker is available.
         """
         loop, name = asyncio.get_running_loop(), hashlib.blake2b(data, digest_size=16).hexdigest()
         request = scheduler_pb2.EncodeImageRequest(data=data)
@@ -304,10 +291,7 @@ class Cells:
 
     async def abort(self, request_id: str, *, only_if_unread: bool = False) -> bool:
         """Abort a request in any cell; with `only_if_unread`, only if no client is reading it. Return whether it was
-        running.
-
-        Raises:
-            MidstreamError: No cell has the request, and some cell did not respond.
+        running. Raises MidstreamError if no cell has the request, and some cell did not respond.
         """
         request = loads_pb2.AbortRequest(request_id=request_id, only_if_unread=only_if_unread)
         results = await asyncio.gather(

@@ -65,10 +65,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """Return the prompt text of a conversation; blocks until a process is free.
-
-        Raises:
-            InvalidArgumentError: The template rejects the conversation, fails, or exceeds its limits.
+        """Return the prompt text of a conversation; blocks until a process is free. Raises InvalidArgumentError if the
+        template rejects the conversation, fails, or exceeds its limits.
         """
         values: dict[str, object] = {**self._tokens, **(variables or {})}
         values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
@@ -101,10 +99,8 @@ class _Process:
     """A renderer process; it is not thread-safe."""
 
     def __init__(self, source: str) -> None:
-        """Start the process and compile `source`.
-
-        Raises:
-            _BrokenError: The process did not start, or did not compile `source`.
+        """Start the process and compile `source`. Raises _BrokenError if the process did not start, or did not compile
+        `source`.
         """
         # The process does not inherit this process's environment, which may hold keys and tokens.
         environment = python_environment({"PATH": os.environ.get("PATH", "")})
@@ -125,11 +121,7 @@ class _Process:
             raise
 
     def ask(self, message: Mapping[str, object]) -> dict[str, str]:
-        """Send a message and return the answer.
-
-        Raises:
-            _BrokenError: The process did not answer; close it.
-        """
+        """Send a message and return the answer. Raises _BrokenError if the process did not answer; close it."""
         assert self._process.stdin is not None
         body = json.dumps(message).encode()
         give_up_at = time.monotonic() + _WALL_LIMIT_S

@@ -27,10 +27,7 @@ class ClientDocument:
     """A document and where it is stored.
 
     Attributes:
-        cell: The cell that stores the document.
         owner: Name of the authenticated client; empty if authentication is off.
-        id: Id of the document.
-        data: Contents of the document.
         version: Incremented by each put.
     """
 
@@ -72,11 +69,7 @@ class ClientDocuments:
         return response.version
 
     async def get(self, kind: str, owner: str, document_id: str) -> ClientDocument:
-        """Return a document.
-
-        Raises:
-            NotFoundError: The document does not exist.
-        """
+        """Return a document. Raises NotFoundError if the document does not exist."""
         request = pb.GetDocumentRequest(key=pb.DocumentKey(owner=owner, kind=kind, id=document_id))
         found = await ask_cells(
             self.cells, lambda cell: cell.stub.GetDocument(request, timeout=_TRY_TIMEOUT_S), self._timeout_s
@@ -118,10 +111,8 @@ class ClientDocuments:
         return found[:limit]
 
     async def waiting(self, cell: Cell, kind: str, limit: int) -> list[ClientDocument]:
-        """Return a cell's documents of all owners, oldest first; only one attempt is made.
-
-        Raises:
-            MidstreamError: The cell does not respond.
+        """Return a cell's documents of all owners, oldest first; only one attempt is made. Raises MidstreamError if the
+        cell does not respond.
         """
         request = pb.ListDocumentsRequest(kind=kind, limit=limit)
         try:

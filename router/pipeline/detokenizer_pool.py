@@ -33,7 +33,6 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
     """The stream to one detokenizer; requests can be attached while it is open.
 
     Attributes:
-        streams: Attached streams, by number.
         refuses_until: Loop time until which this detokenizer is used only as a last resort.
     """
 

@@ -139,7 +139,6 @@ class Embedder:
     """Computes embeddings and scores for all APIs.
 
     Attributes:
-        front: The front door, which runs the requests.
         answers: The answer tokens, if the model was trained to score by its answer.
     """
 
@@ -165,8 +164,6 @@ class Embedder:
         Args:
             base: The native request of each input, without its prompt and output options. With several inputs, a number
                 is added to its request id.
-            inputs: The inputs; there must be at least one.
-            shape: Form of the returned vectors.
             pooling: How to pool; None for the pooling that the model was trained for.
             timeout_s: Time left until the call's deadline.
             key: The idempotency key that the request id was derived from; empty if there is none.
@@ -270,11 +267,7 @@ class Embedder:
 
 
 def _requests(
-    base: pb.GenerateRequest,
-    inputs: Sequence[EmbedInput | Pair],
-    output: pb.AdditionalOutput,
-    *,
-    is_kept: bool,
+    base: pb.GenerateRequest, inputs: Sequence[EmbedInput | Pair], output: pb.AdditionalOutput, *, is_kept: bool
 ) -> Iterator[pb.GenerateRequest]:
     for index, item in enumerate(inputs):
         request = pb.GenerateRequest()

@@ -19,11 +19,7 @@ _T = TypeVar("_T")
 
 
 class FairThreads:
-    """Runs functions on behalf of the current caller; clients with waiting functions take turns.
-
-    Attributes:
-        num_waiting: Number of functions that wait for a thread.
-    """
+    """Runs functions on behalf of the current caller; clients with waiting functions take turns."""
 
     def __init__(
         self, num_threads: int, name: str, *, num_per_client: int = 0, max_waiting_per_client: int = 0
@@ -32,7 +28,6 @@ class FairThreads:
 
         Args:
             num_threads: Maximum number of functions that run concurrently.
-            name: Prefix of the threads' names.
             num_per_client: Maximum number of running functions of one client; 0 means no limit.
             max_waiting_per_client: Maximum number of waiting functions of one client; 0 means no limit.
         """
@@ -50,10 +45,8 @@ class FairThreads:
         self._threads.shutdown(cancel_futures=True)
 
     async def run(self, function: Callable[[], _T]) -> _T:
-        """Run a function in a thread and return its result.
-
-        Raises:
-            OverloadedError: Too many functions of this client are waiting.
+        """Run a function in a thread and return its result. Raises OverloadedError if too many functions of this client
+        are waiting.
         """
         client, loop = current_caller.get().name, asyncio.get_running_loop()
         await self._wait(client)

@@ -28,11 +28,7 @@ KINDS = {
 
 
 class GrammarChecker:
-    """Checks guides one at a time, and takes them from each client in turn; the process starts with the first guide.
-
-    Attributes:
-        num_checked: Number of cached results.
-    """
+    """Checks guides one at a time, and takes them from each client in turn; the process starts with the first guide."""
 
     def __init__(self, folder: ModelFolder, *, limit_s: float = LIMIT_S) -> None:
         self._folder = folder

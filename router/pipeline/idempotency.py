@@ -19,10 +19,8 @@ _KEEP_S = 24 * 3600
 
 
 def check_key(key: str | None) -> str:
-    """Return the key if it is valid; empty if there is none.
-
-    Raises:
-        InvalidArgumentError: The key is empty or too long.
+    """Return the key if it is valid; empty if there is none. Raises InvalidArgumentError if the key is empty or too
+    long.
     """
     if key is not None and not 0 < len(key) <= _MAX_KEY:
         raise InvalidArgumentError(f"must be 1 to {_MAX_KEY} characters", field=_FIELD)
@@ -43,11 +41,7 @@ def request_id_of(key: str, call: str) -> str:
 
 
 def make_repeatable(request: pb.GenerateRequest, request_id: str) -> None:
-    """Derive a request's id from its key.
-
-    Raises:
-        InvalidArgumentError: The request already has an id.
-    """
+    """Derive a request's id from its key. Raises InvalidArgumentError if the request already has an id."""
     check_no_id(request.request_id)
     request.request_id = request_id
     keep(request)
@@ -66,10 +60,8 @@ def keep(request: pb.GenerateRequest) -> None:
 
 
 class naming_key:  # noqa: N801 (a context, like contextlib.suppress)
-    """Convert a request-id conflict into an error that names the idempotency key and is not retried.
-
-    Raises:
-        InvalidArgumentError: The key belongs to another request.
+    """Convert a request-id conflict into an error that names the idempotency key and is not retried. Raises
+    InvalidArgumentError if the key belongs to another request.
     """
 
     __slots__ = ("_key",)

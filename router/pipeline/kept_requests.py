@@ -28,11 +28,8 @@ class KeptRequests:
         self._unavailable_timeout_s = unavailable_timeout_s
 
     async def get(self, request_id: str) -> scheduler_pb2.GetRequestResponse:
-        """Return a request, given the id under which the caller knows it.
-
-        Raises:
-            NotFoundError: No cell has the request.
-            UnavailableError: No responding cell has the request, and some cells do not respond.
+        """Return a request, given the id under which the caller knows it. Raises NotFoundError if no cell has the
+        request, or UnavailableError if no responding cell has the request, and some cells do not respond.
         """
         query = scheduler_pb2.GetRequestRequest(request_id=current_caller.get().scope(request_id))
         found = await self._ask(lambda cell: cell.stub.GetRequest(query, timeout=_TRY_TIMEOUT_S))
@@ -51,7 +48,6 @@ async def ask_cells(cells: Cells, call: Callable[[Cell], Awaitable[_T]], timeout
     """Return the responses of all cells that do not raise NotFoundError; there is at least one.
 
     Args:
-        cells: All cells.
         call: The call, which may be repeated.
         timeout_s: How long to wait for unreachable schedulers.
 

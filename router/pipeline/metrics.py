@@ -21,9 +21,7 @@ class RouterMetrics(Collector):
     """Metrics of this router's clients. Only the event loop changes them; the metrics thread reads them at each scrape.
 
     Attributes:
-        num_tokens: Number of tokens sent so far.
         num_ended: Number of requests that have ended so far, for the throughput log.
-        num_succeeded: Number of requests that have ended with each finish reason.
     """
 
     def __init__(self, metrics: Metrics, *, logs_requests: bool = False) -> None:

@@ -52,7 +52,6 @@ class PromptBuilder:
         """Load the tokenizer and the chat template.
 
         Args:
-            folder: The model.
             num_threads: Maximum number of prompts that are processed concurrently for one client.
             encode_image: Has a worker encode an image; None if images are to be refused.
 

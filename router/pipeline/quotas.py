@@ -143,11 +143,7 @@ class Quotas:
         )
 
     def admit(self, caller: Caller) -> Admission:
-        """Count a request of `caller`.
-
-        Raises:
-            OverloadedError: The caller's quota is exhausted.
-        """
+        """Count a request of `caller`. Raises OverloadedError if the caller's quota is exhausted."""
         if not caller.is_authenticated:
             return Admission(self, "")
         account = self._account(caller)

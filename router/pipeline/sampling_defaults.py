@@ -12,10 +12,8 @@ _OF_BEAMS = frozenset({"repetition_penalty"})
 
 
 def sampling_defaults(model: ModelFolder) -> pb.SamplingConfig:
-    """Return the sampling parameters that the model's generation_config.json recommends.
-
-    Raises:
-        ConfigError: A value is out of range.
+    """Return the sampling parameters that the model's generation_config.json recommends. Raises ConfigError if a value
+    is out of range.
     """
     sampling = pb.SamplingConfig()
     try:

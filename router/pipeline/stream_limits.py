@@ -40,11 +40,7 @@ _COUNTED_AS_STREAMS = frozenset({_KSERVE + "ModelStreamInfer", _NATIVE + "Abort"
 
 
 class StreamLimits:
-    """Counts open streams.
-
-    Attributes:
-        num_open: Number of open streams.
-    """
+    """Counts open streams."""
 
     def __init__(self, max_streams: int = 4096, max_streams_per_client: int = 1024) -> None:
         self.num_open = 0
@@ -53,10 +49,8 @@ class StreamLimits:
         self._open: Counter[str] = Counter()
 
     def take(self, client: str) -> Callable[[], None]:
-        """Count a stream of `client`; return a callable that releases it, to be called once.
-
-        Raises:
-            OverloadedError: A limit is reached.
+        """Count a stream of `client`; return a callable that releases it, to be called once. Raises OverloadedError if
+        a limit is reached.
         """
         if self.num_open >= self._max_streams:
             raise OverloadedError(
@@ -95,10 +89,7 @@ class CallLimits:
 
     def take(self, method: str) -> Callable[[], None] | None:
         """Count a call of the current caller; return a callable that releases it, or None if such calls are not
-        limited.
-
-        Raises:
-            OverloadedError: A limit is reached.
+        limited. Raises OverloadedError if a limit is reached.
         """
         if method in _COUNTED_AS_REQUESTS or method == _GET_STATUS:
             return None

@@ -62,11 +62,7 @@ class StreamSlots:
         return RequestStream(self, current_caller.get().name, messages)
 
     async def begin(self, stream: RequestStream[Any]) -> None:
-        """Wait until a stream may read its next message.
-
-        Raises:
-            OverloadedError: There is no slot for the stream.
-        """
+        """Wait until a stream may read its next message. Raises OverloadedError if there is no slot for the stream."""
         stream.waits_since = time.monotonic()
         if stream.client not in self._waiting and self._has_room(stream):
             self._take(stream)
@@ -184,7 +180,6 @@ class RequestStream(Generic[_MessageT]):
     """The requests of one call.
 
     Attributes:
-        client: The client that made the call.
         num_running: Number of requests that have arrived and not ended.
         waits_since: Time at which the stream began to wait for a slot.
         reads_since: Time at which the stream began to wait for its next message.
@@ -200,10 +195,8 @@ class RequestStream(Generic[_MessageT]):
         self._is_refused = False
 
     async def requests(self) -> AsyncIterator[tuple[_MessageT, Callable[[object], None]]]:
-        """Yield each request, with a callback to call when the request ends.
-
-        Raises:
-            OverloadedError: The stream was idle, and its memory is needed for others.
+        """Yield each request, with a callback to call when the request ends. Raises OverloadedError if the stream was
+        idle, and its memory is needed for others.
         """
         while True:
             try:

@@ -19,7 +19,6 @@ class ClientStream:
     """Pending output of one request for one client.
 
     Attributes:
-        request_id: The request's id.
         is_final: Whether the final chunk has arrived (it may still be pending).
         overflowed: Whether the stream was ended because the client reads too slowly.
     """

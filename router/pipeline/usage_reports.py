@@ -26,8 +26,6 @@ class UsageSeen:
 
     Attributes:
         at: Time of the report in which it was first seen.
-        num_requests: Number of requests.
-        num_tokens: Number of tokens.
     """
 
     at: float

@@ -46,11 +46,7 @@ class BodyBudget:
         return HeldBody(self, client)
 
     def add(self, client: str, num_bytes: int) -> None:
-        """Count bytes.
-
-        Raises:
-            OverloadedError: The budget is exhausted.
-        """
+        """Count bytes. Raises OverloadedError if the budget is exhausted."""
         if (
             self.num_bytes + num_bytes > _BODIES * self.max_body_bytes
             or self._by_client[client] + num_bytes > _BODIES_PER_CLIENT * self.max_body_bytes
@@ -78,11 +74,7 @@ class HeldBody:
         return self
 
     def add(self, num_bytes: int) -> None:
-        """Count more bytes of this body.
-
-        Raises:
-            OverloadedError: The budget for all bodies is exhausted.
-        """
+        """Count more bytes of this body. Raises OverloadedError if the budget for all bodies is exhausted."""
         self._budget.add(self._client, num_bytes)
         self._num_bytes += num_bytes
 

@@ -26,11 +26,9 @@ class BodyReader:
         self._threads = FairThreads(2, "bodies", num_per_client=1)
 
     async def read(self, request: Request, make: Callable[[Body], _T]) -> _T:
-        """Return the result of `make` for the parsed body; long bodies are parsed in a thread.
-
-        Raises:
-            InvalidArgumentError: The body is too large, or is not a JSON object.
-            OverloadedError: Too many bytes of request bodies are in memory.
+        """Return the result of `make` for the parsed body; long bodies are parsed in a thread. Raises
+        InvalidArgumentError if the body is too large, or is not a JSON object, or OverloadedError if too many bytes of
+        request bodies are in memory.
         """
         limit, data = self._budget.max_body_bytes, bytearray()
         with self._budget.hold(current_caller.get().name) as held:

@@ -27,11 +27,8 @@ def add_image(turn: pb.ChatMessage, data: bytes) -> None:
 
 
 def image_of_url(url: str, field: str) -> bytes:
-    """Return the image file in a data URL.
-
-    Raises:
-        InvalidArgumentError: The URL is not valid base64.
-        UnsupportedError: The image is somewhere else.
+    """Return the image file in a data URL. Raises InvalidArgumentError if the URL is not valid base64, or
+    UnsupportedError if the image is somewhere else.
     """
     if not url.startswith("data:"):
         raise UnsupportedError("must be a data: URL with the image in base64; URLs are not fetched", field=field)
@@ -42,11 +39,7 @@ def image_of_url(url: str, field: str) -> bytes:
 
 
 def image_of_base64(data: str, field: str) -> bytes:
-    """Return the image file in `data`.
-
-    Raises:
-        InvalidArgumentError: `data` is not valid base64.
-    """
+    """Return the image file in `data`. Raises InvalidArgumentError if `data` is not valid base64."""
     try:
         return base64.b64decode(data, validate=True)
     except ValueError:

@@ -234,10 +234,7 @@ MESSAGES: Table = {
 RESPONSES: Table = {
     "model": ("works", "the served model, or a loaded adapter"),
     "input": ("works", "text, or items"),
-    "input.type": (
-        "works",
-        "message, reasoning, function and custom tool calls and their outputs; others are refused",
-    ),
+    "input.type": ("works", "message, reasoning, function and custom tool calls and their outputs; others are refused"),
     "input.role": ("works", "developer becomes system if the template does not support it"),
     "input.content": ("works", "text, including the text of reasoning items, and images"),
     "input.content.type": ("works", "text, input_image; others are refused"),
@@ -453,11 +450,8 @@ _INDEX = re.compile(r"\[\d+\]")
 
 def check_fields(body: Body, table: Table, types: Types | None = None, opaque: tuple[str, ...] = _OPAQUE) -> None:
     """Check that every object in a body, except those inside `opaque` fields, has one of `types`, and that every field
-    is in `table` and not refused.
-
-    Raises:
-        InvalidArgumentError: A field is unknown.
-        UnsupportedError: A type is not supported, or a field is refused.
+    is in `table` and not refused. Raises InvalidArgumentError if a field is unknown, or UnsupportedError if a type is
+    not supported, or a field is refused.
     """
     fields = [(path, _INDEX.sub("", path), value) for path, value in _paths(body.fields, "", opaque)]
     # The types come first: an object of another type has other fields.
@@ -476,10 +470,8 @@ def check_fields(body: Body, table: Table, types: Types | None = None, opaque: t
 def ignored_fields(body: Body, table: Table) -> list[str]:
     """Return the fields of a body that have no effect; call this after the body was read.
 
-    Supported fields may have no effect in combination with others, such as `tool_choice` without tools.
-
-    Raises:
-        InvalidArgumentError: A field is unknown.
+    Supported fields may have no effect in combination with others, such as `tool_choice` without tools. Raises
+    InvalidArgumentError if a field is unknown.
     """
     ignored: dict[str, None] = {}
     for path in body.unread():

@@ -202,10 +202,7 @@ class HttpPort:
         """Bind the port.
 
         Args:
-            app: The ASGI application.
-            host: Address to listen on.
             port: 0 selects a free one, stored in `self.port`.
-            tls: Certificates for HTTPS; None for plain HTTP.
             max_open_files: The process's open-file limit; connections use at most half of it.
             head_timeout_s: Time limit to receive a request's head.
             body_timeout_s: Time limit to receive its body.

@@ -26,11 +26,8 @@ _Scan = Callable[[str, int], tuple[object, int]]
 
 
 def parse_long_json(data: bytes) -> object:
-    """Return the JSON value in `data`.
-
-    Raises:
-        ValueError: `data` is not JSON, or has too many values.
-        RecursionError: It is nested too deeply.
+    """Return the JSON value in `data`. Raises ValueError if `data` is not JSON, or has too many values, or
+    RecursionError if it is nested too deeply.
     """
     if data.count(b",") + data.count(b"[") + data.count(b"{") <= _MAX_SEPARATORS:
         return json.loads(data, parse_constant=refuse_constant)

@@ -53,9 +53,7 @@ class CompleteResponse(ComputedResponse):
     """A response without a stream."""
 
     def __init__(
-        self,
-        compute: Callable[[], Awaitable[Response]],
-        refusal: Callable[[MidstreamError], Response] = error_response,
+        self, compute: Callable[[], Awaitable[Response]], refusal: Callable[[MidstreamError], Response] = error_response
     ) -> None:
         """`refusal` returns the response to a request that failed."""
         super().__init__()

@@ -82,11 +82,8 @@ class StatusFeed:
 
     async def watch(self) -> AsyncGenerator[status_pb2.SystemStatus, None]:
         """Yield the current status, including block maps, once it is known, and then every new status; the caller may
-        modify the messages.
-
-        Raises:
-            OverloadedError: There are too many watchers.
-            UnavailableError: This router is draining.
+        modify the messages. Raises OverloadedError if there are too many watchers, or UnavailableError if this router
+        is draining.
         """
         seen = 0
         release = self._limits.take(current_caller.get().name)

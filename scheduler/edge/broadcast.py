@@ -13,11 +13,7 @@ ItemT = TypeVar("ItemT")
 
 
 class Broadcast(Generic[ItemT]):
-    """A bounded log of items, numbered from 1.
-
-    Attributes:
-        last_number: Number of the newest item.
-    """
+    """A bounded log of items, numbered from 1."""
 
     def __init__(self, max_kept: int) -> None:
         self.last_number = 0

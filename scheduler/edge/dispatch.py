@@ -81,9 +81,7 @@ class Dispatcher:
         free one. With `keys`, only workers whose keys it contains can connect.
 
         A worker may send at most `max_held_bytes` of tensors before a result. `clock` provides the times of events.
-
-        Raises:
-            OSError: The port is in use.
+        Raises OSError if the port is in use.
         """
         self._clock = clock or SteadyClock()
         self.num_malformed = 0
@@ -121,11 +119,7 @@ class Dispatcher:
             self.bind()
 
     def bind(self) -> None:
-        """Bind the port of a standby that has become active.
-
-        Raises:
-            OSError: The port is in use.
-        """
+        """Bind the port of a standby that has become active. Raises OSError if the port is in use."""
         address = f"{self._host}:{self.port}"
         try:
             self._socket.bind(f"tcp://{address}")
@@ -295,9 +289,7 @@ class Dispatcher:
         """Send a worker the epoch under which it has joined."""
         logger.info("worker group %s joined", effect.group_id, extra={"epoch": effect.epoch})
         registered = worker_pb2.Registered(
-            epoch=effect.epoch,
-            heartbeat_interval_ms=self._heartbeat_interval_ms,
-            timeout_ms=self._worker_timeout_ms,
+            epoch=effect.epoch, heartbeat_interval_ms=self._heartbeat_interval_ms, timeout_ms=self._worker_timeout_ms
         )
         self._epochs[effect.connection] = effect.epoch
         self._send_message(effect.connection, worker_pb2.SchedulerMessage(registered=registered))

@@ -57,9 +57,7 @@ class Engine:
     """One running scheduler.
 
     Attributes:
-        clock: The source of its times.
         core: The core; its state may be read, but changes only through events.
-        hub: The token feeds.
         kv_events: The latest KV events, as (group id, change), by sequence number.
         num_failed_events: Number of worker messages on which the core raised an exception.
         on_joined: Called with each worker's connection and epoch, after the worker was notified.
@@ -79,11 +77,7 @@ class Engine:
         """Run `core`.
 
         Args:
-            core: The requests and groups.
-            journal: Stores the requests.
-            dispatcher: Sends messages to the workers.
             observers: Called with each event and its effects.
-            clock: Source of the events' times.
             on_failure: Called when planning has failed, after which no request would progress.
         """
         self.clock = clock or SteadyClock()
@@ -160,10 +154,8 @@ class Engine:
             self._dispatcher.send_heartbeat_ack(event.connection, event.epoch)
 
     def submit(self, spec: RequestSpec, on_committed: Callable[[Accepted], None]) -> None:
-        """Submit a request; `on_committed` is called once it is committed to the journal.
-
-        Raises:
-            MidstreamError: It is rejected.
+        """Submit a request; `on_committed` is called once it is committed to the journal. Raises MidstreamError if it
+        is rejected.
         """
         answer: Accepted | None = None
         for effect in self.handle(Submitted(self.now_ns(), spec)):

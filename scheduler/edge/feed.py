@@ -25,8 +25,6 @@ class RequestLog:
 
     Attributes:
         num_committed: Number of committed output tokens of each sequence.
-        has_ended: Whether each sequence's end is committed.
-        is_over: Whether the request's end is committed.
         is_awaited: Whether its last reader was lost without detaching, and is expected to reconnect.
         num_expected: Number of readers that are expected because the request was submitted again.
     """
@@ -51,7 +49,6 @@ class Attachment:
         wants_perf_metrics: Whether the request asks for performance metrics; known once it is opened.
         cursors: Number of tokens sent, by sequence.
         num_outputs: Number of extra outputs sent, by sequence.
-        ends_sent: Whether each sequence's end was sent.
     """
 
     __slots__ = ("cursors", "ends_sent", "feed", "is_opened", "log", "num_outputs", "stream", "wants_perf_metrics")
@@ -82,7 +79,6 @@ class FeedHub:
             scheduler_epoch: The epoch to send with every batch.
             on_attach: Called with the id of a request that gained a reader.
             on_detach: Called with the id of a request that lost a reader.
-            clock: The source of the requests' times.
         """
         self.clock = clock
         self.scheduler_epoch = scheduler_epoch
@@ -178,7 +174,6 @@ class FeedHub:
         """Open a feed for a detokenizer.
 
         Args:
-            detokenizer_id: Its id.
             wake: Called when there is something new to collect.
             features: What it supports.
             flush: Called instead of `wake` when everything new has been published; collects it immediately.
@@ -233,10 +228,8 @@ class DetokenizerFeed:
         return is_first
 
     def attach(self, stream: int, request_id: str) -> None:
-        """Start to feed a request from its first token; reply with an error if the request is unknown.
-
-        Raises:
-            InvalidArgumentError: The stream number is in use.
+        """Start to feed a request from its first token; reply with an error if the request is unknown. Raises
+        InvalidArgumentError if the stream number is in use.
         """
         if stream in self._attachments:
             raise InvalidArgumentError(f"{stream} is already in use on this feed", field="attach.stream")

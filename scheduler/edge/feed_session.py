@@ -17,18 +17,10 @@ from scheduler.edge.kept_requests import KeptRequests
 
 
 class FeedSession:
-    """A session of one detokenizer, from its hello to its disconnection.
-
-    Attributes:
-        is_closed: Whether the detokenizer has disconnected.
-    """
+    """A session of one detokenizer, from its hello to its disconnection."""
 
     def __init__(
-        self,
-        engine: Engine,
-        kept: KeptRequests,
-        wake: Callable[[], None],
-        flush: Callable[[], None] | None = None,
+        self, engine: Engine, kept: KeptRequests, wake: Callable[[], None], flush: Callable[[], None] | None = None
     ) -> None:
         """Feed the requests of `engine` and `kept`; for `wake` and `flush` see `FeedHub.connect`."""
         self.is_closed = False
@@ -40,10 +32,8 @@ class FeedSession:
         self._feed: DetokenizerFeed | None = None
 
     def obey(self, command: scheduler_pb2.FeedCommand) -> None:
-        """Carry out a command.
-
-        Raises:
-            InvalidArgumentError: The command is out of order, or conflicts with an earlier one.
+        """Carry out a command. Raises InvalidArgumentError if the command is out of order, or conflicts with an earlier
+        one.
         """
         kind, feed = command.WhichOneof("command"), self._feed
         if feed is None:

@@ -67,7 +67,6 @@ class Images:
     """The images of one scheduler.
 
     Attributes:
-        num_encoded: Number of images that workers encoded.
         num_cached: Number of calls answered from the cache, or by an encoding that was in progress.
     """
 
@@ -85,13 +84,9 @@ class Images:
         """Start with an empty cache.
 
         Args:
-            groups: The current worker groups.
-            sender: Sends images to the groups.
-            hidden_size: Size of the model's embeddings.
             max_deaths: Number of workers that an image may cost.
             no_worker_timeout_s: How long an image waits if there is no worker.
             answer_timeout_s: Time within which a worker must encode an image.
-            cache_bytes: Limit on the size of the cached embeddings.
         """
         self.num_encoded = self.num_cached = 0
         self._groups, self._sender, self._hidden_size = groups, sender, hidden_size
@@ -112,10 +107,8 @@ class Images:
         return len(self._asked)
 
     async def encode(self, data: bytes) -> Response:
-        """Return the embeddings of an image.
-
-        Raises:
-            MidstreamError: The image is invalid, there is no worker for it, or too many images are waiting.
+        """Return the embeddings of an image. Raises MidstreamError if the image is invalid, there is no worker for it,
+        or too many images are waiting.
         """
         if not 0 < len(data) <= MAX_IMAGE_BYTES:
             raise InvalidArgumentError(f"has {len(data)} bytes; must have 1 to {MAX_IMAGE_BYTES}", field="data")
@@ -205,11 +198,8 @@ class Images:
     @contextlib.asynccontextmanager
     async def _free_group(self) -> AsyncIterator[WorkerGroup]:
         """Wait for a worker that encodes no image, and yield the one with the most free rows. Workers that are held off
-        are not asked, and those on trial only if there are no others.
-
-        Raises:
-            UnavailableError: There is no worker.
-            UnsupportedError: The workers encode no images.
+        are not asked, and those on trial only if there are no others. Raises UnavailableError if there is no worker, or
+        UnsupportedError if the workers encode no images.
         """
         loop = asyncio.get_running_loop()
         give_up_at = math.inf
@@ -239,10 +229,8 @@ class Images:
             self._freed.set()
 
     async def _ask(self, group: WorkerGroup, data: bytes) -> Response | None:
-        """Return a worker's answer, or None if the worker is lost first.
-
-        Raises:
-            TimeoutError: It does not answer in time.
+        """Return a worker's answer, or None if the worker is lost first. Raises TimeoutError if it does not answer in
+        time.
         """
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._answer_timeout_s

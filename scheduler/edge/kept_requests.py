@@ -38,9 +38,7 @@ class KeptRequests:
         """Store requests that end from now on, and those from the journal that may not have been stored yet.
 
         Args:
-            documents: Where the requests are stored.
             engine: The engine that runs the requests; it has recovered the journal.
-            limits: Limits of the served model.
             model_fingerprint: Fingerprint of the served model; requests of another one cannot be restored.
         """
         self._documents = documents
@@ -69,11 +67,7 @@ class KeptRequests:
         return known.get(request_id)
 
     async def delete(self, request_id: str) -> None:
-        """End a request if it is running, and delete it.
-
-        Raises:
-            NotFoundError: No request with this id is kept.
-        """
+        """End a request if it is running, and delete it. Raises NotFoundError if no request with this id is kept."""
         request = await self.find(request_id)
         if request is None or not request.spec.keep_ns:
             raise NotFoundError(f"no request {request_id[:128]!r} is kept here")

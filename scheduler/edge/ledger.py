@@ -41,11 +41,7 @@ class Ledger:
         """Create a ledger; `run` writes its entries.
 
         Args:
-            documents: Where pages are stored.
-            engine: The engine that runs the requests.
             ended: Requests that had ended when the journal was read; the engine reports all others.
-            ttl_s: How long entries are stored.
-            model: Name of the served model.
         """
         self._documents = documents
         self._engine = engine

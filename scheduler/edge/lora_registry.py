@@ -73,10 +73,6 @@ class Adapters:
         """Start with the adapters from the journal.
 
         Args:
-            known: Adapters from the journal.
-            groups: The current worker groups.
-            sender: Sends commands to the groups.
-            journal: Stores loaded adapters.
             vocab_size: Vocabulary size of the model; virtual tokens have the ids that follow.
         """
         self._known = {adapter.name: adapter for adapter in known}
@@ -93,8 +89,6 @@ class Adapters:
         """Load an adapter on every worker, unless it is loaded already.
 
         Args:
-            name: The name that requests use.
-            path: The folder of the adapter.
             field: Prefix of the field names in errors.
 
         Raises:
@@ -120,11 +114,7 @@ class Adapters:
             raise type(error)(error.message, field=f"{field}{error.field}" if error.field else "") from None
 
     async def unload(self, name: str) -> None:
-        """Prevent new requests from naming an adapter.
-
-        Raises:
-            NotFoundError: The adapter is not loaded.
-        """
+        """Prevent new requests from naming an adapter. Raises NotFoundError if the adapter is not loaded."""
         adapter = self._known.pop(name, None)
         if adapter is None:
             raise NotFoundError(f"no adapter {name!r} is loaded", field="name")
@@ -134,10 +124,8 @@ class Adapters:
                 self._sender.send_unload_adapter(group.connection, group.epoch, adapter.fingerprint)
 
     async def resolve(self, request: generation_pb2.GenerateRequest) -> None:
-        """Replace the adapter names in a request by references to the adapters.
-
-        Raises:
-            MidstreamError: An adapter is unknown, of the wrong kind, or cannot be loaded from the given path.
+        """Replace the adapter names in a request by references to the adapters. Raises MidstreamError if an adapter is
+        unknown, of the wrong kind, or cannot be loaded from the given path.
         """
         if request.HasField("lora"):
             adapter = await self._find(request.lora.name, request.lora.path, "lora.")

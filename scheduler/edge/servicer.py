@@ -67,15 +67,9 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         """Serve `engine`.
 
         Args:
-            engine: The running scheduler.
-            adapters: Adapters that requests can name.
-            images: Has workers encode images.
             kept: Ended requests that are kept for a long time.
             ledger: Usage of ended requests; None if it is off.
             documents: Where routers store files and batches.
-            model: The served model.
-            limits: Limits of the model.
-            cell: Name of this scheduler's cell.
             policies: Names of the capacity policy, the batching type and the journal, for GetServerInfo.
             max_stored_bytes: Maximum bytes of documents that one owner may store.
             frames: Accepts frame connections of detokenizers and routers; None for gRPC only.
@@ -114,10 +108,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
     def submit_now(self, request: generation_pb2.GenerateRequest, on_committed: Callable[[Accepted], None]) -> bool:
         """Accept a request if nothing has to be awaited before that; return whether it was accepted.
 
-        `on_committed` is called once it is committed.
-
-        Raises:
-            MidstreamError: It is rejected.
+        `on_committed` is called once it is committed. Raises MidstreamError if it is rejected.
         """
         if request.keep_s or request.HasField("lora") or request.HasField("prompt_tuning"):
             return False

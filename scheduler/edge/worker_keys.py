@@ -27,10 +27,6 @@ class WorkerKeys:
     def __init__(self, secret_key: str, worker_keys: str) -> None:
         """Read the keys.
 
-        Args:
-            secret_key: File with the scheduler's key pair.
-            worker_keys: Folder with the workers' public keys.
-
         Raises:
             ConfigError: A key is missing, empty or damaged.
         """
@@ -45,10 +41,8 @@ class WorkerKeys:
 
     @classmethod
     def from_config(cls, config: SchedulerConfig) -> WorkerKeys | None:
-        """Return the keys set in the configuration; None if the port accepts any worker.
-
-        Raises:
-            ConfigError: Settings conflict, or a key is invalid.
+        """Return the keys set in the configuration; None if the port accepts any worker. Raises ConfigError if settings
+        conflict, or a key is invalid.
         """
         if config.curve:
             return cls(config.curve_secret_key, config.curve_worker_keys)

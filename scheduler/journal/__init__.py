@@ -92,7 +92,6 @@ class JournalContents:
     Attributes:
         scheduler_epoch: Epoch of this incarnation; greater than any before.
         requests: Kept requests: ended ones in the order of their ends, then the others, oldest first.
-        adapters: Loaded adapters.
     """
 
     scheduler_epoch: int
@@ -104,7 +103,6 @@ class Journal(ABC):
     """Storage of requests and their tokens.
 
     Attributes:
-        num_commits: Number of transactions since it was opened.
         num_damaged: Number of records that could not be read when it was opened, or were dropped because they followed
             such a record.
         num_lost: Number of times the journal was lost while in use, and was recreated from memory.

@@ -49,8 +49,6 @@ class Document:
     """A stored document.
 
     Attributes:
-        key: Its key.
-        data: Its contents.
         version: 1 when new, incremented by each put.
         created_ns: Unix time of its first put, in nanoseconds.
         expires_ns: Unix time of its expiry, in nanoseconds; None if it does not expire.
@@ -70,12 +68,7 @@ class Documents:
     """
 
     def __init__(self, store: DocumentStore, clock: SteadyClock) -> None:
-        """Create the interface; call `open` before use.
-
-        Args:
-            store: Where documents are stored; its methods are called by one thread.
-            clock: The clock that determines expiry.
-        """
+        """Create the interface; call `open` before use."""
         self._store, self._clock = store, clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="documents")
         self._expiry: asyncio.Task[None] | None = None
@@ -91,7 +84,6 @@ class Documents:
         """Store a document, replacing any document with the same key.
 
         Args:
-            key: The key of the document.
             data: The contents, at most 64 MiB.
             expires_ns: Unix time of its expiry, in nanoseconds; None if it does not expire.
             if_version: Store the document only if this is its current version; 0 means only if it does not exist, None
@@ -131,11 +123,9 @@ class Documents:
         """Return documents in order of their ids.
 
         Args:
-            kind: Kind of the documents.
             owner: Owner of the documents; None means any owner, for the service's own tasks.
             prefix: Prefix of their ids.
             after: Start after this key (before it if `is_descending`); it need not exist.
-            limit: Maximum number of documents to return.
             is_descending: Whether to list from the last id to the first.
         """
         query = Query(kind, owner, prefix, after, limit, is_descending)

@@ -85,7 +85,6 @@ class LogStore(Store):
         """Prepare the store; `take_over` opens it.
 
         Args:
-            folder: The log's folder.
             predecessor: A journal in SQLite, whose contents are moved into the log if there is no log yet.
             segment_bytes: Size of a segment; one record may exceed it.
             slack_bytes: Bytes that the log may have in addition to twice the live bytes.

@@ -136,11 +136,7 @@ class LogFolder:
                 raise LostError(f"{path} was replaced while it was in use")
 
     def __enter__(self) -> None:
-        """Take the lock.
-
-        Raises:
-            JournalError: Another process holds it for too long.
-        """
+        """Take the lock. Raises JournalError if another process holds it for too long."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -57,7 +57,6 @@ def connect(conninfo: str, name: str, schema: str) -> psycopg.Connection[tuple[o
     transaction.
 
     Args:
-        conninfo: Connection string for libpq.
         name: Name of the connection in the server's views.
         schema: Statements that create the tables.
     """

@@ -79,7 +79,6 @@ class Replayed:
     """The result of reading all rows.
 
     Attributes:
-        requests: Requests by number.
         num_damaged: Number of rows that could not be read, and of commits after the first such row.
         num_foreign: Number of requests of another model, which are left out.
     """

@@ -33,11 +33,7 @@ _WAL_HEADER_BYTES, _WAL_FRAME_HEADER_BYTES = 32, 24
 
 
 class SqliteStore(Store):
-    """A journal in one SQLite file, with its `-wal` and `-shm` files.
-
-    Attributes:
-        path: The file.
-    """
+    """A journal in one SQLite file, with its `-wal` and `-shm` files."""
 
     def __init__(self, path: Path) -> None:
         """Prepare the store; `take_over` opens it."""

@@ -87,11 +87,8 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, transaction: Transaction) -> None:
-        """Write the transaction atomically; return once it is durable.
-
-        Raises:
-            DeposedError: There is another writer now.
-            LostError: Earlier data was lost.
+        """Write the transaction atomically; return once it is durable. Raises DeposedError if there is another writer
+        now, or LostError if earlier data was lost.
         """
 
     @abstractmethod
@@ -105,11 +102,8 @@ class Store(ABC):
         return ()
 
     def begin_anew(self) -> None:
-        """Become the writer of a new, empty journal after a LostError.
-
-        Raises:
-            DeposedError: Another scheduler has done so.
-            JournalError: A journal of this kind cannot be started anew.
+        """Become the writer of a new, empty journal after a LostError. Raises DeposedError if another scheduler has
+        done so, or JournalError if a journal of this kind cannot be started anew.
         """
         raise JournalError("it is lost, and a journal of this kind cannot be started anew")
 

@@ -63,9 +63,7 @@ class ThreadedJournal(Journal):
 
         Args:
             store: The store to write to; its methods are called by one thread.
-            limits: Limits of the served model.
             model_fingerprint: Fingerprint of the served model; requests of another model are dropped.
-            clock: The scheduler's clock.
             documents: Where documents are stored; None means in memory.
         """
         self._clock = clock

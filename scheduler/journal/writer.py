@@ -68,7 +68,6 @@ class RowWriter:
     """Tracks what is already in the journal.
 
     Attributes:
-        num_compactions: Number of compactions.
         live_bytes: Approximate size of all requests' rows.
     """
 
@@ -85,10 +84,7 @@ class RowWriter:
 
         Args:
             kept: Contents of the journal when it was opened, by request id; compacted.
-            model_fingerprint: Fingerprint of the served model.
-            clock: The source of the requests' times.
             adapters: Sealed adapter records of the journal, by name.
-            folds_commits: See Store.
         """
         self._folds_commits = folds_commits
         self._adapters = dict(adapters)

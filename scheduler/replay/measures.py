@@ -164,10 +164,8 @@ def table(columns: dict[str, Measures]) -> Table:
 
 
 def plot(columns: dict[str, Measures], path: Path) -> None:
-    """Plot rows per step, queue, KV use and time to first token over time.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the file's format is unknown.
+    """Plot rows per step, queue, KV use and time to first token over time. Raises ConfigError if matplotlib is not
+    installed, or the file's format is unknown.
     """
     try:
         from matplotlib.figure import Figure

@@ -36,10 +36,8 @@ class Recorder:
     """Writes a recording."""
 
     def __init__(self, path: Path, started: pb.RecordingStarted, time_ns: int) -> None:
-        """Open the file, drop its last frame if that is incomplete, and record the start of a core.
-
-        Raises:
-            ConfigError: The file cannot be written, or is not a recording.
+        """Open the file, drop its last frame if that is incomplete, and record the start of a core. Raises ConfigError
+        if the file cannot be written, or is not a recording.
         """
         try:
             # Create the file first with `touch`: a recording contains prompts, so only its owner may read it.

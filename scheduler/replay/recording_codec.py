@@ -90,10 +90,8 @@ def encode_outcome(effects: TypingSequence[Effect], record: pb.Record) -> None:
 
 
 def decode_event(record: pb.Record) -> Event:
-    """Return the event in a record that is not a start record.
-
-    Raises:
-        ValueError: It contains no event that is known to this version.
+    """Return the event in a record that is not a start record. Raises ValueError if it contains no event that is known
+    to this version.
     """
     kind, time_ns = record.WhichOneof("event"), record.time_ns
     if kind == "turn":

@@ -57,7 +57,6 @@ def replay(path: Path, *, keep_outside: bool = False) -> Replay:
     """Replay a recording in a core of the same settings, up to the first difference.
 
     Args:
-        path: The file.
         keep_outside: Whether to collect the input of a simulation, which takes memory for every request.
 
     Raises:

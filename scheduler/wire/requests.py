@@ -51,7 +51,6 @@ def spec_from_proto(
 
     Args:
         request: The request, checked by a router: token ids, request id and seed are set.
-        limits: Limits of the served model.
         now_ns: Arrival time at the scheduler, where the timeout starts.
         arrival_ns: Arrival time at the router by the scheduler's clock; by default, the request's own, in wall-clock
             time.

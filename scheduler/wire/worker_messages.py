@@ -37,11 +37,6 @@ def decode_worker_message(
 ) -> WorkerEvent | worker_pb2.LoraResult | worker_pb2.StepOutputs | worker_pb2.ImageEncoded:
     """Return the event for a worker's message.
 
-    Args:
-        frame: A serialized WorkerMessage.
-        connection: The connection on which it arrived.
-        time_ns: Its arrival time.
-
     Raises:
         ValueError: The frame is not a WorkerMessage; WrongMessageError if it is an invalid one.
     """

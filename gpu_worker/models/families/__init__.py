@@ -60,7 +60,6 @@ def describe(
     """Return the description of the decoder that `config` (config.json) defines.
 
     Args:
-        config: Contents of config.json.
         max_attention_window: Upper limit of the tokens that a layer attends to; 0 means the model's own limit.
         sink_token_length: Number of first tokens that layers attend to in addition to their window.
 

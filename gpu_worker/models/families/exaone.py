@@ -42,8 +42,5 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
 
 EXAONE4 = Family(title="EXAONE 4", types=("exaone4",), read=_read)
 EXAONE_MIXTURE = Family(
-    title="K-EXAONE",
-    types=("exaone_moe",),
-    read=_read,
-    names=Names(correction="mlp.e_score_correction_bias"),
+    title="K-EXAONE", types=("exaone_moe",), read=_read, names=Names(correction="mlp.e_score_correction_bias")
 )

@@ -51,13 +51,10 @@ class Names:
         prefixes: Alternatives to the leading `model.`, used when this model is part of a multimodal one.
         qkv: One name each, or one for a matrix of all three.
         gate_up: Names of the gate and up matrices, or one name for both.
-        ffn_norm: Norm before the feed-forward network.
-        attention_output_norm, ffn_output_norm: Norms after attention and after the feed-forward network.
         expert_gate_up, expert_down: {} is the expert's index, unless all experts are stacked.
         experts: Whether each expert has its own tensors [outputs, inputs], or all are stacked in one tensor: [experts,
             inputs, outputs] with gate before up or with both interleaved, or [experts, outputs, inputs].
         recurrent_prefix: Prefix of the tensors of the layer that replaces attention.
-        shared_prefix: Prefix of the matrices of the shared expert.
         shared_gate_up: Like `gate_up`; without a gate, only the last name is used.
     """
 
@@ -103,10 +100,8 @@ class Family:
     """Models whose config.json is read in the same way.
 
     Attributes:
-        title: Common name.
         types: Values of `model_type` in config.json.
         read: Converts config.json to a description.
-        reads_gguf: Whether GGUF files are supported.
     """
 
     title: str
@@ -134,10 +129,8 @@ class Settings:
         return default if value is None else value
 
     def size(self, name: str, *others: str, default: int | None = None) -> int:
-        """Return a positive integer: the setting under the first of these names that is set.
-
-        Raises:
-            ConfigError: The setting is missing, not a positive integer, or a number of layers that is too large.
+        """Return a positive integer: the setting under the first of these names that is set. Raises ConfigError if the
+        setting is missing, not a positive integer, or a number of layers that is too large.
         """
         found = next((key for key in (name, *others) if self._values.get(key) is not None), name)
         value = self.get(found, default)
@@ -148,21 +141,15 @@ class Settings:
         return value
 
     def count(self, name: str, default: int) -> int:
-        """Return an integer that is not negative.
-
-        Raises:
-            ConfigError: The setting is not such an integer.
-        """
+        """Return an integer that is not negative. Raises ConfigError if the setting is not such an integer."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ConfigError(f"config.json: {name} must be an integer of at least 0; got {value!r}", field="model")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a finite number.
-
-        Raises:
-            ConfigError: The setting is missing and has no default, or it is not a finite number.
+        """Return a finite number. Raises ConfigError if the setting is missing and has no default, or it is not a
+        finite number.
         """
         value = self.get(name, default)
         if not _is_number(value):
@@ -170,10 +157,8 @@ class Settings:
         return float(value)
 
     def positive(self, name: str, default: float | None = None) -> float:
-        """Return a positive number.
-
-        Raises:
-            ConfigError: The setting is missing and has no default, or it is not a positive number.
+        """Return a positive number. Raises ConfigError if the setting is missing and has no default, or it is not a
+        positive number.
         """
         value = self.number(name, default)
         if value <= 0:
@@ -181,10 +166,8 @@ class Settings:
         return value
 
     def numbers(self, name: str, count: int, default: Sequence[float] | None = None) -> list[float]:
-        """Return a list of numbers.
-
-        Raises:
-            ConfigError: The setting is missing and has no default, or it is not a list of `count` finite numbers.
+        """Return a list of numbers. Raises ConfigError if the setting is missing and has no default, or it is not a
+        list of `count` finite numbers.
         """
         values = self.get(name, default)
         if not isinstance(values, list | tuple) or len(values) != count or not all(map(_is_number, values)):
@@ -192,22 +175,14 @@ class Settings:
         return [float(value) for value in values]
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a boolean.
-
-        Raises:
-            ConfigError: The setting is not a boolean.
-        """
+        """Return a boolean. Raises ConfigError if the setting is not a boolean."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise ConfigError(f"config.json: {name} must be true or false; got {value!r}", field="model")
         return value
 
     def indices(self, name: str, default: Iterable[int] = ()) -> frozenset[int]:
-        """Return the indices of some of the layers.
-
-        Raises:
-            ConfigError: The setting is not a list of integers.
-        """
+        """Return the indices of some of the layers. Raises ConfigError if the setting is not a list of integers."""
         values = self.get(name)
         if values is None:
             return frozenset(default)
@@ -216,10 +191,8 @@ class Settings:
         return frozenset(values)
 
     def group(self, name: str) -> Mapping[str, Any]:
-        """Return an object of config.json; an empty one if the setting is missing or null.
-
-        Raises:
-            ConfigError: The setting is not an object.
+        """Return an object of config.json; an empty one if the setting is missing or null. Raises ConfigError if the
+        setting is not an object.
         """
         value = self.get(name, {})
         if not isinstance(value, Mapping):
@@ -227,10 +200,8 @@ class Settings:
         return value
 
     def layers(self, name: str) -> list[Any] | None:
-        """Return a list with one entry per layer; None if the setting is missing or empty.
-
-        Raises:
-            ConfigError: The list has another length.
+        """Return a list with one entry per layer; None if the setting is missing or empty. Raises ConfigError if the
+        list has another length.
         """
         values = self.get(name)
         if values is None or values == []:
@@ -252,11 +223,8 @@ class Settings:
 
 
 def plain(s: Settings, **changes: Any) -> DecoderDescription:
-    """Return the description of a Llama-like decoder with some changes.
-
-    Raises:
-        UnsupportedError: The activation or rope type is not supported.
-        ConfigError: A setting is missing or invalid.
+    """Return the description of a Llama-like decoder with some changes. Raises UnsupportedError if the activation or
+    rope type is not supported, or ConfigError if a setting is missing or invalid.
     """
     num_heads, hidden_size = s.size("num_attention_heads"), s.size("hidden_size")
     num_layers = s.size("num_hidden_layers")
@@ -285,11 +253,7 @@ def plain(s: Settings, **changes: Any) -> DecoderDescription:
 
 
 def activation_of(name: object) -> Activation:
-    """Return an activation, given its name in transformers.
-
-    Raises:
-        UnsupportedError: It is not supported.
-    """
+    """Return an activation, given its name in transformers. Raises UnsupportedError if it is not supported."""
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise UnsupportedError(f"activation {name!r} of config.json is not supported", field="model")
     return _ACTIVATIONS[name]
@@ -300,10 +264,7 @@ def rotary_of(s: Settings, head_dim: int, *, part: float | None = None, is_inter
     `rope_scaling`.
 
     Args:
-        s: The settings.
-        head_dim: Size of a head.
         part: Default of the fraction of a head that is rotated; None if the family rotates whole heads.
-        is_interleaved: See `Rotary`.
 
     Raises:
         UnsupportedError: The `rope_type` is not supported, or the family has no partial rotary embedding.
@@ -318,10 +279,8 @@ def rotary_of(s: Settings, head_dim: int, *, part: float | None = None, is_inter
 
 
 def checked_rotary(rope: Mapping[str, Any], dim: int, head_dim: int, *, is_interleaved: bool = False) -> Rotary:
-    """Return a rotary embedding of `dim` elements with settings that `rope_of` made.
-
-    Raises:
-        ConfigError: The settings do not fit the size.
+    """Return a rotary embedding of `dim` elements with settings that `rope_of` made. Raises ConfigError if the settings
+    do not fit the size.
     """
     if dim % 2 or not 0 < dim <= head_dim:
         raise ConfigError(
@@ -334,11 +293,8 @@ def checked_rotary(rope: Mapping[str, Any], dim: int, head_dim: int, *, is_inter
 
 
 def rope_of(s: Settings, settings: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
-    """Return one set of rotary settings, with defaults for missing ones.
-
-    Raises:
-        UnsupportedError: The `rope_type` is not supported.
-        ConfigError: A setting is missing or invalid.
+    """Return one set of rotary settings, with defaults for missing ones. Raises UnsupportedError if the `rope_type` is
+    not supported, or ConfigError if a setting is missing or invalid.
     """
     given = Settings(settings)
     kind = given.get("rope_type", given.get("type", "default"))
@@ -365,11 +321,8 @@ def rope_of(s: Settings, settings: Mapping[str, Any], theta: float = 10000.0) ->
 
 def windows_of(s: Settings, window: object, kinds: list[Any] | None) -> tuple[int | None, ...]:
     """Return each layer's window according to its kind in `layer_types`; if there are no kinds, all layers have the
-    window.
-
-    Raises:
-        ConfigError: The window is not a positive number.
-        UnsupportedError: A layer is of another kind.
+    window. Raises ConfigError if the window is not a positive number, or UnsupportedError if a layer is of another
+    kind.
     """
     num_layers = s.size("num_hidden_layers")
     kinds = ["sliding_attention"] * num_layers if kinds is None else kinds

@@ -102,8 +102,7 @@ def _every(s: Settings, pattern: int) -> list[str]:
 
 
 _AROUND = Names(
-    prefixes=("model.", "model.language_model.", "language_model.model."),
-    ffn_norm="pre_feedforward_layernorm",
+    prefixes=("model.", "model.language_model.", "language_model.model."), ffn_norm="pre_feedforward_layernorm"
 )
 GEMMA = Family(title="Gemma", types=("gemma",), read=_read_gemma)
 GEMMA2 = Family(title="Gemma 2", types=("gemma2",), read=_read_gemma2, names=_AROUND)

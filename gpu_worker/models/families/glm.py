@@ -16,11 +16,7 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config, head_dim=128, rms_norm_eps=1.5625e-7)
     rotary = rotary_of(s, s.size("head_dim"), part=_ROTATED_PART, is_interleaved=True)
     is_around = s.get("model_type") == "glm4"
-    return plain(
-        s,
-        rotary=(rotary,) * s.size("num_hidden_layers"),
-        norm_place="around" if is_around else "before",
-    )
+    return plain(s, rotary=(rotary,) * s.size("num_hidden_layers"), norm_place="around" if is_around else "before")
 
 
 def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:

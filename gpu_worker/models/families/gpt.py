@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpu_worker.models.description import DecoderDescription
-from gpu_worker.models.families.family import (
-    Family,
-    Names,
-    Settings,
-    activation_of,
-    plain,
-    rotary_of,
-    windows_of,
-)
+from gpu_worker.models.families.family import Family, Names, Settings, activation_of, plain, rotary_of, windows_of
 
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "has_norm_bias": True, "has_attention_bias": None}
 

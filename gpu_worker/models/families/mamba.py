@@ -142,10 +142,8 @@ def _mamba_of(s: Settings) -> Mamba:
 
 
 def _mixers(s: Settings, kinds: Sequence[object]) -> tuple[Mamba | None, ...]:
-    """Return the layers that replace attention, according to the kinds of layers.
-
-    Raises:
-        UnsupportedError: A layer is neither Mamba 2 nor attention.
+    """Return the layers that replace attention, according to the kinds of layers. Raises UnsupportedError if a layer is
+    neither Mamba 2 nor attention.
     """
     mamba, names = _mamba_of(s), [_OTHER_NAMES.get(str(kind), str(kind)) for kind in kinds]
     check_kinds(names, {"mamba", "attention"})
@@ -188,11 +186,7 @@ def _read_bamba(config: Mapping[str, Any]) -> DecoderDescription:
     num_layers, with_attention = s.size("num_hidden_layers"), s.indices("attn_layer_indices")
     kinds = ["attention" if i in with_attention else "mamba" for i in range(num_layers)]
     head_dim = s.size("head_dim", default=s.size("hidden_size") // s.size("num_attention_heads"))
-    return plain(
-        s,
-        rotary=(rotary_of(s, head_dim, part=0.5),) * num_layers,
-        recurrent=_mixers(s, kinds),
-    )
+    return plain(s, rotary=(rotary_of(s, head_dim, part=0.5),) * num_layers, recurrent=_mixers(s, kinds))
 
 
 def _read_falcon(config: Mapping[str, Any]) -> DecoderDescription:
@@ -272,9 +266,4 @@ BAMBA = Family(
         recurrent_prefix="mamba.",
     ),
 )
-FALCON_H1 = Family(
-    title="Falcon-H1",
-    types=("falcon_h1",),
-    read=_read_falcon,
-    names=BAMBA.names,
-)
+FALCON_H1 = Family(title="Falcon-H1", types=("falcon_h1",), read=_read_falcon, names=BAMBA.names)

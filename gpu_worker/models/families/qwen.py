@@ -55,10 +55,7 @@ def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
         has_shared_gate=is_qwen2,
     )
     d = plain(
-        s,
-        windows=_mixture_windows(s, config),
-        qk_norm=None if is_qwen2 else "head",
-        mixtures=_sparse(s, experts),
+        s, windows=_mixture_windows(s, config), qk_norm=None if is_qwen2 else "head", mixtures=_sparse(s, experts)
     )
     return replace(d, has_attention_bias=None) if is_qwen2 else d
 
@@ -119,10 +116,7 @@ QWEN_MIXTURE = Family(
     names=Names(shared_prefix="mlp.shared_expert."),
 )
 QWEN_NEXT = Family(
-    title="Qwen 3 Next",
-    types=("qwen3_next",),
-    read=_read_next,
-    names=Names(shared_prefix="mlp.shared_expert."),
+    title="Qwen 3 Next", types=("qwen3_next",), read=_read_next, names=Names(shared_prefix="mlp.shared_expert.")
 )
 QWEN3_5 = Family(
     title="Qwen 3.5",

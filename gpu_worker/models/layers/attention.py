@@ -20,7 +20,6 @@ class PagedTokens:
 
     Attributes:
         keys, values: [num_blocks, tokens_per_block, num_kv_heads, head_dim].
-        scales: Scales of quantized keys and values.
         slot_mapping, block_tables, query_starts, context_lens: The same as in `ForwardInputs`.
         window, chunk, max_queries: Limits of attention, as in `kernels.paged_attention`.
     """

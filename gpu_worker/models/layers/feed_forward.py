@@ -74,13 +74,7 @@ class Experts:
                 experts[i] = FeedForward(next(views), next(views), expert.activation, is_gated=expert.is_gated)
 
     def __call__(
-        self,
-        x: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        *,
-        weighs_input: bool,
-        add_lora: AddExpertLora | None = None,
+        self, x: Tensor, chosen: Tensor, weights: Tensor, *, weighs_input: bool, add_lora: AddExpertLora | None = None
     ) -> Tensor:
         """Return the weighted sum [M, hidden_size] of the chosen experts' outputs.
 
@@ -89,7 +83,6 @@ class Experts:
             chosen: int64 [M, num_active].
             weights: Float32 [M, num_active].
             weighs_input: Whether a weight multiplies its expert's input instead of the output.
-            add_lora: Adds the outputs of LoRA adapters.
         """
         num_active, experts, first = chosen.shape[1], chosen.flatten().int(), self._experts[0]
         if weighs_input:
@@ -166,7 +159,6 @@ class MixtureLayer:
     Attributes:
         router: Float32 router, computed in float32.
         correction: Float32 [num_experts], added to the scores when choosing experts.
-        shared: The shared expert, applied to every row.
         shared_gate: [1, hidden_size]; the sigmoid of its output scales the shared expert's output.
     """
 
@@ -204,7 +196,6 @@ def choose_experts(logits: Tensor, d: Mixture, correction: Tensor | None = None)
 
     Args:
         logits: Float32 [M, num_experts].
-        d: Description of the router.
         correction: Float32 [num_experts], added to the scores only to choose the experts.
     """
     wide = logits.double()

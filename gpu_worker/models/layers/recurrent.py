@@ -42,13 +42,6 @@ def pieces_of(
     """Split a step's tokens at block boundaries, ordered so that each state is written before it is read.
 
     A sequence may start at the end of a block that another sequence computes in the same step.
-
-    Args:
-        query_starts: As in `ForwardInputs`.
-        context_lens: Number of positions of each sequence so far, as in `ForwardInputs`.
-        block_tables: Blocks of each sequence, as in `ForwardInputs`.
-        tokens_per_block: Number of tokens in a block.
-        device: Device of the states.
     """
     starts, lengths, tables = query_starts.tolist(), context_lens.tolist(), block_tables.tolist()
     # (index of the block in its table, first token, number of tokens, source, target, whether the piece is the first)

@@ -25,7 +25,6 @@ def rotary_table(
     Args:
         rope: `rope_theta`, and `rope_type` with its settings as in config.json.
         dim: Number of elements of a head that are rotated.
-        num_positions: Number of rows of the table.
         factors: Divisors of the frequencies, [dim / 2], which replace `rope`'s own scaling; GGUF files store them.
 
     Raises:

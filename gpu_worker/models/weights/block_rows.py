@@ -12,10 +12,8 @@ _ZERO_BITS = 9
 
 
 def blocks_per_scale(scale: Tensor, num_columns: int) -> Tensor:
-    """Expand scales [N, groups], which cover equal numbers of columns, to one scale per block: [N, blocks].
-
-    Raises:
-        ValueError: The group size is not a multiple of the block size.
+    """Expand scales [N, groups], which cover equal numbers of columns, to one scale per block: [N, blocks]. Raises
+    ValueError if the group size is not a multiple of the block size.
     """
     num_blocks = -(-num_columns // BLOCK)
     if scale.shape[1] in (1, num_blocks):
@@ -35,7 +33,6 @@ def int4_weight(levels: Tensor, scale: Tensor, zero: Tensor, input_order: Tensor
         levels: uint8 [N, K], at most 15.
         scale: [N, groups]; 16-bit floats are kept exactly, float32 numbers with the first 15 bits of the mantissa.
         zero: Integers [N, groups], 0 to 16.
-        input_order: Order of the columns.
     """
     num_columns = levels.shape[1]
     words = blocks_per_scale(scale.float(), num_columns).contiguous().view(torch.int32)

@@ -36,8 +36,6 @@ class DecoderWeights:
         """Open the files.
 
         Args:
-            folder: The model.
-            description: Description of the model, read from its configuration.
             weights: Storage format of matrices: f32, bf16, int8, q4, or auto for the format of the file.
 
         Raises:

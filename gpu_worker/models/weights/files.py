@@ -21,11 +21,7 @@ from gpu_worker.models.weights.weight import Weight, WeightFormat
 from midstream.errors import ConfigError
 from midstream.model.prepare.gguf_file import read_gguf_head
 
-_GGUF_TOP = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
+_GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _GGUF_LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -76,7 +72,6 @@ class SafetensorsFiles:
         """Map the files into memory.
 
         Args:
-            paths: The files.
             scheme: Quantization scheme from config.json; None if the files are not quantized.
 
         Raises:
@@ -97,11 +92,8 @@ class SafetensorsFiles:
         return name in self._owners or (name.endswith(".weight") and is_packed(self._module(name)))
 
     def matrix(self, name: str) -> Weight:
-        """Return a matrix; float16 is converted to float32, which represents it exactly.
-
-        Raises:
-            ConfigError: The matrix is missing or damaged.
-            UnsupportedError: Its quantization is not supported.
+        """Return a matrix; float16 is converted to float32, which represents it exactly. Raises ConfigError if the
+        matrix is missing or damaged, or UnsupportedError if its quantization is not supported.
         """
         module = self._module(name)
         if is_packed(module):
@@ -151,7 +143,6 @@ class GgufFile:
         """Map the file into memory.
 
         Args:
-            path: The file.
             permuted_heads: Numbers of heads and KV heads if the rotary pairs of q and k are stored next to each other
                 (architecture llama) instead of half a head apart.
 

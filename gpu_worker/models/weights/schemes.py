@@ -22,12 +22,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The contents of `quantization_config`.
-
-    Attributes:
-        method: `quant_method`.
-        settings: All of its settings.
-    """
+    """The contents of `quantization_config`."""
 
     method: str
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -30,9 +30,7 @@ class RequestTimes:
     """Measurements of one request; times are in seconds from the start of the run.
 
     Attributes:
-        started: Time at which the request was sent.
         arrivals: Time of each chunk with tokens, and the number of its tokens.
-        num_prompt_tokens: Length of the prompt.
         error: Name of the gRPC status; empty if the request succeeded.
     """
 
@@ -70,10 +68,7 @@ async def run_workload(
 
     Args:
         addresses: Routers, used in round-robin order.
-        workload: The requests to send.
         request_rate: Poisson arrivals per second; None sends as fast as the workload's concurrency allows.
-        seed: Seed for the arrival times.
-        credentials: Credentials for the routers.
         on_tokens: Called with the number of tokens of each chunk, for progress.
 
     Raises:

@@ -20,7 +20,6 @@ class Summary:
         tokens_per_s: Output tokens (or prompt tokens, for prefill) per second of the run.
         ttft_ms: Time to first token at p50 and p99.
         inter_token_ms: Gap between tokens of one stream at p50 and p99; tokens of one chunk share its gap evenly.
-        num_failed: Number of requests that failed.
     """
 
     workload: str
@@ -91,10 +90,8 @@ def write_json(summaries: Sequence[Summary], path: Path) -> None:
 
 
 def plot(results: Sequence[RunResult], path: Path) -> None:
-    """Plot the number of received tokens over time for each run, as PNG or SVG according to the file extension.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed (extra `plots`).
+    """Plot the number of received tokens over time for each run, as PNG or SVG according to the file extension. Raises
+    ModuleNotFoundError if matplotlib is not installed (extra `plots`).
     """
     import matplotlib as mpl
 

@@ -18,7 +18,6 @@ class BenchRequest:
     """One request to send.
 
     Attributes:
-        token_ids: The prompt.
         max_tokens: Exact number of tokens to generate.
     """
 
@@ -31,9 +30,6 @@ class Workload:
     """A set of requests, and how many of them run concurrently.
 
     Attributes:
-        name: Name in the tables.
-        requests: The requests, in order of arrival.
-        concurrency: Maximum number of requests in flight.
         counts_input: Whether throughput counts prompt tokens instead of output tokens.
     """
 

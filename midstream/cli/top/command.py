@@ -62,10 +62,8 @@ async def _watch(arguments: argparse.Namespace, console: Console) -> None:
 
 
 async def follow(client: AsyncClient, board: Board) -> None:
-    """Keep the board up to date, using any router that responds.
-
-    Raises:
-        MidstreamError: The service rejected the call.
+    """Keep the board up to date, using any router that responds. Raises MidstreamError if the service rejected the
+    call.
     """
     while True:
         is_first = True

@@ -30,8 +30,6 @@ class TensorEntry:
 
     Attributes:
         shape: Sizes with the fastest dimension first: (columns, rows).
-        type: GGML type number.
-        offset: Offset of its first byte in the file.
     """
 
     name: str
@@ -49,10 +47,8 @@ class GgufHead:
 
 
 def read_gguf_head(path: Path) -> GgufHead:
-    """Read the metadata and the tensor table of `path`.
-
-    Raises:
-        ConfigError: The file is not GGUF, has an unknown version, or is damaged.
+    """Read the metadata and the tensor table of `path`. Raises ConfigError if the file is not GGUF, has an unknown
+    version, or is damaged.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -35,11 +35,8 @@ def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> No
 
     Sampling parameters that the file recommends (`general.sampling.*`) override those of `sampling`.
 
-    model.gguf is a hard link to `gguf_file` if the file system allows it, otherwise a copy.
-
-    Raises:
-        ConfigError: The file is not GGUF, or is damaged.
-        UnsupportedError: The file's architecture or tokenizer is not supported.
+    model.gguf is a hard link to `gguf_file` if the file system allows it, otherwise a copy. Raises ConfigError if the
+    file is not GGUF, or is damaged, or UnsupportedError if the file's architecture or tokenizer is not supported.
     """
     head = read_gguf_head(gguf_file)
     metadata = head.metadata

@@ -48,9 +48,6 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
     """A call, from its headers until both sides have ended it.
 
     Attributes:
-        number: Number of the stream.
-        head: The client's headers.
-        messages: The client's messages.
         window: Number of bytes that the client lets this call send.
         room: Number of bytes that this call lets the client send.
         unsent: Bytes of messages that wait for the window or the socket.

@@ -67,7 +67,6 @@ class Connection(asyncio.Protocol):
     """A connection.
 
     Attributes:
-        limits: Limits of the server.
         peer: The client's address in gRPC's format.
         auth_context: What TLS says about the client.
         calls: Calls that have not ended on both sides, by stream.

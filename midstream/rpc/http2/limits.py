@@ -10,12 +10,9 @@ class Limits:
     """Limits of a server; sizes in bytes.
 
     Attributes:
-        max_receive_bytes: Maximum size of a received message.
-        max_send_bytes: Maximum size of a sent message.
         max_concurrent_streams: Maximum number of concurrent calls on one connection.
         max_metadata_bytes: Maximum size of a call's metadata, counted as in HTTP/2.
         max_connections: Maximum number of connections; further ones are closed at once.
-        max_connections_per_address: Maximum number of connections from one address.
         handshake_timeout_s: Time for TLS, and then for the client's first frames.
         keepalive_s: Time without data after which the peer is pinged.
         keepalive_timeout_s: Time for the reply to a ping.

@@ -69,17 +69,12 @@ class Messages(AsyncIterator[Any]):
         return size is not None and size <= self._max_bytes and len(self._buffer) >= _HEAD.size + size
 
     async def __anext__(self) -> Any:
-        """Return the next message.
-
-        Raises:
-            StopAsyncIteration: There is none.
-        """
+        """Return the next message. Raises StopAsyncIteration if there is none."""
         while True:
             size = self._size()
             if size is not None and size > self._max_bytes:
                 await self._refuse(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    f"{_TOO_LARGE} ({size} bytes, the limit is {self._max_bytes})",
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_TOO_LARGE} ({size} bytes, the limit is {self._max_bytes})"
                 )
             if size is not None and len(self._buffer) >= _HEAD.size + size:
                 return await self._take(size)

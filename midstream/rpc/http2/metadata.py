@@ -31,10 +31,7 @@ _NAME = re.compile(rb"[0-9a-z!#$%&'*+.^_`|~-]+")
 _KEY = re.compile(rb"[0-9a-z_.-]+")
 _VALUE = re.compile(rb"[\x20-\x7e]*")
 
-_RESPONSE = (
-    (b":status", b"200"),
-    (b"content-type", b"application/grpc"),
-)
+_RESPONSE = ((b":status", b"200"), (b"content-type", b"application/grpc"))
 _ACCEPTS = (b"grpc-accept-encoding", b"identity, deflate, gzip")
 RESPONSE_BLOCK = header_block((*_RESPONSE, _ACCEPTS))
 _ONLY_BLOCK = header_block(_RESPONSE)
@@ -46,8 +43,6 @@ class Head:
     """The headers of a call.
 
     Attributes:
-        method: Full name of the method.
-        metadata: The client's metadata.
         timeout_s: Time until the deadline; None if there is none.
         encoding: Encoding of compressed messages.
         problem: Status and description of what makes the call impossible; None if there is nothing.
@@ -63,11 +58,7 @@ class Head:
 
 
 def read_head(headers: Sequence[tuple[bytes, bytes]], max_bytes: int) -> Head:
-    """Return a call's headers, of which `max_bytes` are accepted.
-
-    Raises:
-        StreamError: The headers are malformed.
-    """
+    """Return a call's headers, of which `max_bytes` are accepted. Raises StreamError if the headers are malformed."""
     pseudo: dict[bytes, bytes] = {}
     special: dict[bytes, bytes] = {}
     metadata: list[tuple[str, str | bytes]] = []
@@ -130,11 +121,7 @@ def _read_item(name: bytes, value: bytes) -> list[tuple[str, str | bytes]]:
 
 
 def encode_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return metadata as headers.
-
-    Raises:
-        ValueError: A key or a value is not valid.
-    """
+    """Return metadata as headers. Raises ValueError if a key or a value is not valid."""
     headers = []
     for key, value in metadata:
         name = key.encode()

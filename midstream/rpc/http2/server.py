@@ -49,12 +49,7 @@ class _Listener:
 
 
 class GrpcServer(grpc.aio.Server):
-    """A gRPC server with the interface of `grpc.aio.server`; it inherits from that class for its type only.
-
-    Attributes:
-        limits: What clients may demand.
-        connections: Open connections.
-    """
+    """A gRPC server with the interface of `grpc.aio.server`; it inherits from that class for its type only."""
 
     def __init__(
         self, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = (), limits: Limits | None = None, **values: Any
@@ -63,7 +58,6 @@ class GrpcServer(grpc.aio.Server):
 
         Args:
             interceptors: Called for each call, the first one first.
-            limits: What clients may demand.
             values: Fields of `Limits`, as an alternative.
         """
         self.limits = limits or Limits(**values)

@@ -97,11 +97,7 @@ def settings(values: Iterable[tuple[Setting, int]]) -> bytes:
 
 
 def read_settings(body: bytes) -> list[tuple[int, int]]:
-    """Return the names and values in a SETTINGS frame.
-
-    Raises:
-        ProtocolError: The frame has an invalid length.
-    """
+    """Return the names and values in a SETTINGS frame. Raises ProtocolError if the frame has an invalid length."""
     if len(body) % _SETTING.size:
         raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "invalid length of SETTINGS")
     return list(_SETTING.iter_unpack(body))
@@ -123,10 +119,8 @@ def goaway(last_stream: int, code: ErrorCode, reason: bytes = b"") -> bytes:
 
 
 def read_number(body: bytes) -> int:
-    """Return the only number in a frame, without its first bit.
-
-    Raises:
-        ProtocolError: The frame has an invalid length.
+    """Return the only number in a frame, without its first bit. Raises ProtocolError if the frame has an invalid
+    length.
     """
     if len(body) != _NUMBER.size:
         raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "invalid length of a frame")

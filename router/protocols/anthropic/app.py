@@ -199,11 +199,7 @@ def _lines(events: list[Fields]) -> str:
 
 
 def _end(output: Output, chunk: Chunk) -> Chunk:
-    """Return the final chunk.
-
-    Raises:
-        MidstreamError: The request failed.
-    """
+    """Return the final chunk. Raises MidstreamError if the request failed."""
     output.raise_failure()
     if chunk.finish_reason is FinishReason.ABORT:
         raise AbortedError("the request was aborted")

@@ -31,7 +31,6 @@ class Breakpoint:
     """The end of a prefix that the client wants cached.
 
     Attributes:
-        duration_s: How long to keep it, in seconds.
         num_turns: Number of turns of the conversation in the prefix, including the system turn; 0 if it has only the
             tools.
         num_parts: Number of parts of the last of these turns in the prefix, if it has parts.
@@ -59,8 +58,6 @@ class MessagesJob:
     """One request.
 
     Attributes:
-        model: The model's name as sent by the client.
-        shows_thinking: Whether the answer includes the reasoning.
         breakpoints: The cache breakpoints in order; at most four.
     """
 
@@ -127,11 +124,8 @@ class _Reading:
 
 
 def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> MessagesJob:
-    """Return the job for a body; /v1/messages/count_tokens does not require max_tokens.
-
-    Raises:
-        InvalidArgumentError: A field is invalid, missing or unknown.
-        UnsupportedError: The body uses a feature that this service lacks.
+    """Return the job for a body; /v1/messages/count_tokens does not require max_tokens. Raises InvalidArgumentError if
+    a field is invalid, missing or unknown, or UnsupportedError if the body uses a feature that this service lacks.
     """
     check_fields(body, MESSAGES, MESSAGES_TYPES)
     max_tokens = body.integer("max_tokens", 1)

@@ -100,11 +100,7 @@ class Batches:
         await self._put(cell, owner, batch, 0)
 
     async def get(self, owner: str, batch_id: str) -> tuple[Cell, Batch]:
-        """Return a batch, and the cell that stores it.
-
-        Raises:
-            NotFoundError: The batch does not exist.
-        """
+        """Return a batch, and the cell that stores it. Raises NotFoundError if the batch does not exist."""
         cell, batch, _ = await self._get(owner, batch_id)
         return cell, batch
 

@@ -59,11 +59,7 @@ class Files:
         self._documents = documents
 
     async def get(self, owner: str, file_id: str) -> tuple[Cell, FileInfo]:
-        """Return a file's description, and the cell that stores it.
-
-        Raises:
-            NotFoundError: The file does not exist.
-        """
+        """Return a file's description, and the cell that stores it. Raises NotFoundError if the file does not exist."""
         missing = NotFoundError(f"no file {file_id[:64]!r} is stored here")
         if not file_id.startswith(FILE_PREFIX):
             raise missing
@@ -87,10 +83,8 @@ class Files:
     async def write(
         self, cell: Cell, owner: str, file_id: str, contents: AsyncIterator[bytes], *, expires_at: int, limit: int
     ) -> tuple[int, str]:
-        """Store the contents of a file that does not exist yet; return their size and digest.
-
-        Raises:
-            InvalidArgumentError: The contents have more than `limit` bytes.
+        """Store the contents of a file that does not exist yet; return their size and digest. Raises
+        InvalidArgumentError if the contents have more than `limit` bytes.
         """
         digest, num_bytes, number, chunk = hashlib.blake2b(digest_size=16), 0, 0, bytearray()
         async for part in contents:

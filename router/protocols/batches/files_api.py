@@ -130,10 +130,8 @@ class FilesApi:
 
 
 def checked_ttl(value: object, field: str) -> int:
-    """Return a lifetime in seconds.
-
-    Raises:
-        InvalidArgumentError: The value is not a number in the range that OpenAI allows.
+    """Return a lifetime in seconds. Raises InvalidArgumentError if the value is not a number in the range that OpenAI
+    allows.
     """
     text = str(value)
     if not (text.isascii() and text.isdigit() and MIN_TTL_S <= int(text[:9]) <= MAX_TTL_S):

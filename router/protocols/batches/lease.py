@@ -68,7 +68,6 @@ class Leases:
         """Lease up to `limit` free entries of a cell, oldest first.
 
         Args:
-            cell: The cell whose queue is searched.
             held: Ids of the batches that this router runs.
             limit: Maximum number of entries to take.
         """

@@ -24,7 +24,6 @@ class Line:
 
     Attributes:
         number: Index of the line, from 0.
-        body: Body of the request.
     """
 
     number: int
@@ -46,11 +45,7 @@ class Outcome:
 
 
 def read_line(number: int, data: bytes, endpoint: str) -> Line:
-    """Parse a line of the input file.
-
-    Raises:
-        InvalidArgumentError: The line is not a request to the batch's endpoint.
-    """
+    """Parse a line of the input file. Raises InvalidArgumentError if it is not a request to the batch's endpoint."""
     try:
         fields = json.loads(data, parse_constant=refuse_constant)
     except (ValueError, RecursionError):

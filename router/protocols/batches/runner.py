@@ -74,13 +74,7 @@ class BatchRunner:
         """Prepare the runner; `run` runs the batches.
 
         Args:
-            app: The application with the router's endpoints.
-            cells: The cells that are searched for batches.
-            files: The input and output files.
-            batches: All batches.
-            leases: The queue of unfinished batches.
             draining: Set when this router accepts no more work.
-            metrics: Metrics of the router.
             caller_of: Returns a batch's owner by name; None if the owner is no longer authorized.
             max_lines: Maximum concurrent lines of all batches.
         """

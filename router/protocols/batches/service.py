@@ -24,12 +24,7 @@ from router.protocols.body_reader import BodyReader
 
 @dataclass(frozen=True, slots=True)
 class BatchService:
-    """The files and batches of one router.
-
-    Attributes:
-        routes: Routes for the HTTP port.
-        runner: Runs batches.
-    """
+    """The files and batches of one router."""
 
     routes: list[Route]
     runner: BatchRunner

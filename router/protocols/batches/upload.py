@@ -15,18 +15,11 @@ _FILE = b"file"
 
 
 class Form:
-    """A form with one file, parsed as it arrives.
-
-    Attributes:
-        fields: Values of the fields received so far.
-        filename: Name of the file; empty until received.
-    """
+    """A form with one file, parsed as it arrives."""
 
     def __init__(self, content_type: str) -> None:
-        """Prepare to parse a body of this content type.
-
-        Raises:
-            InvalidArgumentError: The content type is not that of a form.
+        """Prepare to parse a body of this content type. Raises InvalidArgumentError if the content type is not that of
+        a form.
         """
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
@@ -92,9 +85,7 @@ class Form:
 
     async def file(self, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the file's contents as they arrive; all other attributes are complete once the iteration has ended.
-
-        Raises:
-            InvalidArgumentError: The body is not a form with one file.
+        Raises InvalidArgumentError if the body is not a form with one file.
         """
         write: Any = self._parser.write
         async for data in stream:

@@ -18,8 +18,6 @@ class EmbeddingJob:
 
     Attributes:
         base: The native request of each input, without its prompt.
-        model: The model's name as sent by the client.
-        inputs: Inputs to embed.
         pooling: How to pool; None for the pooling that the model was trained for.
         ignored: Fields of the body that have no effect.
     """
@@ -55,7 +53,6 @@ class RerankJob(ScoreJob):
     """A call to /rerank; the query is the first input, and the documents follow.
 
     Attributes:
-        top_n: Number of documents to return.
         returns_documents: Whether the results contain the documents' text.
     """
 
@@ -68,11 +65,7 @@ class RerankJob(ScoreJob):
 
 
 def read_embeddings(body: Body) -> VectorsJob:
-    """Read a body of /v1/embeddings.
-
-    Raises:
-        MidstreamError: A field is invalid or not supported.
-    """
+    """Read a body of /v1/embeddings. Raises MidstreamError if a field is invalid or not supported."""
     check_fields(body, EMBEDDINGS)
     value = body.get("input")
     items = value if isinstance(value, list) else [value]

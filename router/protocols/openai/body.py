@@ -25,11 +25,7 @@ class Body:
 
     @staticmethod
     def parse(data: bytes) -> Body:
-        """Parse the object in `data`.
-
-        Raises:
-            InvalidArgumentError: `data` is not JSON, or not an object.
-        """
+        """Parse the object in `data`. Raises InvalidArgumentError if `data` is not JSON, or not an object."""
         try:
             value = parse_long_json(data)
             # A lone surrogate is valid JSON, but not valid text.
@@ -162,10 +158,8 @@ def _check_texts(value: object) -> None:
 
 
 def token_ids(values: list[object], field: str) -> list[int]:
-    """Return `values` if all of them are integers in the valid range of token ids.
-
-    Raises:
-        InvalidArgumentError: A value is not a token id.
+    """Return `values` if all of them are integers in the valid range of token ids. Raises InvalidArgumentError if a
+    value is not a token id.
     """
     ids = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     if len(ids) < len(values) or not all(0 <= value <= _MAX_UINT32 for value in ids):

@@ -44,10 +44,7 @@ def headers(error: MidstreamError) -> dict[str, str]:
     """Return the headers with the retry delay in seconds and, as OpenAI's clients prefer, in milliseconds."""
     if not isinstance(error, OverloadedError):
         return {}
-    return {
-        "retry-after": str(math.ceil(error.retry_after_ms / 1000)),
-        "retry-after-ms": str(error.retry_after_ms),
-    }
+    return {"retry-after": str(math.ceil(error.retry_after_ms / 1000)), "retry-after-ms": str(error.retry_after_ms)}
 
 
 def error_body(error: MidstreamError) -> dict[str, object]:

@@ -35,7 +35,6 @@ class Vocabulary:
 
     Attributes:
         spell: Returns the bytes of a token.
-        chat: The model's format of calls and reasoning.
     """
 
     spell: Spell
@@ -49,7 +48,6 @@ class Job:
     Attributes:
         request_id: Id of the job; if there are several prompts, native requests append a number to it.
         requests: One native request per prompt.
-        model: The model's name as sent by the client.
         num_choices: Number of choices returned per prompt, which are the best of its sequences.
         includes_usage: Whether the last event of a stream contains the usage.
         ignored: Fields of the body that have no effect.
@@ -57,7 +55,6 @@ class Job:
         echoes_prompt: Whether each choice begins with the prompt, and with `echoes_log_probs` also with its log
             probabilities.
         counts_always: Whether every event of a stream contains the usage so far.
-        options: How prompts are converted to tokens.
         key: Idempotency key; empty if there is none.
     """
 
@@ -93,11 +90,7 @@ class Job:
 
 
 def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
-    """Return the job for a body of /v1/completions.
-
-    Raises:
-        MidstreamError: A field is invalid or not supported.
-    """
+    """Return the job for a body of /v1/completions. Raises MidstreamError if a field is invalid or not supported."""
     refuse(body, "suffix", "prompt_embeds")
     request = native_request(body)
     max_tokens = body.integer("max_tokens")
@@ -128,11 +121,7 @@ def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
 
 
 def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
-    """Return the job for a body of /v1/chat/completions.
-
-    Raises:
-        MidstreamError: A field is invalid or not supported.
-    """
+    """Return the job for a body of /v1/chat/completions. Raises MidstreamError if a field is not valid or supported."""
     refuse(body, *_NOT_IN_CHAT)
     request = native_request(body)
     max_tokens = body.integer("max_completion_tokens")

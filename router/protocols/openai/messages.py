@@ -11,11 +11,8 @@ from router.protocols.openai.body import Body
 
 
 def chat_messages(body: Body) -> list[pb.ChatMessage]:
-    """Return the messages of a body.
-
-    Raises:
-        InvalidArgumentError: A message is invalid.
-        UnsupportedError: A message has content other than text and images.
+    """Return the messages of a body. Raises InvalidArgumentError if a message is invalid, or UnsupportedError if a
+    message has content other than text and images.
     """
     return [_message(message) for message in body.objects("messages")]
 

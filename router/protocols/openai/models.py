@@ -40,11 +40,8 @@ class Models:
         return [self._card(), *map(self._adapter_card, adapters.values())]
 
     async def card(self, name: str) -> dict[str, object]:
-        """Return a model or adapter.
-
-        Raises:
-            NotFoundError: The model or adapter does not exist.
-            MidstreamError: No scheduler responds.
+        """Return a model or adapter. Raises NotFoundError if the model or adapter does not exist, or MidstreamError if
+        no scheduler responds.
         """
         if name == self._model.name:
             return self._card()

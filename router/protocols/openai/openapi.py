@@ -138,9 +138,7 @@ def document(model: ModelFolder) -> Part:
             "get": _get("A stored response, or its events after `starting_after`.") | _with(*stored),
             "delete": _get("Delete a stored response.") | _with(response_id),
         },
-        "/v1/responses/{response_id}/cancel": {
-            "post": _get("Cancel a background response.") | _with(response_id),
-        },
+        "/v1/responses/{response_id}/cancel": {"post": _get("Cancel a background response.") | _with(response_id)},
         "/v1/responses/{response_id}/input_items": {"get": _get("The input items of a response.") | _with(response_id)},
         **_embedding_paths(names, inputs(2048)),
         "/v1/files": {"get": _get("The caller's files, newest first."), "post": _upload()},
@@ -325,11 +323,7 @@ _MESSAGE = _object(
         "tool_call_id": _TEXT,
         "tool_calls": _array(
             _object(
-                {
-                    "id": _TEXT,
-                    "type": {"const": "function"},
-                    "function": _object({"name": _TEXT, "arguments": _TEXT}),
-                },
+                {"id": _TEXT, "type": {"const": "function"}, "function": _object({"name": _TEXT, "arguments": _TEXT})},
                 "function",
             )
         ),

@@ -21,20 +21,13 @@ _CACHE_TTLS_S = {"30m": 30 * 60, "12h": 12 * 3600}
 # Priorities of service tiers.
 TIERS = {"auto": 0, "default": 0, "flex": -50, "priority": 50}
 _SEED_RANGE = 1 << 64
-_GUIDES = {
-    "json": pb.GUIDE_TYPE_JSON_SCHEMA,
-    "regex": pb.GUIDE_TYPE_REGEX,
-    "grammar": pb.GUIDE_TYPE_EBNF_GRAMMAR,
-}
+_GUIDES = {"json": pb.GUIDE_TYPE_JSON_SCHEMA, "regex": pb.GUIDE_TYPE_REGEX, "grammar": pb.GUIDE_TYPE_EBNF_GRAMMAR}
 _REGEX_SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
 
 
 def native_request(body: Body) -> pb.GenerateRequest:
-    """Return the request without its input.
-
-    Raises:
-        InvalidArgumentError: A field is invalid.
-        UnsupportedError: A field is not supported.
+    """Return the request without its input. Raises InvalidArgumentError if a field is invalid, or UnsupportedError if a
+    field is not supported.
     """
     refuse(body, *_NOT_SUPPORTED)
     user, safety_identifier = body.text("user"), body.text("safety_identifier")
@@ -67,10 +60,8 @@ def read_priority(body: Body) -> int:
 
 
 def effort_variables(fields: Body, name: str, model: ChatModel) -> dict[str, object]:
-    """Return the template variables for the reasoning effort in a field; empty if it is unset.
-
-    Raises:
-        UnsupportedError: The model's template has no setting for reasoning.
+    """Return the template variables for the reasoning effort in a field; empty if it is unset. Raises UnsupportedError
+    if the model's template has no setting for reasoning.
     """
     effort = fields.choice(name, EFFORTS)
     if effort is None:

@@ -89,10 +89,8 @@ def event_prefix(request_id: str) -> str:
 
 
 def read_event_id(text: str, num_prompts: int) -> tuple[str, list[Position]]:
-    """Parse an event id; return the request id and a position for each prompt.
-
-    Raises:
-        InvalidArgumentError: `text` is not an event id of a request with this number of prompts.
+    """Parse an event id; return the request id and a position for each prompt. Raises InvalidArgumentError if `text` is
+    not an event id of a request with this number of prompts.
     """
     name, *parts = text.split("/")
     if len(parts) != num_prompts or not all(map(_PART.fullmatch, parts)):

@@ -248,11 +248,7 @@ class Reply(StreamedResponse):
         num_prompt = len(self._job.requests[number].token_ids.values)
         reached = self._positions[number].offsets.get(index, 0)
         num_output = max(reached - num_prompt, 0) if self._job.echoes_prompt else reached
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-        }
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
     def _usage(self) -> dict[str, object]:
         usages = self._usages

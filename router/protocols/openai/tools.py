@@ -9,11 +9,8 @@ from router.protocols.openai.body import Body
 
 
 def read_tools(body: Body) -> Tools:
-    """Return the tools of a body.
-
-    Raises:
-        InvalidArgumentError: Tools or tool_choice are invalid.
-        UnsupportedError: A tool is not a function.
+    """Return the tools of a body. Raises InvalidArgumentError if tools or tool_choice are invalid, or UnsupportedError
+    if a tool is not a function.
     """
     schemas: dict[str, Schema] = {}
     strict = set()

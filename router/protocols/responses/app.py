@@ -47,9 +47,7 @@ class StoredResponse:
 
     Attributes:
         response_id: The id that the client sees.
-        job: The client's request.
         context: Input and output items of the responses that it continues.
-        created_at: Creation time in Unix seconds.
         key: Idempotency key with which it is created; empty if there is none.
     """
 
@@ -202,11 +200,7 @@ class ResponsesApi:
         return [*stored.context, *stored.job.items, *writer.items]
 
     async def _stored(self, response_id: str) -> StoredResponse:
-        """Return a response that the caller has stored.
-
-        Raises:
-            NotFoundError: The caller has stored no such response.
-        """
+        """Return a response that the caller has stored. Raises NotFoundError if there is none with this id."""
         missing = NotFoundError(f"no response {response_id[:64]!r} is stored here")
         if not response_id.startswith(_PREFIX):
             raise missing

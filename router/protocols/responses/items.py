@@ -26,10 +26,8 @@ _ROLES = ("user", "assistant", "system", "developer")
 
 
 def input_items(body: Body) -> list[Body]:
-    """Return the input items of a body; a string is one user message.
-
-    Raises:
-        InvalidArgumentError: The input is missing, or is neither text nor items.
+    """Return the input items of a body; a string is one user message. Raises InvalidArgumentError if the input is
+    missing, or is neither text nor items.
     """
     value = body.get("input")
     if isinstance(value, str):
@@ -45,7 +43,6 @@ class Turns:
     """Turns of a conversation, built from consecutive items.
 
     Attributes:
-        turns: Messages read so far.
         image_fields: For each image, the client's field that has it.
     """
 
@@ -57,11 +54,8 @@ class Turns:
     _has_output: dict[str, bool] = field(default_factory=dict)  # by the id of a call
 
     def add(self, items: Iterable[Body]) -> None:
-        """Convert input items to chat messages and append them to the turns.
-
-        Raises:
-            InvalidArgumentError: An item is invalid.
-            UnsupportedError: A kind of item or content is not supported.
+        """Convert input items to chat messages and append them to the turns. Raises InvalidArgumentError if an item is
+        invalid, or UnsupportedError if a kind of item or content is not supported.
         """
         for item in items:
             kind = item.text("type") or ("message" if item.has("role") else "")

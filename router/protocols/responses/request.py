@@ -29,7 +29,6 @@ class ResponseJob:
 
     Attributes:
         echo: Fields of the response that repeat fields of the request.
-        items: The input's items.
         custom_tools: Names of tools whose input is free text.
         is_stored: Whether the response can be retrieved and continued.
         is_background: Whether it continues when its client disconnects.
@@ -55,8 +54,6 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
     """Return the job for a body.
 
     Args:
-        body: Body of the request.
-        model: The served model's format.
         context: Input and output items of the responses that it continues.
 
     Raises:

@@ -28,12 +28,7 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom
 
 
 class ResponseWriter:
-    """Writes one response.
-
-    Attributes:
-        items: Output items so far.
-        reasoning: Text of all reasoning so far.
-    """
+    """Writes one response."""
 
     def __init__(
         self,
@@ -47,7 +42,6 @@ class ResponseWriter:
         """Begin a response.
 
         Args:
-            response_id: Id of the response, from which the items' ids are derived.
             head: Constant fields of the response.
             is_background: Whether the response was queued first.
             custom_tools: Names of tools whose input is free text.
