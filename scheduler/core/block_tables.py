@@ -228,27 +228,28 @@ class BlockTables:
             elif cache.settle(entry.block):
                 cache.note_stored(entry.sequence, entry.index, 1, self.tokens_per_block)
 
-    def grow(self, sequence: Sequence) -> int:
-        """Append a block to a sequence's table, and release blocks that have left its attention window.
+    def grow(self, sequences: list[Sequence]) -> list[int]:
+        """Append a block to each sequence's table; return the blocks. Precondition: enough blocks are available."""
+        if not self.has_window:
+            for sequence in sequences:
+                sequence.reserve(sequence.num_reserved - 1)
+            self.num_reserved_blocks -= len(sequences)
+        blocks = self.blocks.allocate(len(sequences), self._clock.now_ns)
+        for sequence, block in zip(sequences, blocks, strict=True):
+            sequence.table.append(block)
+        return blocks
 
-        Precondition: a block is available.
-        """
-        if self.has_window:
-            self._free_behind_window(sequence)
-        else:
-            sequence.reserve(sequence.num_reserved - 1)
-            self.num_reserved_blocks -= 1
-        (block,) = self.blocks.allocate(1, self._clock.now_ns)
-        sequence.table.append(block)
-        return block
-
-    def _free_behind_window(self, sequence: Sequence) -> None:
-        # The next query attends to positions above num_computed - window.
-        num_behind = max(0, sequence.num_computed - self._window + 1) // self.tokens_per_block
-        first = max(sequence.num_freed, self._num_sink_blocks)
-        if num_behind > first:
-            self.blocks.release(reversed(sequence.table[first:num_behind]), self._clock.now_ns)
-            sequence.free_before(num_behind, self._num_sink_blocks)
+    def free_behind_windows(self, sequences: Iterable[Sequence]) -> None:
+        """Release the blocks that have left the attention windows of the sequences."""
+        if not self.has_window:
+            return
+        for sequence in sequences:
+            # The next query attends to positions above num_computed - window.
+            num_behind = max(0, sequence.num_computed - self._window + 1) // self.tokens_per_block
+            first = max(sequence.num_freed, self._num_sink_blocks)
+            if num_behind > first:
+                self.blocks.release(reversed(sequence.table[first:num_behind]), self._clock.now_ns)
+                sequence.free_before(num_behind, self._num_sink_blocks)
 
     def publish_generated(self, sequence: Sequence) -> None:
         """Publish the block of generated tokens that has just become full."""

@@ -179,11 +179,7 @@ def _largest_part(request: Request, fits: Callable[[int], bool]) -> int:
 
 
 def _num_blocks_for_generation(group: WorkerGroup) -> int:
-    return sum(
-        1
-        for sequence in group.generating
-        if sequence.num_computed == sequence.checkpoint and sequence.num_computed < sequence.request.spec.max_num_tokens
-    )
+    return len([s for s in group.generating if s.num_computed == s.checkpoint and s.num_computed < s.max_num_tokens])
 
 
 def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
@@ -193,7 +189,7 @@ def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
     num_blocks = 0
     for sequence in request.placed_sequences:
         num_blocks += sum(1 for block in sequence.held_blocks if group.blocks.num_owners(block) == 1)
-        num_blocks += sequence.num_computed == sequence.checkpoint < request.spec.max_num_tokens
+        num_blocks += sequence.num_computed == sequence.checkpoint < sequence.max_num_tokens
     return num_blocks
 
 

@@ -12,6 +12,7 @@ treated as computed once its step is planned.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,13 +22,13 @@ from scheduler.core.request import Sequence
 from scheduler.core.request_spec import RequestSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each block that becomes full, and frozen ones take twice the time
 class BlocksStored:
     """Consecutive blocks of one hash chain became findable. `token_ids` are the tokens of all these blocks in order."""
 
     parent_hash: int
     block_hashes: tuple[int, ...]
-    token_ids: tuple[int, ...]
+    token_ids: array[int]
     lora_name: str
     tokens_per_block: int
 
@@ -173,7 +174,7 @@ class PrefixCache:
             BlocksStored(
                 parent_hash=hashes[first_block - 1] if first_block else 0,
                 block_hashes=tuple(hashes[first_block:end_block]),
-                token_ids=tuple(tokens),
+                token_ids=tokens,
                 lora_name=sequence.request.spec.lora_name,
                 tokens_per_block=tokens_per_block,
             )

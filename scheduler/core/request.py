@@ -70,7 +70,8 @@ class Sequence:
         num_hit_blocks: Number of leading blocks that other sequences compute or have computed.
         num_reserved: Number of blocks reserved for it until its end.
         num_computed: Number of tokens whose keys and values are in the cache once all planned steps have run.
-        checkpoint: Value of num_computed at which generation needs another block or reaches its maximum length.
+        max_num_tokens: Number of tokens whose keys and values are computed at most.
+        checkpoint: Value of num_computed at which generation needs another block or reaches `max_num_tokens`.
         waits_for_result: Whether its next step depends on its last result, as with beams and speculation.
         row: Its row at the worker; None if it has no row.
         is_on_worker: Whether the row was sent to the worker.
@@ -87,6 +88,7 @@ class Sequence:
         "index",
         "is_on_worker",
         "last_token_ns",
+        "max_num_tokens",
         "next_look",
         "next_publish",
         "num_computed",
@@ -112,7 +114,9 @@ class Sequence:
         # Worker groups may have blocks of different sizes.
         self._block_hashes: dict[int, list[int]] = {}
         self.last_token_ns = 0
-        self.stop_token_ids = request.spec.stop_token_ids  # looked at for each token
+        # Looked at for each token or block.
+        self.stop_token_ids = request.spec.stop_token_ids
+        self.max_num_tokens = request.spec.max_num_tokens
         self.waits_for_result = request.spec.beam_width > 1 or request.spec.num_draft_tokens > 0
         self.clear_placement()
 

@@ -184,9 +184,8 @@ class StepBuilder:
         if group.num_waiting:
             chosen = self._without_stalled_beams(chosen)
         due = [s for s in chosen if s.num_computed == s.checkpoint]
-        leave_out = {s for s in due if not self._settle_checkpoint(s)}
-        if leave_out:
-            chosen = [s for s in chosen if s not in leave_out]
+        if due and (left_out := self._extend_tables(due)):
+            chosen = [s for s in chosen if s not in left_out]
         if len(chosen) > self.num_tokens_left:
             chosen = self._least_advanced(chosen)
         self._is_whole_generation = chosen is group.generating
@@ -280,27 +279,37 @@ class StepBuilder:
         hold.
         """
         group, block_size = self.group, self.group.tokens_per_block
-        assert sequence.row is not None
         while len(sequence.table) * block_size < num_tokens and group.blocks.num_available > len(group.active):
-            self._plan.block_rows.append(sequence.row)
-            self._plan.block_ids.append(group.tables.grow(sequence))
-            group.set_checkpoint(sequence)
+            group.tables.free_behind_windows([sequence])
+            self._grow([sequence])
         return len(sequence.table) * block_size
 
-    def _settle_checkpoint(self, sequence: Sequence) -> bool:
-        """Extend a full table; return False if all tokens of the sequence are planned or no block is available."""
-        group = self.group
-        if sequence.num_computed >= sequence.request.spec.max_num_tokens:
-            group.end_generation(sequence)
-            return False
-        if group.blocks.num_available == 0:
-            self.num_stalled += 1
-            return False
-        assert sequence.row is not None
-        self._plan.block_rows.append(sequence.row)
-        self._plan.block_ids.append(group.tables.grow(sequence))
-        group.set_checkpoint(sequence)
-        return True
+    def _extend_tables(self, due: list[Sequence]) -> set[Sequence]:
+        """Extend the full tables of sequences at their checkpoint; return the sequences that cannot run: all of their
+        tokens are planned, or no block is available.
+        """
+        group, growing, left_out = self.group, list[Sequence](), set[Sequence]()
+        group.tables.free_behind_windows(due)
+        num_available = group.blocks.num_available
+        for sequence in due:
+            if sequence.num_computed >= sequence.max_num_tokens:
+                group.end_generation(sequence)
+                left_out.add(sequence)
+            elif len(growing) == num_available:
+                self.num_stalled += 1
+                left_out.add(sequence)
+            else:
+                growing.append(sequence)
+        self._grow(growing)
+        return left_out
+
+    def _grow(self, sequences: list[Sequence]) -> None:
+        """Add a block to each table. Precondition: enough blocks are available."""
+        self._plan.block_ids += self.group.tables.grow(sequences)
+        for sequence in sequences:
+            assert sequence.row is not None
+            self._plan.block_rows.append(sequence.row)
+            self.group.set_checkpoint(sequence)
 
     def _least_advanced(self, sequences: list[Sequence]) -> list[Sequence]:
         """Return as many sequences as the budget allows, those with the fewest planned output tokens, so that no

@@ -490,9 +490,8 @@ class WorkerGroup:
 
     def set_checkpoint(self, sequence: Sequence) -> bool:
         """Set the sequence's next checkpoint; return False if all its tokens are planned."""
-        limit = sequence.request.spec.max_num_tokens
-        sequence.check_at(min(len(sequence.table) * self.tokens_per_block, limit))
-        return sequence.num_computed < limit
+        sequence.check_at(min(len(sequence.table) * self.tokens_per_block, sequence.max_num_tokens))
+        return sequence.num_computed < sequence.max_num_tokens
 
     def mark_sent(self, sequence: Sequence) -> bool:
         """Record that a sequence's row is sent to the worker; return False if it had been sent before."""

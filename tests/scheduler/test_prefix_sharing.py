@@ -112,7 +112,7 @@ def test_kv_events_tell_what_is_stored_and_removed() -> None:
     cleared, stored = changes(harness)
     assert cleared == CacheCleared()
     assert isinstance(stored, BlocksStored)
-    assert (stored.parent_hash, stored.token_ids) == (0, tuple(range(1, 9)))
+    assert (stored.parent_hash, list(stored.token_ids)) == (0, list(range(1, 9)))
     harness.submit("b", list(range(50, 63)), 1)  # uses all 4 blocks
     harness.run()
     removed = [change for change in changes(harness)[2:] if isinstance(change, BlocksRemoved)]
