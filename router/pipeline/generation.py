@@ -459,9 +459,11 @@ class Output:
             MidstreamError: The stream failed and cannot continue.
         """
         chunks = await self._generation.take()
-        now = time.monotonic()
+        now, num_tokens = time.monotonic(), self._num_tokens
         for chunk in chunks:
             self._observe(chunk, now)
+        if self._admission is not None and self._num_tokens > num_tokens:
+            self._admission.charge(output=self._num_tokens - num_tokens)
         if chunks[-1].is_final:
             self.is_final, self._end = True, chunks[-1]
         return chunks
@@ -515,8 +517,6 @@ class Output:
         elif num_tokens:
             metrics.inter_token.observe((now - self._last) / num_tokens)
         metrics.num_tokens += num_tokens
-        if self._admission is not None and num_tokens:
-            self._admission.charge(output=num_tokens)
         self._num_tokens += num_tokens
         self._last = now
 

@@ -44,13 +44,12 @@ from router.protocols.kserve.ensemble import (
     piece_outputs,
     whole_outputs,
 )
-from router.protocols.kserve.tensors import InputTensor, fill_outputs, parse_inputs
+from router.protocols.kserve.tensors import FINAL, InputTensor, StreamResponses, fill_outputs, parse_inputs
 
 logger = logging.getLogger(__name__)
 
 _ALIAS = "ensemble"
 _VERSION = "1"
-_FINAL = "triton_final_response"
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _TYPES = {"BYTES": pb.TYPE_STRING}
 # Maximum number of responses queued for a slow reader of a stream, in addition to each request's own pending output.
@@ -202,12 +201,12 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             if not isinstance(error, MidstreamError):
                 logger.error("unexpected error in a stream", exc_info=error)
                 error = ExecutionError("internal error; the log has its details")
-            response.parameters[_FINAL].bool_param = True
+            response.parameters[FINAL].bool_param = True
             await responses.put(pb.ModelStreamInferResponse(error_message=str(error), infer_response=response))
         else:
             self._count(started, failed=False)
             if rows > 1 or request.parameters[_EMPTY_FINAL].bool_param:
-                response.parameters[_FINAL].bool_param = True
+                response.parameters[FINAL].bool_param = True
                 await responses.put(pb.ModelStreamInferResponse(infer_response=response))
 
     async def _stream_row(
@@ -223,15 +222,14 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         native = await native_request(inputs, index, rows, self._prompts)
         native.request_id = _request_id(request, index, rows)
         last_is_marked = rows == 1 and not request.parameters[_EMPTY_FINAL].bool_param
+        pieces = StreamResponses(self._response(request))
         async with await self._front.start(native, timeout_s) as output:
             while not output.is_final:
                 for chunk in await output.take():
                     if chunk.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE):
                         continue  # the error follows
-                    response = self._response(request)
-                    fill_outputs(response, [tensor for tensor in piece_outputs(chunk, index) if tensor.name in wanted])
-                    response.parameters[_FINAL].bool_param = last_is_marked and chunk.is_final
-                    await responses.put(pb.ModelStreamInferResponse(infer_response=response))
+                    tensors = [tensor for tensor in piece_outputs(chunk, index) if tensor.name in wanted]
+                    await responses.put(pieces.make(tensors, is_final=last_is_marked and chunk.is_final))
         output.raise_failure()
 
     async def _collect(

@@ -8,11 +8,13 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from midstream.errors import InvalidArgumentError
 from protos import kserve_pb2 as pb
 
 Value = bool | int | float | bytes
+FINAL = "triton_final_response"  # the parameter that marks a request's last response
 
 _ARRAY_CODES = {
     "UINT8": "B",
@@ -131,8 +133,7 @@ def _unpack_bytes(raw: bytes) -> list[bytes]:
     return values
 
 
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensor(NamedTuple):
     """An output tensor; `data` is little-endian."""
 
     name: str
@@ -160,3 +161,32 @@ def fill_outputs(response: pb.ModelInferResponse, tensors: Iterable[OutputTensor
     for tensor in tensors:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         response.raw_output_contents.append(tensor.data)
+
+
+class StreamResponses:
+    """Makes the responses of one request of a stream.
+
+    Consecutive chunks usually have tensors of the same names, types and shapes, so these are converted only when they
+    change.
+    """
+
+    def __init__(self, head: pb.ModelInferResponse) -> None:
+        self._head = head
+        self._described: list[tuple[str, str, tuple[int, ...]]] | None = None
+        self._template = pb.ModelStreamInferResponse()
+
+    def make(self, tensors: Sequence[OutputTensor], *, is_final: bool) -> pb.ModelStreamInferResponse:
+        """Return a response with these outputs, as raw contents."""
+        described = [tensor[:3] for tensor in tensors]
+        if described != self._described:
+            self._described = described
+            self._template = pb.ModelStreamInferResponse(infer_response=self._head)
+            for name, datatype, shape in described:
+                self._template.infer_response.outputs.add(name=name, datatype=datatype, shape=shape)
+            self._template.infer_response.parameters[FINAL].bool_param = False
+        response = pb.ModelStreamInferResponse()
+        response.CopyFrom(self._template)
+        response.infer_response.raw_output_contents.extend([tensor.data for tensor in tensors])
+        if is_final:
+            response.infer_response.parameters[FINAL].bool_param = True
+        return response

@@ -1,4 +1,4 @@
-"""Conversion of KServe tensors to fields of the native request."""
+"""Conversion of KServe tensors to fields of the native request, and of outputs to tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from protos import generation_pb2 as pb
 from protos import kserve_pb2
 from router.protocols.kserve.ensemble import INPUTS
-from router.protocols.kserve.tensors import parse_inputs
+from router.protocols.kserve.tensors import FINAL, OutputTensor, StreamResponses, parse_inputs
 
 TABLE = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -25,3 +25,27 @@ def test_a_prompt_table_comes_typed_or_raw() -> None:
         tensor = parse_inputs(infer)["prompt_embedding_table"].row(0, 1)
         INPUTS[tensor.name].fill(native, tensor)
         assert native.prompt_tuning.table == expected
+
+
+def test_each_response_of_a_stream_describes_its_own_outputs() -> None:
+    responses = StreamResponses(kserve_pb2.ModelInferResponse(model_name="ensemble", id="7"))
+    text = OutputTensor.of_texts("text_output", ["Ja"])
+    made = [
+        responses.make(tensors, is_final=is_final)
+        for tensors, is_final in (
+            ([text], False),
+            ([text, OutputTensor.of_floats("output_log_probs", [1, 2], [-0.5, -1.0])], True),
+            ([text], False),
+        )
+    ]
+    for item in made:
+        assert not item.error_message
+        response = item.infer_response
+        assert (response.model_name, response.id) == ("ensemble", "7")
+        assert (response.outputs[0].name, response.outputs[0].datatype) == ("text_output", "BYTES")
+        assert response.raw_output_contents[0] == b"\x02\x00\x00\x00Ja"
+    assert [item.infer_response.parameters[FINAL].bool_param for item in made] == [False, True, False]
+    assert [len(item.infer_response.outputs) for item in made] == [1, 2, 1]
+    second = made[1].infer_response
+    assert list(second.outputs[1].shape) == [1, 2]
+    assert np.frombuffer(second.raw_output_contents[1], "<f4").tolist() == [-0.5, -1.0]
