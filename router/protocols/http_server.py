@@ -235,23 +235,18 @@ class HttpPort:
         return tuple(self._tasks)
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Stop accepting requests, and wait up to `drain_timeout_s` for running ones."""
+        """Stop accepting requests, wait up to `drain_timeout_s` for running ones, and close the port, whether or not it
+        was started.
+        """
         self._server.config.timeout_graceful_shutdown = max(int(drain_timeout_s), 0)
         self._server.should_exit = True
         for task in self._tasks[1:]:
             task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # the caller watches them
         for connection in list(self._server.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
         self._socket.close()
-
-    def close(self) -> None:
-        """Close the port if it has never been started."""
-        if not self._tasks:
-            self._socket.close()
 
 
 async def _keep_fresh(tls: Tls) -> None:

@@ -18,7 +18,6 @@ from router.pipeline import cells
 from router.pipeline.cells import Cell, Cells
 from router.pipeline.detokenizer_pool import DetokenizerLink, DetokenizerPool
 from router.protocols.batches.runner import BatchRunner
-from router.protocols.http_server import HttpPort
 from router.status.feed import StatusFeed
 from tests.ports import free_port
 
@@ -59,10 +58,12 @@ async def test_a_detokenizer_ends_with_its_feeds(monkeypatch: pytest.MonkeyPatch
 async def test_a_router_ends_with_each_of_its_loops(
     owner: object, method: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HttpPort, "start", lambda _: ())  # only the end of the process closes the port after a failure
+    http_port = free_port()
     monkeypatch.setattr(owner, method, fail)
     with pytest.raises(ExecutionError, match=f"the loop of {name} ended"):
-        await asyncio.wait_for(router.serve(RouterConfig(port=0, http_port=0)), 60)
+        await asyncio.wait_for(router.serve(RouterConfig(port=0, http_port=http_port)), 60)
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", http_port)
 
 
 async def test_a_router_that_cannot_start_closes_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:

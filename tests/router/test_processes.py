@@ -13,13 +13,18 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream.client import AsyncClient, Result
+from midstream.config import RouterConfig
 from midstream.model.tokenizer import Tokenizer
 from midstream.rpc.serving import open_channel
+from protos import generation_pb2, service_pb2_grpc
+from router import __main__ as router
 from tests.detokenizer.scripted_scheduler import ScriptedScheduler, scripted_scheduler
 from tests.ports import free_ports
 
@@ -193,3 +198,17 @@ async def test_the_port_of_a_router_cannot_be_shared() -> None:
         _, log = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     assert "cannot listen" in log.decode()
+
+
+async def test_a_router_receives_no_larger_messages_than_its_model_needs() -> None:
+    (port,) = free_ports(1)
+    serving = asyncio.create_task(router.serve(RouterConfig(port=port, http_port=0)))
+    # Float32 embeddings of the whole context of 8,192 tokens, and some megabytes more, fit.
+    request = generation_pb2.GenerateRequest(prompt="a" * (32 << 20))
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = service_pb2_grpc.MidstreamStub(channel).Generate(request, wait_for_ready=True, timeout=60)
+        with pytest.raises(grpc.aio.AioRpcError, match="the message is larger than max") as raised:
+            await call.read()
+    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    signal.raise_signal(signal.SIGTERM)
+    await asyncio.wait_for(serving, 60)
