@@ -3,7 +3,7 @@ run.
 
 The kinds of component take turns: at each token, the next one is killed. Each request runs up to four times, starting
 with another kind each time, so that every kind is killed at every token. By default, only one of the four runs is made,
-with 32 tokens. With MIDSTREAM_ALL_KILLS=1 all of them are made, with 48 tokens, over frames and gRPC, and with each
+with 24 tokens. With MIDSTREAM_ALL_KILLS=1 all of them are made, with 48 tokens, over frames and gRPC, and with each
 layout of workers. MIDSTREAM_KILL_MODEL=NAME runs the tests on a model of tests/gpu_worker/test_families.py.
 
 By default, of the other models only those with recurrent state or a latent cache are tested, with a few kills. With
@@ -38,7 +38,7 @@ ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else None
 LEFT_OUT = ("idefics3", "phi3_long")
 # By default one model with recurrent state, and one with a latent cache.
 OTHER_MODELS = tuple(name for name in MODELS if name not in LEFT_OUT) if ROTATIONS else ("lfm2", "deepseek_v3")
-NUM_TOKENS = 48 if ROTATIONS else 32
+NUM_TOKENS = 48 if ROTATIONS else 24
 PROMPT = list(range(400, 437))
 SEEDED = pb.SamplingConfig(
     temperature=0.8, top_k=40, seed=5, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2

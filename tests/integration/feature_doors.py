@@ -235,7 +235,7 @@ class Asking:
                 turns = body.pop("messages")
                 reply = await client.chat.completions.with_raw_response.create(
                     model=model, messages=turns, extra_body=body
-                )  # type: ignore[assignment]
+                )
         except openai.APIStatusError as error:
             raise RefusedError("UNIMPLEMENTED" if error.code == "unsupported" else "INVALID_ARGUMENT") from None
         answer, body = Answer(), json.loads(reply.text)

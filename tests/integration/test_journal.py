@@ -49,6 +49,8 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+# tests/faults/test_service_faults.py does the same with the other kind of journal.
+@pytest.mark.parametrize("kind", ["sqlite"])
 async def test_streams_continue_after_a_kill_of_the_scheduler(tmp_path: Path, kind: str) -> None:
     with running(Parts(tmp_path, "--journal", kind, step_ms=STEP_MS)) as parts:
         async with parts.stub() as stub:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import settings
 
 DEFAULT_EXAMPLES = 100
-DEFAULT_SEEDS = 400
+DEFAULT_SEEDS = 200
 DEFAULT_COMBINATIONS = 400
 
 
