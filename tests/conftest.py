@@ -61,6 +61,7 @@ _LONG = (
     "tests/integration/test_transformers_model.py",
     "tests/seeds/test_executor_examples.py",
     "tests/integration/test_serve.py",
+    "tests/integration/test_working_folder.py",
     "tests/router/test_standing_parts.py",
     "tests/kernels/test_triton_compiles.py",
 )

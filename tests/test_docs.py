@@ -18,7 +18,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # These variables are read by the kernels, the tests, the compiler and the shell, not by the configuration of a service.
 OTHER_VARIABLES = {
-    "all_doc_commands", "all_families", "all_kills", "cpu_isa",
+    "all_doc_commands", "all_families", "all_kills", "all_loops", "cpu_isa",
     "fuzz_messages", "fuzz_seed", "run_dir", "wheel_kernels",
 }  # fmt: skip
 
