@@ -6,7 +6,7 @@ PROTO_BIN := .venv-protos/bin
 WHEEL_BIN := .venv-wheel/bin
 PROTO_OUT := .
 
-.PHONY: demo demo-kill test check format protos docs bench bench-peers wheel test-wheel images check-manifests e2e-containers e2e-dashboard clean
+.PHONY: demo demo-kill test check check-others format protos docs bench bench-peers wheel test-wheel images check-manifests e2e-containers e2e-dashboard clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
@@ -19,18 +19,20 @@ demo-kill: $(VENV)/.ready
 # process, run beside them. tests/conftest.py decides what stays together, and in which order it is handed out. With
 # PYTHONDONTWRITEBYTECODE set, every process that a test starts would compile our sources again.
 test: $(VENV)/.ready
-	@log=$$(mktemp); $(MAKE) -s check > $$log 2>&1 & check=$$!; \
+	@log=$$(mktemp); $(MAKE) -s check-others > $$log 2>&1 & check=$$!; \
 		PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses $$(($$(nproc) * 3 / 2)) --dist loadscope --no-loadscope-reorder; \
 		status=$$?; wait $$check || { cat $$log; status=1; }; rm $$log; exit $$status
 
-# All checks that do not run the code.
-check: $(VENV)/.ready $(PROTO_BIN)/protoc-gen-mypy_grpc
+# All checks that do not run the code. `make test` runs the import rules among its tests.
+check: check-others
+	@echo 'Import rules' && $(BIN)/pytest -q --no-header tests/test_imports.py
+
+check-others: $(VENV)/.ready $(PROTO_BIN)/protoc-gen-mypy_grpc
 	@echo 'Format and lint' && $(BIN)/ruff format --check -q . && $(BIN)/ruff check -q .
 	@echo 'Generated code' && out=$$(mktemp -d) && trap 'rm -r "$$out"' EXIT && $(MAKE) -s protos PROTO_OUT="$$out" \
 		&& for file in $$(cd "$$out" && find protos -type f); do \
 			diff -u $$file "$$out/$$file" || { echo "$$file is not what protos/*.proto make: run make protos"; exit 1; }; done
 	@echo 'Types' && $(BIN)/mypy --no-error-summary
-	@echo 'Import rules' && $(BIN)/pytest -q --no-header tests/test_imports.py
 
 format: $(VENV)/.ready
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format .

@@ -5,7 +5,7 @@ from hypothesis import settings
 
 DEFAULT_EXAMPLES = 100
 DEFAULT_SEEDS = 200
-DEFAULT_COMBINATIONS = 400
+DEFAULT_COMBINATIONS = 200
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
