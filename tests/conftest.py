@@ -88,20 +88,22 @@ def pytest_collection() -> Iterator[None]:
     Hardly any of the millions of objects that are made meanwhile is garbage, so none is collected.
     """
     gc.disable()
-    with Path(__file__).open() as lock:
-        if "PYTEST_XDIST_WORKER" in os.environ:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                fcntl.flock(lock, fcntl.LOCK_SH)
-        return (yield)
+    try:
+        with Path(__file__).open() as lock:
+            if "PYTEST_XDIST_WORKER" in os.environ:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    fcntl.flock(lock, fcntl.LOCK_SH)
+            return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
     """Exempt all modules from garbage collection: each collection would walk millions of objects."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
