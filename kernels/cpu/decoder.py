@@ -436,30 +436,15 @@ def _dims_struct(
     dims: DecoderDims, layers: Sequence[DecoderLayer], num_positions: int, query_scales: Tensor | None
 ) -> DimsStruct:
     num_blocks, block_size = layers[0].k_cache.shape[0], layers[0].k_cache.shape[-1]
+    same = {item[0]: getattr(dims, item[0]) for item in DimsStruct._fields_ if hasattr(dims, item[0])}
     return DimsStruct(
+        **same | {"activation": _ACTIVATIONS[dims.activation], "rotary_dim": 2 * dims.num_angles},
         hidden=dims.hidden_size,
-        num_heads=dims.num_heads,
-        num_kv_heads=dims.num_kv_heads,
-        head_dim=dims.head_dim,
         ffn=dims.ffn_size,
         num_layers=len(layers),
         num_blocks=num_blocks,
         block_size=block_size,
         num_positions=num_positions,
         cache_format=_CACHE_FORMATS[layers[0].k_cache.dtype],
-        eps=dims.eps,
-        scale=dims.scale,
-        rotary_dim=2 * dims.num_angles,
-        is_interleaved=dims.is_interleaved,
-        has_layer_norm=dims.has_layer_norm,
-        norms_qk_rows=dims.norms_qk_rows,
-        has_unit_qk_norm=dims.has_unit_qk_norm,
-        is_parallel=dims.is_parallel,
-        activation=_ACTIVATIONS[dims.activation],
-        softcap=dims.softcap,
-        residual_scale=dims.residual_scale,
-        embedding_scale=dims.embedding_scale,
-        logits_scale=dims.logits_scale,
-        logits_softcap=dims.logits_softcap,
         query_scales=_pointer(query_scales),
     )
