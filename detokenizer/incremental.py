@@ -39,9 +39,7 @@ class DecoderFactory(Protocol):
 
 
 def decoder_factory(tokenizer: Tokenizer) -> DecoderFactory:
-    """Return a decoder factory for a tokenizer: one with our own tables for known decoders, otherwise one that uses the
-    tokenizers library.
-    """
+    """Return a decoder factory for a tokenizer: our own tables for known decoders, otherwise the tokenizers library."""
     steps: list[dict[str, Any]] = tokenizer.decoder.get("decoders", [tokenizer.decoder])
     kinds = [str(step.get("type")) for step in steps]
     if kinds == ["ByteLevel"]:
@@ -100,9 +98,7 @@ class ByteFallbackFactory:
 
 
 class _ByteFallbackDecoder:
-    """Decodes a run of byte tokens as a whole, as the tokenizer does: no text of the run is final before the run
-    ends.
-    """
+    """Decodes a run of byte tokens as a whole, as the tokenizer does: no text is final before the run ends."""
 
     __slots__ = ("_pieces", "_run", "_strip")
 
@@ -141,9 +137,7 @@ class _ByteFallbackDecoder:
 
 
 class LibraryFactory:
-    """Decoders for all other tokenizers, also those without a decoder, by incremental decoding with the tokenizers
-    library.
-    """
+    """Decoders for all other tokenizers, also those without a decoder, by means of the tokenizers library."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

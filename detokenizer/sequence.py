@@ -105,9 +105,7 @@ class SequenceText:
         return self._shown(text + self._decoder.finish())
 
     def _scan(self, token_ids: Sequence[int], before: int, decoder: TextDecoder, scanner: StopWordScanner) -> str:
-        """Find the token that completes a match by scanning token by token; `before` is the number of tokens processed
-        earlier.
-        """
+        """Find the token that completes a match by scanning token by token; `before` tokens were processed earlier."""
         parts: list[str] = []
         for count, token_id in enumerate(token_ids, before + 1):
             parts.append(scanner.scan(decoder.decode((token_id,)), can_stop=count >= self._rules.min_tokens))

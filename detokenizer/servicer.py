@@ -1,6 +1,4 @@
-"""The detokenizer's service: one stream per router, over gRPC or frames, which carries the text of all of the router's
-requests.
-"""
+"""The detokenizer's service: one stream per router, over gRPC or frames, which carries the text of all its requests."""
 
 from __future__ import annotations
 

@@ -284,9 +284,7 @@ class OutputStream:
         return max(self._num_prompt + count, sequence.from_token)
 
     def _is_ready(self, sequence: _Sequence) -> bool:
-        """Return whether output may be sent; the last sequence's final chunk waits for the request's end, to include
-        the usage.
-        """
+        """Return whether output may be sent; the last sequence's final chunk waits for the request's end and usage."""
         if sequence.has_ended:
             return self._has_ended or not all(other.has_ended for other in self._sequences)
         return self._opened is not None and self._opened.is_streaming
@@ -326,9 +324,7 @@ class OutputStream:
 
 
 class RouterConnection:
-    """The streams of one router; streams mark themselves as ready, and `collect` returns all ready output in one
-    batch.
-    """
+    """The streams of one router; they mark themselves as ready, and `collect` returns all ready output as a batch."""
 
     def __init__(self, wake: Callable[[], None], detach: Callable[[OutputStream], None]) -> None:
         """`wake` is called when there is output to collect, `detach` with each stream that has ended."""
@@ -344,9 +340,7 @@ class RouterConnection:
         self._ready[stream.number] = stream
 
     def collect(self) -> pb.StreamBatch | None:
-        """Return the output that is ready, one chunk per sequence, and drop finished streams; None if no output is
-        ready.
-        """
+        """Return the output that is ready, one chunk per sequence, and drop finished streams; None if there is none."""
         if not self._ready:
             return None
         ready, self._ready = self._ready, {}

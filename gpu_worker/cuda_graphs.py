@@ -400,9 +400,7 @@ class GraphDecoder:
         return inputs, (places, values)
 
     def _changes(self, tables: IntArray, limit: int) -> tuple[IntArray, IntArray] | None:
-        """Return the indices and values of table entries that differ from those on the device; None if there are more
-        than `limit`.
-        """
+        """Return indices and values of entries that differ from the device's; None if there are more than `limit`."""
         num_rows, num_blocks = tables.shape
         known = self._known_tables[:num_rows, :num_blocks]
         rows, columns = np.nonzero(known != tables)

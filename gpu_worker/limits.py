@@ -1,6 +1,4 @@
-"""Limits on steps, sequences and the KV pool, derived from the settings, the model and the memory; every rank computes
-them.
-"""
+"""Limits on steps, sequences and the KV pool, which every rank derives from the settings, the model and the memory."""
 
 from __future__ import annotations
 
@@ -93,9 +91,7 @@ def graph_decoder(
 
 
 def local_num_blocks(config: WorkerConfig, limits: Limits, models: Sequence[LoadedModel], free_bytes: int) -> int:
-    """Return how many KV blocks fit in `free_bytes` on this rank if each of these models gets the same number. Raises
-    ConfigError if no block fits.
-    """
+    """Return how many KV blocks fit in `free_bytes` for each of these models. Raises ConfigError if no block fits."""
     return choose_num_blocks(
         sum(block_bytes(model.part, config.tokens_per_block, model.kv_dtype) for model in models),
         config.tokens_per_block,

@@ -24,9 +24,7 @@ _MEASURE_S = 0.5
 
 
 def describe() -> dict[str, object]:
-    """Return versions, GPUs and the usable CPU kernels. If no kernels are usable, `kernels` is empty and the reasons
-    are given.
-    """
+    """Return versions, GPUs and the CPU kernels; if none are usable, `kernels` is empty and the reasons are given."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         library = load_library()

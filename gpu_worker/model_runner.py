@@ -452,9 +452,7 @@ class ModelRunner:
         )
 
     def _run_largest_steps(self) -> None:
-        """Run steps with the maximum number of tokens, and steps with the maximum number of sequences for each way of
-        sampling.
-        """
+        """Run steps with the most tokens, and steps with the most sequences for each way of sampling."""
         blocks = -(-(self._longest_prefill + 1) // self._config.tokens_per_block)
         if blocks <= self.kv.num_blocks:
             self._run_all(warm_up_steps(self._longest_prefill, blocks))
@@ -466,9 +464,7 @@ class ModelRunner:
                 self._run_with_adapter()
 
     def _run_with_adapter(self) -> None:
-        """Run full batches of sequences that use an adapter, and of such that use one of experts, if these fit into the
-        cache.
-        """
+        """Run full batches of sequences that use an adapter, or an expert's adapter, if these fit into the cache."""
         assert self._front is not None
         for of_experts in (False, True) if self._front.adapts_experts else (False,):
             adapter = zero_adapter(self.model.description, of_experts=of_experts)

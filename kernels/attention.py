@@ -66,9 +66,7 @@ def paged_attention(
 
 
 def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
-    """Return one sequence's keys or values as float32 tiles [num_tiles, Hk, KEY_TILE, D], zero beyond the sequence's
-    end.
-    """
+    """Return a sequence's keys or values as float32 tiles [num_tiles, Hk, KEY_TILE, D], zero beyond its end."""
     block_size = cache.shape[1]
     blocks = block_table[: -(-length // block_size)].long()
     rows = cache[blocks].flatten(0, 1)[:length].float()

@@ -65,9 +65,7 @@ class AttentionBackend(Protocol):
 
 
 def refusal_of_types(case: AttentionCase) -> str | None:
-    """Return the unmet requirement of kernels that read keys and values in the 16-bit type of the queries; None if it
-    is met.
-    """
+    """Return the unmet requirement of kernels that read keys and values in the queries' 16-bit type; None if met."""
     if case.dtype not in HALVES:
         return f"16-bit activations, not {_name(case.dtype)}"
     if case.kv_dtype != case.dtype:

@@ -71,9 +71,7 @@ OWN = AttentionChoice({})
 
 
 def installed(capability: tuple[int, int]) -> dict[str, AttentionBackend]:
-    """Return the other implementations that run on a device with this compute capability, by their names in the
-    settings.
-    """
+    """Return the other implementations that run on devices of this compute capability, by their names in settings."""
     found = {"flash-attn": load_flash_attention(capability), "flashinfer": load_flashinfer(capability)}
     return {name: backend for name, backend in found.items() if backend is not None}
 

@@ -125,9 +125,7 @@ def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
 def gated_linear(
     x: Tensor, weight: Tensor, activation: Activation, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """Return `activate` of the linear layer with weight [2F, K], gate first -> [M, F]; with a scale the weight is
-    int8.
-    """
+    """Return `activate` of the linear layer with weight [2F, K], gate first -> [M, F]; int8 if it has a scale."""
     if not _takes_triton(x):
         return torch_gated_linear(x, weight, activation, bias, scale)
     if scale is None and not _is_batch_invariant and len(x) > _MAX_GATED_ROWS:
@@ -167,9 +165,7 @@ def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor,
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row of x [..., H] to unit root mean square, then multiply it by weight [H]; the mean is computed in
-    float32.
-    """
+    """Scale rows of x [..., H] to unit root mean square, computed in float32, and multiply by weight [H]."""
     if _takes_triton(x):
         return triton.rms_norm(x, weight, eps)
     return torch_rms_norm(x, weight, eps)
@@ -205,9 +201,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def can_group(weight: Tensor) -> bool:
-    """Return whether `grouped_linear` processes many matrices like this one in one launch, so that stacking them saves
-    time.
-    """
+    """Return whether `grouped_linear` processes many such matrices in one launch, so that stacking saves time."""
     return _takes_triton(weight)
 
 

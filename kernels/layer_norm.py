@@ -5,9 +5,7 @@ from torch import Tensor
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Subtract its mean from each row of x [..., H], scale the row to unit variance, and multiply by weight [H]; in
-    float32.
-    """
+    """Subtract their means from rows of x [..., H], scale to unit variance, multiply by weight [H]; in float32."""
     wide = x.float()
     centered = wide - wide.mean(dim=-1, keepdim=True)
     inverse = torch.rsqrt(centered.square().mean(dim=-1, keepdim=True) + eps)

@@ -36,8 +36,6 @@ def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
 def gated_linear(
     x: Tensor, weight: Tensor, activation: Activation, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """Return `activate` of the linear layer with weight [2F, K], gate first -> [M, F]; with a scale the weight is
-    int8.
-    """
+    """Return `activate` of the linear layer with weight [2F, K], gate first -> [M, F]; int8 if it has a scale."""
     product = linear(x, weight, bias) if scale is None else quantized_linear(x, weight, scale, bias)
     return activate(product, activation)

@@ -24,9 +24,7 @@ class KvScales:
 def store_quantized_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, scales: KvScales
 ) -> None:
-    """Quantize row i of k and v [M, Hk, D] per head, and write it to slot slot_mapping[i] of the caches and
-    `scales`.
-    """
+    """Quantize row i of k and v [M, Hk, D] per head, and write it to slot slot_mapping[i] of caches and `scales`."""
     slots = slot_mapping.long()
     for source, cache, scale in ((k, k_cache, scales.keys), (v, v_cache, scales.values)):
         wide = source.float()

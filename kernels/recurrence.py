@@ -13,9 +13,7 @@ from torch.nn import functional
 
 
 def wide(x: Tensor) -> Tensor:
-    """Convert x to float64 on a CPU, where vector and scalar float32 functions differ in the last bit; elsewhere to
-    float32.
-    """
+    """Convert x to float64 on a CPU, where vector and scalar float32 functions differ; elsewhere to float32."""
     return x.double() if x.device.type == "cpu" else x.float()
 
 
@@ -36,9 +34,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def fold(x: Tensor, dim: int) -> Tensor:
-    """Return the sum over a dimension, computed by repeatedly adding one half to the other until one element is
-    left.
-    """
+    """Return the sum over a dimension, by repeatedly adding one half to the other until one element is left."""
     while (size := x.shape[dim]) > 1:
         half = size // 2
         folded = x.narrow(dim, 0, half) + x.narrow(dim, half, half)

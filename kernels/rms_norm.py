@@ -5,9 +5,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row of x [..., H] to unit root mean square, and multiply by weight [H]; the mean is computed in
-    float32.
-    """
+    """Scale rows of x [..., H] to unit root mean square, computed in float32, and multiply by weight [H]."""
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (wide * inverse).to(x.dtype) * weight

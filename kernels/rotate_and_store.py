@@ -1,6 +1,4 @@
-"""Normalizes query and key heads, applies the rotary embedding and writes to the paged cache, in separate
-operations.
-"""
+"""Normalizes query and key heads, applies the rotary embedding and writes to the paged cache, one by one."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ def rotate_and_store(
     is_interleaved: bool = False,
     scales: KvScales | None = None,
 ) -> Tensor:
-    """Normalize q [M, Hq, D] by q_norm [D] and rotate it; process k [M, Hk, D] likewise, and write k and v to the
-    cache.
-    """
+    """Normalize q [M, Hq, D] by q_norm [D] and rotate it; process k [M, Hk, D] likewise, and cache k and v."""
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     q, k = apply_rotary(q, k, cos, sin, is_interleaved=is_interleaved)

@@ -48,9 +48,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PerfMetrics:
-    """Times of a request's events, in nanoseconds since the Unix epoch (0 if an event has not happened), and
-    counters.
-    """
+    """Times of a request's events, in nanoseconds since the Unix epoch (0 if not yet), and counters."""
 
     arrival_unix_ns: int = 0
     first_scheduled_unix_ns: int = 0
@@ -137,9 +135,7 @@ class Chunk:
             self.perf_metrics, self.error = later.perf_metrics, later.error
 
     def cut(self, max_tensor_bytes: int) -> tuple[Chunk, Chunk | None]:
-        """Split the chunk so that the first part has at most `max_tensor_bytes` of tensors; only the second part is
-        final.
-        """
+        """Split the chunk so that the first part has at most `max_tensor_bytes` of tensors; only the other is final."""
         if self.extras is None or len(self.extras.tensors) < 2:
             return self, None
         extras, rest = self.extras.cut(max_tensor_bytes)
@@ -223,9 +219,7 @@ class Chunk:
 
 
 class SequenceEnds:
-    """Tracks the sequences of a stream whose end was already sent. An end is repeated after an attach or resume beyond
-    it.
-    """
+    """Tracks the sequences of a stream whose end was sent. It is repeated after an attach or resume beyond it."""
 
     __slots__ = ("_shown",)
 

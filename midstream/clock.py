@@ -1,6 +1,4 @@
-"""A monotonic clock for use within a process. Wall-clock time is used only on the wire and on disk, and is converted
-there.
-"""
+"""A monotonic clock for use within a process. Only the wire and the disk use wall-clock time, converted there."""
 
 from __future__ import annotations
 

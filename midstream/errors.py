@@ -1,6 +1,4 @@
-"""The error hierarchy. Every user-visible error is an instance of one of these classes; each class maps to one gRPC
-status.
-"""
+"""The error hierarchy. Every user-visible error is of one of these classes; each maps to one gRPC status."""
 
 from __future__ import annotations
 

@@ -147,9 +147,7 @@ class Extras:
         return sum(len(tensor.data) for tensor in self.tensors)
 
     def cut(self, max_tensor_bytes: int) -> tuple[Extras, Extras | None]:
-        """Split into extras with at most `max_tensor_bytes` of tensors (but at least one piece), and extras with the
-        rest.
-        """
+        """Split into extras with at most `max_tensor_bytes` of tensors (but at least a piece), and the rest."""
         num_bytes = 0
         for count, tensor in enumerate(self.tensors):
             num_bytes += len(tensor.data)

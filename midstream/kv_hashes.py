@@ -21,8 +21,6 @@ def chain_seed(parts: Iterable[str]) -> int:
 
 
 def chain_hash(parent: int, tokens: array[int]) -> int:
-    """Return a full block's hash, given its parent's hash; it is 64 bits of BLAKE2b, so that collisions cannot be
-    forced.
-    """
+    """Return a full block's hash, given its parent's: 64 bits of BLAKE2b, so that collisions cannot be forced."""
     data = parent.to_bytes(8, "little") + tokens.tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

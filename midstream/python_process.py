@@ -22,9 +22,7 @@ _PARTS = frozenset({"detokenizer", "gpu_worker", "kernels", "protos", "router", 
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs `module`, which is named as in a checkout; start it with
-    `python_environment`.
-    """
+    """Return the command line that runs `module`, named as in a checkout; start it with `python_environment`."""
     part = module.partition(".")[0]
     if part in _PARTS and (Path(midstream.__file__).parent / part).is_dir():
         module = f"midstream.{module}"

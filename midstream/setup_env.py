@@ -150,9 +150,7 @@ def set_up(venv: Path, root: Path) -> None:
 
 @contextmanager
 def _compiling(root: Path) -> Iterator[None]:
-    """Compile the kernels in the background, which requires no installed packages; the kernels' step waits for this and
-    shows failures.
-    """
+    """Compile the kernels in the background, which needs no packages; the kernels' step waits and shows failures."""
     command = [sys.executable, "-P", str(root / "kernels" / "build.py"), "--here"]
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, env=_environment()) as process:

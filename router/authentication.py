@@ -145,9 +145,7 @@ class _WatchedFile(ABC, Generic[_EntryT]):
 
     @abstractmethod
     def _parse(self, words: list[str]) -> tuple[bytes, _EntryT]:
-        """Return the key and value on a line; raise InvalidArgumentError without quoting the line, which may contain a
-        secret.
-        """
+        """Return the key and value on a line; raise InvalidArgumentError without the line, which may hold a secret."""
 
     def _sign(self) -> tuple[int, int, int]:
         try:
@@ -199,9 +197,7 @@ class TokenFile(_WatchedFile[tuple[str, _Grant]]):
         return None if found is None else Caller(found[0], True, *found[1])
 
     def client(self, name: str) -> Caller | None:
-        """Return a client by name, with the roles and the quota of its first token; None if no token names the
-        client.
-        """
+        """Return a client by name, with the roles and quota of its first token; None if no token names it."""
         grants = [grant for known, grant in self.entries().values() if known == name]
         return Caller(name, True, *grants[0]) if grants else None
 
@@ -217,9 +213,7 @@ class RoleFile(_WatchedFile[_Grant]):
     field = "auth_roles"
 
     def grant_of(self, client: str) -> _Grant:
-        """Return a client's roles and quota; generate and observe, without a quota, if the file does not list the
-        client.
-        """
+        """Return a client's roles and quota; generate and observe, without a quota, if the file does not list it."""
         return self.entries().get(client.encode(), (DEFAULT_ROLES, Quota()))
 
     def _parse(self, words: list[str]) -> tuple[bytes, _Grant]:
@@ -283,9 +277,7 @@ class Authenticator:
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> Authenticator:
-        """Return the authenticator for a configuration. Raises ConfigError if the settings conflict, or a file is not
-        usable.
-        """
+        """Return the configured authenticator. Raises ConfigError if settings conflict, or a file is not usable."""
         if config.auth_tokens and config.auth != "token":
             raise ConfigError(f"is set, but auth is {config.auth}", field="auth_tokens")
         if config.auth_roles and config.auth != "mtls":

@@ -1,6 +1,4 @@
-"""The public gRPC service, which converts protobuf messages and status codes; requests are processed in
-generation.py.
-"""
+"""The public gRPC service, which converts messages and status codes; requests are processed in generation.py."""
 
 from __future__ import annotations
 

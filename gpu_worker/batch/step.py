@@ -110,9 +110,7 @@ class AdapterRef:
 
 @dataclass(slots=True)
 class GuideState:
-    """The grammar that a sequence follows, how much of its output has been sent to a grammar process, and to
-    which one.
-    """
+    """The grammar that a sequence follows, how much of its output was sent to a grammar process, and to which one."""
 
     guide: Guide
     life: int = 0
@@ -168,9 +166,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One forward step; the fields mirror StepBatch in protos/worker.proto, and are applied in the order given
-    there.
-    """
+    """One forward step; fields mirror StepBatch in protos/worker.proto, and are applied in the order given there."""
 
     epoch: int = 0
     step_id: int = 0

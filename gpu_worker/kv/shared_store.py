@@ -264,17 +264,13 @@ class KvStore:
         return PoolMemory(hashes, keys, values, seals=seals)
 
     def _keep_clean(self) -> None:
-        """Remove dead workers' pools on the second scan that finds them, so that other workers have had time to copy
-        from them.
-        """
+        """Remove dead workers' pools on the second scan that finds them, so that others had time to copy from them."""
         while not self._stopped.wait(_KEEP_S):
             with contextlib.suppress(OSError), self._locked_folder():
                 self._seen = self._remove_left(self._seen.__contains__)
 
     def _remove_left(self, is_due: Callable[[Path], bool]) -> set[Path]:
-        """Remove the pools, of any kind, that dead workers left behind and `is_due` selects; return the remaining
-        ones.
-        """
+        """Remove the pools, of any kind, that dead workers left behind and `is_due` selects; return the others."""
         left = {path for path in _pools(self._folder) if path != self._own and _is_left(path)}
         for path in filter(is_due, left):
             path.unlink(missing_ok=True)

@@ -133,9 +133,7 @@ class TierFolder:
         return len(self._index)
 
     def take_all(self) -> set[int]:
-        """Return the hashes of all blocks known to be stored; from now on `take_news` reports changes since this
-        call.
-        """
+        """Return the hashes of all blocks known to be stored; from now on `take_news` reports later changes."""
         with self._lock:
             self._news.clear()
             return set(self._index)
@@ -424,9 +422,7 @@ class KvTiers:
         self._thread.start()
 
     def offer(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Queue blocks to be stored, each with its content hash; blocks that change before they are stored are
-        skipped.
-        """
+        """Queue blocks to be stored, each with its content hash; those that change before that are skipped."""
         with self._wake:
             self._waiting.extend(blocks)
             self._wake.notify()

@@ -116,9 +116,7 @@ def module_shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]
 
 
 def layer_modules(description: DecoderDescription, layer: int) -> set[str]:
-    """Return the modules of a layer, without the experts of a mixture of experts (`expert_shapes`), which are stacked
-    tensors and not linear modules.
-    """
+    """Return the modules of a layer, without the experts of a mixture (`expert_shapes`), which are stacked tensors."""
     d, modules = description, set[str]()
     if d.recurrent[layer] is not None:
         # PEFT creates no adapters for the output projection of Mamba.
@@ -216,9 +214,7 @@ def zero_adapter(description: DecoderDescription, *, of_experts: bool = False) -
 
 
 def module_paths(description: DecoderDescription) -> dict[str, tuple[str, ...]]:
-    """Return our module names for the path of each linear layer in the files; if it has several, their rows are
-    concatenated in order.
-    """
+    """Return our module names for the path of each linear layer in the files; rows of several are concatenated."""
     names, latent = family_of(description.architecture).names, description.latent
     if latent is not None:
         attention: dict[str, tuple[str, ...]] = {names.latent_q: ("q",), names.latent_kv_down: ("kv_a",)}

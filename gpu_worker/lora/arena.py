@@ -111,16 +111,12 @@ class AdapterArena:
         return placed
 
     def add(self, slots: Tensor, layer: int, module: str, x: Tensor, y: Tensor) -> None:
-        """Add the outputs of the adapters in `slots`, int32 [M], to y [M, N], the output of a module with input x [M,
-        K].
-        """
+        """Add the outputs of the adapters in `slots`, int32 [M], to y [M, N], a module's output for x [M, K]."""
         kind = layer * len(self._modules) + self._modules.index(module)
         kernels.add_lora(y, x, self._values, self._table[:, kind], slots, self._max_rank)
 
     def add_to_experts(self, slots: Tensor, layer: int, module: str, experts: Tensor, x: Tensor, y: Tensor) -> None:
-        """Do the same for a module of experts: row i of x [P, K] and y [P, N] is for expert experts[i], and each token
-        has P / M consecutive rows.
-        """
+        """Do the same for experts: row i of x [P, K] and y [P, N] is for expert experts[i]; a token has P / M rows."""
         kind = layer * len(self._modules) + self._modules.index(module)
         slots = slots.repeat_interleave(len(experts) // len(slots))
         start, rank = self._table[slots.clamp(min=0).long(), kind].unbind(1)

@@ -43,9 +43,7 @@ class _Placed(Generic[P]):
 
 
 class AdapterCache(Generic[P]):
-    """Adapters by fingerprint. `load`, `prefetch` and `unload` are thread-safe; all other methods must run in one
-    thread.
-    """
+    """Adapters by fingerprint. `load`, `prefetch` and `unload` are thread-safe; others must run in one thread."""
 
     def __init__(
         self,
@@ -80,9 +78,7 @@ class AdapterCache(Generic[P]):
         return adapter.device_bytes(self._element_bytes)
 
     def load(self, path: str) -> Future[Adapter]:
-        """Read a folder, even if it has been read before. The future raises MidstreamError if the adapter is
-        rejected.
-        """
+        """Read a folder, even if it was read before. The future raises MidstreamError if the adapter is rejected."""
         return self._reader.submit(self._fetch, path)
 
     def prefetch(self, ref: AdapterRef) -> None:

@@ -67,9 +67,7 @@ class RowAdapters(Generic[P]):
             self._release(row)
 
     def adapters(self, token_rows: IntArray) -> AdapterTokens[P] | None:
-        """Return the adapters of flattened tokens, given each token's row; return None immediately if no row has an
-        adapter.
-        """
+        """Return the adapters of flattened tokens, given each token's row; None at once if no row has an adapter."""
         if not self._placed:
             return None
         rows = [row for row in np.unique(token_rows).tolist() if row in self._placed]

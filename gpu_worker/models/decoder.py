@@ -119,9 +119,7 @@ class ChoosingDecoder(Protocol):
 
 
 class PartDecoder(Decoder, Protocol):
-    """A decoder that may hold only some of a model's layers; the part with the first layer also has the embeddings and
-    the head.
-    """
+    """A decoder, perhaps of some of a model's layers; the part with the first has the embeddings and the head."""
 
     def embed(self, inputs: ForwardInputs) -> Tensor:
         """Return the first layer's input, [M, hidden_size]."""
@@ -145,9 +143,7 @@ class _Layer:
 
 
 class TorchDecoder:
-    """A decoder in `dtype` on `device`; matrices keep the values of their stored format, and int8 matrices also their
-    integers.
-    """
+    """A decoder in `dtype` on `device`; matrices keep the values of their stored format, int8 ones their integers."""
 
     def __init__(
         self,

@@ -47,9 +47,7 @@ class ImageFiles:
             self._child = None
 
     def read(self, data: bytes) -> Any:
-        """Return the (first) image in a file, in RGB. Raises InvalidArgumentError if the file is invalid, or cannot be
-        read within the limits.
-        """
+        """Return the (first) image in a file, in RGB. Raises InvalidArgumentError if it is invalid or too large."""
         reason = ""
         for _ in range(_NUM_TRIES):  # somebody else may have killed the first reader
             if self._child is None:

@@ -244,9 +244,7 @@ def _load_from_transformers(
 def _choose_attention(
     config: WorkerConfig, part: DecoderDescription, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Choose the kernels of attention for this rank's part of a model on a GPU. Raises ConfigError if the requested
-    kernels cannot be used.
-    """
+    """Choose this rank's attention kernels on a GPU. Raises ConfigError if the requested ones cannot be used."""
     if device.type != "cuda":
         if config.attention not in ("auto", "triton"):
             raise ConfigError(f"{config.attention} needs a GPU", field="attention")

@@ -38,9 +38,7 @@ def logits_of(decoder: Decoder, token_ids: Tensor) -> Tensor:
 
 
 def default_text() -> str:
-    """Return a text that is part of every Python installation: the topics of `help()`, which differ between
-    versions.
-    """
+    """Return a text that is part of every Python installation: the topics of `help()`, which differ by version."""
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 

@@ -79,9 +79,7 @@ def _attention(
 
 
 def _mask(q_length: int, kv_length: int, mask_function: _MaskFunction, **_: Any) -> Tensor:
-    """Mask function for transformers in the first pass: return a tensor of the mask's shape that carries the
-    function.
-    """
+    """Mask function for transformers in the first pass: return a tensor of the mask's shape that carries it."""
     look = _current.get()
     assert isinstance(look, _FirstLook)
     return look.note_mask(torch.zeros(1, 1, q_length, kv_length), mask_function)
@@ -384,9 +382,7 @@ def _own_attention(config: Any) -> str:
 
 
 def _replace_linears(model: nn.Module, weights: str) -> None:
-    """Replace linear layers by ones that compute like the native layers: batch-invariant on a CPU, and with int8
-    weights if requested.
-    """
+    """Replace linear layers by ones like the native layers: batch-invariant on a CPU, with int8 weights if asked."""
     for module in list(model.modules()):
         child: Any
         for name, child in module.named_children():

@@ -64,9 +64,7 @@ class FrameSender:
             self._memory.close()
 
     def _take(self, length: int) -> int:
-        """Return space for a frame, after waiting until no follower needs its old contents. Offsets only grow; space is
-        reused.
-        """
+        """Return space for a frame, once no follower needs its old contents. Offsets only grow; space is reused."""
         start = self._end
         if start % self._size + length > self._size:
             start += self._size - start % self._size
@@ -93,9 +91,7 @@ class FrameReceiver:
     """A follower's end of the connection."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Receive the shared memory's file descriptor if the connection is a Unix socket. Raises OSError if rank 0 has
-        disconnected.
-        """
+        """Receive the shared memory's descriptor if this is a Unix socket. Raises OSError if rank 0 disconnected."""
         self._connection = connection
         self._memory: mmap.mmap | None = None
         if connection.family == socket.AF_UNIX:

@@ -54,17 +54,13 @@ class Lifelines:
         self._thread.start()
 
     def on_drain(self, call: Callable[[], None]) -> None:
-        """Set the callback for drain requests from other ranks; call it immediately if a request has already been
-        received.
-        """
+        """Set the callback for drain requests from other ranks; call it now if one has already been received."""
         self._on_drain = call
         if self._wants_drain:
             call()
 
     def watch(self, is_stuck: Callable[[], bool]) -> None:
-        """Count this process as lost when `is_stuck` returns true, since another rank may be alive without
-        responding.
-        """
+        """Count this process as lost when `is_stuck` returns true, since a rank may be alive without responding."""
         self._is_stuck = is_stuck
 
     def ask_drain(self) -> None:

@@ -91,9 +91,7 @@ class RankLinks:
         dist.destroy_process_group()
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the stage. With two ranks, or if sums are ordered, the bits of a row do not depend
-        on other rows.
-        """
+        """Return the sum of x over the stage. With two ranks, or ordered sums, a row's bits do not depend on others."""
         if self.ranks.tensor_size == 1:
             return x
         x = x.contiguous()
@@ -128,9 +126,7 @@ class RankLinks:
 
     @property
     def share_tokens(self) -> Callable[[Tensor], None] | None:
-        """Return the operation by which rank 0 sends tokens to the ranks that embed them; None if this rank has no part
-        in it.
-        """
+        """Return the operation by which rank 0 sends tokens to the ranks that embed them; None without a part in it."""
         return self.share if self.ranks.stage == 0 and self.ranks.tensor_size > 1 else None
 
     def share(self, x: Tensor) -> None:

@@ -45,9 +45,7 @@ class ShardWeights:
         return self._tokens(self._weights.embedding())
 
     def head(self) -> Weight | None:
-        """Return the rank's part of the head [part of the vocabulary, hidden_size]; None if it is tied to the
-        embedding.
-        """
+        """Return this rank's part of the head [part of vocabulary, hidden_size]; None if tied to the embedding."""
         head = self._weights.head()
         return None if head is None else self._tokens(head)
 

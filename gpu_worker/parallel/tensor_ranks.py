@@ -11,9 +11,7 @@ class TensorRanks(Protocol):
     """The tensor ranks of one stage. All of them must make the same calls in the same order."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of x over all ranks, possibly computed in place. The bits of a row do not depend on other
-        rows.
-        """
+        """Return the sum of x over all ranks, possibly in place. The bits of a row do not depend on other rows."""
 
     def join(self, x: Tensor) -> Tensor:
         """Gather x [N, K] from all ranks into [N, size * K] on rank 0; return [N, 0] on the other ranks."""

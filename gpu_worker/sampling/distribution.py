@@ -1,6 +1,4 @@
-"""Truncates a distribution to its most likely tokens, and samples from it. A row's result does not depend on other
-rows.
-"""
+"""Truncates a distribution to its most likely tokens, and samples from it, for each row independently."""
 
 from __future__ import annotations
 

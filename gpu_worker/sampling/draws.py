@@ -1,6 +1,4 @@
-"""Draws tokens on a GPU according to the rows' temperature, top-k, top-p and min-p; launched directly or replayed from
-CUDA graphs.
-"""
+"""Draws tokens on a GPU by temperature, top-k, top-p and min-p; launched directly or replayed from CUDA graphs."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ def draw(logits: Tensor, params: Sequence[Tensor], *, has_top_k: bool, has_top_p
 
 
 class RecordedDraws:
-    """Graphs that draw tokens from logits at a fixed address; for each number of rows, one with a temperature only, and
-    one with top-k and top-p.
-    """
+    """Graphs that draw from logits at a fixed address; for each number of rows, with and without top-k and top-p."""
 
     def __init__(self, device: torch.device, sizes: Sequence[int]) -> None:
         """Create the object without graphs; `sizes` are the numbers of rows to record, in ascending order."""
@@ -92,9 +88,7 @@ class RecordedDraws:
                 )
 
     def draw(self, params: DrawParams) -> Tensor | None:
-        """Return each row's token, which has already been stored for the next step; IS_BROKEN for rows without one.
-        None if nothing is recorded.
-        """
+        """Return each row's token, already stored for the next step, or IS_BROKEN; None if nothing is recorded."""
         num_rows = len(params.seeds)
         size = next((size for size in self._sizes if size >= num_rows), None)
         if size is None or not self._graphs:

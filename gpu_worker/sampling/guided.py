@@ -73,9 +73,7 @@ class Guides:
             self._process = None
 
     def ask(self, sampled: IntArray, others: list[int]) -> bool:
-        """Request masks for the sampled rows and compilation of the guides of other rows; return False if no row has a
-        guide.
-        """
+        """Request masks for the sampled rows and compilation of others' guides; return False if no row has a guide."""
         features = self._rows.features
         rows = sampled[(features[sampled] & Feature.GUIDED) != 0].tolist()
         ahead = [row for row in others if features[row] & Feature.GUIDED and row not in rows]
@@ -104,9 +102,7 @@ class Guides:
         return Constraints(masks, self._errors)
 
     def _choose(self, rows: list[int], suspects: list[int]) -> list[int]:
-        """Return rows whose guides are not suspects or, if there are none, the rows of one suspect. The other rows wait
-        or fail.
-        """
+        """Return rows whose guides are not suspects or, if none, the rows of one suspect. The others wait or fail."""
         for row in suspects:
             self._errors[row] = _TOO_MUCH if self._strikes(row) > 1 else _NOT_READY
         chosen = [row for row in rows if row not in self._errors]

@@ -136,9 +136,7 @@ class Sampler:
         replicate: Replicate | None = None,
         threads: ThreadPool | None = None,
     ) -> None:
-        """Sample for `rows`, using these threads of the CPU kernels if the logits are on the CPU; None means to use
-        PyTorch.
-        """
+        """Sample for `rows`, with these threads of the CPU kernels if the logits are on the CPU; None means PyTorch."""
         self._rows = rows
         self._threads = threads
         self._post_processors = post_processors or {}
@@ -241,9 +239,7 @@ class Sampler:
         errors: dict[int, MidstreamError],
         candidates: dict[int, Candidates],
     ) -> IntArray:
-        """Return the tokens at `places`, for rows in which only a few logits are modified; these are restored
-        afterwards.
-        """
+        """Return the tokens at `places`, for rows in which few logits are modified; these are restored afterwards."""
         before: list[tuple[Tensor, Tensor]] = []
         steer(logits, self._rows, rows, places, before)
         token_ids, highest = self._pick(logits, rows, places, self._rows.temperature[rows[places]])
@@ -261,9 +257,7 @@ class Sampler:
         errors: dict[int, MidstreamError],
         candidates: dict[int, Candidates],
     ) -> IntArray:
-        """Return the tokens at `places`, chosen from a modified copy of these rows; add errors and candidates by
-        place.
-        """
+        """Return the tokens at `places`, chosen from a modified copy of these rows; add errors and candidates."""
         rows = rows[places]
         raw = logits[torch.from_numpy(places).to(logits.device)]
         logits, failed = raw.clone(), dict[int, MidstreamError]()

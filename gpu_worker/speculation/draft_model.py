@@ -36,9 +36,7 @@ class _Row:
 
 
 def load_draft_model(config: WorkerConfig, target: DecoderDescription) -> LoadedModel:
-    """Load the draft model named in the settings. Raises ConfigError if the draft model cannot be loaded, or its
-    vocabulary differs.
-    """
+    """Load the configured draft model. Raises ConfigError if it cannot be loaded, or its vocabulary differs."""
     model = load_beside(config, open_model_folder(config.draft_model))
     if model.description.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -68,9 +66,7 @@ class DraftModel:
         model.decoder.use_cache(kv)
 
     def propose(self, rows: Mapping[int, int]) -> dict[int, IntArray]:
-        """Return up to rows[row] draft tokens per row; none for rows that have to catch up first, or for which no
-        blocks are free.
-        """
+        """Return up to rows[row] draft tokens per row; none for rows that must catch up, or without free blocks."""
         lengths = {row: int(self._rows.lengths[row]) for row in rows}
         ready = self._catch_up({row: limit for row, limit in rows.items() if self._make_room(row, limit)})
         drafts: dict[int, list[int]] = {row: [] for row in ready}
@@ -89,9 +85,7 @@ class DraftModel:
         return {row: np.array(tokens, dtype=np.int32) for row, tokens in drafts.items()}
 
     def _make_room(self, row: int, limit: int) -> bool:
-        """Allocate blocks for a row's tokens and drafts; return False if none are free or the row has virtual
-        tokens.
-        """
+        """Allocate blocks for a row's tokens and drafts; return False if none are free or it has virtual tokens."""
         length = int(self._rows.lengths[row])
         tokens = self._rows.tokens[row, :length]
         if length + limit > self._model.description.max_sequence_length:
@@ -138,9 +132,7 @@ class DraftModel:
         return ready
 
     def _forward(self, starts: Mapping[int, int]) -> torch.Tensor:
-        """Compute rows from these positions to their current ends; return the logits at the ends, in ascending order of
-        rows.
-        """
+        """Compute rows from these positions to their ends; return the logits there, in ascending order of rows."""
         rows = np.array(sorted(starts), dtype=np.int32)
         ends = self._rows.lengths[rows]
         firsts = np.array([starts[row] for row in rows.tolist()], dtype=np.int32)

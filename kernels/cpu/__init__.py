@@ -1,6 +1,4 @@
-"""The C++ CPU kernels (csrc/) behind a typed Python interface: packed weights, and a decoder that runs all layers in
-one call.
-"""
+"""The C++ CPU kernels (csrc/) in a typed Python interface: packed weights, and a decoder that runs in one call."""
 
 from kernels.cpu.blocks import dequantize_blocks, levels_of_blocks
 from kernels.cpu.decoder import (

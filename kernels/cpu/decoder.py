@@ -28,9 +28,7 @@ _CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2, torch.int
 
 
 def stored_head_dim(head_dim: int, cache_dtype: torch.dtype) -> int:
-    """Return the number of elements stored per head and token in a cache of this type; for integer types this includes
-    a float32 scale.
-    """
+    """Return the elements stored per head and token in a cache of this type; integer types add a float32 scale."""
     return head_dim + (0 if cache_dtype.is_floating_point else 4 // cache_dtype.itemsize)
 
 
@@ -278,9 +276,7 @@ class NativeDecoder:
         return batch, pointers
 
     def logits(self, hidden: Tensor, norm: Tensor, head: PackedLinear) -> Tensor:
-        """Return the logits of hidden [M, hidden_size], given the final norm [hidden_size] and the head: float32 [M,
-        vocabulary].
-        """
+        """Return float32 logits [M, vocabulary] of hidden [M, hidden_size], given the final norm and the head."""
         _check("hidden", hidden, torch.float32, (hidden.shape[0], self.dims.hidden_size))
         _check("norm", norm, torch.float32, (self.dims.hidden_size,))
         out = torch.empty(hidden.shape[0], head.num_outputs)
@@ -375,9 +371,7 @@ def _check_mixture(dims: DecoderDims, mixture: PackedMixture, index: int) -> Non
 
 
 def _mixture_struct(mixture: PackedMixture | None) -> tuple[MixtureStruct, object] | None:
-    """Return the mixture of experts as a C struct for the kernels, and the arrays that must outlive it; None if there
-    is none.
-    """
+    """Return the mixture of experts as a C struct, and the arrays that must outlive it; None if there is none."""
     if mixture is None:
         return None
     kind = LinearStruct * len(mixture.experts)

@@ -42,9 +42,7 @@ class WeightFormat(IntEnum):
 
 
 class InputFormat(IntEnum):
-    """Number format of a layer's quantized input, with one scale per 32 elements; the values are those of
-    csrc/quantized_rows.h.
-    """
+    """Number format of a layer's quantized input, with a scale per 32 elements; values as in csrc/quantized_rows.h."""
 
     F32 = 0  # not rounded
     INT8 = 1

@@ -62,9 +62,7 @@ def _try(isa: str) -> tuple[Library | None, str | None]:
 
 
 def find_crash(path: Path, isa: str) -> str | None:
-    """Run the check of a library in a separate process; return how it failed, or None if it passes now or has passed
-    earlier.
-    """
+    """Check a library in a separate process; return how it failed, or None if it passes now or passed earlier."""
     digest = hashlib.sha256(" ".join(sorted(processor_flags())).encode()).hexdigest()[:16]
     passed = path.with_suffix(f".{isa}.{digest}.passed")
     if passed.exists():

@@ -1,6 +1,4 @@
-"""The linear layer: over int8 weights, with a gated activation, and with an order of summation that does not depend on
-the batch.
-"""
+"""The linear layer: over int8 weights, with a gated activation, and with a summation independent of the batch."""
 
 from __future__ import annotations
 

@@ -27,9 +27,7 @@ PHASE_STYLES = {
 
 
 class LiveDisplay(ABC):
-    """Context manager that shows a live view on a terminal. Without a terminal, and after the context has ended, it
-    prints changes as lines.
-    """
+    """Shows a live view on a terminal. Without one, and once the context has ended, it prints changes as lines."""
 
     def __init__(self, console: Console, *, is_transient: bool, frames_per_second: int) -> None:
         """Create the display. It renders immediately, so subclasses must set their own attributes first."""

@@ -40,9 +40,7 @@ _PACKAGES = {
 
 
 class Verdict(StrEnum):
-    """Result of a check: `slow` means that a service would run below its normal speed, `fault` that it would not
-    run.
-    """
+    """Result of a check: with `slow` a service would run below its normal speed, with `fault` not at all."""
 
     GOOD = "good"
     SLOW = "slow"

@@ -22,9 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: the text is printed to standard output, and the speed to standard error if that is a
-    terminal.
-    """
+    """Run the command: print the text to standard output, and the speed to standard error if it is a terminal."""
     pace = asyncio.run(_generate(arguments))
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:

@@ -43,9 +43,7 @@ async def _show(arguments: argparse.Namespace) -> None:
 
 
 def _with_numbers(values: dict[str, object]) -> dict[str, object]:
-    """Convert 64-bit integers, which protobuf's JSON writes as strings, to numbers; timestamp and group remain
-    strings.
-    """
+    """Convert 64-bit integers, which protobuf's JSON writes as strings; timestamp and group remain strings."""
     for name, value in values.items():
         if isinstance(value, dict):
             _with_numbers(value)

@@ -38,9 +38,7 @@ UNSUPERVISED = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """Current state of one process. `health` is `serving` or a description of the problem; `epoch` is set for some
-    kinds.
-    """
+    """Current state of one process. `health` is `serving` or the problem; `epoch` is set for some kinds."""
 
     process: ProcessState
     health: str

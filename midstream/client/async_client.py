@@ -303,9 +303,7 @@ class AsyncClient:
         return list(answer.requests)
 
     async def status(self, *, follow: bool = False) -> AsyncIterator[status_pb2.SystemStatus]:
-        """Yield the system's status once, or about once a second if `follow` is set. The first status includes samples
-        from the last few minutes.
-        """
+        """Yield the system's status once, or every second with `follow`, first with samples of the last few minutes."""
         try:
             async for status in self._next_stub().GetStatus(status_pb2.GetStatusRequest(stream=follow)):
                 yield status

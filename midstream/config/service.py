@@ -31,9 +31,7 @@ class ServiceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GrpcServiceConfig(ServiceConfig):
-    """Base of the configurations of services with a gRPC port. The port and outgoing connections use the same
-    certificate.
-    """
+    """Base of the configurations of services with a gRPC port; one certificate serves it and outgoing connections."""
 
     internal_transport: str = setting(
         "frames",

@@ -99,9 +99,7 @@ class CompletionOutput:
 
 
 def logprobs_by_token(rows: LogProbs, token_ids: list[int] | tuple[int, ...] | object) -> list[dict[int, Logprob]]:
-    """Return for each row a mapping from tokens to log probabilities, with the chosen token (if known) and the top
-    alternatives.
-    """
+    """Return for each row the log probabilities by token, of the chosen one (if known) and the top alternatives."""
     ids = list(token_ids) if isinstance(token_ids, list | tuple) else []
     result = []
     for row, log_prob in enumerate(rows.token_log_probs):

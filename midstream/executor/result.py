@@ -28,9 +28,7 @@ from midstream.extras import CONTEXT, Tensor
 
 
 class ResultQueue:
-    """The outputs of a GenerationResult as a queue; iteration does not return an output again that was taken from the
-    queue.
-    """
+    """The outputs of a GenerationResult as a queue; iteration omits outputs that were taken from the queue."""
 
     def __init__(self, result: GenerationResult) -> None:
         self._result = result

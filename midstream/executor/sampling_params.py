@@ -1,6 +1,4 @@
-"""Sampling parameters of the executor. The names are TensorRT-LLM's; each field maps to a field of the native
-request.
-"""
+"""Sampling parameters of the executor, with TensorRT-LLM's names; each maps to a field of the native request."""
 
 from __future__ import annotations
 

@@ -98,9 +98,7 @@ class IterationStats:
 
 
 def sum_up(cells: Sequence[Mapping[str, object]]) -> IterationStats:
-    """Combine the iterations of several cells: counts, blocks and bytes are summed; iteration numbers and latencies are
-    the maximum.
-    """
+    """Combine the iterations of several cells: sums of counts, blocks and bytes; maxima of numbers and latencies."""
     if len(cells) < 2:
         return IterationStats(cells[0] if cells else {})
     return IterationStats(_sum(cells), tuple(IterationStats(cell) for cell in cells))

@@ -74,9 +74,7 @@ class GrammarServer:
         return ""
 
     def masks(self, items: list[dict[str, Any]]) -> tuple[list[str], bytes]:
-        """Return READY, WAITING, OVERRUN or an error message for each item, and the masks of the READY items in
-        order.
-        """
+        """Return READY, WAITING, OVERRUN or an error message for each item, and the masks of READY items in order."""
         deadline = time.monotonic() + _GRACE_S
         for item in items:
             self._note(item)

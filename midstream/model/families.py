@@ -1,6 +1,4 @@
-"""The supported model families, and how each is served. Tests run every entry; `docs/models.md` is generated from
-them.
-"""
+"""The supported model families, and how each is served. Tests run all; `docs/models.md` is generated from them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The model's tokenizer: text to token ids and back. It reads only tokenizer.json, and uses neither the network nor
-code from the model.
-"""
+"""The model's tokenizer, read from tokenizer.json alone: it uses neither the network nor code from the model."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ class Tokenizer:
         return self._tokenizer.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text; if it is part of a character, these are the bytes of that
-        part.
-        """
+        """Return the bytes that a token adds to a text; for part of a character, the bytes of that part."""
         token = self.token(token_id) or ""
         kinds = self._decoder_kinds
         if "ByteLevel" in kinds and token not in self.added_tokens:

@@ -239,9 +239,7 @@ class CommandStream(FrameLink[CommandT, BatchT]):
             call.cancel()
 
     async def _ask(self, channel: grpc.aio.Channel) -> None:
-        """Raise TimeoutError when the other side stops responding, since it may hang while the connection stays
-        open.
-        """
+        """Raise TimeoutError when the other side stops responding: it may hang while the connection stays open."""
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
             await asyncio.sleep(_ASK_S)

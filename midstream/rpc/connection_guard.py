@@ -17,9 +17,7 @@ _DESCRIPTORS = Path("/dev/fd")
 
 
 class ConnectionGuard:
-    """Limits the connections from one address to half of all connections to a port of this process; the newest ones are
-    closed.
-    """
+    """Limits the connections from one address to half of all to a port of this process; newer ones are closed."""
 
     def __init__(self, port: int, max_connections: int) -> None:
         """Guard `port`, whose server accepts `max_connections` in total."""
@@ -61,9 +59,7 @@ class ConnectionGuard:
     def _connections(
         self, descriptors: list[int], opened: contextlib.ExitStack
     ) -> dict[tuple[str, int], socket.socket]:
-        """Return a duplicate of each connection by peer, since the original descriptor may be closed and reused at any
-        time.
-        """
+        """Return a duplicate of each connection by peer, since the original descriptor may be closed and reused."""
         connections = {}
         for descriptor in descriptors:
             with (

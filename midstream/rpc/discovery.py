@@ -61,9 +61,7 @@ class Discovery:
                     raise ConfigError(f"{one!r} is not host:port", field=field)
 
     def name_of(self, address: str) -> str:
-        """Return the host name that resolved to an address, which its certificate must contain; empty for the address
-        itself.
-        """
+        """Return the host name that an address came from, which its certificate must contain; empty if from none."""
         return self._names.get(address, "")
 
     def target_of(self, address: str) -> str:

@@ -276,9 +276,7 @@ class FrameConnection(asyncio.Protocol):
 
 
 class Pump:
-    """Writes all new data as one batch at the end of each event-loop iteration, as long as the connection is
-    writable.
-    """
+    """Writes all new data as a batch at the end of each event-loop iteration, while the connection is writable."""
 
     def __init__(
         self,

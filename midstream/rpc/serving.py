@@ -280,9 +280,7 @@ def _own_server(
 
 
 def _collect_now_and_then() -> None:
-    """Collect garbage on behalf of all stopping servers, for at most half of the time, since a large heap takes
-    long.
-    """
+    """Collect garbage for all stopping servers, at most half of the time, since a large heap takes long."""
     global _next_collection
     began = time.monotonic()
     if began >= _next_collection:

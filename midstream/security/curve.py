@@ -39,9 +39,7 @@ class WorkerCredentials:
 
     @classmethod
     def from_config(cls, config: WorkerConfig) -> WorkerCredentials | None:
-        """Return the credentials set in the configuration; None for plain text. Raises ConfigError if the settings
-        conflict, or a key cannot be used.
-        """
+        """Return the configured credentials; None for plain text. Raises ConfigError if they cannot be used."""
         names = ("curve_secret_key", "curve_server_key")
         for name in names:
             if bool(getattr(config, name)) != config.curve:
@@ -61,9 +59,7 @@ class WorkerCredentials:
 
 
 def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Create a key pair; return the paths of the files with the public key and the pair. Raises ConfigError if a key
-    pair with this name exists.
-    """
+    """Create a key pair; return the paths of the public key and the pair. Raises ConfigError if the name exists."""
     folder.mkdir(parents=True, exist_ok=True)
     public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
     for path in (public, secret):
@@ -116,9 +112,7 @@ def read_public_keys(folder: str, field: str) -> frozenset[bytes]:
 
 
 def sign_folder(folder: str, field: str) -> tuple[tuple[str, int, int, int], ...]:
-    """Return a value that changes whenever the keys in a folder change. Raises ConfigError if the folder cannot be
-    read.
-    """
+    """Return a value that changes whenever a folder's keys change. Raises ConfigError if it cannot be read."""
     try:
         stats = [(path.name, path.stat()) for path in _key_files(folder, field)]
     except OSError as error:

@@ -22,9 +22,7 @@ class PeerNames:
     """Names of which a peer's certificate must contain one."""
 
     def __init__(self, names: str, field: str) -> None:
-        """Parse a comma-separated list of kinds (`router`), DNS names and URIs. Raises ConfigError if the list is
-        empty.
-        """
+        """Parse a comma-separated list of kinds (`router`), DNS names and URIs. Raises ConfigError if it is empty."""
         self.names = frozenset(name.strip() for name in names.split(",") if name.strip())
         if not self.names:
             raise ConfigError("is empty, so every call would be rejected", field=field)

@@ -53,9 +53,7 @@ class Tls:
 
     @classmethod
     def from_config(cls, config: GrpcServiceConfig) -> Tls | None:
-        """Return the TLS files set in a service's configuration; None for plain text. Raises ConfigError if the
-        settings conflict, or a file is not usable.
-        """
+        """Return the configured TLS files; None for plain text. Raises ConfigError if they cannot be used."""
         if not config.tls:
             for name in ("tls_cert", "tls_key", "tls_ca"):
                 if getattr(config, name):
@@ -118,9 +116,7 @@ class Tls:
         return context
 
     def grpc_context(self) -> ssl.SSLContext:
-        """Return an SSL context for a gRPC server; as with `server_credentials`, clients are asked for a certificate
-        only if they must have one.
-        """
+        """Return an SSL context for a gRPC server; it asks clients for a certificate only if they must have one."""
         context = self.http_context()
         context.verify_mode = ssl.CERT_REQUIRED if self.require_client_cert else ssl.CERT_NONE
         context.set_alpn_protocols(["h2"])

@@ -90,9 +90,7 @@ def new_trace(*, is_sampled: bool) -> TraceParent:
 
 
 class Tracer:
-    """Sends a process's spans to a collector from a background thread. The loss of the collector affects nothing
-    else.
-    """
+    """Sends a process's spans to a collector in a background thread; losing the collector affects nothing else."""
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
         """Prepare the connection; `endpoint` is the address of an OTLP/gRPC collector, such as http://collector:4317.

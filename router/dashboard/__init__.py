@@ -51,9 +51,7 @@ def dashboard_routes(status: StatusFeed) -> list[Route]:
 
 
 def page(path: Path) -> Response:
-    """Return an ASGI app that serves a static file with a content security policy that allows only the router's own
-    files.
-    """
+    """Return an ASGI app that serves a static file; its content security policy allows only the router's files."""
     media_type, _ = mimetypes.guess_type(path.name)
     # The body is kept in memory, so that no request has to open a file.
     return Response(path.read_bytes(), headers=_HEADERS, media_type=media_type)

@@ -1,6 +1,4 @@
-"""The tool and reasoning formats by name, and the detection of a model's format from its chat template or
-architecture.
-"""
+"""The tool and reasoning formats by name, and the detection of a model's format from chat template or architecture."""
 
 from __future__ import annotations
 
@@ -176,17 +174,13 @@ class ModelFormat:
         return Machine(after_thinking(self.reasoning, answer, ends), offer)
 
     def call_id(self, request_id: str, sequence: int, index: int, name: str) -> str:
-        """Return an id for a call that has none in the model's text. It is deterministic, so that parsing the text
-        again gives the same id.
-        """
+        """Return an id for a call without one; deterministic, so that parsing the text again gives the same id."""
         digest = hashlib.blake2b(f"{request_id}/{sequence}/{index}".encode(), digest_size=16).digest()
         return (self.tools.make_id if self.tools else _plain_id)(digest, name, index)
 
 
 def format_of(folder: ModelFolder, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ModelFormat:
-    """Return a model's format: the configured one, or by default the detected one. Raises ConfigError if the name is
-    unknown.
-    """
+    """Return a model's format: the configured one, or the detected one. Raises ConfigError for an unknown name."""
     tools = _choose(tool_parser, "tool_parser", tuple(TOOL_FORMATS), _TOOL_ROWS, folder)
     reasoning = _choose(reasoning_parser, "reasoning_parser", tuple(REASONING_FORMATS), _REASONING_ROWS, folder)
     has_channels = "openai" in (tools, reasoning)

@@ -8,9 +8,7 @@ from router.parsers.machine import Call, parse_json
 
 
 def read_call(value: object) -> Call | None:
-    """Return the call in a JSON value. Llama's key for the arguments is `parameters`, that of the other formats
-    `arguments`.
-    """
+    """Return the call in a JSON value. Llama's key for the arguments is `parameters`, other formats' `arguments`."""
     if not isinstance(value, dict):
         return None
     name = value.get("name")

@@ -1,6 +1,4 @@
-"""Parses values that are not JSON: Python literals, and Gemma's literals with their own quotes. Nothing is
-evaluated.
-"""
+"""Parses values that are not JSON: Python literals, and Gemma's with their own quotes. Nothing is evaluated."""
 
 from __future__ import annotations
 

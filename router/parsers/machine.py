@@ -173,9 +173,7 @@ class Machine:
             yield
 
     def take_until(self, *markers: str) -> Steps[tuple[str, str]]:
-        """Consume and return the text before the first of `markers`, and that marker; all text and "" if no marker
-        occurs.
-        """
+        """Consume and return the text before the first of `markers`, and the marker; all text and "" if none occurs."""
         margin = max(map(len, markers)) - 1
         start = 0
         while True:

@@ -38,9 +38,7 @@ def script(machine: Machine) -> Steps[None]:
 
 
 def _start(machine: Machine) -> Steps[str]:
-    """Consume and return any leading text after which no list of calls can follow; return empty text if one may
-    follow.
-    """
+    """Consume and return leading text after which no list of calls can follow; empty text if one may follow."""
     raw = (yield from machine.accept("[")) or ""
     raw += yield from machine.take_space()
     name = yield from machine.take_run(_NAME)

@@ -52,9 +52,7 @@ def choose_cell(cells: Sequence[CellT], token_ids: Sequence[int], cache_salt: st
 
 
 def choose_home(cells: Sequence[CellT], request_id: str) -> CellT:
-    """Return the cell for a request that may be submitted again, from its id alone. Precondition: `cells` is not
-    empty.
-    """
+    """Return the cell for a request that may be submitted again, from its id alone. `cells` must not be empty."""
     return max(cells, key=lambda cell: hashlib.blake2b(f"{cell.name}\0{request_id}".encode(), digest_size=8).digest())
 
 

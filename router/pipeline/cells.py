@@ -234,9 +234,7 @@ class Cells:
         return choose_cell(self._candidates(), token_ids, cache_salt)
 
     def home(self, request_id: str) -> Cell:
-        """Return the cell for all submissions of a request, even if the cell is down. Raises UnavailableError if there
-        is no cell.
-        """
+        """Return the cell for all submissions of a request, even if down. Raises UnavailableError if there is none."""
         return choose_home(self._known(), request_id)
 
     def successor_of(self, cell: Cell) -> Cell | None:

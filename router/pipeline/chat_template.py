@@ -99,9 +99,7 @@ class _Process:
     """A renderer process; it is not thread-safe."""
 
     def __init__(self, source: str) -> None:
-        """Start the process and compile `source`. Raises _BrokenError if the process did not start, or did not compile
-        `source`.
-        """
+        """Start the process and compile `source`. Raises _BrokenError if one of the two fails."""
         # The process does not inherit this process's environment, which may hold keys and tokens.
         environment = python_environment({"PATH": os.environ.get("PATH", "")})
         self._process = subprocess.Popen(

@@ -39,9 +39,7 @@ class ClientDocument:
 
 
 class ClientDocuments:
-    """Documents in all cells. Methods raise UnavailableError if a scheduler is unreachable for longer than the
-    timeout.
-    """
+    """Documents in all cells. Methods raise UnavailableError if a scheduler is unreachable beyond the timeout."""
 
     def __init__(self, cells: Cells, unavailable_timeout_s: float) -> None:
         self.cells = cells
@@ -85,9 +83,7 @@ class ClientDocuments:
             return
 
     async def parts(self, cell: Cell, kind: str, owner: str, prefix: str, limit: int) -> AsyncIterator[ClientDocument]:
-        """Return a cell's documents whose ids start with a prefix, in the order of their ids. Read at most `limit` at a
-        time.
-        """
+        """Return a cell's documents whose ids start with a prefix, in order of ids. Read at most `limit` at a time."""
         request = pb.ListDocumentsRequest(kind=kind, owner=owner, prefix=prefix, limit=limit)
         while True:
             response = await self._ask(cell, lambda cell: cell.stub.ListDocuments(request, timeout=_TRY_TIMEOUT_S))
@@ -111,9 +107,7 @@ class ClientDocuments:
         return found[:limit]
 
     async def waiting(self, cell: Cell, kind: str, limit: int) -> list[ClientDocument]:
-        """Return a cell's documents of all owners, oldest first; only one attempt is made. Raises MidstreamError if the
-        cell does not respond.
-        """
+        """Return a cell's documents of all owners, oldest first. Raises MidstreamError if one attempt fails."""
         request = pb.ListDocumentsRequest(kind=kind, limit=limit)
         try:
             response = await cell.stub.ListDocuments(request, timeout=_TRY_TIMEOUT_S)

@@ -45,9 +45,7 @@ class FairThreads:
         self._threads.shutdown(cancel_futures=True)
 
     async def run(self, function: Callable[[], _T]) -> _T:
-        """Run a function in a thread and return its result. Raises OverloadedError if too many functions of this client
-        are waiting.
-        """
+        """Run a function in a thread. Raises OverloadedError if too many functions of this client are waiting."""
         client, loop = current_caller.get().name, asyncio.get_running_loop()
         await self._wait(client)
         try:

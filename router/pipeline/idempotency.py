@@ -19,18 +19,14 @@ _KEEP_S = 24 * 3600
 
 
 def check_key(key: str | None) -> str:
-    """Return the key if it is valid; empty if there is none. Raises InvalidArgumentError if the key is empty or too
-    long.
-    """
+    """Return the key; empty if there is none. Raises InvalidArgumentError if it is empty or too long."""
     if key is not None and not 0 < len(key) <= _MAX_KEY:
         raise InvalidArgumentError(f"must be 1 to {_MAX_KEY} characters", field=_FIELD)
     return key or ""
 
 
 def key_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Return the idempotency key in a gRPC call's metadata; empty if there is none. Raises the errors of
-    `check_key`.
-    """
+    """Return the idempotency key in a call's metadata; empty if there is none. Raises the errors of `check_key`."""
     values = [str(value) for name, value in metadata if name == HEADER]
     return check_key(values[-1] if values else None)
 

@@ -1,6 +1,4 @@
-"""Converts a request's input to token ids in a thread pool, so that rendering and tokenizing do not block the event
-loop.
-"""
+"""Converts a request's input to token ids in a thread pool, so that rendering and tokenizing block no event loop."""
 
 from __future__ import annotations
 

@@ -12,9 +12,7 @@ _OF_BEAMS = frozenset({"repetition_penalty"})
 
 
 def sampling_defaults(model: ModelFolder) -> pb.SamplingConfig:
-    """Return the sampling parameters that the model's generation_config.json recommends. Raises ConfigError if a value
-    is out of range.
-    """
+    """Return the sampling parameters that generation_config.json recommends. Raises ConfigError if out of range."""
     sampling = pb.SamplingConfig()
     try:
         for name, value in model.sampling_defaults.items():

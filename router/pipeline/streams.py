@@ -37,9 +37,7 @@ class ClientStream:
         from_token_by_sequence: Sequence[int] = (),
         on_overflow: Callable[[], None] = lambda: None,
     ) -> None:
-        """The client already has the first `from_token` tokens of each sequence, or the number that
-        `from_token_by_sequence` gives for it.
-        """
+        """The client has the first `from_token` tokens of each sequence, or those in `from_token_by_sequence`."""
         self.request_id = request_id
         self.is_final = False
         self.overflowed = False
@@ -66,9 +64,7 @@ class ClientStream:
         return [self._offsets.get(index, self._from_token) for index in range(size)]
 
     def push(self, chunk: Chunk) -> None:
-        """Add output and drop duplicates; a gap is treated as a failure of the source, so that the stream is
-        reattached.
-        """
+        """Add output and drop duplicates; a gap is a failure of the source, so that the stream is reattached."""
         index = chunk.sequence_index
         if chunk.extras is not None:
             chunk.extras = self._tensors[index].new(chunk.extras)

@@ -63,9 +63,7 @@ def take_embeddings(request: pb.GenerateRequest, model: ModelFolder) -> None:
 
 
 def put_table_first(request: pb.GenerateRequest, token_ids: Sequence[int], model: ModelFolder) -> Sequence[int]:
-    """Prepend the ids of the request's table to the prompt, if it has a table and the prompt contains none of its
-    ids.
-    """
+    """Prepend the ids of the request's table, if it has one, to a prompt that contains none of its ids."""
     if not request.prompt_tuning.HasField("table") or max(token_ids) >= model.vocab_size:
         return token_ids
     first = model.vocab_size

@@ -174,9 +174,7 @@ class HostCheckedApp:
 
 
 def for_pages(app: ASGIApp, origins: str) -> ASGIApp:
-    """Return the application with the headers (CORS) that let web pages call it; `origins` are comma-separated, `*` is
-    any.
-    """
+    """Return the application with headers (CORS) that let web pages of `origins` call it: comma-separated, or `*`."""
     listed = [origin.strip() for origin in origins.split(",") if origin.strip()]
     if not listed:
         return app

@@ -1,6 +1,4 @@
-"""The status of each part (a process of the service), including recently lost ones. This module reads no clock; the
-time is an argument.
-"""
+"""The status of each part (a process), including recently lost ones. No clock is read; the time is an argument."""
 
 from __future__ import annotations
 

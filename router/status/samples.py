@@ -1,6 +1,4 @@
-"""Recent rates and latencies, computed from each scheduler's cumulative counters. This module reads no clock; the time
-is an argument.
-"""
+"""Recent rates and latencies, from each scheduler's counters. No clock is read; the time is an argument."""
 
 from __future__ import annotations
 

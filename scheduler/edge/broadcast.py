@@ -1,6 +1,4 @@
-"""Numbered items for any number of readers, each with its own cursor. Only the latest items are kept, so slow readers
-lose some.
-"""
+"""Numbered items for any number of readers, each with its cursor. Only the latest are kept; slow readers miss some."""
 
 from __future__ import annotations
 

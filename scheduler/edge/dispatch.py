@@ -130,9 +130,7 @@ class Dispatcher:
     async def run(
         self, on_event: Callable[[WorkerEvent], None], on_read: Callable[[], None], progress: LoopProgress
     ) -> None:
-        """Pass worker messages and lost connections to `on_event` until cancelled, and call `on_read` after the last
-        one that was waiting.
-        """
+        """Pass worker messages and lost connections to `on_event`; call `on_read` after the last one waiting."""
         loop = asyncio.get_running_loop()
         self._on_event, self._on_read = on_event, on_read
         self._progress, self._failed = progress, loop.create_future()
@@ -210,9 +208,7 @@ class Dispatcher:
                 return
 
     def _read_if_readable(self) -> None:
-        """Schedule a read if there are messages: the file descriptor does not signal messages that arrive during a
-        send.
-        """
+        """Schedule a read if there are messages: the descriptor does not signal those that arrive during a send."""
         if not self._is_read_due and self._is_readable():
             self._is_read_due = True
             self._failed.get_loop().call_soon(self._read)

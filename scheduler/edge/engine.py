@@ -138,9 +138,7 @@ class Engine:
         self._journal.know(list(self.core.lifecycle.requests.values()))
 
     def handle_worker_event(self, event: WorkerEvent) -> None:
-        """Handle an event from a worker; if the core fails on it, end the worker's epoch. The caller calls `take_turn`
-        after the last event.
-        """
+        """Handle a worker's event; if the core fails on it, end its epoch. Call `take_turn` after the last event."""
         self._is_turn_due = True
         try:
             self._apply(event)
@@ -154,9 +152,7 @@ class Engine:
             self._dispatcher.send_heartbeat_ack(event.connection, event.epoch)
 
     def submit(self, spec: RequestSpec, on_committed: Callable[[Accepted], None]) -> None:
-        """Submit a request; `on_committed` is called once it is committed to the journal. Raises MidstreamError if it
-        is rejected.
-        """
+        """Submit a request; `on_committed` is called once the journal has it. Raises MidstreamError if rejected."""
         answer: Accepted | None = None
         for effect in self.handle(Submitted(self.now_ns(), spec)):
             if isinstance(effect, Refused):
@@ -278,9 +274,7 @@ class Engine:
             self._idle.set()
 
     def _arm(self) -> None:
-        """Set the timer for the next turn; a timer that is already set for an earlier time is kept, and set again when
-        it fires.
-        """
+        """Set the timer for the next turn; one that is already set for an earlier time is kept, and set again then."""
         next_ns = self.core.next_turn_ns
         if next_ns is None:
             return

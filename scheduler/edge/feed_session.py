@@ -1,6 +1,4 @@
-"""A detokenizer's session on the token feed, independent of the transport: it takes commands and returns batches of
-tokens.
-"""
+"""A detokenizer's session on the token feed, over any transport: it takes commands and returns batches of tokens."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ class FeedSession:
         self._feed: DetokenizerFeed | None = None
 
     def obey(self, command: scheduler_pb2.FeedCommand) -> None:
-        """Carry out a command. Raises InvalidArgumentError if the command is out of order, or conflicts with an earlier
-        one.
-        """
+        """Carry out a command. Raises InvalidArgumentError if it is out of order, or conflicts with an earlier one."""
         kind, feed = command.WhichOneof("command"), self._feed
         if feed is None:
             if kind != "hello":

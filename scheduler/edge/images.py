@@ -229,9 +229,7 @@ class Images:
             self._freed.set()
 
     async def _ask(self, group: WorkerGroup, data: bytes) -> Response | None:
-        """Return a worker's answer, or None if the worker is lost first. Raises TimeoutError if it does not answer in
-        time.
-        """
+        """Return a worker's answer, or None if the worker is lost first. Raises TimeoutError if it is too slow."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._answer_timeout_s
         self._last_id += 1

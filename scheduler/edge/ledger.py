@@ -57,9 +57,7 @@ class Ledger:
         engine.on_ended.append(self._note)
 
     async def run(self) -> None:
-        """Write missing entries of requests from the journal, then entries of requests as these end, until
-        cancelled.
-        """
+        """Write missing entries of requests from the journal, then of requests as these end, until cancelled."""
         while True:
             try:
                 if not self._is_open:

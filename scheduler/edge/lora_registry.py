@@ -199,9 +199,7 @@ class Adapters:
         return adapter
 
     async def _ask(self, group: WorkerGroup, name: str, path: str) -> worker_pb2.LoraResult | None:
-        """Return a worker's answer, or None if the worker disconnects first. No answer in time is an error; what comes
-        later is ignored.
-        """
+        """Return a worker's answer, or None if it disconnects first; no answer in time is an error."""
         key, give_up_at = (name, group.epoch), time.monotonic() + _ANSWER_TIMEOUT_S
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         self._sender.send_load_adapter(group.connection, group.epoch, name, path)

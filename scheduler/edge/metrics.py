@@ -106,9 +106,7 @@ class SchedulerCollector(Collector):
 
 
 def lora_requests(core: SchedulerCore) -> Metric:
-    """Return the info metric with the running and waiting adapters (names in labels), in the format that gateways
-    expect.
-    """
+    """Return the info metric with the names of running and waiting adapters, in the format that gateways expect."""
     groups = core.groups
     running = {request.spec.lora_name for group in groups for request in list(group.active)}
     waiting = {request.spec.lora_name for request in list(core.queue)}

@@ -1,6 +1,4 @@
-"""The status report of this scheduler's cell, which routers request periodically for monitoring. It never changes the
-core.
-"""
+"""The status report of this scheduler's cell, which routers request periodically. It never changes the core."""
 
 from __future__ import annotations
 

@@ -222,9 +222,7 @@ _SELECT = "SELECT owner, kind, id, data, version, created_ns, expires_ns FROM mi
 
 
 class SqlDocuments(DocumentStore):
-    """The table `midstream_documents` of a SQL database; subclasses connect to it. Question marks stand for
-    parameters.
-    """
+    """The table `midstream_documents` of a SQL database, to which subclasses connect. `?` stands for parameters."""
 
     @abstractmethod
     def _reading(self) -> AbstractContextManager[Execute]:

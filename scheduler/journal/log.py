@@ -55,9 +55,7 @@ _DAMAGED = ".damaged"
 
 @dataclass(slots=True)
 class _Segment:
-    """A segment file. `num_bytes` is its size on disk; `numbers` are the requests whose latest full records are
-    in it.
-    """
+    """A segment file of `num_bytes` on disk; `numbers` are the requests whose latest full records are in it."""
 
     number: int
     num_bytes: int

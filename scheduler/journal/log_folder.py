@@ -113,9 +113,7 @@ class LogFolder:
         sync_folder(self.path)
 
     def check(self, name: str, num_bytes: int) -> None:
-        """Raise LostError if the lock file or this file was deleted or replaced, or if this file has fewer than
-        `num_bytes` bytes.
-        """
+        """Raise LostError if the lock file or this file was deleted or replaced, or this file is below `num_bytes`."""
         if os.fstat(self._lock).st_nlink == 0:
             raise LostError(f"{self.path / _LOCK_NAME} was deleted or replaced while it was in use")
         status = os.fstat(self._files[name])
@@ -166,9 +164,7 @@ class LogFolder:
         return int.from_bytes(os.pread(self._lock, _EPOCH_BYTES, 0), "little")
 
     def set_epoch(self, epoch: int) -> None:
-        """Make this epoch the only one that may write; must be called with the lock held. The change does not survive a
-        reboot.
-        """
+        """Make this epoch the only one that may write, with the lock held. The change does not survive a reboot."""
         os.pwrite(self._lock, epoch.to_bytes(_EPOCH_BYTES, "little"), 0)
 
     def close(self) -> None:

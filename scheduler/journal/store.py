@@ -96,9 +96,7 @@ class Store(ABC):
         """Raise the errors that `write` would raise; called periodically when nothing is written."""
 
     def stale(self, live_bytes: int) -> Sequence[int]:
-        """Return the requests that the next transaction should rewrite; `live_bytes` is the approximate size of all
-        rows.
-        """
+        """Return the requests that the next transaction should rewrite; all rows have about `live_bytes` bytes."""
         return ()
 
     def begin_anew(self) -> None:

@@ -44,9 +44,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Measures:
-    """Measurements of one run; times are in nanoseconds, and `tokens_ns` contains the mean time between tokens of each
-    request.
-    """
+    """Measurements of one run, in nanoseconds; `tokens_ns` has each request's mean time between tokens."""
 
     buckets: dict[int, Bucket] = field(default_factory=dict)
     bucket_ns: int = 10_000_000

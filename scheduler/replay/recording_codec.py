@@ -87,9 +87,7 @@ def encode_outcome(effects: TypingSequence[Effect], record: pb.Record) -> None:
 
 
 def decode_event(record: pb.Record) -> Event:
-    """Return the event in a record that is not a start record. Raises ValueError if it contains no event that is known
-    to this version.
-    """
+    """Return the event in a record other than a start record. Raises ValueError if it has no known event."""
     kind, time_ns = record.WhichOneof("event"), record.time_ns
     if kind == "turn":
         return Turn(time_ns)

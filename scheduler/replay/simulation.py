@@ -37,9 +37,7 @@ _NS_PER_US = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The scripted output of a sequence: these tokens, then filler tokens; a stop word is found after the first
-    `stop_after` tokens.
-    """
+    """The scripted output of a sequence: these tokens, then filler; a stop word is found after `stop_after` tokens."""
 
     tokens: array[int]
     stop_after: int | None = None
@@ -238,9 +236,7 @@ class Simulation:
 
 
 def from_outside(event: Event) -> Event | None:
-    """Return the event if it is external input to a simulation; None if it depends on plans, or is the death of a
-    worker.
-    """
+    """Return the event if it is external input to a simulation; None if it depends on plans, or a worker died."""
     if isinstance(event, Submitted):
         return replace(event, spec=replace(event.spec, is_detached=True))
     return event if isinstance(event, AbortRequested | WorkerRegistered | WorkerLeft) else None

@@ -1,6 +1,4 @@
-"""Sends tables of virtual tokens to workers in parts, since several tables in one step may exceed the message size
-limit.
-"""
+"""Sends tables of virtual tokens in parts, since several tables in a step may exceed the message size limit."""
 
 from __future__ import annotations
 

@@ -148,27 +148,21 @@ class Settings:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a finite number. Raises ConfigError if the setting is missing and has no default, or it is not a
-        finite number.
-        """
+        """Return a finite number. Raises ConfigError if it is not one, or is missing and has no default."""
         value = self.get(name, default)
         if not _is_number(value):
             raise ConfigError(f"config.json: {name} must be a number; got {value!r}", field="model")
         return float(value)
 
     def positive(self, name: str, default: float | None = None) -> float:
-        """Return a positive number. Raises ConfigError if the setting is missing and has no default, or it is not a
-        positive number.
-        """
+        """Return a positive number. Raises ConfigError if it is not one, or is missing and has no default."""
         value = self.number(name, default)
         if value <= 0:
             raise ConfigError(f"config.json: {name} must be a positive number; got {value!r}", field="model")
         return value
 
     def numbers(self, name: str, count: int, default: Sequence[float] | None = None) -> list[float]:
-        """Return a list of numbers. Raises ConfigError if the setting is missing and has no default, or it is not a
-        list of `count` finite numbers.
-        """
+        """Return `count` finite numbers. Raises ConfigError if it is no such list, or missing without a default."""
         values = self.get(name, default)
         if not isinstance(values, list | tuple) or len(values) != count or not all(map(_is_number, values)):
             raise ConfigError(f"config.json: {name} must be a list of {count} numbers; got {values!r}", field="model")
@@ -191,18 +185,14 @@ class Settings:
         return frozenset(values)
 
     def group(self, name: str) -> Mapping[str, Any]:
-        """Return an object of config.json; an empty one if the setting is missing or null. Raises ConfigError if the
-        setting is not an object.
-        """
+        """Return an object of config.json; empty if missing or null. Raises ConfigError if it is not an object."""
         value = self.get(name, {})
         if not isinstance(value, Mapping):
             raise ConfigError(f"config.json: {name} must be an object; got {value!r}", field="model")
         return value
 
     def layers(self, name: str) -> list[Any] | None:
-        """Return a list with one entry per layer; None if the setting is missing or empty. Raises ConfigError if the
-        list has another length.
-        """
+        """Return a list with one entry per layer; None if missing or empty. Raises ConfigError for another length."""
         values = self.get(name)
         if values is None or values == []:
             return None
@@ -279,9 +269,7 @@ def rotary_of(s: Settings, head_dim: int, *, part: float | None = None, is_inter
 
 
 def checked_rotary(rope: Mapping[str, Any], dim: int, head_dim: int, *, is_interleaved: bool = False) -> Rotary:
-    """Return a rotary embedding of `dim` elements with settings that `rope_of` made. Raises ConfigError if the settings
-    do not fit the size.
-    """
+    """Return a rotary embedding of `dim` elements with settings of `rope_of`. Raises ConfigError if they do not fit."""
     if dim % 2 or not 0 < dim <= head_dim:
         raise ConfigError(
             f"config.json: the rotary embedding covers {dim} elements of head_dim {head_dim}; must be even",

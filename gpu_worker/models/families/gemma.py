@@ -1,6 +1,4 @@
-"""Gemma 1 to 3. Norm weights are stored minus 1, so 1 is added; embeddings are scaled by the square root of their
-size.
-"""
+"""Gemma 1 to 3. Norm weights are stored minus 1; embeddings are scaled by the square root of their size."""
 
 from __future__ import annotations
 

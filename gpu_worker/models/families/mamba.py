@@ -142,9 +142,7 @@ def _mamba_of(s: Settings) -> Mamba:
 
 
 def _mixers(s: Settings, kinds: Sequence[object]) -> tuple[Mamba | None, ...]:
-    """Return the layers that replace attention, according to the kinds of layers. Raises UnsupportedError if a layer is
-    neither Mamba 2 nor attention.
-    """
+    """Return the layers that replace attention. Raises UnsupportedError if a layer is neither Mamba 2 nor attention."""
     mamba, names = _mamba_of(s), [_OTHER_NAMES.get(str(kind), str(kind)) for kind in kinds]
     check_kinds(names, {"mamba", "attention"})
     return tuple(mamba if name == "mamba" else None for name in names)

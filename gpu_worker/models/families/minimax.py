@@ -1,6 +1,4 @@
-"""MiniMax M2: a mixture of experts in every layer, queries and keys normalized over all heads, partial rotary
-embedding.
-"""
+"""MiniMax M2: a mixture of experts in every layer, queries and keys normalized over all heads, partial rotary."""
 
 from __future__ import annotations
 

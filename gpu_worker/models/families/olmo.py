@@ -1,6 +1,4 @@
-"""OLMo 2, OLMo 3, OLMoE and FlexOlmo: queries and keys are normalized over all heads; all but OLMoE normalize the
-outputs of sublayers.
-"""
+"""OLMo 2, OLMo 3, OLMoE and FlexOlmo: norms over all query and key heads and, but for OLMoE, of sublayer outputs."""
 
 from __future__ import annotations
 

@@ -141,9 +141,7 @@ class DeltaNetLayer:
         return with_lora(self.output, gated.flatten(1).to(x.dtype), "mixer_out", add_lora)
 
     def _inputs(self, x: Tensor, add_lora: AddLora | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return, as float32 [M, …], the convolution input, the output gates, and the pre-activations of beta and of
-        the decay.
-        """
+        """Return, as float32 [M, …], the convolution input, the output gates, and beta and decay before activation."""
         d, num_tokens = self.description, len(x)
         joined, rates = self.joined(x), self.rates(x)
         if add_lora is not None and d.is_in_turn:

@@ -67,9 +67,7 @@ def fp8_weight(levels: Tensor, scale: Tensor) -> Weight:
 
 
 def mxfp4_weight(codes: Tensor, exponents: Tensor) -> Weight:
-    """Return the matrix of E2M1 codes, uint8 [N, K], in which each group of 32 shares an E8M0 exponent byte, [N, K /
-    32].
-    """
+    """Return the matrix of E2M1 codes, uint8 [N, K]; each group of 32 shares an E8M0 exponent byte, [N, K / 32]."""
     blocks = _blocks(codes)
     rows = torch.cat((exponents[..., None], blocks[..., :16] | blocks[..., 16:] << 4), dim=-1)
     return Weight("mxfp4", rows.flatten(1), codes.shape[1])

@@ -204,9 +204,7 @@ class DecoderWeights:
         )
 
     def _refuse_biases(self, prefix: str, names: Sequence[str], layers: str) -> None:
-        """Raise ConfigError if the file has biases of layers that have none according to config.json. GPTQ files may
-        have biases of zeros.
-        """
+        """Raise ConfigError if the file has biases that config.json excludes. GPTQ files may have biases of zeros."""
         for name in names:
             bias = f"{prefix}{name}.bias"
             if self._has(bias) and self._file.vector(self._in_file(bias)).any():
@@ -316,9 +314,7 @@ class DecoderWeights:
         )
 
     def _linear(self, prefix: str, names: Sequence[str], sizes: Sequence[int], num_columns: int) -> LinearWeights:
-        """Return several projections joined into one linear layer; the file has one tensor for each of them, or one for
-        all.
-        """
+        """Return several projections joined into one linear layer; the file has a tensor for each, or one for all."""
         if len(names) == 1:
             sizes = [sum(sizes)]
         parts = [(prefix + name, size) for name, size in zip(names, sizes, strict=True)]

@@ -135,9 +135,7 @@ class SafetensorsFiles:
 
 
 class GgufFile:
-    """The tensors of one GGUF file; block formats that the kernels support are kept, and others are converted to
-    floats.
-    """
+    """The tensors of one GGUF file; block formats that the kernels support are kept, others become floats."""
 
     def __init__(self, path: Path, permuted_heads: tuple[int, int] | None) -> None:
         """Map the file into memory.

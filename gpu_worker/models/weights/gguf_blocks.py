@@ -53,9 +53,7 @@ def _q4_0(blocks: Tensor) -> Tensor | None:
 
 
 def _five_bits(low: Tensor, high: Tensor) -> Tensor:
-    """Unpack five-bit values from nibbles `low` [..., 16] and one high bit per weight in `high` [..., 4] -> [...,
-    32].
-    """
+    """Unpack five-bit values from nibbles `low` [..., 16] and high bits, one per weight, [..., 4] -> [..., 32]."""
     bits = high[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
     return torch.cat((low & 15, low >> 4), dim=-1) | bits.flatten(-2) << 4
 

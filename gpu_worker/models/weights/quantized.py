@@ -177,9 +177,7 @@ def _refuse(found: str) -> NoReturn:
 
 
 def _tensor_types(path: Path) -> dict[str, str]:
-    """Return the type of each tensor in a safetensors file; read from its header, since readers do not support every
-    type.
-    """
+    """Return the type of each tensor in a safetensors file, from its header: readers do not support every type."""
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))

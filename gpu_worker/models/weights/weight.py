@@ -107,9 +107,7 @@ class Weight:
         return Weight(target, self.dense(), self.num_columns)
 
     def as_blocks(self) -> list[tuple[BlockWeight, Tensor | None]]:
-        """Return the matrix's parts in the layout of the GPU kernels, each with its input_order; empty if a part is not
-        in blocks.
-        """
+        """Return the parts in the GPU kernels' layout, each with its input_order; empty if a part is not in blocks."""
         made = [
             (block_weight(part.source, BLOCK_FORMATS[part.format], part.num_columns), part.input_order)
             for part in self.parts or (self,)
@@ -129,9 +127,7 @@ class Weight:
 
 
 def stack(weights: Sequence[Weight]) -> Weight:
-    """Stack matrices by rows. If their formats differ, the result is mixed if some are block formats, and otherwise
-    f32.
-    """
+    """Stack matrices by rows; with different formats, the result is mixed if some are block formats, otherwise f32."""
     parts = [part for weight in weights for part in weight.parts or (weight,)]
     first = parts[0]
     if all(_is_alike(part, first) for part in parts):

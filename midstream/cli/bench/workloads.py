@@ -1,6 +1,4 @@
-"""Workloads for benchmarks: prompts of uniformly random token ids, with greedy decoding that ignores end-of-sequence
-tokens.
-"""
+"""Workloads for benchmarks: prompts of random token ids, with greedy decoding that ignores end-of-sequence tokens."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ def mixed(generator: random.Random) -> Workload:
 
 
 def prefix(generator: random.Random) -> Workload:
-    """Return 64 concurrent requests with a shared prefix of 512 tokens, 32 prompt tokens of their own and 32 output
-    tokens.
-    """
+    """Return 64 concurrent requests with a shared prefix of 512 tokens, 32 own prompt tokens and 32 output tokens."""
     shared = _tokens(generator, 512)
     return Workload("prefix", tuple(BenchRequest(shared + _tokens(generator, 32), 32) for _ in range(64)), 64)
 

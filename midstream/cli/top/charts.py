@@ -39,9 +39,7 @@ def share_bar(parts: Sequence[tuple[int, str]], width: int) -> Text:
 
 
 def block_map(blocks: status_pb2.BlockMap, width: int, max_rows: int) -> Text:
-    """Return one character per run of blocks: shared if any block in it is shared, else held, else cached, else
-    free.
-    """
+    """Return one character per run of blocks: shared if any block is shared, else held, else cached, else free."""
     num_cells = len(blocks.held)
     run = max(1, -(-num_cells // (width * max_rows)))
     text = Text(no_wrap=True)

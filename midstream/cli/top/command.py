@@ -62,9 +62,7 @@ async def _watch(arguments: argparse.Namespace, console: Console) -> None:
 
 
 async def follow(client: AsyncClient, board: Board) -> None:
-    """Keep the board up to date, using any router that responds. Raises MidstreamError if the service rejected the
-    call.
-    """
+    """Keep the board up to date, using any router that responds. Raises MidstreamError if the call is rejected."""
     while True:
         is_first = True
         try:

@@ -47,9 +47,7 @@ class GgufHead:
 
 
 def read_gguf_head(path: Path) -> GgufHead:
-    """Read the metadata and the tensor table of `path`. Raises ConfigError if the file is not GGUF, has an unknown
-    version, or is damaged.
-    """
+    """Read the metadata and tensor table of `path`. Raises ConfigError if it is damaged, or not a known GGUF."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data).read()

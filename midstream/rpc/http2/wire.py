@@ -119,9 +119,7 @@ def goaway(last_stream: int, code: ErrorCode, reason: bytes = b"") -> bytes:
 
 
 def read_number(body: bytes) -> int:
-    """Return the only number in a frame, without its first bit. Raises ProtocolError if the frame has an invalid
-    length.
-    """
+    """Return the only number in a frame, without its first bit. Raises ProtocolError if the length is invalid."""
     if len(body) != _NUMBER.size:
         raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "invalid length of a frame")
     return int(_NUMBER.unpack(body)[0]) & MAX_WINDOW

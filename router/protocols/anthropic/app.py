@@ -101,9 +101,7 @@ class MessagesApi:
         return await self._bodies.read(request, lambda body: read_messages(body, self._chat, needs_limit=needs_limit))
 
     async def _keep(self, native: pb.GenerateRequest, prefixes: Mapping[int, pb.GenerateRequest | None]) -> int:
-        """Set the cache retention of the prefixes, which are keyed by retention time in seconds; return the length of
-        the longest one in tokens.
-        """
+        """Set the retention of the prefixes, keyed by seconds; return the length of the longest one in tokens."""
         kept = [0]
         for duration_s, prefix in prefixes.items():
             size = len(native.token_ids.values)

@@ -105,9 +105,7 @@ class Batches:
         return cell, batch
 
     async def update(self, owner: str, batch_id: str, change: Callable[[Batch], None]) -> Batch:
-        """Apply `change` and return the batch; `change` may be called several times, on different states, so it must be
-        idempotent.
-        """
+        """Apply `change` and return the batch; it must be idempotent, since it may be called on several states."""
         while True:
             cell, batch, version = await self._get(owner, batch_id)
             before = asdict(batch)

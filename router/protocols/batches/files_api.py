@@ -130,9 +130,7 @@ class FilesApi:
 
 
 def checked_ttl(value: object, field: str) -> int:
-    """Return a lifetime in seconds. Raises InvalidArgumentError if the value is not a number in the range that OpenAI
-    allows.
-    """
+    """Return a lifetime in seconds. Raises InvalidArgumentError if it is not in the range that OpenAI allows."""
     text = str(value)
     if not (text.isascii() and text.isdigit() and MIN_TTL_S <= int(text[:9]) <= MAX_TTL_S):
         raise InvalidArgumentError(f"must be in {MIN_TTL_S}..{MAX_TTL_S}", field=field)

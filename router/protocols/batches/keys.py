@@ -1,6 +1,4 @@
-"""Idempotency keys of calls that create files and batches. A document per key records the id of the first call's
-result.
-"""
+"""Idempotency keys of calls that create files and batches; a document per key records the first call's result."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ _KEEP_S = 24 * 3600
 async def claim(
     documents: ClientDocuments, cell: Cell, owner: str, key: str, call: str, new_id: str
 ) -> tuple[Cell, str]:
-    """Return the cell and the id for the object that a call with `key` creates: those of an earlier call, otherwise
-    `new_id`.
-    """
+    """Return the cell and id for what a call with `key` creates: those of an earlier call, otherwise `new_id`."""
     if not key:
         return cell, new_id
     name = request_id_of(key, call)

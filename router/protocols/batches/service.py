@@ -43,9 +43,7 @@ def batch_service(
     file_ttl_s: int,
     max_lines: int,
 ) -> BatchService:
-    """Return the service; `app` serves the endpoints that lines call. The other arguments are those of BatchRunner and
-    RouterConfig.
-    """
+    """Return the service; `app` serves the endpoints that lines call. See BatchRunner and RouterConfig."""
     documents = ClientDocuments(cells, unavailable_timeout_s)
     files, batches, leases = Files(documents), Batches(documents), Leases(documents)
     files_api = FilesApi(documents, files, draining, max_file_bytes=max_file_bytes, ttl_s=file_ttl_s)

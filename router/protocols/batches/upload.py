@@ -18,9 +18,7 @@ class Form:
     """A form with one file, parsed as it arrives."""
 
     def __init__(self, content_type: str) -> None:
-        """Prepare to parse a body of this content type. Raises InvalidArgumentError if the content type is not that of
-        a form.
-        """
+        """Prepare to parse a body. Raises InvalidArgumentError if its content type is not that of a form."""
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
         if kind != b"multipart/form-data" or not boundary:

@@ -158,9 +158,7 @@ def _check_texts(value: object) -> None:
 
 
 def token_ids(values: list[object], field: str) -> list[int]:
-    """Return `values` if all of them are integers in the valid range of token ids. Raises InvalidArgumentError if a
-    value is not a token id.
-    """
+    """Return `values`. Raises InvalidArgumentError unless all are integers in the valid range of token ids."""
     ids = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     if len(ids) < len(values) or not all(0 <= value <= _MAX_UINT32 for value in ids):
         raise InvalidArgumentError("must be token ids", field=field)

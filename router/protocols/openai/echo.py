@@ -9,9 +9,7 @@ from midstream.extras import Extras, LogProbs
 
 
 class EchoedPrompt:
-    """Buffers the sequences of one prompt until the prompt's log probabilities are complete, and adds them to each
-    sequence.
-    """
+    """Buffers the sequences of a prompt until its log probabilities are complete, and adds them to each sequence."""
 
     def __init__(self) -> None:
         self._held: dict[int, Chunk] = {}

@@ -31,9 +31,7 @@ def mapped(endpoint: Endpoint) -> Endpoint:
 
 
 def shown(error: Exception) -> MidstreamError:
-    """Return the error that the client gets for an error of a call; the details of unexpected errors are only
-    logged.
-    """
+    """Return the error that the client gets for a call's error; details of unexpected errors are only logged."""
     if isinstance(error, MidstreamError):
         return error
     if isinstance(error, RecursionError):

@@ -75,9 +75,7 @@ class Job:
     key: str = ""
 
     def make_repeatable(self, key: str, call: str) -> None:
-        """Derive the request ids from an idempotency key; `call` names the endpoint, so that a key is separate for each
-        endpoint.
-        """
+        """Derive the request ids from an idempotency key, which is separate for each endpoint (`call`)."""
         self.key, self.request_id = key, request_id_of(key, call)
         for request, name in zip(self.requests, request_ids(self.request_id, len(self.requests)), strict=True):
             request.request_id = ""

@@ -40,9 +40,7 @@ class Models:
         return [self._card(), *map(self._adapter_card, adapters.values())]
 
     async def card(self, name: str) -> dict[str, object]:
-        """Return a model or adapter. Raises NotFoundError if the model or adapter does not exist, or MidstreamError if
-        no scheduler responds.
-        """
+        """Return a model or adapter. Raises NotFoundError if there is none, or MidstreamError without a scheduler."""
         if name == self._model.name:
             return self._card()
         adapter = await self._adapter(name)

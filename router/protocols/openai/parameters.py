@@ -26,9 +26,7 @@ _REGEX_SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
 
 
 def native_request(body: Body) -> pb.GenerateRequest:
-    """Return the request without its input. Raises InvalidArgumentError if a field is invalid, or UnsupportedError if a
-    field is not supported.
-    """
+    """Return the request without its input. Raises MidstreamError if a field is not valid or supported."""
     refuse(body, *_NOT_SUPPORTED)
     user, safety_identifier = body.text("user"), body.text("safety_identifier")
     request = pb.GenerateRequest(
@@ -124,9 +122,7 @@ def _fill_stopping(body: Body, stopping: pb.StoppingConfig) -> None:
 
 
 def _guide(body: Body) -> pb.GuidedDecodingConfig | None:
-    """Return the guide from response_format, from vLLM's guided_* fields, or from its newer structured_outputs field;
-    None if all are unset.
-    """
+    """Return the guide from response_format, or vLLM's guided_* or structured_outputs fields; None if unset."""
     guides = [_response_format(body), *_named_guides(body, "guided_")]
     structured = body.child("structured_outputs")
     if structured is not None:

@@ -62,9 +62,7 @@ class Position:
             self.ended.add(index)
 
     def known_part(self, chunk: Chunk) -> tuple[str, Chunk]:
-        """Split a chunk of a sequence that is read again from its beginning. Return the text that the client has, and
-        the chunk without it.
-        """
+        """Split a chunk of a sequence that is read again: return the text that the client has, and the rest."""
         index = chunk.sequence_index
         characters, offset = self._skipped.get(index, (self.characters.get(index, 0), self.offsets.get(index, 0)))
         text = chunk.text[:characters]

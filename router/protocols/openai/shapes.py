@@ -99,9 +99,7 @@ class Shape(Protocol):
         """Process text that the client already has, to restore the parser's state."""
 
     def begin_at(self, index: int, num_characters: int, partial: bytes) -> None:
-        """Unless the choice has begun, continue it after `num_characters` characters and the bytes of an incomplete
-        one.
-        """
+        """Unless it has begun, continue the choice after `num_characters` characters and an incomplete one's bytes."""
 
     def text_offset(self, index: int) -> tuple[int, bytes] | None:
         """Return the arguments of `begin_at` for the output that follows; None if offsets are not reported."""
@@ -221,9 +219,7 @@ class _TextOffset:
 
 
 def _entry_name(piece: bytes) -> str:
-    """Return a token's text, or its bytes in OpenAI's notation if it is part of a character, so that names are
-    unique.
-    """
+    """Return a token's text, or for part of a character its bytes in OpenAI's notation, so that names are unique."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

@@ -151,9 +151,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         )
 
     async def Health(self, request: oe.HealthRequest, context: object) -> oe.HealthResponse:
-        """Return the health of the router and of its schedulers; on request, also test whether a token can be
-        generated.
-        """
+        """Return the health of the router and its schedulers; on request, test whether a token can be generated."""
         checks = [oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY), await self._scheduler_check(context)]
         if self._front.draining.is_set():
             checks[0].state = oe.HEALTH_STATE_DRAINING
@@ -197,9 +195,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
     async def SubscribeKvEvents(
         self, request: oe.SubscribeKvEventsRequest, context: object
     ) -> AsyncIterator[oe.SubscribeKvEventsResponse]:
-        """Stream the KV-cache events of the only cell; worker groups are data-parallel ranks, in the order of their
-        names.
-        """
+        """Stream the KV-cache events of the only cell; worker groups are data-parallel ranks, ordered by name."""
         if len(self._cells.cells) > 1:
             raise UnsupportedError("each cell numbers its own KV events; subscribe at the schedulers")
         ranks: dict[str, int] = {}

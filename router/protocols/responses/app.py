@@ -185,9 +185,7 @@ class ResponsesApi:
         return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(items) > limit})
 
     async def _context(self, response_id: str) -> list[Item]:
-        """Return the input and output items of a response and of all responses before it; empty if there is no
-        response.
-        """
+        """Return the input and output items of a response and of all before it; empty if there is no response."""
         if not response_id:
             return []
         try:
@@ -293,16 +291,12 @@ class ResponsesApi:
 
 
 class _Reply(StreamedResponse):
-    """The HTTP response for a new or stored response. A dropped connection aborts the request, unless it runs in the
-    background.
-    """
+    """The HTTP response for a response. A dropped connection aborts the request, unless it is in the background."""
 
     def __init__(
         self, api: ResponsesApi, stored: StoredResponse, native: pb.GenerateRequest | None, after: int = -1
     ) -> None:
-        """`native` is the request to start, or None for a stored response; `after` is the number of the last event that
-        the client has.
-        """
+        """`native` is the request to start, None for a stored response; `after` is the last event that was received."""
         super().__init__()
         self._api = api
         self._stored = stored
@@ -320,9 +314,7 @@ class _Reply(StreamedResponse):
         return None
 
     def failure(self, error: MidstreamError) -> str:
-        """Return the error as an event of this stream, not of the response; it has no number, so that no event is
-        skipped after a resume.
-        """
+        """Return the error as an event of this stream, without a number, so that a resume skips no event."""
         found = error_body(error)["error"]
         assert isinstance(found, dict)
         fields = {name: found[name] for name in ("code", "message", "param")}

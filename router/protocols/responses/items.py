@@ -155,9 +155,7 @@ class Turns:
 
 
 def hide_reasoning(text: str) -> str:
-    """Encode reasoning for clients that send it back without its text. It is not encrypted, since they also get the
-    text.
-    """
+    """Encode reasoning for clients that return it without its text. Not encrypted, since they get the text too."""
     return base64.b64encode(text.encode()).decode()
 
 
