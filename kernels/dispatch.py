@@ -25,7 +25,7 @@ from kernels.linear import gated_linear as torch_gated_linear
 from kernels.linear import linear as torch_linear
 from kernels.linear import quantized_linear as torch_quantized_linear
 from kernels.lora import add_lora as torch_add_lora
-from kernels.quantized_kv import KvScales, quantized_paged_attention, store_quantized_kv
+from kernels.quantized_kv import KvScales, dequantized, store_quantized_kv
 from kernels.rms_norm import add_rms_norm as torch_add_rms_norm
 from kernels.rms_norm import rms_norm as torch_rms_norm
 from kernels.rotary import apply_rotary as torch_apply_rotary
@@ -351,31 +351,10 @@ def paged_attention(
             segment_keys=_segment_keys,
             max_queries=max_queries,
         )
-    if scales is None:
-        return torch_paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            *tables,
-            scale,
-            window,
-            softcap,
-            sinks=sinks,
-            chunk=chunk,
-            num_sink_tokens=num_sink_tokens,
-        )
-    return quantized_paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        *tables,
-        scale,
-        window,
-        scales,
-        softcap,
-        sinks=sinks,
-        chunk=chunk,
-        num_sink_tokens=num_sink_tokens,
+    if scales is not None:
+        k_cache, v_cache = dequantized(k_cache, scales.keys), dequantized(v_cache, scales.values)
+    return torch_paged_attention(
+        q, k_cache, v_cache, *tables, scale, window, softcap, sinks=sinks, chunk=chunk, num_sink_tokens=num_sink_tokens
     )
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention import paged_attention
-
 # The largest value of each type of quantized cache.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -35,26 +33,6 @@ def store_quantized_kv(
         scale.flatten(0, 1)[slots] = step
 
 
-def quantized_paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int | None,
-    scales: KvScales,
-    softcap: float = 0.0,
-    *,
-    sinks: Tensor | None = None,
-    chunk: int | None = None,
-    num_sink_tokens: int = 0,
-) -> Tensor:
-    """Run paged_attention over a quantized cache by dequantizing the whole cache, which is correct but slow."""
-    keys = k_cache.float() * scales.keys[..., None]
-    values = v_cache.float() * scales.values[..., None]
-    tables = (block_tables, query_starts, context_lens)
-    return paged_attention(
-        q, keys, values, *tables, scale, window, softcap, sinks=sinks, chunk=chunk, num_sink_tokens=num_sink_tokens
-    )
+def dequantized(cache: Tensor, scales: Tensor) -> Tensor:
+    """Return the whole cache of keys or values as float32."""
+    return cache.float() * scales[..., None]

@@ -63,7 +63,6 @@ class StepsInFlight(Generic[W, LaunchedT]):
 
     @property
     def oldest(self) -> Step:
-        """The oldest step in flight."""
         return self._steps[0].step
 
     def next(self) -> W | None:

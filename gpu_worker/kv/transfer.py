@@ -110,7 +110,6 @@ class BlockServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving."""
         self._stopped.set()
         self._thread.join()
         self._context.destroy(linger=0)
@@ -225,7 +224,6 @@ class ZmqTransport:
         return np.zeros(0, dtype=np.uint8) if found is None else found  # it has changed since; the caller verifies it
 
     def close(self) -> None:
-        """Disconnect."""
         self._socket.close()
 
 

@@ -54,7 +54,6 @@ class AdapterCache(Generic[P]):
         device_bytes: int,
         element_bytes: int,
     ) -> None:
-        """Create an empty cache."""
         self.device_bytes = device_bytes
         self._read, self._place = read, place
         self._host_bytes, self._element_bytes = host_bytes, element_bytes

@@ -86,7 +86,6 @@ def decode_forward(
 
 
 def encode_adapter_layer(number: int, pairs: Mapping[str, LoraPair], *, is_last: bool) -> ranks_pb2.RankCommand:
-    """Encode one layer of a LoRA adapter."""
     return ranks_pb2.RankCommand(
         adapter_layer=ranks_pb2.AdapterLayer(
             adapter=number,

@@ -150,52 +150,46 @@ def paged_attention(
             torch.empty(*shape, 2 if is_split else 0, device=q.device),
         )
 
+    tables = (block_tables, query_starts, context_lens, num_sequences)
+    score_options = (scale if softcap else scale * _LOG2_E, chunk or window or 0, softcap)
+    scale_strides = scales.keys.stride()[:2] if scales else (0, 0)
+    strides = (*q.stride()[:2], out.stride(0), *k_cache.stride()[:3], *scale_strides, block_tables.stride(0))
+    # What `attend` and `decode` have in common.
+    common = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "GROUP": group,
+        "BLOCK_SIZE": block_size,
+        "HAS_WINDOW": window is not None or chunk is not None,
+        "IS_CHUNKED": chunk is not None,
+        "HAS_SOFTCAP": softcap != 0.0,
+        "HAS_SINKS": sinks is not None,
+        "IS_QUANTIZED": scales is not None,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "enable_fp_fusion": not is_batch_invariant,
+    }
+
+    def tensors(unused: Tensor) -> tuple[Tensor, ...]:
+        """Return the first arguments; `unused` stands for tensors that are missing and not read."""
+        k_scale, v_scale = (scales.keys, scales.values) if scales else (unused, unused)
+        return q, k_cache, v_cache, k_scale, v_scale, unused if sinks is None else sinks, out
+
     def run(grid: tuple[int, int, int], partial: Tensor, state: Tensor, *, is_decode: bool) -> None:
-        k_scale, v_scale = (scales.keys, scales.values) if scales else (state, state)
         attend[grid](
-            q,
-            k_cache,
-            v_cache,
-            k_scale,
-            v_scale,
-            sinks if sinks is not None else state,
-            out,
+            *tensors(state),
             partial,
             state,
-            block_tables,
-            query_starts,
-            context_lens,
-            num_sequences,
-            scale if softcap else scale * _LOG2_E,
-            chunk or window or 0,
-            softcap,
-            q.stride(0),
-            q.stride(1),
-            out.stride(0),
-            k_cache.stride(0),
-            k_cache.stride(1),
-            k_cache.stride(2),
-            k_scale.stride(0) if scales else 0,
-            k_scale.stride(1) if scales else 0,
-            block_tables.stride(0),
-            HEAD_DIM=head_dim,
-            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-            GROUP=group,
+            *tables,
+            *score_options,
+            *strides,
             BLOCK_M=prefill.block_m,
             BLOCK_N=prefill.block_n,
-            BLOCK_SIZE=block_size,
             IS_SPLIT=grid[2] > 1,
             SEGMENT_TILES=segment_tiles,
             IS_DECODE=is_decode,
-            HAS_WINDOW=window is not None or chunk is not None,
-            IS_CHUNKED=chunk is not None,
-            HAS_SOFTCAP=softcap != 0.0,
-            HAS_SINKS=sinks is not None,
-            IS_QUANTIZED=scales is not None,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=prefill.num_warps,
             num_stages=prefill.num_stages,
-            enable_fp_fusion=not is_batch_invariant,
+            **common,
         )
 
         if grid[2] == 1:
@@ -211,7 +205,7 @@ def paged_attention(
             num_sequences,
             out.stride(0),
             HEAD_DIM=head_dim,
-            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+            BLOCK_D=common["BLOCK_D"],
             BLOCK_SPLITS=_JOINED_SPLITS,
             SEGMENT_KEYS=segment_keys if is_batch_invariant else 0,
             IS_DECODE=is_decode,
@@ -227,54 +221,24 @@ def paged_attention(
             raise ValueError(f"{num_sequences} sequences in a step are too many")
         num_states = (num_sequences + shares) * num_heads
         state = torch.empty(num_states, 2, device=q.device)
-        k_scale, v_scale = (scales.keys, scales.values) if scales else (state, state)
-        block_d, block_g = max(16, triton.next_power_of_2(head_dim)), triton.next_power_of_2(group)
+        block_g = triton.next_power_of_2(group)
         decode[num_sequences + shares, num_kv_heads](
-            q,
-            k_cache,
-            v_cache,
-            k_scale,
-            v_scale,
-            sinks if sinks is not None else state,
-            out,
+            *tensors(state),
             torch.empty(num_states, head_dim, device=q.device),
             state,
             _arrivals(q.device),
-            block_tables,
-            query_starts,
-            context_lens,
-            num_sequences,
+            *tables,
             shares,
-            scale if softcap else scale * _LOG2_E,
-            chunk or window or 0,
-            softcap,
-            q.stride(0),
-            q.stride(1),
-            out.stride(0),
-            k_cache.stride(0),
-            k_cache.stride(1),
-            k_cache.stride(2),
-            k_scale.stride(0) if scales else 0,
-            k_scale.stride(1) if scales else 0,
-            block_tables.stride(0),
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            GROUP=group,
+            *score_options,
+            *strides,
             BLOCK_G=block_g,
             BLOCK_M=launch.block_m,
             BLOCK_N=launch.block_n,
-            BLOCK_SIZE=block_size,
             BLOCK_B=_SEQUENCES_AT_ONCE,
-            BLOCK_SPLITS=max(1, min(64, _NUMBERS_AT_ONCE // (block_g * block_d))),
-            HAS_WINDOW=window is not None or chunk is not None,
-            IS_CHUNKED=chunk is not None,
-            HAS_SOFTCAP=softcap != 0.0,
-            HAS_SINKS=sinks is not None,
-            IS_QUANTIZED=scales is not None,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            BLOCK_SPLITS=max(1, min(64, _NUMBERS_AT_ONCE // (block_g * common["BLOCK_D"]))),
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
-            enable_fp_fusion=True,
+            **common,
             **options(q.device),
         )
 

@@ -46,7 +46,6 @@ MODEL_HELP = "Folder, .gguf file, or name on the Hugging Face Hub (ORG/NAME)."
 
 
 def add_run_dir(parser: argparse.ArgumentParser) -> None:
-    """Add the --run-dir flag."""
     default = default_run_dir()
     parser.add_argument(
         "--run-dir",

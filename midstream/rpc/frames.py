@@ -126,7 +126,6 @@ class FrameConnection(asyncio.Protocol):
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         self._heard_at, self._pinged_at = self._loop.time(), None
         try:
             try:
@@ -140,17 +139,14 @@ class FrameConnection(asyncio.Protocol):
         """Close the whole connection when the peer closes its side: half-open connections are not used."""
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._is_full = True
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._is_full = False
         if self.is_open:
             self.handler.resume()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self.is_open = False
         if self._timer is not None:
             self._timer.cancel()

@@ -50,7 +50,6 @@ class SecureChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        """Close all underlying channels."""
         for channel in (self._channel, self._retired):
             if channel is not None:
                 await channel.close(grace)
@@ -69,19 +68,15 @@ class SecureChannel(grpc.aio.Channel):
         await self._channel.channel_ready()
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """See grpc.aio.Channel."""
         return self._method("unary_unary", args, kwargs)
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """See grpc.aio.Channel."""
         return self._method("unary_stream", args, kwargs)
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """See grpc.aio.Channel."""
         return self._method("stream_unary", args, kwargs)
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """See grpc.aio.Channel."""
         return self._method("stream_stream", args, kwargs)
 
     def _method(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:

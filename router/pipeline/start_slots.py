@@ -105,7 +105,6 @@ class _Starts:
         return True
 
     async def wait(self, start: Start) -> None:
-        """Wait for a slot."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((start, turn))
         self._look_later()

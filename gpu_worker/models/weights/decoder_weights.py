@@ -360,7 +360,6 @@ class DecoderWeights:
         return self._file.has(self._in_file(name))
 
     def _in_file(self, name: str) -> str:
-        """Return the name of the tensor in the file."""
         first = self._names.prefixes[0]
         if name.startswith(first):
             return self._prefix + name.removeprefix(first)

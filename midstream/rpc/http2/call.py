@@ -136,7 +136,6 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         raise grpc.aio.AbortError
 
     async def abort_with_status(self, status: grpc.Status) -> Any:
-        """End the call with a status."""
         await self.abort(status.code, status.details, status.trailing_metadata)
 
     def set_code(self, code: grpc.StatusCode) -> None:
@@ -154,7 +153,6 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._trailing = items
 
     def code(self) -> grpc.StatusCode | None:  # type: ignore[override]  # None if it is not set
-        """Return the status that is set."""
         return self._code
 
     def details(self) -> str:

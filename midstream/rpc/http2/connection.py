@@ -119,7 +119,6 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         self._transport = cast("asyncio.Transport", transport)
         tls = transport.get_extra_info("ssl_object")
         if not self._owner.add(self) or (tls is not None and tls.selected_alpn_protocol() != "h2"):
@@ -138,7 +137,6 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(self.limits.handshake_timeout_s, self._give_up, "no HTTP/2 settings")
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         if self._is_closed:
             return
         self._heard_at = self._loop.time()
@@ -151,17 +149,14 @@ class Connection(asyncio.Protocol):
         """Close the whole connection when the client closes its side: half-open connections are not used."""
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._is_full = True
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._is_full = False
         self._num_replies = 0
         self._serve_blocked()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._is_closed = True
         for handle in (self._timer, self._continuation):
             if handle is not None:

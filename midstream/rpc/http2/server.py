@@ -82,7 +82,6 @@ class GrpcServer(grpc.aio.Server):
         self._generic += generic_rpc_handlers
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, _Handler]) -> None:
-        """Add the methods of a service."""
         for name, handler in method_handlers.items():
             self._methods[f"/{service_name}/{name}"] = handler
 

@@ -68,7 +68,6 @@ class StreamError(Exception):
 
 
 def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
-    """Return a frame."""
     size = len(body)
     return HEAD.pack(size >> 8, size & 0xFF, kind, flags, stream) + body
 
@@ -92,7 +91,6 @@ def header_frames(stream: int, block: bytes, max_frame: int, *, end_stream: bool
 
 
 def settings(values: Iterable[tuple[Setting, int]]) -> bytes:
-    """Return a SETTINGS frame."""
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(name, value) for name, value in values))
 
 
@@ -104,17 +102,14 @@ def read_settings(body: bytes) -> list[tuple[int, int]]:
 
 
 def window_update(stream: int, size: int) -> bytes:
-    """Return a WINDOW_UPDATE frame."""
     return frame(WINDOW_UPDATE, 0, stream, _NUMBER.pack(size))
 
 
 def rst_stream(stream: int, code: ErrorCode) -> bytes:
-    """Return a RST_STREAM frame."""
     return frame(RST_STREAM, 0, stream, _NUMBER.pack(code))
 
 
 def goaway(last_stream: int, code: ErrorCode, reason: bytes = b"") -> bytes:
-    """Return a GOAWAY frame."""
     return frame(GOAWAY, 0, 0, _TWO_NUMBERS.pack(last_stream, code) + reason)
 
 

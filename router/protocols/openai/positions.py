@@ -53,7 +53,6 @@ class Position:
         return [self.offsets.get(i, 0) for i in range(max(self.offsets, default=-1) + 1)]
 
     def advance(self, chunk: Chunk, *, counts_characters: bool) -> None:
-        """Advance the position past `chunk`."""
         index = chunk.sequence_index
         self.offsets[index] = max(chunk.next_offset, self.offsets.get(index, 0))
         if counts_characters:
