@@ -35,7 +35,6 @@ class _FramesHandler:
         return self._router.collect()
 
     def take(self, body: bytes) -> None:
-        """Handle a command."""
         self._servicer.obey(pb.StreamCommand.FromString(body), self._router)
 
     def lose(self, error: Exception | None) -> None:

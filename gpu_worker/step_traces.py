@@ -17,7 +17,6 @@ class StepTraces:
         self._generating: set[int] = set()
 
     def clear(self) -> None:
-        """Forget all rows."""
         self._spans.clear()
         self._generating.clear()
 

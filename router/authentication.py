@@ -129,7 +129,6 @@ class _WatchedFile(ABC, Generic[_EntryT]):
         self._looked_at = time.monotonic()
 
     def entries(self) -> dict[bytes, _EntryT]:
-        """Return the file's current entries."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_INTERVAL_S:
             self._looked_at = now

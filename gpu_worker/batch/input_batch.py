@@ -67,7 +67,6 @@ class InputBatch:
         self._generation: IntArray = EMPTY
 
     def clear(self) -> None:
-        """Remove all sequences."""
         self.rows.clear()
         self.adapters.clear()
         self._generation = EMPTY

@@ -54,7 +54,6 @@ class AdapterMessages:
         self._cache.load(message.path).add_done_callback(partial(self._answer, result))
 
     def unload(self, message: worker_pb2.UnloadLoraAdapter) -> None:
-        """Drop an adapter from the cache."""
         self._cache.unload(message.fingerprint)
 
     def keep(self, message: worker_pb2.PromptTablePart) -> None:

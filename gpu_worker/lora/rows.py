@@ -62,7 +62,6 @@ class RowAdapters(Generic[P]):
                 self._release(row)
 
     def clear(self) -> None:
-        """Release all adapters and tables."""
         for row in [*self._placed, *self._tables]:
             self._release(row)
 

@@ -85,7 +85,6 @@ class Probe:
         self.last: Tensor | None = None
 
     def keep(self, layer: int, hidden: Tensor) -> None:
-        """Keep the output of a layer if it is requested."""
         if layer in self.layers:
             self.states[layer] = hidden.clone()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -340,24 +340,13 @@ def dims_of(description: DecoderDescription) -> DecoderDims:
     """Return the sizes of the model for the kernels."""
     d = description
     rotary = next((rotary for rotary in d.rotary if rotary is not None), None)
+    same = {item.name: getattr(d, item.name) for item in fields(DecoderDims) if hasattr(d, item.name)}
     return DecoderDims(
-        hidden_size=d.hidden_size,
-        num_heads=d.num_heads,
-        num_kv_heads=d.num_kv_heads,
-        head_dim=d.head_dim,
+        **same,
         ffn_size=d.intermediate_size,
         eps=d.norm_eps,
-        scale=d.scale,
         rotary_dim=d.head_dim if rotary is None else rotary.dim,
         is_interleaved=rotary is not None and rotary.is_interleaved,
         has_layer_norm=d.norm == "layer",
         norms_qk_rows=d.qk_norm == "row",
-        has_unit_qk_norm=d.has_unit_qk_norm,
-        is_parallel=d.is_parallel,
-        activation=d.activation,
-        softcap=d.softcap,
-        residual_scale=d.residual_scale,
-        embedding_scale=d.embedding_scale,
-        logits_scale=d.logits_scale,
-        logits_softcap=d.logits_softcap,
     )

@@ -95,7 +95,6 @@ class Leader:
             record()
 
     def stop(self, exit_code: int) -> None:
-        """Stop the other ranks."""
         self.tell(ranks_pb2.RankCommand(stop=ranks_pb2.StopRank(exit_code=exit_code)))
 
 

@@ -67,7 +67,6 @@ class RecordedDraws:
         self._pinned = PinnedBuffers(device, WORDS * sizes[-1])
 
     def clear(self) -> None:
-        """Drop the graphs."""
         self._graphs.clear()
 
     def capture(

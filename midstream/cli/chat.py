@@ -50,12 +50,10 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Clear all turns."""
         system = self._arguments.system
         self._turns = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> None:
-        """Stream the answer to `text`."""
         turns = [*self._turns, {"role": "user", "content": text}]
         pieces: list[str] = []
         pace = Pace()

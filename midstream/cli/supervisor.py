@@ -112,7 +112,6 @@ class Supervisor:
         self._max_stop_s = HURRIED_STOP_S
 
     def kill(self) -> None:
-        """Kill the remaining processes."""
         for process in self._processes:
             process.send(signal.SIGKILL)
 

@@ -40,7 +40,6 @@ class ProcessSpec:
 
     @property
     def command(self) -> list[str]:
-        """Command line that starts the process."""
         return python_command(self.kind, "--name", self.name, *self.flags)
 
 

@@ -149,7 +149,6 @@ class GrammarServer:
 
 
 def main() -> None:
-    """Serve one connection."""
     number, file, vocab_size, end_ids, memory_bytes, limit_s = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -35,7 +35,6 @@ class ServedFamily:
 
     @property
     def formats(self) -> str:
-        """Supported weight formats."""
         return "safetensors, GGUF" if self.reads_gguf else "safetensors"
 
 

@@ -193,7 +193,6 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
         """Do nothing: commands are few, so they are sent without waiting until the connection is writable."""
 
     def lose(self, error: Exception | None) -> None:
-        """Handle the loss of the frame connection."""
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(error)
 

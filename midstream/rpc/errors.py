@@ -52,7 +52,6 @@ def error_from_rpc(error: grpc.RpcError) -> MidstreamError:
 
 
 def trailing_metadata(error: MidstreamError) -> tuple[tuple[str, str], ...]:
-    """Return the trailing metadata of a call that fails with `error`."""
     metadata: list[tuple[str, str]] = []
     if error.field:
         metadata.append((FIELD_KEY, _printable(error.field)))
@@ -78,7 +77,6 @@ class ErrorMapper(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap a method's handler."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None

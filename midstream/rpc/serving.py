@@ -127,7 +127,6 @@ class Server:
         self.port = self._add_port(self._host, self.port, self._tls)
 
     async def start(self) -> None:
-        """Start to accept calls."""
         await self.grpc.start()
         self._beat = asyncio.create_task(self._keep_beating(), name="event-loop-beat")
 

@@ -114,12 +114,10 @@ class TimeHistogram(Collector):
         self._sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count a time."""
         self._counts[bisect_left(LATENCY_BUCKETS_S, seconds)] += 1
         self._sum_s += seconds
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric family."""
         counts, sum_s, total, buckets = list(self._counts), self._sum_s, 0, []
         for bound, count in zip((*map(str, LATENCY_BUCKETS_S), "+Inf"), counts, strict=True):
             total += count

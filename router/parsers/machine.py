@@ -119,7 +119,6 @@ class Machine:
         self._events.append(CallArguments(self._num_calls, text))
 
     def close_call(self) -> None:
-        """End the open call."""
         self._events.append(CallEnd(self._num_calls))
         self._num_calls += 1
 

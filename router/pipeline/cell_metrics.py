@@ -31,7 +31,6 @@ class CellMetrics(Collector):
         self._model, self._loads = model, loads
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families."""
         loads = list(self._loads())
         num_blocks = sum(load.num_blocks for load in loads)
         num_held = num_blocks - sum(load.num_free_blocks for load in loads)

@@ -139,7 +139,6 @@ class DetokenizerPool:
 
     @property
     def num_live(self) -> int:
-        """Number of detokenizers that are available."""
         return sum(link.is_open for link in self.links.values())
 
     async def run(self) -> None:

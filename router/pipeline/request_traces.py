@@ -109,7 +109,6 @@ class TracedApp:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request."""
         if scope["type"] == "http":
             key = TRACE_PARENT_KEY.encode()
             values = [value for name, value in scope["headers"] if name == key]

@@ -53,7 +53,6 @@ class ConnectionLimits:
         return True
 
     def leave(self, address: str) -> None:
-        """Remove a connection from the counts."""
         self._num_open -= 1
         self._open[address] -= 1
         if not self._open[address]:
@@ -131,12 +130,10 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Handle a piece of the body."""
         self._num_held_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Handle a complete request."""
         self._num_held_bytes = 0
         self._expect(None)
         super().on_message_complete()
@@ -163,7 +160,6 @@ class HostCheckedApp:
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request."""
         if scope["type"] == "http":
             hosts = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
             if not all(map(self._allowed.include, hosts)):

@@ -41,7 +41,6 @@ class RequestTimes:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens received."""
         return sum(count for _, count in self.arrivals)
 
 

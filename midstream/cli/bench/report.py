@@ -85,7 +85,6 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
 
 
 def write_json(summaries: Sequence[Summary], path: Path) -> None:
-    """Write the metrics as a JSON list."""
     path.write_text(json.dumps([asdict(row) for row in summaries], indent=2) + "\n", encoding="utf-8")
 
 

@@ -121,13 +121,11 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             await asyncio.sleep(0)
 
     async def send_initial_metadata(self, initial_metadata: _Items) -> None:
-        """Send the headers of the response."""
         if self.is_over or self.has_response:
             raise grpc.aio.UsageError("the response has begun")
         self._respond(tuple(initial_metadata))
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: _Items | None = None) -> Any:
-        """End the call with a status."""
         if self.is_over:
             raise grpc.aio.UsageError("the call has ended")
         if trailing_metadata is not None:
@@ -139,15 +137,12 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         await self.abort(status.code, status.details, status.trailing_metadata)
 
     def set_code(self, code: grpc.StatusCode) -> None:
-        """Set the status with which the call ends."""
         self._code = code
 
     def set_details(self, details: str) -> None:
-        """Set the description of the status."""
         self._details = details
 
     def set_trailing_metadata(self, trailing_metadata: _Items) -> None:
-        """Set the metadata that is sent with the status."""
         items = tuple((key, value) for key, value in trailing_metadata)
         encode_metadata(items)  # an error should be raised here
         self._trailing = items
@@ -160,11 +155,9 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         return self._details
 
     def trailing_metadata(self) -> Any:
-        """Return the metadata that is sent with the status."""
         return self._trailing
 
     def invocation_metadata(self) -> Any:
-        """Return the client's metadata."""
         return self.head.metadata
 
     def time_remaining(self) -> float | None:  # type: ignore[override]  # None if there is no deadline
@@ -199,7 +192,6 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         """Have no effect: responses are not compressed."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call `callback` with this call when it ends."""
         self._callbacks.append(callback)
 
     def cancelled(self) -> bool:

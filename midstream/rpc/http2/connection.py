@@ -172,7 +172,6 @@ class Connection(asyncio.Protocol):
     # For calls
 
     def send_headers(self, call: Call, block: bytes) -> None:
-        """Send the first headers of a response."""
         self._put(wire.header_frames(call.number, block, self._max_frame, end_stream=False))
 
     def send_message(self, call: Call, body: bytes) -> bool:

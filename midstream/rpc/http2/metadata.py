@@ -137,7 +137,6 @@ def encode_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> list[tuple[b
 
 
 def response_block(metadata: Sequence[tuple[str, str | bytes]]) -> bytes:
-    """Return the headers that begin a response."""
     return RESPONSE_BLOCK + header_block(encode_metadata(metadata)) if metadata else RESPONSE_BLOCK
 
 

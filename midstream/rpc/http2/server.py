@@ -127,7 +127,6 @@ class GrpcServer(grpc.aio.Server):
         return port
 
     async def start(self) -> None:
-        """Accept connections."""
         self._is_started = True
         self._listen(self._listeners)
 
@@ -179,7 +178,6 @@ class GrpcServer(grpc.aio.Server):
         return True
 
     def remove(self, connection: Connection) -> None:
-        """Remove a connection that was lost."""
         self.connections.pop(connection, None)
         self._turns.pop(connection, None)
         connection.waiting.clear()
@@ -337,7 +335,6 @@ class GrpcServer(grpc.aio.Server):
 
 
 async def _serve(handler: Any, call: Call) -> None:
-    """Run a method."""
     method = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     call.messages.deserialize = handler.request_deserializer
     call.serialize = handler.response_serializer

@@ -49,7 +49,6 @@ class MessagesApi:
         self._models = Models(self._folder, front.runner.cells)
 
     def routes(self) -> list[Route]:
-        """Return the routes for the HTTP port."""
         posts: dict[str, Endpoint] = {_PATH: self._create, f"{_PATH}/count_tokens": self._count}
         routes = [Route(path, _mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
         routes += [Route(path, _wrong_method, methods=_OTHER_METHODS) for path in posts]

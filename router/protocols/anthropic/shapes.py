@@ -134,7 +134,6 @@ def model_fields(card: Mapping[str, object]) -> Fields:
 
 
 def model_list(cards: Sequence[Mapping[str, object]]) -> Fields:
-    """Return Anthropic's list of models."""
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
     return {"data": [model_fields(card) for card in cards], "has_more": False, **ends}
 

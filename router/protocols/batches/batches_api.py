@@ -57,7 +57,6 @@ class BatchesApi:
         self._file_ttl_s = file_ttl_s
 
     def routes(self) -> list[Route]:
-        """Return the routes for the HTTP port."""
         one = f"{PATH}/{{batch_id}}"
         endpoints: list[tuple[str, str, Endpoint]] = [
             ("POST", PATH, self._create),

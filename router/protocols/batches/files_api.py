@@ -40,7 +40,6 @@ class FilesApi:
         self._ttl_s = ttl_s
 
     def routes(self) -> list[Route]:
-        """Return the routes for the HTTP port."""
         one = f"{PATH}/{{file_id}}"
         endpoints: list[tuple[str, str, Endpoint]] = [
             ("POST", PATH, self._upload),

@@ -92,7 +92,6 @@ class BatchRunner:
         self._lines: Counter = metrics.counter("batch_lines", "Batch lines answered.", ("status",))
 
     async def run(self) -> None:
-        """Run batches until cancelled."""
         try:
             while not self._draining.is_set():
                 for cell in list(self._cells.cells.values()):

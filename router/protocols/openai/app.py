@@ -65,7 +65,6 @@ class OpenAiApi:
         self._vocabulary = Vocabulary(prompts.tokenizer.token_bytes, chat)
 
     def app(self) -> Starlette:
-        """Return the ASGI application."""
         posts: dict[str, Endpoint] = {
             "/v1/completions": lambda request: self._generate(request, completion_job),
             "/v1/chat/completions": lambda request: self._generate(request, chat_job),

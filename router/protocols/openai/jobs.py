@@ -232,7 +232,6 @@ def _job(body: Body, requests: list[pb.GenerateRequest], shape: Shape, num_choic
 
 
 def request_ids(job_id: str, num_prompts: int) -> list[str]:
-    """Return the ids of a job's native requests."""
     return [job_id] if num_prompts == 1 else [f"{job_id}-{i}" for i in range(num_prompts)]
 
 

@@ -269,7 +269,6 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
 
 
 def _responses_fields(names: Part) -> Part:
-    """Return the schemas of /v1/responses."""
     return {
         "model": names,
         "input": _INPUT,
@@ -292,7 +291,6 @@ def _responses_fields(names: Part) -> Part:
 
 
 def _messages_fields(names: Part) -> Part:
-    """Return the schemas of /v1/messages."""
     content = _any(_TEXT, _array(_any(_TEXT_BLOCK, _OBJECT)))
     turn = _object({"role": {"enum": ["user", "assistant", "system"]}, "content": content}, "role", "content")
     tool = _object({"name": _SOME_TEXT, "description": _TEXT, "input_schema": _OBJECT}, "name", "input_schema")

@@ -148,7 +148,6 @@ class CompletionShape:
         return None if offset is None else offset.state
 
     def prompt(self, token_ids: Sequence[int], rows: LogProbs | None) -> dict[str, object]:
-        """Return the fields about a prompt."""
         return self.details.prompt_fields(token_ids, rows, self._spell)
 
     def _log_probs(self, index: int, chunk: Chunk, extras: Extras) -> dict[str, object] | None:
@@ -249,7 +248,6 @@ class ChatShape:
         self._readers: dict[int, SequenceReader] = {}
 
     def opening(self, index: int) -> dict[str, object] | None:
-        """Return the delta with the role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -270,7 +268,6 @@ class ChatShape:
         return {"index": index, "delta": delta, **beside}
 
     def whole(self, index: int, chunk: Chunk) -> dict[str, object]:
-        """Return the complete message."""
         content, reasoning, calls = _joined(self._read(index, chunk.text, is_final=True))
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning:
@@ -292,7 +289,6 @@ class ChatShape:
         return None
 
     def prompt(self, token_ids: Sequence[int], rows: LogProbs | None) -> dict[str, object]:
-        """Return the fields about the prompt."""
         return self.details.prompt_fields(token_ids, rows, self._spell)
 
     def _read(self, index: int, text: str, *, is_final: bool) -> list[Event]:
