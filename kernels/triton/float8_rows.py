@@ -36,7 +36,14 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _quantize_rows(
-    x_ptr, out_ptr, scale_ptr, size, stride, LARGEST: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    size,
+    stride,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
