@@ -23,6 +23,7 @@ from protos import status_pb2
 from router.authentication import AuthenticatedApp, Authenticator
 from router.dashboard import dashboard_routes
 from router.pages import page_routes
+from router.pipeline.call_turns import CallTurns
 from router.pipeline.cell_metrics import CellMetrics
 from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
@@ -88,7 +89,7 @@ async def serve(config: RouterConfig) -> None:
     metrics.registry.register(CellMetrics(folder.name, cells.reports))
     watchers = watcher_limits()
     calls = CallLimits(watchers, config.max_concurrent_streams, config.max_streams_per_client)
-    admit = admit_within(calls, authenticator)
+    admit, turns = admit_within(calls, authenticator), CallTurns()
     server = Server(
         SERVICE,
         config.host,
@@ -101,6 +102,7 @@ async def serve(config: RouterConfig) -> None:
         tls=tls,
         admit=remember_client(admit) if tracer is not None else admit,
         receive=MessageSlots().read,
+        turn_of=turns.of_method,
         more_services=ADAPTED_SERVICES,
         grpc_server=config.grpc_server,
     )
@@ -149,7 +151,9 @@ async def serve(config: RouterConfig) -> None:
     pages.router.routes.append(ledger_route(cells))
     pages.router.routes.extend(dashboard_routes(status))
     pages.router.routes.extend(page_routes())
-    app = for_pages(AuthenticatedApp(pages, authenticator, refuse, quotas.headers), config.cors_origins)
+    app = for_pages(
+        AuthenticatedApp(turns.for_pages(pages), authenticator, refuse, quotas.headers), config.cors_origins
+    )
     checked = HostCheckedApp(app, AllowedHosts(config.host, config.allowed_hosts))
     http = HttpPort(
         TracedApp(checked) if tracer is not None else checked,

@@ -508,10 +508,11 @@ ABUSES: dict[str, Callable[[Abuser], Awaitable[None]]] = {
 # and output.
 # A client is entitled to the ordinary ones.
 AS_ORDINARY = {
+    "full-queue": (256, 16, 200),
     "stop-words": (64, 16, 200),
     "cancelled-streams": (64, 64, 1),
     "slow-readers": (200, 16, 1000),
-    "inferences": (240, 16, 1000),
+    "inferences": (240, 5000, 1000),
     "stored-responses": (32, 1000, 1),
 }
 # These abuses use features that require a worker with a model.

@@ -24,6 +24,9 @@ Admit = Callable[[str, grpc.aio.ServicerContext[Any, Any]], Callable[[], None] |
 # Returns the message of a unary request; it is called after admission, before any of the message is read.
 Receive = Callable[[AsyncIterator[Any]], Awaitable[Any]]
 
+# Returns a context that waits for a call's turn among the calls of its caller, and ends with the call.
+TakeTurn = Callable[[], contextlib.AbstractAsyncContextManager[None]]
+
 RETRY_AFTER_KEY = "retry-after-ms"
 FIELD_KEY = "midstream-field"
 _MAX_FIELD_CHARACTERS = 256
@@ -67,9 +70,15 @@ class ErrorMapper(grpc.aio.ServerInterceptor):
     caller.
     """
 
-    def __init__(self, admit: Admit | None, receive: Receive | None = None) -> None:
+    def __init__(
+        self,
+        admit: Admit | None,
+        receive: Receive | None = None,
+        turn_of: Callable[[str], TakeTurn | None] = lambda method: None,
+    ) -> None:
         self._admit = admit
         self._receive = receive
+        self._turn_of = turn_of
         self._wrapped: dict[str, tuple[Any, Any]] = {}  # by method: its handler, and the one that maps its errors
 
     async def intercept_service(
@@ -92,7 +101,7 @@ class ErrorMapper(grpc.aio.ServerInterceptor):
         admit = functools.partial(self._admit, method) if self._admit is not None else None
         wrap = _map_generator if inspect.isasyncgenfunction(behaviour) else _map_coroutine
         receive = None if handler.request_streaming else self._receive
-        wrapped = wrap(behaviour, admit, receive)
+        wrapped = wrap(behaviour, admit, receive, self._turn_of(method) or contextlib.nullcontext)
         # gRPC treats a unary request that `receive` reads as a stream of one message.
         is_stream = handler.request_streaming or receive is not None
         kind = ("stream" if is_stream else "unary", "stream" if handler.response_streaming else "unary")
@@ -103,15 +112,16 @@ class ErrorMapper(grpc.aio.ServerInterceptor):
 
 
 def _map_coroutine(
-    behaviour: Callable[..., Any], admit: _AdmitCall | None, receive: Receive | None
+    behaviour: Callable[..., Any], admit: _AdmitCall | None, receive: Receive | None, take_turn: TakeTurn
 ) -> Callable[..., Any]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         release = None
         try:
             release = admit(context) if admit is not None else None
             message = await receive(request) if receive is not None else request
-            response = behaviour(message, context)
-            return await response if inspect.isawaitable(response) else response
+            async with take_turn():
+                response = behaviour(message, context)
+                return await response if inspect.isawaitable(response) else response
         except Exception as error:  # noqa: BLE001 (mapped, and logged where unexpected)
             await _abort(error, context)
         finally:
@@ -122,7 +132,10 @@ def _map_coroutine(
 
 
 def _map_generator(
-    behaviour: Callable[..., AsyncIterator[Any]], admit: _AdmitCall | None, receive: Receive | None
+    behaviour: Callable[..., AsyncIterator[Any]],
+    admit: _AdmitCall | None,
+    receive: Receive | None,
+    take_turn: TakeTurn,
 ) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         release = None
@@ -131,7 +144,7 @@ def _map_generator(
             message = await receive(request) if receive is not None else request
             # The generator is closed explicitly when the caller leaves, so that its `finally` does not wait for garbage
             # collection.
-            async with contextlib.aclosing(behaviour(message, context)) as responses:  # type: ignore[type-var]
+            async with take_turn(), contextlib.aclosing(behaviour(message, context)) as responses:  # type: ignore[type-var]
                 async for response in responses:
                     yield response
         except Exception as error:  # noqa: BLE001 (mapped, and logged where unexpected)

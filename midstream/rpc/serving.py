@@ -24,7 +24,7 @@ import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
 from midstream.errors import ConfigError, ExecutionError, MidstreamError
-from midstream.rpc.errors import Admit, ErrorMapper, Receive
+from midstream.rpc.errors import Admit, ErrorMapper, Receive, TakeTurn
 from midstream.rpc.health import HEALTH_SERVICE, Progress, add_health, bind, check_port
 from midstream.rpc.open_files import raise_open_files_limit
 from midstream.security.secure_channel import SecureChannel
@@ -76,6 +76,7 @@ class Server:
         tls: Tls | None = None,
         admit: Admit | None = None,
         receive: Receive | None = None,
+        turn_of: Callable[[str], TakeTurn | None] = lambda method: None,
         more_services: Sequence[str] = (),
         is_standby: bool = False,
         grpc_server: str = "auto",
@@ -88,6 +89,7 @@ class Server:
             max_request_bytes: Maximum size of a received message, in bytes; 0 means max_message_bytes.
             admit: Called before each method with its full name.
             receive: Reads the messages of unary requests; if None, gRPC reads them.
+            turn_of: Returns how calls of a method wait for their turn once their message is read; None if they do not.
             more_services: Full protobuf names of other services that reflection shows.
             is_standby: Whether `bind` will be called later. Connections to a bound port would wait to be accepted.
             grpc_server: Implementation of the server: `own` (midstream/rpc/http2), `grpcio`, or `auto`, which is `own`
@@ -100,7 +102,7 @@ class Server:
         self.limits_addresses = _is_own(grpc_server)
         make = _own_server if self.limits_addresses else _grpcio_server
         self.grpc, self._add_port = make(
-            ErrorMapper(admit, receive),
+            ErrorMapper(admit, receive, turn_of),
             max_send_bytes=max_message_bytes,
             max_receive_bytes=max_request_bytes or max_message_bytes,
             max_concurrent_streams=max_concurrent_streams,

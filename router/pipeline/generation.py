@@ -76,6 +76,9 @@ logger = logging.getLogger(__name__)
 
 Prepare = Callable[[], Awaitable[None]]
 _T = TypeVar("_T")
+# Requests of a client that start at the same time. If it is alone, there may be more, because the journal then commits
+# more of them together.
+_MAX_STARTS, _MAX_STARTS_ALONE = 4, 16
 _REATTACH_S = 0.05
 # The scheduler ends a request at its deadline; if it hangs, the router does so after this time.
 _LATE_S = 1.0
@@ -280,7 +283,7 @@ class Runner:
         Raises:
             MidstreamError: The request is rejected.
         """
-        check_request(request, self.model, self._max_beam_width)
+        await self._check(request)
         for path, field in ((request.lora.path, "lora.path"), (request.prompt_tuning.path, "prompt_tuning.path")):
             if path:
                 check_adapter_path(path, self.adapter_root, field)
@@ -385,18 +388,22 @@ class Runner:
             # The scheduler ends the request itself if no client is attached for a while.
             logger.warning("abort failed: %s", error, extra={"request_id": request_id})
 
+    async def _check(self, request: pb.GenerateRequest) -> None:
+        await self._prompts.look_through(request, lambda: check_request(request, self.model, self._max_beam_width))
+
     async def _normalize(self, request: pb.GenerateRequest, prepare: Prepare | None = None) -> None:
         """Complete the request, tokenize its input and fill unset fields, deterministically."""
         if prepare is not None:
             await prepare()
-            check_request(request, self.model, self._max_beam_width)
+            await self._check(request)
         kind = request.WhichOneof("input") or "input"
         take_embeddings(request, self.model)
         token_ids = put_table_first(request, await self._prompts.token_ids(request), self.model)
         asked = request.max_tokens if request.HasField("max_tokens") else None
+        max_tokens = fit_to_context(len(token_ids), asked, self.model, kind)  # before too many ids are copied
         if request.WhichOneof("input") != "token_ids" or len(request.token_ids.values) != len(token_ids):
             request.token_ids.values[:] = token_ids
-        request.max_tokens = fit_to_context(len(token_ids), asked, self.model, kind)
+        request.max_tokens = max_tokens
         if request.sampling.beam_width > 1 and not request.sampling.HasField("num_return_sequences"):
             request.sampling.num_return_sequences = request.sampling.beam_width
         bad_words = request.stopping.bad_words
@@ -543,7 +550,7 @@ class FrontDoor:
         self.draining = draining
         self._metrics = metrics
         self._limits = limits or StreamLimits()
-        self._starts = StartSlots()
+        self._starts = StartSlots(_MAX_STARTS, _MAX_STARTS_ALONE)
         self._traces = traces
 
     async def start(

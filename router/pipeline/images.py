@@ -89,13 +89,14 @@ class PromptImages:
         """Whether the chat template expects the content of messages as a list of parts."""
         return self._token_id is not None
 
-    async def encode(self, request: pb.GenerateRequest) -> list[str]:
-        """Have the images of a request encoded, and put their embeddings into its table; return their texts.
+    async def encode(self, request: pb.GenerateRequest, images: Sequence[tuple[str, bytes]]) -> list[str]:
+        """Have the images of a request, as returned by `images_of`, encoded; return their texts.
+
+        Their embeddings are put into the request's table.
 
         Raises:
             MidstreamError: An image is refused, or no worker can encode it; the error names its field.
         """
-        images = images_of(request)
         if not images:
             return []
         check_images(request, images, self._model)

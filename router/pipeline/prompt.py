@@ -16,11 +16,12 @@ from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from router.pipeline.chat_template import ChatTemplate
 from router.pipeline.fair_threads import FairThreads
-from router.pipeline.images import EncodeImage, PromptImages
+from router.pipeline.images import EncodeImage, PromptImages, images_of
 
 _T = TypeVar("_T")
 # Prompts shorter than this are tokenized faster than a thread pool could return the result.
 _INLINE_CHARACTERS = 256
+_INLINE_MESSAGES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class PromptBuilder:
         kind, limit = request.WhichOneof("input"), options.max_tokens
         if limit == -1:
             limit = max(self._max_tokens - max(request.max_tokens, 1), 1)
-        texts = await self._images.encode(request)
+        texts = await self._images.encode(request, await self.look_through(request, lambda: images_of(request)))
         if texts and limit is not None:
             raise UnsupportedError("cannot be combined with images", field="truncate_prompt_tokens")
         if kind == "token_ids":
@@ -110,6 +111,10 @@ class PromptBuilder:
         if not ids:
             raise InvalidArgumentError("must not be empty", field=str(kind))
         return self._images.number(ids, request.prompt_tuning.table.shape[0]) if texts else ids
+
+    async def look_through(self, request: pb.GenerateRequest, look: Callable[[], _T]) -> _T:
+        """Return the result of `look`, which looks at all messages of a request; in a thread if they are many."""
+        return look() if len(request.chat.messages) <= _INLINE_MESSAGES else await self._threads.run(look)
 
     async def bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Return the token sequences of banned words: for each word, one as it is and one with a preceding space."""

@@ -57,6 +57,7 @@ class Account:
     def __init__(self, client: str, quota: Quota, clock: Callable[[], float], used: Iterable[UsageSeen] = ()) -> None:
         """`used` is what the client has used at other routers in the last minute, oldest first."""
         self.quota = quota
+        self.is_limited = quota != Quota()
         self.num_running = 0
         self._client = client
         self._clock = clock
@@ -141,6 +142,7 @@ class Quotas:
         self._tokens: Counter = metrics.counter(
             "client_tokens", "Prompt and output tokens by authenticated client.", ("client", "kind")
         )
+        self._counts: dict[str, tuple[Counter, Counter]] = {}
 
     def admit(self, caller: Caller) -> Admission:
         """Count a request of `caller`. Raises OverloadedError if the caller's quota is exhausted."""
@@ -171,10 +173,14 @@ class Quotas:
         account = self._accounts[client]
         account.charge(prompt + output)
         self._report(client, account, num_tokens=prompt + output)
+        counts = self._counts.get(client)
+        if counts is None:  # looking up the labels takes longer than counting, and outputs are counted token by token
+            counts = self._tokens.labels(client, "prompt"), self._tokens.labels(client, "output")
+            self._counts[client] = counts
         if prompt:
-            self._tokens.labels(client, "prompt").inc(prompt)
+            counts[0].inc(prompt)
         if output:
-            self._tokens.labels(client, "output").inc(output)
+            counts[1].inc(output)
 
     def usage(self) -> list[status_pb2.ClientUsage]:
         """Return the usage at this router, to be reported to the others."""
@@ -188,7 +194,7 @@ class Quotas:
 
     def _report(self, client: str, account: Account, *, num_requests: int = 0, num_tokens: int = 0) -> None:
         # A client that has lost its quota is reported until its requests have ended.
-        if account.quota != Quota() or self._reports.has(client):
+        if account.is_limited or self._reports.has(client):
             self._reports.count(
                 client, num_running=account.num_running, num_requests=num_requests, num_tokens=num_tokens
             )

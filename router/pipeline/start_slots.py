@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from midstream.errors import DeadlineError
 from router.pipeline.deadlines import until
 
-_MAX_STARTS_PER_CLIENT = 16
+# A client is alone if no other one has started a request for this long.
+_ALONE_S = 1.0
 # Slots are held no longer than this: a start that takes longer waits for another component, and does not load the event
 # loop.
 _HOLD_S = 0.5
@@ -21,10 +23,19 @@ _HOLD_S = 0.5
 class StartSlots:
     """Lets a few requests of each client start concurrently; the others wait in order of arrival."""
 
-    def __init__(self, max_starts_per_client: int = _MAX_STARTS_PER_CLIENT, hold_s: float = _HOLD_S) -> None:
+    def __init__(
+        self,
+        max_starts_per_client: int,
+        max_starts_alone: int = 0,
+        hold_s: float = _HOLD_S,
+    ) -> None:
+        """`max_starts_alone` is the limit, if higher, for a client while no other one starts requests."""
         self._max_starts_per_client = max_starts_per_client
+        self._max_starts_alone = max(max_starts_alone, max_starts_per_client)
         self._hold_s = hold_s
         self._by_client: dict[str, _Starts] = {}
+        self._last_client = ""
+        self._alone_from = 0.0  # event-loop time
 
     def hold(self, client: str, deadline: float | None = None) -> Start:
         """Return a context that waits for a slot, and holds it until it ends, but not longer than `hold_s`.
@@ -35,11 +46,19 @@ class StartSlots:
 
     def enter(self, client: str) -> _Starts:
         """Return the client's starts, which exist until its last start has left."""
+        if client != self._last_client:
+            if self._last_client:
+                self._alone_from = asyncio.get_running_loop().time() + _ALONE_S
+            self._last_client = client
         starts = self._by_client.get(client)
         if starts is None:
-            starts = self._by_client[client] = _Starts(self._max_starts_per_client, self._hold_s)
+            starts = self._by_client[client] = _Starts(self.limit, self._hold_s)
         starts.num_users += 1
         return starts
+
+    def limit(self, now: float) -> int:
+        """Return how many requests of a client may start at the same time."""
+        return self._max_starts_alone if now >= self._alone_from else self._max_starts_per_client
 
     def leave(self, client: str) -> None:
         """Note that a start has ended."""
@@ -85,7 +104,7 @@ class _Starts:
         num_users: Number of requests that start or wait.
     """
 
-    def __init__(self, limit: int, hold_s: float) -> None:
+    def __init__(self, limit: Callable[[float], int], hold_s: float) -> None:
         self.num_users = 0
         self._limit = limit
         self._hold_s = hold_s
@@ -97,9 +116,10 @@ class _Starts:
     def take(self, start: Start) -> bool:
         """Take a slot; return whether there was one."""
         now = asyncio.get_running_loop().time()
-        if len(self._holders) >= self._limit:
+        limit = self._limit(now)
+        if len(self._holders) >= limit:
             self._drop_late(now)
-        if self._waiting or len(self._holders) >= self._limit:
+        if self._waiting or len(self._holders) >= limit:
             return False
         self._holders[start] = now + self._hold_s
         return True
@@ -117,11 +137,13 @@ class _Starts:
 
     def _pass_on(self) -> None:
         """Give free slots to those who wait."""
-        while self._waiting and len(self._holders) < self._limit:
+        now = asyncio.get_running_loop().time()
+        limit = self._limit(now)
+        while self._waiting and len(self._holders) < limit:
             start, turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
-                self._holders[start] = turn.get_loop().time() + self._hold_s
+                self._holders[start] = now + self._hold_s
         if not self._waiting and self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -21,9 +21,10 @@ _MAX_CONTROL_CALLS, _MAX_CONTROL_CALLS_PER_CLIENT = 1024, 128
 _MAX_HEALTH_WATCHES, _MAX_HEALTH_WATCHES_PER_CLIENT = 2048, 256
 _NATIVE, _OPENENGINE = "/midstream.v1.Midstream/", "/openengine.v1."
 _KSERVE = "/inference.GRPCInferenceService/"
+RESUME = _NATIVE + "Resume"
 # Calls that are counted as requests.
 _COUNTED_AS_REQUESTS = frozenset(
-    {_NATIVE + "Generate", _NATIVE + "Resume", _OPENENGINE + "Inference/Generate", _KSERVE + "ModelInfer"}
+    {_NATIVE + "Generate", RESUME, _OPENENGINE + "Inference/Generate", _KSERVE + "ModelInfer"}
 )
 _COUNTED_AS_WATCHERS = frozenset(
     {
@@ -37,6 +38,13 @@ _COUNTED_AS_WATCHERS = frozenset(
 _GET_STATUS = _NATIVE + "GetStatus"
 # One stream may carry any number of requests, and a client may abort all of its own requests at once.
 _COUNTED_AS_STREAMS = frozenset({_KSERVE + "ModelStreamInfer", _NATIVE + "Abort", _OPENENGINE + "Control/Abort"})
+_HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
+
+
+def is_query(method: str) -> bool:
+    """Return whether a gRPC method neither runs or aborts requests nor watches the health."""
+    others = (*_COUNTED_AS_REQUESTS, *_COUNTED_AS_STREAMS, _NATIVE + "Embed", _HEALTH_WATCH)
+    return method not in others
 
 
 class StreamLimits:
@@ -96,7 +104,7 @@ class CallLimits:
             limits = self._watchers
         elif method in _COUNTED_AS_STREAMS:
             limits = self._streams
-        elif method == "/grpc.health.v1.Health/Watch":
+        elif method == _HEALTH_WATCH:
             limits = self._health
         return limits.take(current_caller.get().name)
 

@@ -1,4 +1,4 @@
-"""Reads the JSON bodies of HTTP requests, within a memory budget."""
+"""Reads the JSON bodies of HTTP requests, within a memory budget, and renders long responses."""
 
 from __future__ import annotations
 
@@ -42,3 +42,7 @@ class BodyReader:
             if len(data) <= _INLINE_BYTES:
                 return make(Body.parse(bytes(data)))
             return await self._threads.run(lambda: make(Body.parse(bytes(data))))
+
+    async def render(self, make: Callable[[], bytes]) -> bytes:
+        """Return the result of `make`, a long response, which is made in a thread."""
+        return await self._threads.run(make)

@@ -1,4 +1,4 @@
-"""Parses long JSON texts in a thread without stalling the event loop.
+"""Parses and renders long JSON texts in a thread without stalling the event loop.
 
 `json.loads` holds the interpreter lock until it has parsed the whole text, which takes up to 60 ns per byte. For texts
 with many values this module uses the parser's version in Python, which other threads can interrupt at any value. That
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from json import decoder, scanner
 from typing import Any
 
@@ -20,6 +20,8 @@ _MAX_SEPARATORS = 20_000
 # Maximum number of values and members, without the numbers that are parsed in pieces.
 MAX_VALUES = 100_000
 _MIN_PIECE, _MAX_PIECE = 1 << 10, 1 << 15
+# Number of values that are rendered at a time.
+_MAX_RENDERED = 1000
 _NUMBERS = re.compile(rf"[-+.eE0-9, \t\n\r]{{0,{_MAX_PIECE}}}")
 _SPACES = re.compile(r"[ \t\n\r]*")
 _Scan = Callable[[str, int], tuple[object, int]]
@@ -32,6 +34,22 @@ def parse_long_json(data: bytes) -> object:
     if data.count(b",") + data.count(b"[") + data.count(b"{") <= _MAX_SEPARATORS:
         return json.loads(data, parse_constant=refuse_constant)
     return _Decoder().decode(data.decode())
+
+
+def render_long_json(members: Mapping[str, object]) -> bytes:
+    """Return a JSON object whose members may be long arrays."""
+    return f"{{{','.join(f'{_render(name)}:{_render_value(value)}' for name, value in members.items())}}}".encode()
+
+
+def _render_value(value: object) -> str:
+    if not isinstance(value, list):
+        return _render(value)
+    pieces = (_render(value[start : start + _MAX_RENDERED])[1:-1] for start in range(0, len(value), _MAX_RENDERED))
+    return f"[{','.join(pieces)}]"
+
+
+def _render(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 class _Decoder(json.JSONDecoder):

@@ -1,4 +1,4 @@
-"""Long JSON texts are parsed as `json.loads` parses them, without stalling other threads."""
+"""Long JSON texts are parsed as `json.loads` parses them, and rendered, without stalling other threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from router.parsers.machine import refuse_constant
 from router.protocols import long_json
-from router.protocols.long_json import parse_long_json
+from router.protocols.long_json import parse_long_json, render_long_json
 
 NUMBERS = st.lists(st.integers(-99, 99) | st.floats(allow_nan=False, allow_infinity=False), max_size=12)
 VALUES = st.recursive(
@@ -80,3 +80,16 @@ def test_an_object_with_too_many_members_is_not_parsed_to_its_end() -> None:
     text = "{" + '"a":1,' * (long_json.MAX_VALUES + 1) + "no JSON"
     with pytest.raises(ValueError, match="has more than 100000 values"):
         parse_long_json(text.encode())
+
+
+@given(st.dictionaries(st.text(max_size=3), VALUES, max_size=3))
+def test_rendered_members_are_read_as_they_were(members: dict[str, object]) -> None:
+    assert json.loads(render_long_json(members)) == members
+
+
+@pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 2500])
+def test_long_arrays_are_rendered_whole(count: int) -> None:
+    members = {"tokens": list(range(count)), "token_strs": ["\n]é,"] * count, "count": count}
+    text = render_long_json(members).decode()
+    assert json.loads(text) == members
+    assert text == json.dumps(members, ensure_ascii=False, separators=(",", ":"))

@@ -71,3 +71,17 @@ async def test_waiting_for_a_slot_counts_against_the_deadline() -> None:
                 pass
     async with slots.hold("a", asyncio.get_running_loop().time() + 0.01):
         pass
+
+
+async def test_a_client_that_is_alone_may_start_more() -> None:
+    starts = Starts(StartSlots(2, 3))
+    tasks = [asyncio.create_task(starts.run("a")) for _ in range(6)]
+    await settle()
+    assert starts.begun == ["a"] * 3
+    tasks.append(asyncio.create_task(starts.run("b")))
+    await settle()
+    starts.let_go(4)  # these three and that of b; from now on, a has two slots
+    await settle()
+    assert starts.begun == ["a"] * 3 + ["b"] + ["a"] * 2
+    starts.let_go(3)
+    await asyncio.gather(*tasks)

@@ -26,6 +26,7 @@ from router.protocols.anthropic.shapes import model_fields, model_list
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
 from router.protocols.fields import CHAT, COMPLETIONS, TOKENIZE, ignored_fields, ignored_header
+from router.protocols.long_json import render_long_json
 from router.protocols.openai.body import Body
 from router.protocols.openai.endpoints import Endpoint, mapped
 from router.protocols.openai.errors import error_body, headers, http_status
@@ -37,6 +38,8 @@ from router.protocols.streaming import CompleteResponse
 
 # Clients of Anthropic's API send this header.
 _ANTHROPIC_VERSION = "anthropic-version"
+# The response with more tokens than this is rendered in a thread.
+_MAX_INLINE_TOKENS = 2000
 
 
 class OpenAiApi:
@@ -63,6 +66,7 @@ class OpenAiApi:
         self._kept = kept
         self._models = Models(self._model, front.runner.cells)
         self._vocabulary = Vocabulary(prompts.tokenizer.token_bytes, chat)
+        self._document = JSONResponse(document(self._model))
 
     def app(self) -> Starlette:
         posts: dict[str, Endpoint] = {
@@ -135,10 +139,15 @@ class OpenAiApi:
 
         async def compute() -> Response:
             ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native, options))
-            answer = {"tokens": ids, "count": len(ids), "max_model_len": self._model.max_sequence_length}
-            if returns_texts:
-                answer["token_strs"] = [self._prompts.tokenizer.token(token) or "" for token in ids]
-            return JSONResponse(answer, headers=ignored_header(ignored))
+
+            def render() -> bytes:
+                answer = {"tokens": ids, "count": len(ids), "max_model_len": self._model.max_sequence_length}
+                if returns_texts:
+                    answer["token_strs"] = [self._prompts.tokenizer.token(token) or "" for token in ids]
+                return render_long_json(answer)
+
+            content = await self._bodies.render(render) if len(ids) > _MAX_INLINE_TOKENS else render()
+            return Response(content, media_type="application/json", headers=ignored_header(ignored))
 
         return CompleteResponse(compute)
 
@@ -165,7 +174,7 @@ class OpenAiApi:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _describe(self, request: Request) -> Response:
-        return JSONResponse(document(self._model))
+        return self._document
 
 
 def _health_answer(problems: list[str]) -> Response:

@@ -1,0 +1,48 @@
+"""Limits how many calls of one client, other than requests, are processed at the same time.
+
+They share the event loop with the requests. Without this limit, if another client kept dozens of calls in progress, a
+request would wait for a step of each of them, again and again. New requests have slots of their own
+(`FrontDoor.start`).
+"""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from midstream.rpc.errors import TakeTurn
+from router.authentication import current_caller
+from router.pipeline.start_slots import StartSlots
+from router.pipeline.stream_limits import RESUME, is_query
+
+_MAX_QUERIES, _QUERY_S = 2, 0.1
+# Clients resume all of their streams at once when a router dies, and a stream may have no new output for a while.
+_MAX_RESUMES, _RESUME_S = 16, 0.05
+
+
+class CallTurns:
+    """Lets a few calls of each client proceed; the others wait in order of arrival.
+
+    A call that takes longer than its slot lasts waits for another component, or is a stream that has begun.
+    """
+
+    def __init__(self) -> None:
+        self._queries = StartSlots(_MAX_QUERIES, hold_s=_QUERY_S)
+        self._resumes = StartSlots(_MAX_RESUMES, hold_s=_RESUME_S)
+
+    def of_method(self, method: str) -> TakeTurn | None:
+        """Return what makes a gRPC call wait for its turn; None for calls that need no turn."""
+        slots = self._resumes if method == RESUME else self._queries if is_query(method) else None
+        return None if slots is None else lambda: slots.hold(current_caller.get().name)
+
+    def for_pages(self, app: ASGIApp) -> ASGIApp:
+        """Wrap an ASGI application, so that its pages, though not posted requests, wait for their turn."""
+
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
+                await app(scope, receive, send)
+                return
+            client = scope.get("client")
+            async with self._queries.hold(current_caller.get().name or (client[0] if client else "")):
+                await app(scope, receive, send)
+
+        return call
