@@ -18,6 +18,9 @@ _MAX_QUERIES, _QUERY_S = 2, 0.1
 # Clients resume all of their streams at once when a router dies, and a stream may have no new output for a while.
 _MAX_RESUMES, _RESUME_S = 16, 0.05
 
+# A flood from the address of the prober, perhaps through a proxy on the same host, must not have the router restarted.
+_PROBES = frozenset({"/live", "/health"})
+
 
 class CallTurns:
     """Lets a few calls of each client proceed; the others wait in order of arrival.
@@ -35,10 +38,10 @@ class CallTurns:
         return None if slots is None else lambda: slots.hold(current_caller.get().name)
 
     def for_pages(self, app: ASGIApp) -> ASGIApp:
-        """Wrap an ASGI application, so that its pages, though not posted requests, wait for their turn."""
+        """Wrap an ASGI application, so that its pages, except health and posted requests, wait for their turn."""
 
         async def call(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
+            if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD") or scope["path"] in _PROBES:
                 await app(scope, receive, send)
                 return
             client = scope.get("client")

@@ -65,25 +65,29 @@ async def test_queries_of_a_client_wait_for_its_others_and_aborts_do_not() -> No
     await server.stop()
 
 
-async def test_pages_wait_and_posted_requests_do_not() -> None:
+async def test_pages_wait_and_probes_and_posted_requests_do_not() -> None:
     begun: list[str] = []
     go = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        begun.append(scope["method"])
+        begun.append(scope["path"])
         await go.wait()
 
     pages: Any = CallTurns().for_pages(app)
-    methods = ["GET"] * 4 + ["POST"] * 3
-    scopes = [{"type": "http", "method": method, "client": ("10.0.0.1", 9)} for method in methods]
+    paths = ["/metrics"] * 4 + ["/live", "/health", "/v1/completions"]
+    methods = ["GET"] * 6 + ["POST"]
+    scopes = [
+        {"type": "http", "method": method, "path": path, "client": ("10.0.0.1", 9)}
+        for method, path in zip(methods, paths, strict=True)
+    ]
     async with asyncio.TaskGroup() as group:
         for scope in scopes:
             group.create_task(pages(scope, None, None))
         for _ in range(5):
             await asyncio.sleep(0)
-        assert begun == ["GET"] * 2 + ["POST"] * 3
+        assert begun == ["/metrics"] * 2 + ["/live", "/health", "/v1/completions"]
         go.set()
-    assert sorted(begun) == sorted(methods)
+    assert sorted(begun) == sorted(paths)
 
 
 def test_requests_and_streams_have_limits_of_their_own() -> None:
