@@ -38,13 +38,13 @@ _COUNTED_AS_WATCHERS = frozenset(
 _GET_STATUS = _NATIVE + "GetStatus"
 # One stream may carry any number of requests, and a client may abort all of its own requests at once.
 _COUNTED_AS_STREAMS = frozenset({_KSERVE + "ModelStreamInfer", _NATIVE + "Abort", _OPENENGINE + "Control/Abort"})
-_HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
+_HEALTH = "/grpc.health.v1.Health/"
 
 
 def is_query(method: str) -> bool:
-    """Return whether a gRPC method neither runs or aborts requests nor watches the health."""
-    others = (*_COUNTED_AS_REQUESTS, *_COUNTED_AS_STREAMS, _NATIVE + "Embed", _HEALTH_WATCH)
-    return method not in others
+    """Return whether a gRPC method neither runs or aborts requests nor reports the health."""
+    runs_or_aborts = method in _COUNTED_AS_REQUESTS or method in _COUNTED_AS_STREAMS or method == _NATIVE + "Embed"
+    return not runs_or_aborts and not method.startswith(_HEALTH)
 
 
 class StreamLimits:
@@ -104,7 +104,7 @@ class CallLimits:
             limits = self._watchers
         elif method in _COUNTED_AS_STREAMS:
             limits = self._streams
-        elif method == _HEALTH_WATCH:
+        elif method == _HEALTH + "Watch":
             limits = self._health
         return limits.take(current_caller.get().name)
 

@@ -95,4 +95,5 @@ def test_requests_and_streams_have_limits_of_their_own() -> None:
     service = service_pb2.DESCRIPTOR.services_by_name["Midstream"]
     waiting = {method.name for method in service.methods if turns.of_method(f"/{service.full_name}/{method.name}")}
     assert waiting.isdisjoint({"Generate", "Abort", "Embed"})
+    assert turns.of_method("/grpc.health.v1.Health/Check") is None
     assert {"Resume", "GetStatus", "GetLoads", "GetRequestStats", "ListLoras"} <= waiting
