@@ -122,9 +122,19 @@ def _block_map(blocks: BlockManager, max_cells: int) -> status_pb2.BlockMap:
 
 
 def _counts(totals: Totals) -> status_pb2.CountsSinceStart:
-    names = [name for name in status_pb2.CountsSinceStart.DESCRIPTOR.fields_by_name if hasattr(totals, name)]
-    same = {name: getattr(totals, name) for name in names}
-    return status_pb2.CountsSinceStart(**same, num_generated_tokens=totals.num_generation_tokens)
+    return status_pb2.CountsSinceStart(
+        num_finished_by_reason=totals.num_finished_by_reason,
+        num_preemptions=totals.num_preemptions,
+        num_recoveries=totals.num_recoveries,
+        num_worker_deaths=totals.num_worker_deaths,
+        num_worker_faults=totals.num_worker_faults,
+        num_prompt_tokens=totals.num_prompt_tokens,
+        num_generated_tokens=totals.num_generation_tokens,
+        prefix_cache_queries=totals.prefix_cache_queries,
+        prefix_cache_hits=totals.prefix_cache_hits,
+        num_handovers=totals.num_handovers,
+        num_failed_handovers=totals.num_failed_handovers,
+    )
 
 
 def _duration_counts(histogram: Histogram) -> status_pb2.DurationCounts:

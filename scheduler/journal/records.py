@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from google.protobuf.message import DecodeError
 
@@ -20,10 +20,6 @@ from scheduler.journal.store import StoredJournal, unseal
 from scheduler.wire.requests import ModelLimits, spec_from_proto
 
 logger = logging.getLogger(__name__)
-
-# The fields of JournalFinish that have the same names in RequestTimes (as wall-clock times) and in Counters.
-_TIMES = tuple(item.name for item in fields(RequestTimes))
-_COUNTERS = tuple(item.name for item in fields(Counters))
 
 
 @dataclass(slots=True)
@@ -149,8 +145,18 @@ def add_finish(record: pb.JournalCommit, number: int, finish: Finish, clock: Ste
     times, failure = finish.times, finish.failure
     message = record.finished.add(
         request=number,
-        **{name: clock.to_unix_ns(getattr(times, name)) for name in _TIMES},
-        **{name: getattr(finish.counters, name) for name in _COUNTERS},
+        arrival_ns=clock.to_unix_ns(times.arrival_ns),
+        queued_ns=clock.to_unix_ns(times.queued_ns),
+        first_scheduled_ns=clock.to_unix_ns(times.first_scheduled_ns),
+        first_token_ns=clock.to_unix_ns(times.first_token_ns),
+        last_token_ns=clock.to_unix_ns(times.last_token_ns),
+        finished_ns=clock.to_unix_ns(times.finished_ns),
+        num_cached_tokens=finish.counters.num_cached_tokens,
+        num_preemptions=finish.counters.num_preemptions,
+        num_recoveries=finish.counters.num_recoveries,
+        num_steps=finish.counters.num_steps,
+        num_draft_tokens=finish.counters.num_draft_tokens,
+        num_accepted_tokens=finish.counters.num_accepted_tokens,
     )
     if failure is not None:
         message.error.code, message.error.message, message.error.field = failure.code, failure.message, failure.field
@@ -279,6 +285,20 @@ def _read_finish(record: pb.JournalFinish, clock: SteadyClock) -> Finish:
     failure = None
     if record.HasField("error"):
         failure = Failure(record.error.code, record.error.message, record.error.field)
-    times = RequestTimes(**{name: clock.from_unix_ns(getattr(record, name)) for name in _TIMES})
-    counters = Counters(**{name: getattr(record, name) for name in _COUNTERS})
+    times = RequestTimes(
+        arrival_ns=clock.from_unix_ns(record.arrival_ns),
+        queued_ns=clock.from_unix_ns(record.queued_ns),
+        first_scheduled_ns=clock.from_unix_ns(record.first_scheduled_ns),
+        first_token_ns=clock.from_unix_ns(record.first_token_ns),
+        last_token_ns=clock.from_unix_ns(record.last_token_ns),
+        finished_ns=clock.from_unix_ns(record.finished_ns),
+    )
+    counters = Counters(
+        num_cached_tokens=record.num_cached_tokens,
+        num_preemptions=record.num_preemptions,
+        num_recoveries=record.num_recoveries,
+        num_steps=record.num_steps,
+        num_draft_tokens=record.num_draft_tokens,
+        num_accepted_tokens=record.num_accepted_tokens,
+    )
     return Finish(times, failure, counters)
