@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -330,4 +329,11 @@ def _check_id(request: generation_pb2.GenerateRequest) -> None:
 
 
 def _lora_info(adapter: LoadedAdapter) -> loads_pb2.LoraInfo:
-    return loads_pb2.LoraInfo(**dataclasses.asdict(adapter))
+    return loads_pb2.LoraInfo(
+        name=adapter.name,
+        path=adapter.path,
+        rank=adapter.rank,
+        num_virtual_tokens=adapter.num_virtual_tokens,
+        fingerprint=adapter.fingerprint,
+        num_bytes=adapter.num_bytes,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 
 from google.protobuf.message import DecodeError
@@ -15,8 +14,15 @@ logger = logging.getLogger(__name__)
 
 
 def encode_adapter(adapter: LoadedAdapter, model_fingerprint: str) -> bytes:
-    record = pb.JournalAdapter(**dataclasses.asdict(adapter), model_fingerprint=model_fingerprint)
-    return record.SerializeToString()
+    return pb.JournalAdapter(
+        name=adapter.name,
+        path=adapter.path,
+        fingerprint=adapter.fingerprint,
+        num_bytes=adapter.num_bytes,
+        rank=adapter.rank,
+        num_virtual_tokens=adapter.num_virtual_tokens,
+        model_fingerprint=model_fingerprint,
+    ).SerializeToString()
 
 
 def read_adapters(stored: StoredJournal, model_fingerprint: str) -> tuple[LoadedAdapter, ...]:
@@ -31,6 +37,14 @@ def read_adapters(stored: StoredJournal, model_fingerprint: str) -> tuple[Loaded
         if record is None:
             logger.error("the journal's record of the adapter %s is damaged", name)
         elif record.model_fingerprint == model_fingerprint:
-            fields = {item.name: getattr(record, item.name) for item in dataclasses.fields(LoadedAdapter)}
-            adapters.append(LoadedAdapter(**fields))
+            adapters.append(
+                LoadedAdapter(
+                    name=record.name,
+                    path=record.path,
+                    fingerprint=record.fingerprint,
+                    num_bytes=record.num_bytes,
+                    rank=record.rank,
+                    num_virtual_tokens=record.num_virtual_tokens,
+                )
+            )
     return tuple(adapters)

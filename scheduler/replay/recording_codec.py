@@ -31,13 +31,16 @@ from scheduler.core.events import (
 )
 from scheduler.core.request import Finish, FinishReason, RequestTimes, SequenceEnd
 from scheduler.core.request_spec import RequestSpec, RetentionRange
-from scheduler.wire.worker_messages import REGISTRATION_FIELDS, STEP_LISTS, decode_worker_message
+from scheduler.wire.worker_messages import STEP_LISTS, decode_worker_message
 
 _SPEC_FIELDS = tuple(
     item.name
     for item in dataclasses.fields(RequestSpec)
     if item.name
     not in ("prompt", "stop_token_ids", "retention", "deadline_ns", "decode_duration_ns", "keep_ns", "payload")
+)
+_REGISTRATION_FIELDS = tuple(
+    item.name for item in dataclasses.fields(WorkerRegistered) if item.name not in ("time_ns", "connection")
 )
 _WITH_ONE_FIELD: dict[type[AbortRequested | Attached | Detached | WorkerLost], str] = {
     AbortRequested: "abort_requested",
@@ -216,7 +219,7 @@ def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegis
     elif isinstance(event, WorkerLeft):
         message.leave.epoch, message.leave.reason = event.epoch, event.reason
     else:
-        for name in REGISTRATION_FIELDS:
+        for name in _REGISTRATION_FIELDS:
             value = getattr(event, name)
             if isinstance(value, tuple):
                 getattr(message.register, name).extend(value)
