@@ -20,7 +20,7 @@ demo-kill: $(VENV)/.ready
 # PYTHONDONTWRITEBYTECODE set, every process that a test starts would compile our sources again.
 test: $(VENV)/.ready
 	@log=$$(mktemp); $(MAKE) -s check-others > $$log 2>&1 & check=$$!; \
-		PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses $$(($$(nproc) * 3 / 2)) --dist loadscope --no-loadscope-reorder; \
+		PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses $$(($$(nproc) * 2)) --dist loadscope --no-loadscope-reorder; \
 		status=$$?; wait $$check || { cat $$log; status=1; }; rm $$log; exit $$status
 
 # All checks that do not run the code. `make test` runs the import rules among its tests.
