@@ -38,7 +38,8 @@ def test_the_newest_connections_of_an_address_that_has_too_many_are_closed() -> 
         later = [connect("127.0.0.2") for _ in range(5)]
         num_files = len(os.listdir("/dev/fd"))  # noqa: PTH208
         assert guard.look() == 4
-        assert len(os.listdir("/dev/fd")) == num_files  # noqa: PTH208
+        # Fewer, if files that earlier tests left open are collected in between.
+        assert len(os.listdir("/dev/fd")) <= num_files  # noqa: PTH208
         assert all(map(is_open, first + others))
         assert sum(map(is_open, later)) == 1
 
