@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kernels.build import build
+from tests.kernels.libraries import compiled
 
 # Only those "undefined" checks that are cheap to compile.
 FLAGS = (
@@ -115,7 +115,7 @@ print("clean")
 
 
 def test_no_access_outside_a_buffer() -> None:
-    path = build("avx2", FLAGS)
+    path = compiled("avx2", FLAGS)
     runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     root = Path(__file__).parents[2]
     # Python itself never frees all its memory, and the runtime of the sanitizer must be loaded first.
