@@ -117,11 +117,11 @@ async def busy_workers(stub: Stub) -> set[str]:
 async def test_a_stream_with_an_adapter_outlives_worker_and_scheduler(
     service: Service, client: AsyncClient, stub: Stub
 ) -> None:
-    expected = (await collect(stub, adapted("task", 96))).token_ids
+    expected = (await collect(stub, adapted("task", 48))).token_ids
     for kind in ("gpu_worker", "scheduler"):
         victims = {process["name"]: process["pid"] for process in service.processes(kind)}
         found: list[int] = []
-        call = stub.Generate(adapted("task", 96), timeout=120)
+        call = stub.Generate(adapted("task", 48), timeout=120)
         async for response in call:
             assert response.token_offset == len(found)
             found += response.token_ids

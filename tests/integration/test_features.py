@@ -27,7 +27,7 @@ VOCAB_SIZE, HIDDEN_SIZE = 49_152, 576
 SCHEMA = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 8},
+        "name": {"type": "string", "maxLength": 4},
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
         "color": {"enum": ["red", "grey"]},
     },

@@ -14,11 +14,11 @@ from tests.integration.service import Service, collect, eventually_idle, latest_
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-NUM_TOKENS = 32
+NUM_TOKENS = 16
 
 
 def crowd() -> list[pb.GenerateRequest]:
-    """Return 16 requests whose blocks hold 768 tokens in total at the end."""
+    """Return 16 requests whose blocks hold 512 tokens in total at the end."""
     rng = random.Random(8)
     return [tokens([rng.randint(300, 48_999) for _ in range(16)], max_tokens=NUM_TOKENS) for _ in range(16)]
 
@@ -34,14 +34,14 @@ async def test_a_pool_of_an_eighth_finishes_everything_with_the_same_tokens(serv
     small = Service.start(
         tmp_path / "run",
         MIDSTREAM_CAPACITY_POLICY="max_utilization",
-        MIDSTREAM_MAX_KV_TOKENS="96",
+        MIDSTREAM_MAX_KV_TOKENS="64",
         MIDSTREAM_RECORD=str(recording),
     )
     try:
         async with stub_of(small.routers()[0]) as stub:
             assert await outputs(stub) == unconstrained
             stats = await eventually_idle(stub)
-        assert stats.kv_cache_stats.max_num_blocks * stats.kv_cache_stats.tokens_per_block == 96
+        assert stats.kv_cache_stats.max_num_blocks * stats.kv_cache_stats.tokens_per_block == 64
         assert stats.num_preemptions > 0
         assert stats.num_finished_by_reason == {"length": 16}
         assert stats.num_conservation_violations == 0
