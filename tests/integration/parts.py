@@ -45,12 +45,13 @@ class Parts(NamedProcesses):
             "detokenizer": f"detokenizer --port {detokenizer} --schedulers 127.0.0.1:{scheduler}",
             "router": f"router --port {self.router_port} --http-port 0 --schedulers 127.0.0.1:{scheduler} "
             f"--detokenizers 127.0.0.1:{detokenizer}",
-            "scheduler": f"scheduler --port {scheduler} --worker-port {worker} --journal-path {folder / 'journal'}",
+            "scheduler": f"scheduler --port {scheduler} --worker-port {worker}",
         }
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """Start or restart a process."""
-        return self.launch(name, *self._commands[name].split(), *(self.flags if name == "scheduler" else ()))
+        flags = ("--journal-path", str(self.folder / "journal"), *self.flags) if name == "scheduler" else ()
+        return self.launch(name, *self._commands[name].split(), *flags)
 
     def kill(self, name: str) -> None:
         """Send SIGKILL to a process."""

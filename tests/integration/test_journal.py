@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,18 +50,34 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    """Start all components but the scheduler."""
+    parts = Parts(tmp_path_factory.mktemp("parts"), step_ms=STEP_MS)
+    with running(parts, "worker", "detokenizer", "router"):
+        yield parts
+
+
+@pytest.fixture
+def parts(shared: Parts, tmp_path: Path, kind: str) -> Iterator[Parts]:
+    """Start a scheduler with a new journal, and a log, in the test's folder."""
+    shared.folder, shared.flags = tmp_path, ("--journal", kind)
+    shared.start("scheduler")
+    yield shared
+    shared.kill("scheduler")
+
+
 # tests/faults/test_service_faults.py does the same with the other kind of journal.
 @pytest.mark.parametrize("kind", ["sqlite"])
-async def test_streams_continue_after_a_kill_of_the_scheduler(tmp_path: Path, kind: str) -> None:
-    with running(Parts(tmp_path, "--journal", kind, step_ms=STEP_MS)) as parts:
-        async with parts.stub() as stub:
-            half_way = asyncio.Event()
-            streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000, 3000)]
-            await half_way.wait()
-            await asyncio.to_thread(parts.kill, "scheduler")
-            await asyncio.sleep(BACKOFF_S)
-            parts.start("scheduler")
-            results = await asyncio.gather(*streams)
+async def test_streams_continue_after_a_kill_of_the_scheduler(parts: Parts) -> None:
+    async with parts.stub() as stub:
+        half_way = asyncio.Event()
+        streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000, 3000)]
+        await half_way.wait()
+        await asyncio.to_thread(parts.kill, "scheduler")
+        await asyncio.sleep(BACKOFF_S)
+        parts.start("scheduler")
+        results = await asyncio.gather(*streams)
     for first, (received, longest) in zip((1000, 2000, 3000), results, strict=True):
         assert received == list(range(first + 1, first + 1 + NUM_TOKENS))
         assert longest < 40, "limit that detects a hang; the goal is measured on an idle machine"
@@ -68,21 +85,20 @@ async def test_streams_continue_after_a_kill_of_the_scheduler(tmp_path: Path, ki
     assert '"num_unfinished": 3' in parts.log("scheduler")
 
 
-async def test_a_scheduler_with_a_full_disk_yields_to_its_successor(tmp_path: Path, kind: str) -> None:
-    with running(Parts(tmp_path, "--journal", kind, step_ms=STEP_MS)) as parts:
-        async with parts.stub() as stub:
-            # The limit must not apply to the scheduler's log file, so the journal must be larger than that.
-            async for _ in stub.Generate(tokens([40_000] * 8000, max_tokens=1), timeout=60):
-                pass
-            half_way = asyncio.Event()
-            stream = asyncio.create_task(read(stub, 1000, half_way))
-            await half_way.wait()
-            process = parts.processes["scheduler"]
-            size = _num_journal_bytes(tmp_path)
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
-            assert await asyncio.to_thread(process.wait, 60) == 1
-            parts.start("scheduler")
-            received, _ = await stream
+async def test_a_scheduler_with_a_full_disk_yields_to_its_successor(parts: Parts, tmp_path: Path) -> None:
+    async with parts.stub() as stub:
+        # The limit must not apply to the scheduler's log file, so the journal must be larger than that.
+        async for _ in stub.Generate(tokens([40_000] * 8000, max_tokens=1), timeout=60):
+            pass
+        half_way = asyncio.Event()
+        stream = asyncio.create_task(read(stub, 1000, half_way))
+        await half_way.wait()
+        process = parts.processes["scheduler"]
+        size = _num_journal_bytes(tmp_path)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
+        assert await asyncio.to_thread(process.wait, 60) == 1
+        parts.start("scheduler")
+        received, _ = await stream
     assert received == list(range(1001, 1001 + NUM_TOKENS))
     assert "the journal failed" in parts.log("scheduler")
 
@@ -101,38 +117,40 @@ def _remove_journal(folder: Path) -> None:
             path.unlink()
 
 
-async def test_a_journal_deleted_while_in_use_is_recreated_and_a_successor_continues(tmp_path: Path, kind: str) -> None:
-    with running(Parts(tmp_path, "--journal", kind, step_ms=STEP_MS)) as parts:
-        async with parts.stub() as stub:
-            half_way = asyncio.Event()
-            streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000)]
-            await half_way.wait()
-            _remove_journal(tmp_path)
-            await asyncio.to_thread(parts.wait_for_log, "scheduler", "began a new journal")
-            await asyncio.to_thread(parts.kill, "scheduler")
-            parts.start("scheduler")
-            results = await asyncio.gather(*streams)
+async def test_a_journal_deleted_while_in_use_is_recreated_and_a_successor_continues(
+    parts: Parts, tmp_path: Path
+) -> None:
+    async with parts.stub() as stub:
+        half_way = asyncio.Event()
+        streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000)]
+        await half_way.wait()
+        _remove_journal(tmp_path)
+        await asyncio.to_thread(parts.wait_for_log, "scheduler", "began a new journal")
+        await asyncio.to_thread(parts.kill, "scheduler")
+        parts.start("scheduler")
+        results = await asyncio.gather(*streams)
     assert [received for received, _ in results] == [
         list(range(first + 1, first + 1 + NUM_TOKENS)) for first in (1000, 2000)
     ]
     assert '"num_unfinished": 2' in parts.log("scheduler")
 
 
-async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(tmp_path: Path, kind: str) -> None:
+async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(
+    parts: Parts, tmp_path: Path, kind: str
+) -> None:
     path = str(tmp_path / "journal")
-    with running(Parts(tmp_path, "--journal", kind, step_ms=STEP_MS)) as parts:
-        async with parts.stub() as stub:
-            await read(stub, 1000, asyncio.Event())
-            port, worker_port = free_ports(2)
-            flags = ["--port", str(port), "--worker-port", str(worker_port), "--journal", kind]
-            command = python_command("scheduler", *flags, "--journal-path", path)
-            successor = await asyncio.to_thread(subprocess.Popen, command, env=environment(), stderr=subprocess.DEVNULL)
-            try:
-                assert await asyncio.to_thread(parts.processes["scheduler"].wait, 60) == 1
-                assert successor.poll() is None
-            finally:
-                successor.kill()
-                successor.wait()
+    async with parts.stub() as stub:
+        await read(stub, 1000, asyncio.Event())
+        port, worker_port = free_ports(2)
+        flags = ["--port", str(port), "--worker-port", str(worker_port), "--journal", kind]
+        command = python_command("scheduler", *flags, "--journal-path", path)
+        successor = await asyncio.to_thread(subprocess.Popen, command, env=environment(), stderr=subprocess.DEVNULL)
+        try:
+            assert await asyncio.to_thread(parts.processes["scheduler"].wait, 60) == 1
+            assert successor.poll() is None
+        finally:
+            successor.kill()
+            successor.wait()
     assert "superseded" in parts.log("scheduler")
 
 
