@@ -34,6 +34,9 @@ _SHARING = (
     "service",
     "tracing",
 )
+# Files whose tests share the processes started in tests/faults/conftest.py.
+_PROCESSES = "the processes"
+_FAULTS = ("service_faults", "worker_faults", "idempotent_calls", "batches")
 # Files that take 20 s or longer, longest first.
 _LONG = (
     "tests/simulation/test_simulation.py",
@@ -41,9 +44,7 @@ _LONG = (
     "tests/gpu_worker/test_embedded_model.py",
     "tests/gpu_worker/test_mixture.py",
     "tests/scheduler/test_core_machine.py",
-    "tests/faults/test_service_faults.py",
     "tests/scheduler/test_simulation.py",
-    "tests/faults/test_worker_faults.py",
     "tests/integration/test_parallel_service.py",
     "tests/gpu_worker/test_worker_process.py",
     "tests/faults/test_guarded_service.py",
@@ -65,7 +66,9 @@ _LONG = (
     "tests/router/test_standing_parts.py",
     "tests/kernels/test_triton_compiles.py",
 )
-_SHARING_FILES = frozenset(f"{_INTEGRATION}test_{name}.py" for name in _SHARING)
+_GROUPS = {f"{_INTEGRATION}test_{name}.py": _SERVICE for name in _SHARING} | {
+    f"tests/faults/test_{name}.py": _PROCESSES for name in _FAULTS
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -76,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: item.nodeid.startswith(_INTEGRATION))
         return
     # Without this, idle processes would wait for long tests that are assigned last.
-    ranks = {name: rank for rank, name in enumerate((_SERVICE, *_LONG))}
+    ranks = {name: rank for rank, name in enumerate((_SERVICE, _PROCESSES, *_LONG))}
     items.sort(key=lambda item: ranks.get(_group_of(item.nodeid), len(ranks)))
 
 
@@ -125,7 +128,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Keeps the tests of a file in one process, since they share services and models; likewise all files that share the
+    """Keeps the tests of a file in one process, since they share services and models; likewise all files that share a
     service.
 
     A test that ends its process, for example because it hangs, counts as failed; by default, xdist would run it again
@@ -156,4 +159,4 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
 
 def _group_of(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
-    return _SERVICE if file in _SHARING_FILES else file
+    return _GROUPS.get(file, file)

@@ -11,7 +11,7 @@ from tests.faults.processes import Processes, running_processes
 FLAGS = ("--worker-timeout-ms", "1500", "--heartbeat-interval-ms", "100", "--no-worker-timeout-s", "2")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     with running_processes(tmp_path_factory.mktemp("processes"), *FLAGS) as processes:
         yield processes
