@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.faults.hosts import namespace_command
-from tests.gpu_worker.test_worker_process import PROMPT
+from tests.faults.rank_hosts import NUM_TOKENS, PROMPT
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
 from tests.integration.named_processes import ROOT
 
@@ -19,5 +19,5 @@ def test_ranks_on_two_hosts_give_one_ranks_tokens_and_end_when_cut_off(tmp_path:
     command += ["--namespaces"] if unshare else []
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=170)
     assert result.returncode == 0, result.stdout + result.stderr
-    expected = Driver(make_runner(tmp_path, kernels="torch")).run_alone(PROMPT, 6)
+    expected = Driver(make_runner(tmp_path, kernels="torch")).run_alone(PROMPT, NUM_TOKENS)
     assert list(map(int, result.stdout.split())) == expected
