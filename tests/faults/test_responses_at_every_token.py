@@ -17,9 +17,10 @@ import httpx2
 import openai
 import pytest
 
-from midstream.model.folder import open_model_folder
+from midstream.model.folder import ModelFolder, open_model_folder
 from tests.faults.rig import KINDS, Rig
 from tests.faults.small_model import make_small_model
+from tests.integration.doors import plain_http
 
 NUM_TOKENS = 24
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -33,11 +34,16 @@ MESSAGE: Any = {
 ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else (2,)
 
 
-@pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    folder = make_small_model(tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    folder = make_small_model(tmp_path_factory.mktemp("small"))
     (folder.path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    rig = Rig(open_model_folder(str(folder.path)), tmp_path / "journal")
+    return open_model_folder(str(folder.path))
+
+
+@pytest.fixture
+async def rig(folder: ModelFolder, tmp_path: Path) -> AsyncIterator[Rig]:
+    rig = Rig(folder, tmp_path / "journal")
     await rig.start()
     yield rig
     await rig.close()
@@ -79,7 +85,9 @@ class Reader:
         )  # fmt: skip
 
     def client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=self._rig.next_url() + "/v1", api_key="none", max_retries=0, timeout=30)
+        return openai.AsyncOpenAI(
+            base_url=self._rig.next_url() + "/v1", api_key="none", max_retries=0, timeout=30, http_client=plain_http()
+        )
 
     @property
     def response_id(self) -> str:
