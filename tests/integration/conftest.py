@@ -27,8 +27,8 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Service]:
-    """Start two routers, three detokenizers and two workers, which all tests in this folder share."""
-    flags = ("--routers", "2", "--detokenizers", "3", "--workers", "2")
+    """Start two routers, two detokenizers and two workers, which all tests in this folder share."""
+    flags = ("--routers", "2", "--detokenizers", "2", "--workers", "2")
     site = install(EXAMPLE_POST_PROCESSOR, tmp_path_factory.mktemp("package"))
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Trace only requests whose client sends a traceparent header.

@@ -15,7 +15,6 @@ from tests.integration.service import Service, eventually, midstream
 NAMES = [
     "detokenizer-0",
     "detokenizer-1",
-    "detokenizer-2",
     "router-0",
     "router-1",
     "scheduler-0",
