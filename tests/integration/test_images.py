@@ -25,7 +25,7 @@ from protos import loads_pb2
 from tests.gpu_worker.vision_model import CHAT_TEMPLATE, TOKENS_PER_TILE, image_processor, make_vision_model, picture
 from tests.integration.service import Service, collect, eventually, stub_of
 
-MAX_TOKENS, LONG = 40, 200
+MAX_TOKENS, LONG = 40, 400
 RED, BLUE = picture(60, 31, seed=1), picture(20, 50, seed=2, kind="WEBP")
 
 
