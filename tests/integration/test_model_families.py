@@ -45,8 +45,7 @@ async def test_the_death_of_a_worker_changes_no_token(name: str, tmp_path: Path)
     draw = random.Random(3)
     prefix = [draw.randrange(3, SHAPE["vocab_size"]) for _ in range(40)]
     prompts = [prefix + [draw.randrange(3, SHAPE["vocab_size"]) for _ in range(5 + i)] for i in range(NUM_REQUESTS)]
-    # The supervisor starts another worker, whose states are empty.
-    service = Service.start(tmp_path / "run", "--model", str(tmp_path / "model"))
+    service = Service.start(tmp_path / "run", "--model", str(tmp_path / "model"), "--workers", "2")
     try:
         async with AsyncClient(service.routers()) as client, stub_of(service.routers()[0]) as stub:
 

@@ -126,9 +126,11 @@ class Job:
         wanted = self.expected[index]
         if tokens != wanted.token_ids[: len(tokens)]:
             say(f"sequence {index} has tokens {tokens}, expected a prefix of {wanted.token_ids}")
-        # If a request fails in the middle of a character, its text ends with U+FFFD.
+        # The text of a request that fails includes what was held back: the beginning of a stop word, and of a character.
         is_cut = chunk.is_sequence_final and len(tokens) < len(wanted.token_ids)
-        if not wanted.text.startswith(self.texts[index].rstrip("\ufffd") if is_cut else self.texts[index]):
+        if is_cut and self.texts[index] != (due := vocabulary().text(tokens)):
+            say(f"sequence {index} has text {self.texts[index]!r}, expected {due!r}")
+        if not is_cut and not wanted.text.startswith(self.texts[index]):
             say(f"sequence {index} has text {self.texts[index]!r}, expected a prefix of {wanted.text!r}")
         if chunk.is_sequence_final:
             self.ends[index] = chunk
