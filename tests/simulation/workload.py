@@ -126,16 +126,23 @@ class Job:
         wanted = self.expected[index]
         if tokens != wanted.token_ids[: len(tokens)]:
             say(f"sequence {index} has tokens {tokens}, expected a prefix of {wanted.token_ids}")
-        # The text of a request that fails includes what was held back: the beginning of a stop word, and of a character.
-        is_cut = chunk.is_sequence_final and len(tokens) < len(wanted.token_ids)
-        if is_cut and self.texts[index] != (due := vocabulary().text(tokens)):
-            say(f"sequence {index} has text {self.texts[index]!r}, expected {due!r}")
-        if not is_cut and not wanted.text.startswith(self.texts[index]):
-            say(f"sequence {index} has text {self.texts[index]!r}, expected a prefix of {wanted.text!r}")
+        self._check_text(index, wanted, is_cut=chunk.is_sequence_final and len(tokens) < len(wanted.token_ids))
         if chunk.is_sequence_final:
             self.ends[index] = chunk
         if chunk.is_final:
             self.final = chunk
+
+    def _check_text(self, index: int, wanted: Expected, *, is_cut: bool) -> None:
+        """Compare the text received so far with the expected one.
+
+        That of a failed request includes what was held back: the beginning of a stop word or of a character.
+        """
+        text = self.texts[index]
+        due = vocabulary().text(self.tokens[index]) if is_cut else wanted.text
+        if not (text == due if is_cut else due.startswith(text)):
+            self.problems.append(
+                f"sequence {index} has text {text!r}, expected {'' if is_cut else 'a prefix of '}{due!r}"
+            )
 
     def check_complete(self) -> None:
         """Compare the delivered output with that of the fault-free run."""
