@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -29,8 +30,10 @@ def main() -> int:
         ranks = Ranks.from_environment(config, os.environ)
         folder = open_model_folder(config.model)
         logging.getLogger(__name__).info("importing torch")
+        gc.disable()  # a tenth of the time would go into looking for garbage among new classes
         from gpu_worker.worker import Worker  # imported here, because torch takes seconds to import
 
+        gc.enable()
         if not ranks.is_alone:
             from gpu_worker.parallel.launch import run_rank
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -106,6 +105,8 @@ def _processor(folder: ModelFolder) -> Any:
 
 def _load(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> Any:
     """Return transformers' model without its language model."""
+    import transformers  # imported here, because it takes a second, and most models read no images
+
     config = transformers.AutoConfig.from_pretrained(folder.path)
     with torch.device("meta"):
         model: Any = transformers.AutoModel.from_config(config, dtype=dtype).eval()
