@@ -32,11 +32,14 @@ class BodyReader:
         """
         limit, data = self._budget.max_body_bytes, bytearray()
         with self._budget.hold(current_caller.get().name) as held:
-            if int(request.headers.get("content-length") or 0) > limit:
+            length = int(request.headers.get("content-length") or 0)
+            if length > limit:
                 raise InvalidArgumentError(f"the body has more than {limit} bytes")
+            # Reading a body only to refuse it would cost more than the refusal.
+            await held.reserve(length)
             async for part in request.stream():
-                held.add(len(part))
                 data += part
+                held.grow_to(len(data))
                 if len(data) > limit:
                     raise InvalidArgumentError(f"the body has more than {limit} bytes")
             if len(data) <= _INLINE_BYTES:

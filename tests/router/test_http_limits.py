@@ -22,6 +22,7 @@ from midstream.rpc import serving
 from midstream.rpc.open_files import raise_open_files_limit
 from midstream.security.host_header import AllowedHosts
 from router.authentication import Authenticator, TokenFile
+from router.protocols import body_budget
 from router.protocols.body_budget import BodyBudget, max_body_bytes, max_request_bytes
 from router.protocols.body_reader import BodyReader
 from router.protocols.http_server import ConnectionLimits, HostCheckedApp, HttpPort, for_pages
@@ -193,11 +194,50 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
     assert raise_open_files_limit() <= resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 
-def test_the_bytes_of_a_body_are_released() -> None:
+async def test_the_bytes_of_a_body_are_counted_once_and_released() -> None:
     budget = BodyBudget(100)
     with budget.hold("a") as held:
-        held.add(100)
+        await held.reserve(60)
+        held.grow_to(50)
+        assert budget.num_bytes == 60
+        held.grow_to(100)
         assert budget.num_bytes == 100
+    assert budget.num_bytes == 0
+
+
+async def test_bodies_wait_for_earlier_ones_of_their_client_only() -> None:
+    budget = BodyBudget(100)
+    budget.add("a", 350)
+    first, second = (asyncio.create_task(budget.reserve("a", size)) for size in (100, 10))
+    await asyncio.wait_for(budget.reserve("b", 400), 1)
+    assert budget.num_bytes == 750
+    budget.remove("a", 40)  # too little for the first; the second does not overtake it
+    await asyncio.sleep(0)
+    assert not first.done() and not second.done()  # noqa: PT018
+    budget.remove("a", 10)
+    await asyncio.wait_for(first, 1)
+    assert not second.done()
+    budget.remove("a", 10)
+    await asyncio.wait_for(second, 1)
+    assert budget.num_bytes == 800
+
+
+async def test_a_body_that_waits_in_vain_or_no_longer_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_budget, "WAIT_S", 0.01)
+    budget = BodyBudget(100)
+    budget.add("a", 400)
+    with pytest.raises(OverloadedError):
+        await budget.reserve("a", 1)
+    waiting = asyncio.create_task(budget.reserve("a", 300))
+    await asyncio.sleep(0)
+    behind = asyncio.create_task(budget.reserve("a", 5))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    budget.remove("a", 5)
+    await asyncio.wait_for(behind, 1)
+    budget.remove("a", 400)
     assert budget.num_bytes == 0
 
 
