@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 
 from midstream.errors import OverloadedError
 from midstream.model.folder import ModelFolder
+from router.pipeline.client_semaphores import ClientSemaphores
 
 # Bytes for everything but the prompt (such as guides and tools), and bytes per token of the context in the most verbose
 # JSON.
@@ -43,8 +44,9 @@ class BodyBudget:
         self.max_body_bytes = max_body_bytes
         self.num_bytes = 0
         self._by_client: Counter[str] = Counter()
-        # The sizes of bodies that wait, by client, in the order of their arrival.
-        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
+        # The first waiting body of each client holds its client's turn until there is room.
+        self._turns = ClientSemaphores(1)
+        self._removed = asyncio.Event()
 
     def hold(self, client: str) -> HeldBody:
         """Return an account of the bytes of one body; use it as a context manager."""
@@ -54,22 +56,17 @@ class BodyBudget:
         """Count bytes that are yet to arrive, once the budget allows it and earlier bodies of the client are counted.
         Raises OverloadedError if that takes longer than WAIT_S.
         """
-        if client not in self._waiting and self._has_room(client, num_bytes):
+        if not self._turns.num_users(client) and self._has_room(client, num_bytes):
             self._count(client, num_bytes)
             return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append((num_bytes, turn))
         try:
-            async with asyncio.timeout(WAIT_S):
-                await turn
-        except BaseException as error:
-            if turn.done() and not turn.cancelled():
-                self.remove(client, num_bytes)
-            else:
-                self._leave(client, turn)
-            if isinstance(error, TimeoutError):
-                raise _exhausted() from None
-            raise
+            with self._turns.use(client) as turn:
+                async with asyncio.timeout(WAIT_S), turn:
+                    while not self._has_room(client, num_bytes):
+                        await self._removed.wait()
+                    self._count(client, num_bytes)
+        except TimeoutError:
+            raise _exhausted() from None
 
     def add(self, client: str, num_bytes: int) -> None:
         """Count bytes. Raises OverloadedError if the budget is exhausted."""
@@ -81,7 +78,8 @@ class BodyBudget:
         self._count(client, -num_bytes)
         if not self._by_client[client]:
             del self._by_client[client]
-        self._admit()
+        self._removed.set()
+        self._removed = asyncio.Event()
 
     def _has_room(self, client: str, num_bytes: int) -> bool:
         return (
@@ -92,24 +90,6 @@ class BodyBudget:
     def _count(self, client: str, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         self._by_client[client] += num_bytes
-
-    def _admit(self) -> None:
-        """Count waiting bodies for which there is room now; clients take turns."""
-        for client in list(self._waiting):
-            turns = self._waiting.pop(client)
-            while turns and self._has_room(client, turns[0][0]):
-                num_bytes, turn = turns.popleft()
-                if not turn.done():
-                    self._count(client, num_bytes)
-                    turn.set_result(None)
-            if turns:
-                self._waiting[client] = turns
-
-    def _leave(self, client: str, turn: asyncio.Future[None]) -> None:
-        turns = deque(item for item in self._waiting.pop(client, ()) if item[1] is not turn)
-        if turns:
-            self._waiting[client] = turns
-            self._admit()
 
 
 def _exhausted() -> OverloadedError:
