@@ -11,24 +11,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.faults.hosts import Namespaces
-from tests.gpu_worker.scripted_scheduler import ScriptedScheduler, greedy, rank_environment, worker_process
+from tests.gpu_worker.scripted_scheduler import ScriptedScheduler, rank_environment, run_prompt, worker_process
 from tests.ports import free_port
 
-PROMPT = [5, 17, 200, 33, 8, 90, 1]
 NUM_TOKENS = 6
 LIMIT_S = 100
 LOST = 4
-
-
-def run_prompt(scheduler: ScriptedScheduler) -> list[int]:
-    """Run PROMPT, one step after the other."""
-    row = {"context_rows": [0], "context_starts": [0], "context_lengths": [len(PROMPT)]}
-    scheduler.send_step(1, add_sequences=[greedy(0, PROMPT)], **row)
-    tokens = list(scheduler.receive("step_result").token_ids)
-    for step_id in range(2, NUM_TOKENS + 1):
-        scheduler.send_step(step_id, generation_rows=[0])
-        tokens += scheduler.receive("step_result").token_ids
-    return tokens
 
 
 def main() -> None:
@@ -46,7 +34,7 @@ def main() -> None:
             process = worker_process(scheduler.address, folder, *flags, variables=variables, on=on)
             ranks.append(stack.enter_context(process))
         assert scheduler.register(epoch=1).world_size == 2
-        print(*run_prompt(scheduler))
+        print(*run_prompt(scheduler, NUM_TOKENS))
         if hosts:
             hosts.cut("one", "two")
         else:

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from tests.faults.hosts import namespace_command
-from tests.faults.rank_hosts import NUM_TOKENS, PROMPT
+from tests.faults.rank_hosts import NUM_TOKENS
+from tests.gpu_worker.scripted_scheduler import PROMPT
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
 from tests.integration.named_processes import ROOT
 

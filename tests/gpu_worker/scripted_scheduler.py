@@ -15,6 +15,8 @@ import zmq
 
 from protos import worker_pb2
 
+PROMPT = [5, 17, 200, 33, 8, 90, 1]
+
 TIMEOUT_MS = 150_000
 
 
@@ -115,3 +117,17 @@ def greedy(row: int, tokens: Sequence[int], **fields: Any) -> worker_pb2.AddSequ
     add.sampling.temperature = 0.0
     add.MergeFrom(worker_pb2.AddSequence(**fields))
     return add
+
+
+def run_prompt(scheduler: ScriptedScheduler, num_tokens: int) -> list[int]:
+    """Run PROMPT, starting with step 1, with two steps in flight."""
+    scheduler.send_step(1, add_sequences=[greedy(0, PROMPT)], context_rows=[0], context_starts=[0], context_lengths=[7])
+    scheduler.send_step(2, generation_rows=[0])
+    tokens = []
+    for step_id in range(1, num_tokens + 1):
+        if 2 <= step_id < num_tokens:
+            scheduler.send_step(step_id + 1, repeat_generation=True)
+        result = scheduler.receive("step_result")
+        assert (result.epoch, result.step_id) == (scheduler.epoch, step_id)
+        tokens += result.token_ids
+    return tokens

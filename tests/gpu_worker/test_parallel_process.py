@@ -8,8 +8,7 @@ from pathlib import Path
 
 from gpu_worker.model_runner import ModelRunner
 from tests.gpu_worker.rank_pool import HOST
-from tests.gpu_worker.scripted_scheduler import ScriptedScheduler, rank_environment, worker_process
-from tests.gpu_worker.test_worker_process import PROMPT, run_prompt
+from tests.gpu_worker.scripted_scheduler import PROMPT, ScriptedScheduler, rank_environment, run_prompt, worker_process
 from tests.gpu_worker.tiny_models import Driver
 from tests.ports import free_port
 

@@ -19,10 +19,8 @@ from gpu_worker.model_runner import ModelRunner
 from gpu_worker.worker import memory_usage
 from midstream.model.folder import open_model_folder
 from protos import worker_pb2
-from tests.gpu_worker.scripted_scheduler import ScriptedScheduler, greedy, worker_process
+from tests.gpu_worker.scripted_scheduler import PROMPT, ScriptedScheduler, greedy, run_prompt, worker_process
 from tests.gpu_worker.tiny_models import Driver
-
-PROMPT = [5, 17, 200, 33, 8, 90, 1]
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +50,6 @@ def epoch(scheduler: ScriptedScheduler, worker: subprocess.Popen[str]) -> int:
 def expected(tiny_runner: ModelRunner) -> list[int]:
     """Return the expected continuation of PROMPT."""
     return Driver(tiny_runner).run_alone(PROMPT, 6)
-
-
-def run_prompt(scheduler: ScriptedScheduler, num_tokens: int) -> list[int]:
-    """Run PROMPT, starting with step 1, with two steps in flight."""
-    scheduler.send_step(1, add_sequences=[greedy(0, PROMPT)], context_rows=[0], context_starts=[0], context_lengths=[7])
-    scheduler.send_step(2, generation_rows=[0])
-    tokens = []
-    for step_id in range(1, num_tokens + 1):
-        if 2 <= step_id < num_tokens:
-            scheduler.send_step(step_id + 1, repeat_generation=True)
-        result = scheduler.receive("step_result")
-        assert (result.epoch, result.step_id) == (scheduler.epoch, step_id)
-        tokens += result.token_ids
-    return tokens
 
 
 def test_it_offers_its_features(scheduler: ScriptedScheduler, tiny_folder: Path) -> None:

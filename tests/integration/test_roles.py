@@ -25,14 +25,14 @@ from tests.integration.service import Service, eventually, stub_of, tokens
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub
 
-NUM_KILLS = int(os.environ.get("TEST_KILLS", "1"))
+NUM_KILLS = int(os.environ.get("TEST_KILLS", "2"))
 # Maximum cost of a kill in seconds, in addition to recomputing what was lost.
 MAX_PAUSE_S = 0.5
 RNG = random.Random(8)
-# One kill in a transfer needs several blocks; at more moments, tests/faults/test_kill_at_every_step.py kills.
-SIZES = (700, 40, 330, 12) if NUM_KILLS > 1 else (200, 40, 100, 12)
+# A kill in a transfer needs only several blocks; at more moments, tests/faults/test_kill_at_every_step.py kills.
+SIZES = (700, 40, 330, 12) if NUM_KILLS > 2 else (200, 40, 100, 12)
 PROMPTS = [[RNG.randint(300, 48_000) for _ in range(size)] for size in SIZES]
-NUM_TOKENS = 32 if NUM_KILLS > 1 else 16
+NUM_TOKENS = 32 if NUM_KILLS > 2 else 16
 
 
 def metrics(worker: dict[str, Any]) -> dict[str, float]:
@@ -80,7 +80,7 @@ def tokens_of(streams: list[Timed]) -> list[list[int]]:
     return [stream.tokens for stream in streams]
 
 
-@pytest.mark.timeout(3600 if NUM_KILLS > 1 else 400)
+@pytest.mark.timeout(3600 if NUM_KILLS > 2 else 400)
 async def test_separate_roles_give_the_same_tokens_even_after_a_death_during_transfer(
     service: Service, tmp_path: Path
 ) -> None:

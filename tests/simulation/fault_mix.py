@@ -104,7 +104,7 @@ async def _lie(stage: Stage, dice: random.Random) -> None:
     name = dice.choice([name for name in stage.cluster.processes if name.startswith("worker")])
     # After six faults and repeated deaths, a worker is held off for longer than a request waits for one.
     num_before = stage.happened["0 lie"] - 1
-    stage.cluster.workers[name].lies = (dice.randint(1, 3), 1, 0, 0)[num_before]
+    stage.cluster.workers[name].lies += (dice.randint(1, 3), 1, 0, 0)[num_before]
 
 
 async def _freeze(stage: Stage, dice: random.Random) -> None:
