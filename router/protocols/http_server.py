@@ -25,6 +25,9 @@ _LOOK_INTERVAL_S = 1.0
 # from there to the end of the body.
 HEAD_TIMEOUT_S, BODY_TIMEOUT_S = 10.0, 60.0
 _MAX_CONNECTIONS = 16_384
+_BACKLOG = 2048
+# Connections that are accepted in one iteration of the event loop. Other requests wait for no more.
+_MAX_ACCEPTED_PER_TURN = 8
 _REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 
 
@@ -33,6 +36,13 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signal handling to the gRPC server; both servers drain together."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to accept connections."""
+        # asyncio accepts as many connections at once as it sets the backlog to, so the backlog is set again here.
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)
 
 
 class ConnectionLimits:
@@ -205,7 +215,7 @@ class HttpPort:
             OSError: The port is in use.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=2048)
+        self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self.port: int = self._socket.getsockname()[1]
         self._tls = tls
         config = uvicorn.Config(
@@ -216,6 +226,7 @@ class HttpPort:
             lifespan="off",
             ws="none",
             log_level="warning",
+            backlog=_MAX_ACCEPTED_PER_TURN,
             ssl_context_factory=(lambda *_: tls.http_context()) if tls is not None else None,
         )
         self._server = _Server(config)

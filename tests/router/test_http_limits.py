@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import resource
+import select
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +22,7 @@ from starlette.requests import Request
 from midstream.errors import InvalidArgumentError, OverloadedError
 from midstream.model.folder import ModelFolder
 from midstream.rpc import serving
+from midstream.rpc.http2 import GrpcServer
 from midstream.rpc.open_files import raise_open_files_limit
 from midstream.security.host_header import AllowedHosts
 from router.authentication import Authenticator, TokenFile
@@ -71,6 +75,32 @@ async def test_a_lost_request_is_not_awaited(sent: bytes) -> None:
     await port.stop(0)
     assert answer.split()[1:2] == [b"408"]
     assert elapsed > 0.2
+
+
+@pytest.mark.parametrize("kind", ["HTTP", "gRPC"])
+async def test_connections_that_arrive_together_leave_turns_to_others(kind: str) -> None:
+    http_port, grpc_server = HttpPort(echo, "127.0.0.1", 0), GrpcServer()
+    grpc_port = grpc_server.add_port("127.0.0.1", 0)
+    http_port.start()
+    await grpc_server.start()
+    await exchange(http_port.port, b"invalid\r\n\r\n")  # it is started
+    waiting, most = [], 0
+    with contextlib.ExitStack() as opened:
+        for _ in range(64):
+            client = opened.enter_context(
+                socket.create_connection(("127.0.0.1", http_port.port if kind == "HTTP" else grpc_port))
+            )
+            client.sendall(b"invalid\r\n\r\n")
+            waiting.append(client)
+        async with asyncio.timeout(30):
+            while waiting:
+                await asyncio.sleep(0)
+                answered, _, _ = select.select(waiting, [], [], 0)
+                most = max(most, len(answered))
+                waiting = [client for client in waiting if client not in answered]
+    assert most <= 8
+    await http_port.stop(0)
+    await grpc_server.stop(None)
 
 
 async def test_an_answer_may_take_longer_than_its_request() -> None:

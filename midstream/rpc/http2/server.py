@@ -22,8 +22,8 @@ from midstream.security.tls import Tls
 
 logger = logging.getLogger(__name__)
 
-_MAX_ACCEPTED_PER_TURN = 64
-# Calls that start in one iteration of the event loop. Those of other connections wait no longer than for these.
+# Connections that are accepted, and calls that start, in one iteration of the event loop. Other calls wait for no more.
+_MAX_ACCEPTED_PER_TURN = 8
 _MAX_STARTS_PER_TURN = 4
 _NO_FILES_S = 0.5
 
