@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -149,11 +150,11 @@ def open_model_folder(model: str) -> ModelFolder:
     """
     path = Path(model).expanduser()
     if model == EMBEDDED_MODEL and not path.is_dir():
-        return _open_gguf(_embedded_file(), EMBEDDED_MODEL, _EMBEDDED_SAMPLING)
+        return _open_embedded_model()
     if path.is_dir():
         return _open_folder(path)
     if path.is_file() and path.suffix == ".gguf":
-        return _open_gguf(path, path.stem)
+        return _open_gguf(path, path.stem, _identity(path))
     if is_hub_name(model):
         return open_model_folder(str(download(model)))
     raise ConfigError(
@@ -187,6 +188,16 @@ def models_home() -> Path:
     return midstream_home() / "models"
 
 
+def _open_embedded_model() -> ModelFolder:
+    """Open the embedded model; all environments with the same release of its package share a folder."""
+    file = _embedded_file()
+    try:
+        identity = f"{_EMBEDDED_PACKAGE} {importlib.metadata.version(_EMBEDDED_PACKAGE)}"
+    except importlib.metadata.PackageNotFoundError:  # a copy without its metadata
+        identity = _identity(file)
+    return _open_gguf(file, EMBEDDED_MODEL, identity, _EMBEDDED_SAMPLING)
+
+
 def _embedded_file() -> Path:
     spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
@@ -199,16 +210,18 @@ def _embedded_file() -> Path:
     return file
 
 
-def _open_gguf(file: Path, name: str, sampling: Mapping[str, float] | None = None) -> ModelFolder:
+def _identity(file: Path) -> str:
+    return f"{file.resolve()} {file.stat().st_mtime_ns}"
+
+
+def _open_gguf(file: Path, name: str, identity: str, sampling: Mapping[str, float] | None = None) -> ModelFolder:
     """Open the folder made from `file`. The folder's name contains the file's identity, so another file never changes
     it.
 
     `sampling` has the recommendations of the model card, which are used if the file has none.
     """
-    stat = file.stat()
-    facts = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns} {_GGUF_LAYOUT}"
-    identity = hashlib.sha256(facts.encode()).hexdigest()[:8]
-    folder = models_home() / f"{name}-{identity}"
+    facts = f"{identity} {file.stat().st_size} {_GGUF_LAYOUT}"
+    folder = models_home() / f"{name}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
     if not (folder / _MANIFEST).is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.parent / f".{folder.name}.lock"):

