@@ -504,15 +504,14 @@ ABUSES: dict[str, Callable[[Abuser], Awaitable[None]]] = {
         polling, slow_readers, stored_responses,
     )
 }  # fmt: skip
-# The abuses whose requests are computed, and as many ordinary requests: how many at once, and the tokens of each prompt
-# and output.
-# A client is entitled to the ordinary ones.
+# The abuses whose requests are computed, and as many ordinary requests, to which a client is entitled: how many at once,
+# and the computed tokens of each prompt (that of `inferences` is cached) and of each output.
 AS_ORDINARY = {
     "full-queue": (256, 16, 200),
     "stop-words": (64, 16, 200),
     "cancelled-streams": (64, 64, 1),
     "slow-readers": (200, 16, 1000),
-    "inferences": (240, 5000, 1000),
+    "inferences": (240, 16, 1000),
     "stored-responses": (32, 1000, 1),
 }
 # These abuses use features that require a worker with a model.
