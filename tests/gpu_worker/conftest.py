@@ -13,10 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gpu_worker.model_runner import ModelRunner
 from midstream.model.folder import open_model_folder
+from tests import interpreter
 from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
 
 # With more threads, PyTorch's threads would wait for each other, especially while other tests run in parallel.
 torch.set_num_threads(1)
+interpreter.speed_up()
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),

@@ -5,6 +5,10 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from tests import interpreter
+
+interpreter.speed_up()
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
