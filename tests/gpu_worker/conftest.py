@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFValueType
 from gguf.quants import dequantize
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gpu_worker.model_runner import ModelRunner
@@ -47,16 +49,37 @@ def transformers_model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Mod
     with kept.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.exists():
-            _read_by_gguf(open_model_folder("smollm2").path / "model.gguf").save_pretrained(kept)
-    model: torch.nn.Module = LlamaForCausalLM.from_pretrained(kept, dtype=torch.float32)
+            _write_from_gguf(open_model_folder("smollm2").path / "model.gguf", kept)
+    made: tuple[torch.nn.Module, dict[str, Any]] = LlamaForCausalLM.from_pretrained(
+        kept, dtype=torch.float32, output_loading_info=True
+    )
+    model, problems = made
+    assert not any(problems.values())
     return model
 
 
-def _read_by_gguf(path: Path) -> LlamaForCausalLM:
-    """Dequantize the GGUF file of a Llama model with the `gguf` package; transformers' reader takes four times as
-    long.
+class _Reader(GGUFReader):  # type: ignore[misc]
+    """Reads a GGUF file without the lists in its metadata, which the package reads item by item: the tokenizer's."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+        if raw_type != GGUFValueType.ARRAY:
+            field: tuple[int, list[Any], list[int], list[GGUFValueType]] = super()._get_field_parts(orig_offs, raw_type)
+            return field
+        item_type, count = struct.unpack_from("<IQ", self.data, orig_offs)
+        end = orig_offs + 12
+        if item_type == GGUFValueType.STRING:
+            for _ in range(count):
+                end += 8 + struct.unpack_from("<Q", self.data, end)[0]
+        else:
+            end += count * self.gguf_scalar_to_np[item_type]().itemsize
+        return end - orig_offs, [], [], [GGUFValueType.ARRAY]
+
+
+def _write_from_gguf(path: Path, folder: Path) -> None:
+    """Write transformers' checkpoint of a Llama model in a GGUF file, dequantized with the `gguf` package;
+    transformers' reader takes four times as long.
     """
-    reader = GGUFReader(path)
+    reader = _Reader(path)
     names = {
         "hidden_size": "embedding_length",
         "intermediate_size": "feed_forward_length",
@@ -83,10 +106,9 @@ def _read_by_gguf(path: Path) -> LlamaForCausalLM:
         if num_heads := heads.get(stored.rpartition(".")[2]):
             # GGUF interleaves the two halves that rotary embedding rotates together.
             tensor = tensor.view(num_heads, -1, 2, config.hidden_size).transpose(1, 2).reshape(tensor.shape)
-        state[f"{name}.weight"] = tensor
-    model = LlamaForCausalLM(config)
-    model.load_state_dict(state)
-    return model
+        state[f"{name}.weight"] = tensor.clone() if name == "lm_head" else tensor
+    config.save_pretrained(folder)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="session")
