@@ -19,9 +19,17 @@ from midstream.errors import ConfigError
 from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
 
-TOKENIZER = Tokenizer(open_model_folder("smollm2").path)
-FACTORY = decoder_factory(TOKENIZER)
 WORDS = ("the", "▁the", "▁", "a", "é", "日", "▁▁", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(open_model_folder("smollm2").path)
+
+
+@pytest.fixture(scope="module")
+def factory(tokenizer: Tokenizer) -> DecoderFactory:
+    return decoder_factory(tokenizer)
 
 
 def sentence_piece_folder(folder: Path, *, strip: bool) -> Path:
@@ -67,35 +75,39 @@ CUTS = st.lists(st.integers(0, 80), max_size=8)
 
 
 @given(text=TEXTS, cuts=CUTS, skip=st.booleans())
-def test_text_survives_any_cutting(text: str, cuts: list[int], skip: bool) -> None:
-    ids = TOKENIZER.encode(text)
-    assert "".join(in_chunks(FACTORY, ids, cuts, skip=skip)) == TOKENIZER.decode(ids, skip_special_tokens=skip)
+def test_text_survives_any_cutting(
+    tokenizer: Tokenizer, factory: DecoderFactory, text: str, cuts: list[int], skip: bool
+) -> None:
+    ids = tokenizer.encode(text)
+    assert "".join(in_chunks(factory, ids, cuts, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @given(ids=st.lists(st.integers(0, 600) | st.integers(0, 49_200), max_size=40), cuts=CUTS, skip=st.booleans())
-def test_any_tokens_survive_any_cutting(ids: list[int], cuts: list[int], skip: bool) -> None:
-    whole = TOKENIZER.decode(ids, skip_special_tokens=skip)
-    assert "".join(in_chunks(FACTORY, ids, cuts, skip=skip)) == whole
+def test_any_tokens_survive_any_cutting(
+    tokenizer: Tokenizer, factory: DecoderFactory, ids: list[int], cuts: list[int], skip: bool
+) -> None:
+    whole = tokenizer.decode(ids, skip_special_tokens=skip)
+    assert "".join(in_chunks(factory, ids, cuts, skip=skip)) == whole
     # The text that is final after k tokens does not depend on how the tokens are split into batches.
-    one_by_one = in_chunks(FACTORY, ids, list(range(len(ids))), skip=skip)
+    one_by_one = in_chunks(factory, ids, list(range(len(ids))), skip=skip)
     k = min([*cuts, len(ids)])
-    decoder = FACTORY.open(skip_special_tokens=skip)
+    decoder = factory.open(skip_special_tokens=skip)
     assert decoder.decode(ids[:k]) == "".join(one_by_one[: k + 1])
 
 
-def test_an_emoji_cut_across_tokens_appears_whole() -> None:
-    ids = TOKENIZER.encode("🫠")  # a character of four bytes
+def test_an_emoji_cut_across_tokens_appears_whole(tokenizer: Tokenizer, factory: DecoderFactory) -> None:
+    ids = tokenizer.encode("🫠")  # a character of four bytes
     assert len(ids) > 1
-    decoder = FACTORY.open(skip_special_tokens=True)
+    decoder = factory.open(skip_special_tokens=True)
     assert [decoder.decode([token_id]) for token_id in ids] == [""] * (len(ids) - 1) + ["🫠"]
     assert decoder.finish() == ""
 
 
-def test_an_unfinished_character_ends_as_replacement() -> None:
-    ids = TOKENIZER.encode("🫠")[:-1]
-    decoder = FACTORY.open(skip_special_tokens=True)
+def test_an_unfinished_character_ends_as_replacement(tokenizer: Tokenizer, factory: DecoderFactory) -> None:
+    ids = tokenizer.encode("🫠")[:-1]
+    decoder = factory.open(skip_special_tokens=True)
     assert decoder.decode(ids) == ""
-    assert decoder.finish() == "\ufffd" == TOKENIZER.decode(ids)
+    assert decoder.finish() == "\ufffd" == tokenizer.decode(ids)
 
 
 @given(data=st.data(), skip=st.booleans())
@@ -107,13 +119,13 @@ def test_sentence_piece_text_survives_any_cutting(sentence_piece: Tokenizer, dat
     assert "".join(texts) == sentence_piece.decode(ids, skip_special_tokens=skip)
 
 
-def test_cost_per_token_is_constant() -> None:
+def test_cost_per_token_is_constant(tokenizer: Tokenizer, factory: DecoderFactory) -> None:
     # Bytes that never form a character are the worst case for decoders that wait for a complete character.
-    broken = next(i for i in range(600) if TOKENIZER.decode([i]) == "\ufffd")
+    broken = next(i for i in range(600) if tokenizer.decode([i]) == "\ufffd")
     part, num_parts = 2_000, 20
 
     def ratio() -> float:
-        decoder = FACTORY.open(skip_special_tokens=True)
+        decoder = factory.open(skip_special_tokens=True)
         times = []
         for _ in range(num_parts):
             start = time.thread_time()
