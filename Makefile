@@ -6,7 +6,7 @@ PROTO_BIN := .venv-protos/bin
 WHEEL_BIN := .venv-wheel/bin
 PROTO_OUT := .
 
-.PHONY: demo demo-kill test check check-others format protos docs bench bench-peers wheel test-wheel images check-manifests e2e-containers e2e-dashboard clean
+.PHONY: demo demo-kill test test-kernels check check-others format protos docs bench bench-peers wheel test-wheel images check-manifests e2e-containers e2e-dashboard clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
@@ -18,10 +18,16 @@ demo-kill: $(VENV)/.ready
 # Tests spend part of their time waiting, so there are more processes than processors, and the checks, mostly mypy in one
 # process, run beside them. tests/conftest.py decides what stays together, and in which order it is handed out. With
 # PYTHONDONTWRITEBYTECODE set, every process that a test starts would compile our sources again.
-test: $(VENV)/.ready
+# The tests' own kernels are compiled while pip, which takes one processor, installs the environment.
+test:
+	@$(MAKE) -s -j2 $(VENV)/.ready $(PROTO_BIN)/protoc-gen-mypy_grpc test-kernels
 	@log=$$(mktemp); $(MAKE) -s check-others > $$log 2>&1 & check=$$!; \
 		PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses $$(($$(nproc) * 2)) --dist loadscope --no-loadscope-reorder; \
 		status=$$?; wait $$check || { cat $$log; status=1; }; rm $$log; exit $$status
+
+# Without a compiler, the tests of these kernels say so.
+test-kernels:
+	-@$(PYTHON) -m tests.kernels.builds
 
 # All checks that do not run the code. `make test` runs the import rules among its tests.
 check: check-others

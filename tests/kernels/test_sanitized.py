@@ -5,17 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.kernels.libraries import compiled
-
-# Only those "undefined" checks that are cheap to compile.
-FLAGS = (
-    "-fsanitize=address,alignment,bounds,shift,signed-integer-overflow",
-    "-fno-sanitize-recover=alignment,bounds,shift,signed-integer-overflow",
-    # Address checks are calls instead of inlined code: they run slower, but compile in two thirds of the time.
-    "--param=asan-instrumentation-with-call-threshold=0",
-    "-g1",
-    "-O0",
-)
+from tests.kernels.builds import SANITIZED, compiled
 
 # The sizes are not multiples of any block size, so that an access past the end of a row is past the end of its buffer.
 PROGRAM = """
@@ -115,7 +105,7 @@ print("clean")
 
 
 def test_no_access_outside_a_buffer() -> None:
-    path = compiled("avx2", FLAGS)
+    path = compiled("avx2", SANITIZED)
     runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     root = Path(__file__).parents[2]
     # Python itself never frees all its memory, and the runtime of the sanitizer must be loaded first.
