@@ -504,8 +504,8 @@ ABUSES: dict[str, Callable[[Abuser], Awaitable[None]]] = {
         polling, slow_readers, stored_responses,
     )
 }  # fmt: skip
-# The abuses whose requests are computed, and as many ordinary requests, to which a client is entitled: how many at once,
-# and the computed tokens of each prompt (that of `inferences` is cached) and of each output.
+# The abuses whose requests are computed, and as many ordinary requests, to which a client is entitled: how many at
+# once, and the computed tokens of each prompt (that of `inferences` is cached) and of each output.
 AS_ORDINARY = {
     "full-queue": (256, 16, 200),
     "stop-words": (64, 16, 200),
