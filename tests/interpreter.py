@@ -1,4 +1,7 @@
-"""Lets Triton's interpreter spend less time on what has no effect on the results of kernels."""
+"""Lets Triton's interpreter spend less time on what has no effect on the results of kernels.
+
+This uses private names of the pinned version of Triton.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,9 @@ from triton.runtime import interpreter
 
 @functools.cache
 def speed_up() -> None:
-    """Replace the parts of the interpreter that would do the same work in every operation."""
+    """Replace the parts of the interpreter that do unused or repeated work."""
     _compute_no_unused_checks()
     _patch_the_language_once_per_kernel()
-    _look_types_up()
 
 
 def _compute_no_unused_checks() -> None:
@@ -51,40 +53,3 @@ def _patch_the_language_once_per_kernel() -> None:
 
     interpreter._patch_lang = patch_lang
     interpreter.GridExecutor.__call__ = start_kernel
-
-
-def _look_types_up() -> None:
-    """Keep NumPy's types of Triton's types, and the shapes of tensors."""
-    numpy_type: Callable[[Any], Any] = interpreter._get_np_dtype
-    known: dict[str, Any] = {}
-
-    def kept_numpy_type(dtype: Any) -> Any:
-        name = dtype.name
-        if (found := known.get(name)) is None:
-            found = known[name] = numpy_type(dtype)
-        return found
-
-    interpreter._get_np_dtype = kept_numpy_type
-
-    init_block: Callable[[Any, Any, Any], None] = tl.block_type.__init__
-    shapes: dict[tuple[int, ...], tuple[Any, int, str, Any, Any]] = {}
-
-    def init_kept_block(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
-        if (found := shapes.get(sizes)) is None:
-            init_block(self, element_ty, shape)
-            values = tl.core.tuple([tl.constexpr(size) for size in sizes])
-            shapes[sizes] = (self.shape, self.numel, str(self.shape), values, tl.constexpr(self.numel))
-        else:
-            self.element_ty = element_ty
-            self.shape, self.numel, text, _, _ = found
-            self.name = f"<{text}, {element_ty}>"
-
-    scalar = tl.core.tuple([]), tl.constexpr(1)
-
-    def init_tensor(self: Any, handle: Any, kind: Any) -> None:
-        self.handle, self.type, self.dtype = handle, kind, kind.scalar
-        self.shape, self.numel = shapes[tuple(kind.shape.values)][3:] if kind.is_block() else scalar
-
-    tl.block_type.__init__ = init_kept_block
-    tl.tensor.__init__ = init_tensor
