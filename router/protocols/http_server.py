@@ -28,6 +28,7 @@ _MAX_CONNECTIONS = 16_384
 _BACKLOG = 2048
 # Connections that are accepted in one iteration of the event loop. Other requests wait for no more.
 _MAX_ACCEPTED_PER_TURN = 8
+_REJECTION_S = 1.0
 _REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 
 
@@ -179,6 +180,21 @@ class HostCheckedApp:
         await self._app(scope, receive, send)
 
 
+class DrainedApp:
+    """ASGI middleware that rejects the requests that uvicorn cancels because they outlast the server's drain time."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            rejection = PlainTextResponse("503: this server is stopping; try again\n", 503, {"retry-after": "1"})
+            with contextlib.suppress(RuntimeError):  # its response has begun; uvicorn closes the connection
+                await rejection(scope, receive, send)
+
+
 def for_pages(app: ASGIApp, origins: str) -> ASGIApp:
     """Return the application with headers (CORS) that let web pages of `origins` call it: comma-separated, or `*`."""
     listed = [origin.strip() for origin in origins.split(",") if origin.strip()]
@@ -219,7 +235,7 @@ class HttpPort:
         self.port: int = self._socket.getsockname()[1]
         self._tls = tls
         config = uvicorn.Config(
-            app,
+            DrainedApp(app),
             http=_protocol(ConnectionLimits(max_open_files // 2), (head_timeout_s, body_timeout_s)),
             log_config=None,
             access_log=False,
@@ -248,6 +264,14 @@ class HttpPort:
         for task in self._tasks[1:]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)  # the caller watches them
+        if canceled := tuple(self._server.server_state.tasks):
+            await asyncio.wait(canceled, timeout=_REJECTION_S)
+        self.abort()
+
+    def abort(self) -> None:
+        """Close the port and all its connections at once."""
+        for server in getattr(self._server, "servers", ()):  # set when they have started
+            server.close()
         for connection in list(self._server.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()

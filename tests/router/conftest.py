@@ -92,6 +92,7 @@ class Part:
         """End the component as a crash would, without aborting the requests of its clients."""
         self.server.draining.set()
         if self.http is not None:
+            self.http.abort()
             await self.http.stop(0)
         await self.server.stop()
         if self.frames is not None:

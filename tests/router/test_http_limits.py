@@ -103,6 +103,50 @@ async def test_connections_that_arrive_together_leave_turns_to_others(kind: str)
     await grpc_server.stop(None)
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_requests_that_outlast_the_drain_time_are_rejected(
+    has_begun: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = asyncio.Event()
+
+    async def wait(scope: Any, receive: Any, send: Any) -> None:
+        if has_begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"piece", "more_body": True})
+        running.set()
+        await asyncio.Event().wait()
+
+    port = HttpPort(wait, "127.0.0.1", 0)
+    port.start()
+    asked = asyncio.create_task(exchange(port.port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"))
+    await running.wait()
+    await port.stop(0)
+    answer, _ = await asked
+    assert answer.split()[1:2] == ([b"200"] if has_begun else [b"503"])
+    assert (b"retry-after: 1\r\n" in answer) is not has_begun
+    assert not answer.endswith(b"\r\n0\r\n\r\n")  # not mistaken for a complete one
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_an_aborted_port_answers_nobody() -> None:
+    running = asyncio.Event()
+
+    async def wait(scope: Any, receive: Any, send: Any) -> None:
+        running.set()
+        await asyncio.Event().wait()
+
+    port = HttpPort(wait, "127.0.0.1", 0)
+    port.start()
+    asked = asyncio.create_task(exchange(port.port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"))
+    await running.wait()
+    port.abort()
+    answer, _ = await asked
+    assert answer == b""
+    with pytest.raises(ConnectionRefusedError):
+        await exchange(port.port, b"")
+    await port.stop(0)
+
+
 async def test_an_answer_may_take_longer_than_its_request() -> None:
     sent = b"GET / HTTP/1.1\r\nhost: x\r\n"
     port = HttpPort(echo, "127.0.0.1", 0, head_timeout_s=0.3, body_timeout_s=0.3)
