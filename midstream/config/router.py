@@ -99,4 +99,6 @@ class RouterConfig(GrpcServiceConfig):
     throughput_log_s: float = setting(
         10.0, "Seconds between log lines with throughput and open streams, while there are any; 0: no such lines."
     )
-    num_tokenizer_threads: int = setting(2, "Number of threads that tokenize and render templates.")
+    num_tokenizer_threads: int = setting(
+        2, "Number of threads that tokenize and render templates for one client; fewer than processors."
+    )

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from midstream.errors import ContextLengthError, InvalidArgumentError, UnsupportedError
 from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
+from midstream.processors import num_compute_threads
 from protos import generation_pb2 as pb
 from router.pipeline.chat_template import ChatTemplate
 from router.pipeline.fair_threads import FairThreads
@@ -51,7 +52,8 @@ class PromptBuilder:
         """Load the tokenizer and the chat template.
 
         Args:
-            num_threads: Maximum number of prompts that are processed concurrently for one client.
+            num_threads: Maximum number of prompts that are processed concurrently for one client, which is also limited
+                to one less than the processors.
             encode_image: Has a worker encode an image; None if images are to be refused.
 
         Raises:
@@ -69,8 +71,9 @@ class PromptBuilder:
             ids = {"bos_token": folder.bos_id, "eos_token": ends[0] if ends else None, "pad_token": folder.pad_id}
             tokens = {name: self.tokenizer.token(value) or "" for name, value in ids.items() if value is not None}
             self._template = ChatTemplate(folder.chat_template, tokens, num_threads + 1)
-        # One client may use at most `num_threads` threads, so that another client finds one free.
-        self._threads = FairThreads(num_threads + 1, "tokenizer", num_per_client=num_threads)
+        # Another client finds a thread free, and also a processor: tokenizing does not hold the interpreter lock.
+        num_per_client = max(min(num_threads, num_compute_threads() - 1), 1)
+        self._threads = FairThreads(num_threads + 1, "tokenizer", num_per_client=num_per_client)
 
     def close(self) -> None:
         """Stop the threads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import threading
 import time
@@ -16,6 +17,7 @@ from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
 from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
+from router.pipeline import prompt
 from router.pipeline.chat_template import ChatTemplate
 from router.pipeline.prompt import PromptBuilder, PromptOptions
 
@@ -32,6 +34,29 @@ async def test_text_and_tokens(builder: PromptBuilder, tokenizer: Tokenizer) -> 
     assert await builder.token_ids(pb.GenerateRequest(prompt="Hello there")) == tokenizer.encode("Hello there")
     assert await builder.token_ids(pb.GenerateRequest(prompt=long)) == tokenizer.encode(long)
     assert await builder.token_ids(pb.GenerateRequest(token_ids=pb.TokenIds(values=[5, 6]))) == [5, 6]
+
+
+@pytest.mark.parametrize(("num_processors", "both_at_once"), [(2, False), (3, True)])
+async def test_prompts_of_one_client_leave_a_processor_to_others(
+    num_processors: int, both_at_once: bool, folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt, "num_compute_threads", lambda: num_processors)
+    met, barrier = [], threading.Barrier(2, timeout=10 if both_at_once else 0.2)
+
+    def encode(text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            barrier.wait()
+        except threading.BrokenBarrierError:
+            barrier.reset()
+        else:
+            met.append(text)
+        return [1]
+
+    with closing(PromptBuilder(folder, 2)) as builder:
+        monkeypatch.setattr(builder.tokenizer, "encode", encode)
+        requests = [pb.GenerateRequest(prompt=f"{number} " + "words " * 100) for number in range(2)]
+        await asyncio.gather(*(builder.token_ids(request) for request in requests))
+    assert len(met) == 2 * both_at_once
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
