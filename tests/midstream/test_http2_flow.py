@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import struct
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -42,6 +44,28 @@ async def test_all_that_one_turn_of_the_loop_says_is_one_write() -> None:
     frames = peer.frames()
     assert [messages_of(frames, stream) for stream in streams] == [framed(b"%d" % number) for number in range(4)]
     assert [peer.headers(frame).get("grpc-status") for frame in frames if frame[0] == wire.HEADERS] == [None, "0"] * 4
+
+
+async def test_the_bytes_of_a_call_are_freed_at_its_end() -> None:
+    server, _ = serving()
+    peer = Peer(server)
+    part = struct.pack(">BL", 0, 1 << 20) + bytes(60_000)
+    gc.disable()  # a call and its messages refer to each other
+    tracemalloc.start()
+    try:
+        for _ in range(32):
+            stream = peer.begin("Hold")
+            for at in range(0, len(part), wire.DEFAULT_FRAME):
+                peer.send(wire.DATA, 0, stream, part[at : at + wire.DEFAULT_FRAME])
+            await turns()
+            peer.send(wire.RST_STREAM, 0, stream, struct.pack(">L", ErrorCode.CANCEL))
+            await turns()
+        held, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert most > len(part)
+    assert held < 8 * len(part)
 
 
 async def test_a_message_waits_for_the_windows_of_its_stream_and_connection() -> None:

@@ -277,6 +277,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     def _finish(self) -> None:
         self.is_over = True
+        self.messages.drop()
         if self._timer is not None:
             self._timer.cancel()
         callbacks, self._callbacks = self._callbacks, []

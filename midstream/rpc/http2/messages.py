@@ -62,6 +62,10 @@ class Messages(AsyncIterator[Any]):
         self._is_ended = True
         self._wake()
 
+    def drop(self) -> None:
+        """Free the bytes of a call that has ended; the call itself may be in a reference cycle."""
+        self._buffer = bytearray()
+
     @property
     def is_next_complete(self) -> bool:
         """Whether the next message has arrived and can be read without waiting."""
