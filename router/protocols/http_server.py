@@ -28,6 +28,7 @@ _MAX_CONNECTIONS = 16_384
 _BACKLOG = 2048
 # Connections that are accepted in one iteration of the event loop. Other requests wait for no more.
 _MAX_ACCEPTED_PER_TURN = 8
+# Time for requests that are canceled at the end of the drain time to be rejected.
 _REJECTION_S = 1.0
 _REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 

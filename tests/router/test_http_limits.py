@@ -103,10 +103,10 @@ async def test_connections_that_arrive_together_leave_turns_to_others(kind: str)
     await grpc_server.stop(None)
 
 
-@pytest.mark.parametrize("has_begun", [False, True])
-async def test_requests_that_outlast_the_drain_time_are_rejected(
-    has_begun: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def asked_without_end(*, has_begun: bool) -> tuple[HttpPort, asyncio.Task[tuple[bytes, float]]]:
+    """Return a port and a client's exchange with it, whose request runs and never ends; with `has_begun`, its response
+    has begun.
+    """
     running = asyncio.Event()
 
     async def wait(scope: Any, receive: Any, send: Any) -> None:
@@ -120,6 +120,14 @@ async def test_requests_that_outlast_the_drain_time_are_rejected(
     port.start()
     asked = asyncio.create_task(exchange(port.port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"))
     await running.wait()
+    return port, asked
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_requests_that_outlast_the_drain_time_are_rejected(
+    has_begun: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    port, asked = await asked_without_end(has_begun=has_begun)
     await port.stop(0)
     answer, _ = await asked
     assert answer.split()[1:2] == ([b"200"] if has_begun else [b"503"])
@@ -129,16 +137,7 @@ async def test_requests_that_outlast_the_drain_time_are_rejected(
 
 
 async def test_an_aborted_port_answers_nobody() -> None:
-    running = asyncio.Event()
-
-    async def wait(scope: Any, receive: Any, send: Any) -> None:
-        running.set()
-        await asyncio.Event().wait()
-
-    port = HttpPort(wait, "127.0.0.1", 0)
-    port.start()
-    asked = asyncio.create_task(exchange(port.port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"))
-    await running.wait()
+    port, asked = await asked_without_end(has_begun=False)
     port.abort()
     answer, _ = await asked
     assert answer == b""
