@@ -320,15 +320,7 @@ async def _leave_unfinished(abuser: Abuser, method: str) -> None:
 
 async def inferences(abuser: Abuser) -> None:
     """Eight KServe streams that send new requests as fast as they are accepted and never read the responses."""
-    message = kserve_pb2.ModelInferRequest(model_name="ensemble")
-    for name, datatype, contents, value in (
-        ("text_input", "BYTES", "bytes_contents", b"so the stream goes on " * 1000),
-        ("max_tokens", "INT32", "int_contents", 1000),
-        ("stream", "BOOL", "bool_contents", True),
-    ):
-        item = message.inputs.add(name=name, datatype=datatype, shape=(1, 1))
-        getattr(item.contents, contents).append(value)
-    data = message.SerializeToString()
+    data = _inference(b"so the stream goes on " * 1000)
 
     async def send() -> str:
         call: Any = abuser.channel.stream_stream(_STREAM_INFER)()
@@ -339,6 +331,34 @@ async def inferences(abuser: Abuser) -> None:
         return code.name
 
     await abuser.flood(8, send)
+
+
+async def ordinary_inferences(abuser: Abuser) -> None:
+    """Eight KServe streams of 30 concurrent requests each, whose responses are read."""
+    data = _inference(b"so the stream goes on")
+
+    async def send() -> str:
+        call: Any = abuser.channel.stream_stream(_STREAM_INFER)()
+        for _ in range(30):
+            await call.write(data)
+        await call.done_writing()
+        async for _ in call:
+            pass
+        return "complete"
+
+    await abuser.flood(8, send)
+
+
+def _inference(text: bytes) -> bytes:
+    message = kserve_pb2.ModelInferRequest(model_name="ensemble")
+    for name, datatype, contents, value in (
+        ("text_input", "BYTES", "bytes_contents", text),
+        ("max_tokens", "INT32", "int_contents", 1000),
+        ("stream", "BOOL", "bool_contents", True),
+    ):
+        item = message.inputs.add(name=name, datatype=datatype, shape=(1, 1))
+        getattr(item.contents, contents).append(value)
+    return message.SerializeToString()
 
 
 async def reconnects(abuser: Abuser) -> None:
@@ -504,25 +524,30 @@ ABUSES: dict[str, Callable[[Abuser], Awaitable[None]]] = {
         polling, slow_readers, stored_responses,
     )
 }  # fmt: skip
-# The abuses whose requests are computed, and as many ordinary requests, to which a client is entitled: how many at
-# once, and the computed tokens of each prompt (that of `inferences` is cached) and of each output.
-AS_ORDINARY = {
-    "full-queue": (256, 16, 200),
-    "stop-words": (64, 16, 200),
-    "cancelled-streams": (64, 64, 1),
-    "slow-readers": (200, 16, 1000),
-    "inferences": (240, 16, 1000),
-    "stored-responses": (32, 1000, 1),
+
+
+def _generate(at_once: int, num_prompt_tokens: int, max_tokens: int) -> Callable[[Abuser], Awaitable[None]]:
+    """Return a client that keeps this many requests with prompts and outputs of these lengths in progress."""
+    return lambda abuser: abuser.flood(at_once, lambda: abuser.generate(abuser.request(num_prompt_tokens, max_tokens)))
+
+
+# As many ordinary requests as the service computes of an abuse at once, to which a client is entitled.
+AS_ORDINARY: dict[str, Callable[[Abuser], Awaitable[None]]] = {
+    "full-queue": _generate(256, 16, 200),
+    "stop-words": _generate(64, 16, 200),
+    "cancelled-streams": _generate(64, 64, 1),
+    "slow-readers": _generate(200, 16, 1000),
+    "inferences": ordinary_inferences,
+    "stored-responses": _generate(32, 1000, 1),
 }
 # These abuses use features that require a worker with a model.
 NEED_A_MODEL = frozenset({"guides", "embeddings"})
 
 
 def _work(name: str, abuser: Abuser) -> Awaitable[None]:
-    if name.startswith(ORDINARY):
-        at_once, num_prompt_tokens, max_tokens = AS_ORDINARY[name.removeprefix(ORDINARY)]
-        return abuser.flood(at_once, lambda: abuser.generate(abuser.request(num_prompt_tokens, max_tokens)))
-    return ABUSES[name](abuser)
+    ordinary = name.startswith(ORDINARY)
+    work = AS_ORDINARY[name.removeprefix(ORDINARY)] if ordinary else ABUSES[name]
+    return work(abuser)
 
 
 async def run(name: str, grpc_port: int, http_port: int, token: str) -> None:
