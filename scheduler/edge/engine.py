@@ -169,6 +169,12 @@ class Engine:
         else:
             self._uncommitted.setdefault(spec.request_id, []).append(partial(on_committed, answer))
 
+    def has_reader_left(self, request_id: str) -> bool:
+        """Return whether a client remains after one has left: a reader (see FeedHub), or another submission that has
+        not been committed yet.
+        """
+        return self.hub.has_reader_left(request_id) or len(self._uncommitted.get(request_id, ())) > 1
+
     @contextlib.contextmanager
     def watch_iterations(self) -> Iterator[Broadcast[IterationStats]]:
         """Collect statistics of each iteration as long as someone reads them."""

@@ -41,6 +41,8 @@ from scheduler.wire.requests import ModelLimits, spec_from_proto
 from scheduler.wire.stats import iteration_stats_proto, kv_event_proto, kv_snapshot_proto, request_stats_proto
 
 _MAX_REQUEST_STATS = 1024
+# Time for the submissions that arrived before an Abort to be processed.
+_UNREAD_GRACE_S = 0.1
 
 Commands = AsyncIterator[scheduler_pb2.FeedCommand]
 
@@ -90,14 +92,14 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     async def Submit(self, request: scheduler_pb2.SubmitRequest, context: object) -> scheduler_pb2.SubmitResponse:
         """Accept a request, or attach to the known request with the same id."""
-        done: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[scheduler_pb2.SubmitResponse] = asyncio.get_running_loop().create_future()
 
         def on_committed(accepted: Accepted) -> None:
-            if not done.done():  # the call may have been cancelled
-                done.set_result(accepted)
+            if not answered.done():  # the call may have been cancelled
+                answered.set_result(self.answer(accepted))
 
         await self.submit(request.request, on_committed)
-        return self.answer(await done)
+        return await answered
 
     async def OpenSubmissions(self, request: frames_pb2.OpenFramesRequest, context: object) -> frames_pb2.FramesOffer:
         """Offer a frame connection on which each message has the effect of Submit."""
@@ -152,8 +154,12 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return await self._images.encode(request.data)
 
     async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:
-        if request.only_if_unread and self._engine.hub.has_reader_left(request.request_id):
-            return loads_pb2.AbortResponse()
+        if request.only_if_unread:
+            # The client may have returned through another router. If this process was stopped in the meantime, that
+            # router's submission may still be in a socket, although it was sent before this call.
+            await asyncio.sleep(_UNREAD_GRACE_S)
+            if self._engine.has_reader_left(request.request_id):
+                return loads_pb2.AbortResponse()
         effects = self._engine.handle(AbortRequested(self._engine.now_ns(), request.request_id))
         return loads_pb2.AbortResponse(was_running=bool(effects))
 

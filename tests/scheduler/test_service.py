@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,33 @@ async def test_an_abort_does_not_end_a_request_that_another_client_has_submitted
         abort = loads_pb2.AbortRequest(request_id="a", only_if_unread=True)
         assert not (await cell.stub.Abort(abort)).was_running
         assert (await cell.stub.Abort(abort)).was_running
+
+
+async def test_an_abort_leaves_time_for_a_submission_that_has_not_been_read_yet() -> None:
+    async with run_cell() as cell:
+        await cell.submit("a", [5, 6, 7], 4)
+        abort = asyncio.ensure_future(cell.stub.Abort(loads_pb2.AbortRequest(request_id="a", only_if_unread=True)))
+        await cell.submit("a", [5, 6, 7], 4)
+        assert not (await abort).was_running
+
+
+async def test_an_abort_does_not_end_a_request_submitted_again_before_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_free, fdatasync = threading.Event(), os.fdatasync
+
+    def wait_and_sync(file: int) -> None:
+        is_free.wait(WAIT_S)
+        fdatasync(file)
+
+    abort = loads_pb2.AbortRequest(request_id="a", only_if_unread=True)
+    async with run_cell(journal="log", journal_path=str(tmp_path / "journal")) as cell:
+        monkeypatch.setattr(os, "fdatasync", wait_and_sync)
+        submitted = [asyncio.ensure_future(cell.submit("a", [5, 6, 7], 4)) for _ in range(2)]
+        await until(lambda: "a" in cell.service.engine.core.lifecycle.requests)
+        assert not (await cell.stub.Abort(abort)).was_running
+        is_free.set()
+        assert sorted([(await item).attached for item in submitted]) == [False, True]
 
 
 async def test_a_deadline_beyond_64_bits_does_not_stop_the_journal(tmp_path: Path) -> None:
