@@ -13,7 +13,7 @@ from midstream.errors import ExecutionError, MidstreamError
 from midstream.telemetry import configure_logging
 
 # New objects per collection of generation 0, its collections per collection of generation 1, and so on. A collection of
-# generation 1 looks at up to three times as many objects, which takes a few milliseconds.
+# generation 1 looks at up to three times as many objects, which takes up to 25 ms.
 _COLLECTOR_THRESHOLDS = (5_000, 2, 40)
 
 ConfigT = TypeVar("ConfigT", RouterConfig, SchedulerConfig, DetokenizerConfig)
@@ -45,7 +45,7 @@ def _tune_collector() -> None:
     """Exempt the objects that exist now, most of which live as long as the process, and collect less often.
 
     With Python's defaults, collections take 6 to 8% of the CPU time of a scheduler and a router that serve many short
-    requests. If only the first threshold is raised, collections of generation 1 stop a busy router for 60 ms.
+    requests. If only the first threshold is raised, collections of generation 1 stop a busy router for up to 96 ms.
     """
     gc.freeze()
     gc.set_threshold(*_COLLECTOR_THRESHOLDS)
