@@ -35,6 +35,10 @@ class KeptRequests:
         found = await self._ask(lambda cell: cell.stub.GetRequest(query, timeout=_TRY_TIMEOUT_S))
         return next(iter(found.values()))
 
+    async def arrival_time(self, request_id: str) -> int:
+        """Return the Unix time, in seconds, at which a request first arrived; raises the errors of `get`."""
+        return (await self.get(request_id)).request.arrival_time_unix_ns // 1_000_000_000
+
     async def delete(self, request_id: str) -> None:
         """Abort a request if it is running, and delete it; raises the errors of `get`."""
         query = scheduler_pb2.DeleteRequestRequest(request_id=current_caller.get().scope(request_id))

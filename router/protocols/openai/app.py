@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -14,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
+from midstream.errors import InvalidArgumentError, MidstreamError, UnavailableError
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
 from router.pipeline.generation import FrontDoor
@@ -103,18 +102,7 @@ class OpenAiApi:
 
         job = await self._bodies.read(request, make_job)
         await self._models.resolve(job.requests)
-        if key:
-            job.created = await self._first_arrival(job)
-        return Reply(self._front, job, request.headers.get("last-event-id"), self._prompts)
-
-    async def _first_arrival(self, job: Job) -> int:
-        """Return the Unix time, in seconds, at which a job first arrived; for a new job, this is the current time."""
-        try:
-            first = (await self._kept.get(job.requests[0].request_id)).request
-        except NotFoundError:
-            first = job.requests[0]
-            first.arrival_time_unix_ns = time.time_ns()
-        return first.arrival_time_unix_ns // 1_000_000_000
+        return Reply(self._front, job, request.headers.get("last-event-id"), self._prompts, self._kept)
 
     async def _list_models(self, request: Request) -> Response:
         cards = await self._models.cards()

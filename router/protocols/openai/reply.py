@@ -18,6 +18,7 @@ from midstream.chunk import Chunk, PerfMetrics, Usage
 from midstream.errors import InvalidArgumentError, MidstreamError
 from protos import generation_pb2 as pb
 from router.pipeline.generation import FrontDoor, Output, Prepare
+from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.prompt import PromptBuilder, PromptOptions
 from router.protocols.fields import ignored_header
 from router.protocols.openai.echo import EchoedPrompt
@@ -31,10 +32,13 @@ from router.protocols.streaming import EventStream, StreamedResponse, dump
 class Reply(StreamedResponse):
     """The response to one job; a dropped connection aborts its requests."""
 
-    def __init__(self, front: FrontDoor, job: Job, last_event_id: str | None, prompts: PromptBuilder) -> None:
+    def __init__(
+        self, front: FrontDoor, job: Job, last_event_id: str | None, prompts: PromptBuilder, kept: KeptRequests
+    ) -> None:
         super().__init__()
         self._front = front
         self._prompts = prompts
+        self._kept = kept
         self._job = job
         self._last_event_id = last_event_id
         self._is_resumed = last_event_id is not None
@@ -47,6 +51,9 @@ class Reply(StreamedResponse):
         """Return the complete response, or write it as events."""
         async with AsyncExitStack() as stack:
             outputs = await self._open(stack)
+            if self._job.key:
+                # Of several calls at the same time, only the scheduler knows which one came first.
+                self._job.created = await self._kept.arrival_time(outputs[0].request_id)
             if not self._job.is_stream:
                 return JSONResponse(await self._whole(outputs), headers=self._own_headers())
             await events.begin(self._own_headers())

@@ -285,8 +285,10 @@ class ResponsesApi:
             if error.field == "prompt_tuning.table":
                 raise InvalidArgumentError(error.message, field="input") from None
             raise
-        first = (await self._kept.get(stored.response_id)).request if stored.key else native
-        stored.created_at = first.arrival_time_unix_ns // _NS_PER_S
+        if stored.key:
+            stored.created_at = await self._kept.arrival_time(stored.response_id)
+        else:
+            stored.created_at = native.arrival_time_unix_ns // _NS_PER_S
         return output
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -36,7 +38,12 @@ async def client(router: Part) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-async def test_chat_completions(cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer) -> None:
+async def test_chat_completions(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", itertools.count(now, 1_000_000_000).__next__)  # calls arrive a second apart
+
     def call(text: str = "Hi", **options: Any) -> Any:
         messages: Any = [{"role": "user", "content": text}]
         return client.chat.completions.create(model="smollm2", messages=messages, extra_headers=KEY, **options)
@@ -45,8 +52,9 @@ async def test_chat_completions(cluster: Cluster, client: openai.AsyncOpenAI, to
     await write(cluster, tokenizer.encode("Well, so"))
     answers = [await first, await second, await call()]
     assert [answer.choices[0].message.content for answer in answers] == ["Well, so"] * 3
-    assert len({(answer.id, answer.created) for answer in answers}) == 1
     (script,) = cluster.scheduler.requests.values()
+    created = script.request.arrival_time_unix_ns // 1_000_000_000
+    assert {(answer.id, answer.created) for answer in answers} == {(answers[0].id, created)}
     assert script.request.detached
     assert script.request.keep_s
     cluster.scheduler.submit_errors.append(AlreadyExistsError("another request has this id", field="request_id"))
