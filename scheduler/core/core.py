@@ -99,7 +99,7 @@ class SchedulerCore:
             totals=self.totals,
             clock=self._clock,
             effects=self._effects,
-            try_again=lambda group, request: self._pause(group, [request]),
+            try_again=lambda group, request, delay_ns: self._pause(group, [request], delay_ns),
         )
         self._placement = Placement(
             scheduler,
@@ -271,9 +271,10 @@ class SchedulerCore:
         self.scheduler.schedule(group, step)
         return step
 
-    def _pause(self, group: WorkerGroup, requests: list[Request]) -> None:
+    def _pause(self, group: WorkerGroup, requests: list[Request], delay_ns: int = 0) -> None:
+        """Queue active requests again; they may start after a delay."""
         for request in requests:
             group.release(request)
             request.count_preemption()
             self.totals.num_preemptions += 1
-            self.membership.requeue(request)
+            self.membership.requeue(request, delay_ns)

@@ -246,10 +246,15 @@ class Membership:
         if not self.has_usable_group:
             self.wait_for_workers()
 
-    def requeue(self, request: Request) -> None:
-        """Queue a request again after it was released from a group."""
+    def requeue(self, request: Request, delay_ns: int = 0) -> None:
+        """Queue a request again after it was released from a group; it may start after a delay."""
         request.wait_again(self._clock.now_ns)
-        self._queue.put_back(request)
+        if not delay_ns:
+            self._queue.put_back(request)
+            return
+        due_ns = self._clock.now_ns + delay_ns
+        self._queue.hold(request, due_ns)
+        self._timers.at(due_ns, self._queue.release_due)
 
     def is_suspect(self, request: Request) -> bool:
         """Return whether several workers in a row died while running the request. Such a request runs without other

@@ -9,6 +9,8 @@ loss) come first and are not charged again.
 A request with several sequences may start in parts: it stays in the queue, charged for those that started, until the
 last of them starts.
 
+A request that its worker could not run yet is held: it waits like the others, but cannot start before a given time.
+
 A client's requests start in order of arrival, even if a smaller one further back would fit. Placement decides which
 requests may start before a waiting head of another client.
 """
@@ -151,6 +153,7 @@ class RequestQueue:
         self._returned: list[tuple[tuple[int, int], int, Request]] = []
         self._num_returned = 0
         self._returned_requests: set[Request] = set()
+        self._held: dict[Request, int] = {}  # when they may start
         self._fair: dict[int, _FairQueue] = {}
         self._priorities: list[int] = []  # highest first
         self._num_charged: dict[Request, int] = {}  # rows charged to each request; removed when it ends
@@ -182,17 +185,26 @@ class RequestQueue:
 
         It is placed before all new requests of its priority.
         """
-        if request in self._waiting:
-            self.remove(request)
-        self._add(request)
-        self._returned_requests.add(request)
-        self._num_returned += 1
-        heapq.heappush(self._returned, (request.order, self._num_returned, request))
+        self._add_again(request)
+        self._return(request)
+
+    def hold(self, request: Request, until_ns: int) -> None:
+        """Queue a request that ran before, but do not let it start until `release_due` is called with this time."""
+        self._add_again(request)
+        self._held[request] = until_ns
+
+    def release_due(self, now_ns: int) -> None:
+        """Let held requests start whose time has come."""
+        for request in [request for request, until_ns in self._held.items() if until_ns <= now_ns]:
+            del self._held[request]
+            self._return(request)
 
     def remove(self, request: Request) -> None:
         """Remove a request from any position."""
         self.num_tokens -= self._waiting.pop(request)
-        if request in self._returned_requests:
+        if request in self._held:
+            del self._held[request]
+        elif request in self._returned_requests:
             self._returned_requests.discard(request)
         elif request in self._num_charged:  # the request may be put back before its entry here reaches the head
             self._fair[request.spec.priority].withdraw(request)
@@ -209,7 +221,9 @@ class RequestQueue:
 
     @property
     def ordered(self) -> WaitingRequests:
-        """Return all waiting requests, most urgent first: by priority, then those that ran before, then by arrival."""
+        """Return all waiting requests that may start, most urgent first: by priority, then those that ran before, then
+        by arrival.
+        """
         return WaitingRequests(self)
 
     def take(self, request: Request, num_sequences: int) -> None:
@@ -229,6 +243,7 @@ class RequestQueue:
         if is_whole:
             self.num_tokens -= self._waiting.pop(request)
             self._returned_requests.discard(request)
+            self._held.pop(request, None)
             return
         num_tokens = sum(sequence.num_tokens for sequence in request.waiting_sequences[num_sequences:])
         self.num_tokens += num_tokens - self._waiting[request]
@@ -278,7 +293,21 @@ class RequestQueue:
 
     def is_newcomer(self, request: Request) -> bool:
         """Return whether a waiting request has never run."""
-        return request not in self._returned_requests
+        return request not in self._returned_requests and request not in self._held
+
+    def is_held(self, request: Request) -> bool:
+        """Return whether a waiting request may not start yet."""
+        return request in self._held
+
+    def _add_again(self, request: Request) -> None:
+        if request in self._waiting:
+            self.remove(request)
+        self._add(request)
+
+    def _return(self, request: Request) -> None:
+        self._returned_requests.add(request)
+        self._num_returned += 1
+        heapq.heappush(self._returned, (request.order, self._num_returned, request))
 
     def _add(self, request: Request) -> None:
         num_tokens = sum(sequence.num_tokens for sequence in request.waiting_sequences)
@@ -301,7 +330,7 @@ class WaitingRequests(Sequence[Request]):
         self._sorted: list[Request] | None = None
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._requests())
 
     @overload
     def __getitem__(self, index: int) -> Request: ...
@@ -317,5 +346,7 @@ class WaitingRequests(Sequence[Request]):
 
     def _requests(self) -> list[Request]:
         if self._sorted is None:
-            self._sorted = sorted(self._queue, key=self._queue.urgency)
+            self._sorted = sorted(
+                (request for request in self._queue if not self._queue.is_held(request)), key=self._queue.urgency
+            )
         return self._sorted

@@ -21,6 +21,9 @@ from scheduler.core.request_spec import RequestSpec
 # `first_ordinal` of a sequence whose results are ignored: it is not on a worker, or has ended.
 NO_RESULTS = 1 << 62
 
+# Delays of a request that a worker could not run yet: 20 ms to 2.6 s.
+_FIRST_DELAY_NS, _MAX_DOUBLINGS = 20_000_000, 7
+
 
 class FinishReason(enum.IntEnum):
     """Why a sequence ended; the numbers are those of the protocol."""
@@ -476,6 +479,7 @@ class Request:
         died_on: Groups that died consecutively while running it, without a new token in between.
         silent_on: Groups that fell silent consecutively while running it, without a new token in between.
         num_attached: Number of detokenizers attached to its feed.
+        num_delays: How often the delay before its next start was doubled.
         last_ordinal: The last step whose result was counted in num_steps.
         failure: Set when it ended in error.
         beams: Its beam search, if any.
@@ -495,6 +499,7 @@ class Request:
     may_hand_over: bool = True
     died_on: list[str] = field(default_factory=list)
     silent_on: list[str] = field(default_factory=list)
+    num_delays: int = 0
     last_ordinal: int = -1
     num_attached: int = 0
     orphaned_ns: int = 0
@@ -530,6 +535,15 @@ class Request:
         """Clear the groups that died or fell silent while running the request, since it has a new token."""
         self.died_on.clear()
         self.silent_on.clear()
+        self.num_delays = 0
+
+    def next_delay_ns(self) -> int:
+        """Return how long to wait before a worker that could not run the request yet tries again. Each delay is twice
+        as long as the one before, since the worker computes the request's tokens again each time.
+        """
+        delay_ns = _FIRST_DELAY_NS << self.num_delays
+        self.num_delays = min(self.num_delays + 1, _MAX_DOUBLINGS)
+        return delay_ns
 
     def accept(self, now_ns: int) -> None:
         """Start the request's clocks."""

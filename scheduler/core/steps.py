@@ -413,9 +413,11 @@ class Results:
         totals: Totals,
         clock: Clock,
         effects: list[Effect],
-        try_again: Callable[[WorkerGroup, Request], None],
+        try_again: Callable[[WorkerGroup, Request, int], None],
     ) -> None:
-        """Create the object; `try_again` is called to requeue a request that its worker could not run yet."""
+        """Create the object; `try_again` is called to requeue a request that its worker could not run yet, with a
+        delay in nanoseconds.
+        """
         self.reports_iterations = True
         self._last: tuple[InFlightStep, StepDone, int] | None = None
         self._lifecycle = lifecycle
@@ -674,7 +676,7 @@ class Results:
                 for block in sequence.held_blocks:
                     group.prefix_cache.withdraw(block)
             if failure.code == UNAVAILABLE and is_here and sequence.end is None:
-                self._try_again(group, request)
+                self._try_again(group, request, 0 if failure is _SHARES_NOTHING else request.next_delay_ns())
             elif failure.code != UNAVAILABLE and sequence.end is None:
                 self._lifecycle.end(request, FinishReason.ERROR, failure)
 

@@ -96,6 +96,24 @@ def test_requests_that_ran_before_precede_new_ones_of_equal_priority() -> None:
     assert drain(queue) == "uopa"
 
 
+def test_a_held_request_waits_for_its_time_and_blocks_no_other() -> None:
+    queue = RequestQueue(10)
+    held, removed, new = request("h"), request("r"), request("n")
+    queue.push(new)
+    queue.hold(held, 100)
+    queue.hold(removed, 100)
+    queue.release_due(99)
+    assert queue.head() is new
+    assert queue.behind(new, 8) == []
+    assert list(queue.ordered) == [new]
+    assert len(queue) == 3
+    queue.remove(removed)
+    queue.release_due(100)
+    assert list(queue.ordered) == [held, new]
+    assert drain(queue) == "hn"
+    assert queue.num_tokens == 0
+
+
 def test_a_removed_request_is_skipped_and_its_tokens_are_not_counted() -> None:
     queue = RequestQueue(10)
     requests = [request(name, num_prompt=5) for name in "abc"]

@@ -14,9 +14,9 @@ import pytest
 from midstream.clock import SteadyClock
 from protos import generation_pb2, scheduler_pb2, worker_pb2
 from scheduler.core.effects import EpochEnded, GroupJoined, Refused
-from scheduler.core.events import StepDone, WorkerFailed
+from scheduler.core.events import AbortRequested, DrainStarted, StepDone, WorkerFailed
 from scheduler.core.failure import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE, Failure
-from scheduler.core.request import ExtraOutput, Request
+from scheduler.core.request import ExtraOutput, Request, RequestState
 from scheduler.core.request_spec import RequestSpec
 from scheduler.edge.dispatch import Dispatcher
 from scheduler.edge.feed import DetokenizerFeed, FeedHub
@@ -46,31 +46,67 @@ def test_memory_for_tensors_is_bounded_by_dropping_ended_requests() -> None:
     assert known.keys() == {"b", "plain"}
 
 
-def test_a_worker_that_is_not_ready_for_a_request_tries_again() -> None:
+def fail(harness: Harness, request_id: str) -> None:
+    """Run the two steps in flight, of which the first fails for a request that is not ready."""
+    row = harness.core.lifecycle.requests[request_id].sequences[0].row
+    assert row is not None
+    event = harness.groups["g"].run(harness.now_ns)
+    harness.handle(replace(event, failures=((row, Failure(UNAVAILABLE, "not yet")),)))
+    harness.step()
+
+
+def test_a_worker_that_is_not_ready_for_a_request_tries_again_after_growing_delays() -> None:
     harness = Harness()
     harness.add_group()
+    requests = harness.core.lifecycle.requests
     harness.submit("a", 3, 3)
     harness.submit("b", 3, 3)
     harness.turn()
-    group = harness.groups["g"]
-    for _ in range(3):
-        event = group.run(harness.now_ns)
-        row = harness.core.lifecycle.requests["a"].sequences[0].row
-        failures = ((row, Failure(UNAVAILABLE, "not yet")),) if row is not None else ()
-        harness.handle(replace(event, failures=failures))
-        harness.turn()
-    request = harness.core.lifecycle.requests["a"]
-    assert request.failure is None
-    assert not request.sequences[0].output
-    assert len(harness.core.lifecycle.requests["b"].sequences[0].output) == 3
+    fail(harness, "a")
+    harness.step()
+    assert len(requests["b"].sequences[0].output) == 3  # a delays nobody
+    harness.advance(20)
+    for delay_ms in (40, 80):
+        fail(harness, "a")
+        assert harness.advance(delay_ms - 1) == []
+        assert harness.advance(1)
+    harness.step()
+    assert len(requests["a"].sequences[0].output) == 1
+    fail(harness, "a")
+    assert harness.advance(20)  # after a token, delays are short again
     harness.run()
     alone = Harness()
     alone.add_group()
     alone.submit("a", 3, 3)
     alone.run()
-    expected = alone.core.lifecycle.requests["a"].sequences[0].output
-    assert harness.core.lifecycle.requests["a"].sequences[0].output == expected
+    assert requests["a"].sequences[0].output == alone.core.lifecycle.requests["a"].sequences[0].output
     harness.check_is_empty()
+
+
+@pytest.mark.parametrize("end", ["abort", "deadline", "drain", "no worker"])
+def test_a_request_ends_while_it_waits_for_its_worker_to_be_ready(end: str) -> None:
+    harness = Harness()
+    harness.add_group()
+    deadline_ns = harness.now_ns + 10_000_000 if end == "deadline" else None
+    harness.submit("a", 3, 3, deadline_ns=deadline_ns)
+    harness.turn()
+    fail(harness, "a")
+    request = harness.core.lifecycle.requests["a"]
+    assert request in harness.core.queue
+    if end == "abort":
+        harness.handle(AbortRequested(harness.now_ns, "a"))
+    elif end == "deadline":
+        harness.advance(10)
+    elif end == "drain":
+        harness.handle(DrainStarted(harness.now_ns))
+        assert harness.advance(20)  # what was accepted still runs
+        harness.run()
+    else:
+        harness.cut("g")
+        harness.advance(harness.config.no_worker_timeout_ns // 1_000_000)
+    assert request.state is RequestState.FINISHED
+    assert harness.advance(20) == []
+    assert len(harness.core.queue) == 0
 
 
 def test_a_journal_keeps_only_requested_data(tmp_path: Path) -> None:
