@@ -255,12 +255,22 @@ class Whole:
             events = [event for member in self._members for event in member.finish()]
             for event in events:
                 self.handle(event)
-            return bool(events)
+            return bool(events) or self._end_delays()
         work = self._work.popleft()
         member = self._member(work.connection)
         for event in [member.fetch(work)] if isinstance(work, FetchBlocks) else member.run(work):
             self.handle(event)
         return True
+
+    def _end_delays(self) -> bool:
+        """End the delays of requests whose worker was not ready, since the clock stands still.
+
+        Returns:
+            False if there are none.
+        """
+        is_any_held = any(self.core.queue.is_held(request) for request in self.core.queue)
+        self.core.queue.release_due(1 << 62)
+        return is_any_held
 
     def lose_worker(self, number: int = 0) -> None:
         """Lose a worker, and register it again with an empty pool."""
