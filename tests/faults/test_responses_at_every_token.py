@@ -8,6 +8,7 @@ component is killed at every token.
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ class Reader:
         self.num_breaks = 0
         self._rig = rig
         self._is_background = is_background
+        # A router may die before it has sent the response's id. With a key, the next call returns the same response.
+        self._headers = {HEADER: str(uuid.uuid4())}
 
     async def read(self) -> None:
         """Read the stream to its end."""
@@ -81,7 +84,7 @@ class Reader:
             return await client.responses.retrieve(self.response_id, stream=True, starting_after=after)
         return await client.responses.create(
             model="", input="Go on.", stream=True, background=self._is_background, max_output_tokens=NUM_TOKENS,
-            temperature=0,
+            temperature=0, extra_headers=self._headers,
         )  # fmt: skip
 
     def client(self) -> openai.AsyncOpenAI:
