@@ -592,15 +592,23 @@ template <class Dots, class Tile> void unpack(const uint8_t* panel, BlockRange r
   }
 }
 
-// Unpacks a panel's weights into tiles that all rows use.
+// Prefetched before each tile of rows. All lines at once would wait for one another.
+constexpr int kPrefetchedLines = 8, kLineBytes = 64;
+
+// Unpacks a panel's weights into tiles that all rows use. The weights unpacked next, perhaps those of the next panel, are
+// prefetched meanwhile.
 template <class Dots, class Tile>
 void sum_unpacked(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, void* tile_bytes) {
   auto* tile = static_cast<Tile*>(tile_bytes);
   for (int first = 0; first < rows.num_blocks; first += kTileBlocks<Tile>) {
     BlockRange range{first, std::min(first + kTileBlocks<Tile>, rows.num_blocks)};
     unpack<Dots>(panel, range, tile);
-    for (int row = 0; row < m; row += kRowTile)
+    const uint8_t* next = panel + static_cast<int64_t>(range.end) * Dots::Block::kBytes;
+    const uint8_t* end = next + kTileBlocks<Tile> * Dots::Block::kBytes;
+    for (int row = 0; row < m; row += kRowTile) {
+      for (int i = 0; i < kPrefetchedLines && next < end; ++i, next += kLineBytes) __builtin_prefetch(next, 0, 2);
       sum_tile<typename Dots::Products>(std::min(kRowTile, m - row), tile, range, rows, row, sums);
+    }
   }
 }
 
