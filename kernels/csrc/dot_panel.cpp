@@ -592,8 +592,15 @@ template <class Dots, class Tile> void unpack(const uint8_t* panel, BlockRange r
   }
 }
 
-// Prefetched before each tile of rows. All lines at once would wait for one another.
-constexpr int kPrefetchedLines = 8, kLineBytes = 64;
+constexpr int kLineBytes = 64;
+
+template <int kBytes> void prefetch(const uint8_t* bytes) {
+#pragma GCC unroll 1
+  for (int i = 0; i < kBytes; i += kLineBytes) __builtin_prefetch(bytes + i, 0, 2);
+}
+
+// Prefetched before each tile of rows. More lines at once would wait for one another.
+constexpr int kPrefetchedBytes = 512;
 
 // Unpacks a panel's weights into tiles that all rows use. The weights unpacked next, perhaps those of the next panel, are
 // prefetched meanwhile.
@@ -606,7 +613,8 @@ void sum_unpacked(const uint8_t* panel, int m, const QuantizedRows& rows, float*
     const uint8_t* next = panel + static_cast<int64_t>(range.end) * Dots::Block::kBytes;
     const uint8_t* end = next + kTileBlocks<Tile> * Dots::Block::kBytes;
     for (int row = 0; row < m; row += kRowTile) {
-      for (int i = 0; i < kPrefetchedLines && next < end; ++i, next += kLineBytes) __builtin_prefetch(next, 0, 2);
+      if (next < end) prefetch<kPrefetchedBytes>(next);
+      next += kPrefetchedBytes;
       sum_tile<typename Dots::Products>(std::min(kRowTile, m - row), tile, range, rows, row, sums);
     }
   }
@@ -631,8 +639,10 @@ int fewest_pair_rows(bool is_unpacked) { return is_unpacked ? kFewestUnpackedPai
 template <class Dots> constexpr int kResidentBlocks = std::max(1, kResidentBytes / Dots::Block::kBytes);
 
 // Adds blocks to the sums of the first R rows of a tile. The integer sums of a block are in registers, float sums in memory.
+// If `ahead` is not 0, each block's successor by that many blocks is prefetched.
 template <class Dots, int R>
-[[gnu::noinline]] void sum_registers(const uint8_t* panel, BlockRange range, const QuantizedRows& rows, int tile, float* sums) {
+[[gnu::noinline]] void sum_registers(const uint8_t* panel, BlockRange range, const QuantizedRows& rows, int tile, int ahead,
+                                     float* sums) {
   if (range.first == 0) std::fill_n(sums, R * kPanel, 0.0f);
   auto in_memory = [sums](int r, int v, auto&& add) __attribute__((always_inline)) {
     float* sum = sums + r * kPanel + v * kLanes;
@@ -640,6 +650,7 @@ template <class Dots, int R>
   };
   for (int b = range.first; b < range.end; ++b) {
     RowBlock x = row_block<typename Dots::Products>(rows, tile, b);
+    if (ahead) prefetch<Dots::Block::kBytes>(panel + static_cast<int64_t>(b + ahead) * Dots::Block::kBytes);
     if constexpr (R < 4 || Dots::kParts == 1) {
       // With two vectors, fewer rows have too few sums to hide the latency of products. Words that need no unpacking are operands
       // in memory, of which Intel's processors would read too many.
@@ -655,14 +666,14 @@ template <class Dots, int R>
 }
 
 template <class Dots>
-void sum_registers(int num_rows, const uint8_t* panel, BlockRange range, const QuantizedRows& rows, int tile, float* sums) {
+void sum_registers(int num_rows, const uint8_t* panel, BlockRange range, const QuantizedRows& rows, int tile, int ahead, float* sums) {
   switch (num_rows) {
-    case 1: return sum_registers<Dots, 1>(panel, range, rows, tile, sums);
-    case 2: return sum_registers<Dots, 2>(panel, range, rows, tile, sums);
-    case 3: return sum_registers<Dots, 3>(panel, range, rows, tile, sums);
-    case 4: return sum_registers<Dots, 4>(panel, range, rows, tile, sums);
-    case 5: return sum_registers<Dots, std::min(5, kRowTile)>(panel, range, rows, tile, sums);
-    default: return sum_registers<Dots, kRowTile>(panel, range, rows, tile, sums);
+    case 1: return sum_registers<Dots, 1>(panel, range, rows, tile, ahead, sums);
+    case 2: return sum_registers<Dots, 2>(panel, range, rows, tile, ahead, sums);
+    case 3: return sum_registers<Dots, 3>(panel, range, rows, tile, ahead, sums);
+    case 4: return sum_registers<Dots, 4>(panel, range, rows, tile, ahead, sums);
+    case 5: return sum_registers<Dots, std::min(5, kRowTile)>(panel, range, rows, tile, ahead, sums);
+    default: return sum_registers<Dots, kRowTile>(panel, range, rows, tile, ahead, sums);
   }
 }
 
@@ -675,8 +686,11 @@ void sum_dots(const uint8_t* panel, int m, const QuantizedRows& rows, float* sum
       if (rows.products && m >= fewest_pair_rows(Dots::kParts > 1)) return sum_unpacked<Dots, PairTile<Products>>(panel, m, rows, sums, tile);
     for (int first = 0; first < rows.num_blocks; first += kResidentBlocks<Dots>) {
       BlockRange range{first, std::min(first + kResidentBlocks<Dots>, rows.num_blocks)};
-      for (int row = 0; row < m; row += kRowTile)
-        sum_registers<Dots>(std::min(kRowTile, m - row), panel, range, rows, row / kRowTile, sums + row * kPanel);
+      for (int row = 0; row < m; row += kRowTile) {
+        // While the first rows are multiplied, memory is busy with the blocks of this range.
+        int ahead = row ? range.end - range.first : 0;
+        sum_registers<Dots>(std::min(kRowTile, m - row), panel, range, rows, row / kRowTile, ahead, sums + row * kPanel);
+      }
     }
     return;
   }
