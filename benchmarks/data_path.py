@@ -8,8 +8,9 @@ in the kernel. The load comes from `benchmarks/load/client.cpp`, which is compil
 microseconds per message.
 
 Rows:
-    single    one stream of the embedded model, 128 tokens in and 128 out, compared with the same worker in process
-    mixed     64 of these streams
+    single    one stream of the embedded model at a time, 128 tokens in and 128 out, compared with the same worker in
+              process, without services, just before and after
+    mixed     64 of these streams at once
     paced     one stream of 256 tokens, with a worker whose steps take 5 ms but no CPU time
     fake      256 streams of 512 tokens, with a worker whose steps take no time
     short     256 concurrent requests of 32 tokens in and 16 out, with the same worker
@@ -71,9 +72,13 @@ class Load:
         """Write the requests in the format that the load generator reads."""
         with path.open("wb") as file:
             for _ in range(self.num_requests):
-                prompt = [dice.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(self.num_prompt_tokens)]
+                prompt = self.prompt(dice)
                 body = _grpc_body(prompt, self.num_tokens) if self.api == "grpc" else _sse_body(prompt, self.num_tokens)
                 file.write(struct.pack("<I", len(body)) + body)
+
+    def prompt(self, dice: random.Random) -> list[int]:
+        """Return a random prompt."""
+        return [dice.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(self.num_prompt_tokens)]
 
 
 def _grpc_body(prompt: list[int], num_tokens: int) -> bytes:
@@ -104,7 +109,7 @@ class Row:
 
 
 ROWS = {
-    "single": Row(Load(1, 1, 128, 128), is_fake=False),
+    "single": Row(Load(8, 1, 128, 128), is_fake=False),
     "mixed": Row(Load(64, 64, 128, 128), is_fake=False),
     "paced": Row(Load(1, 1, 128, 256), step_ms=5.0),
     "fake": Row(Load(256, 256, 32, 512)),
@@ -202,28 +207,39 @@ class Checkout:
 
             yield send
 
-    def engine(self, row: Row, folder: Path) -> float:
-        """Return the tokens per second of the worker alone, in this process."""
-        load, dice = row.load, random.Random(1)
-        size = {"concurrency": load.concurrency, "counts_input": False}
-        prompts = [
-            [dice.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(load.num_prompt_tokens)]
-            for _ in range(load.num_requests)
-        ]
-        requests = [{"token_ids": prompt, "max_tokens": load.num_tokens} for prompt in prompts]
-        names = ["warm-up", *("single" if load.concurrency == 1 else "mixed" for _ in range(3))]
-        workloads = [{"name": name, "requests": requests, **size} for name in names]
+    @contextlib.contextmanager
+    def open_engine(self, row: Row, folder: Path) -> Iterator[Callable[[random.Random], float]]:
+        """Load the worker's model runner in a process without services while the context is open; yield a function
+        that runs the requests of the row in it, with random prompts, and returns the tokens per second.
+        """
         model = str(open_model_folder("smollm2").path)
         command = [self.python, "-m", "benchmarks.peers.child", "midstream-engine", str(folder), model]
-        done = subprocess.run(
-            command,
-            input="".join(f"{json.dumps(workload)}\n" for workload in workloads).encode(),
-            check=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=self.root,
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=self.root
         )
-        return statistics.median(float(json.loads(line)["tokens_per_s"]) for line in done.stdout.splitlines())
+
+        def run(dice: random.Random) -> float:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write(_engine_workload(row.load, dice))
+            child.stdin.flush()
+            line = child.stdout.readline()
+            if not line:
+                raise RuntimeError(f"the engine of {self.name} ended with exit code {child.wait()}")
+            return float(json.loads(line)["tokens_per_s"])
+
+        with child:
+            try:
+                yield run
+            finally:
+                child.kill()
+
+
+def _engine_workload(load: Load, dice: random.Random) -> bytes:
+    requests = [{"token_ids": load.prompt(dice), "max_tokens": load.num_tokens} for _ in range(load.num_requests)]
+    name = "single" if load.concurrency == 1 else "mixed"
+    workload = {"name": name, "requests": requests, "concurrency": load.concurrency, "counts_input": False}
+    return json.dumps(workload).encode() + b"\n"
 
 
 def figures_of(found: Figures, before: Times, after: Times) -> Figures:
@@ -271,26 +287,32 @@ def _wait_until_served(http_port: int, popens: dict[str, subprocess.Popen[bytes]
 
 
 def measure(name: str, checkouts: Sequence[Checkout], client: Path, rounds: int, folder: Path) -> list[list[Figures]]:
-    """Return figures by checkout and round; the checkouts are measured in turn."""
+    """Return figures by checkout and round; the checkouts are measured in turn. If the worker is real, it runs the same
+    load without services just before and after; the ratio is relative to the mean of both.
+    """
     row = ROWS[name]
     results: list[list[Figures]] = [[] for _ in checkouts]
     with contextlib.ExitStack() as stack:
         sends = [stack.enter_context(checkout.open(row, folder)) for checkout in checkouts]
+        engines = [] if row.is_fake else [stack.enter_context(it.open_engine(row, folder)) for it in checkouts]
         bodies = folder / "bodies"
         for number in range(-1, rounds):  # the first round is a warm-up
             order = range(len(checkouts)) if number % 2 == 0 else reversed(range(len(checkouts)))
             for place in order:
                 row.load.write_bodies(bodies, random.Random(f"{name} {number}"))
+                alone = [engine(random.Random(f"{name} {number}")) for engine in engines[place : place + 1]]
                 figures = sends[place](client, bodies)
-                if not row.is_fake and number >= 0:
-                    figures["engine_ratio"] = figures["tokens_per_s"] / checkouts[place].engine(row, folder)
+                alone += [engine(random.Random(f"{name} {number}")) for engine in engines[place : place + 1]]
+                if alone:
+                    figures["engine_tokens_per_s"] = statistics.fmean(alone)
+                    figures["engine_ratio"] = figures["tokens_per_s"] / figures["engine_tokens_per_s"]
                 if number >= 0:
                     results[place].append(figures)
     return results
 
 
 # Higher values are better for these figures; for all others lower values are better.
-RATES = frozenset({"tokens_per_s", "requests_per_s", "engine_ratio", "tokens_per_message"})
+RATES = frozenset({"tokens_per_s", "requests_per_s", "engine_tokens_per_s", "engine_ratio", "tokens_per_message"})
 
 
 def report(name: str, checkouts: Sequence[Checkout], results: list[list[Figures]]) -> Table:

@@ -68,6 +68,9 @@ COMPARISONS = (
     Comparison("prefill", "midstream-bf16", ("openvino-fp16",), 1.0, 1.1),
     Comparison("chat", "midstream", (*_IN_PROCESS, *_VLLM_SERVER), 1.25, 1.6),
     Comparison("chat", "midstream", _VLLM_SERVER, 4.0, 6.0, is_gap=True),
+    Comparison("mixed", "midstream-int8", ("openvino-int8",), 1.25, 1.6),
+    Comparison("prefill", "midstream-int8", ("openvino-int8",), 1.1, 1.25),
+    Comparison("chat", "midstream-int8", ("openvino-int8",), 1.25, 1.6),
     Comparison("single", "midstream", ("midstream-engine",), 0.9, 0.95),
     Comparison("mixed", "midstream", ("midstream-engine",), 0.98, 1.0),
 )

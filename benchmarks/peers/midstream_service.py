@@ -22,15 +22,19 @@ class MidstreamService:
 
     Attributes:
         weights: Storage type in the worker; auto means 4 bits, as in the file.
+        activations: Type to which inputs of linear layers are rounded; auto means 16 bits.
     """
 
     name: str
-    weights: str
+    weights: str = "auto"
+    activations: str = "auto"
     workloads: Sequence[str] = ALL_WORKLOADS
 
     @property
     def label(self) -> str:
-        return f"Midstream, {'Q4_1' if self.weights == 'auto' else self.weights}, the whole service"
+        weights = "Q4_1" if self.weights == "auto" else self.weights
+        activations = "" if self.activations == "auto" else f" with {self.activations} activations"
+        return f"Midstream, {weights}{activations}, the whole service"
 
     def python(self, paths: Paths) -> Path:
         return own_python(paths)
@@ -48,7 +52,8 @@ class MidstreamService:
         flags = ("--port", "0", "--http-port", "0", "--model", str(paths.model_folder), "--run-dir", str(run_dir))
         up = ("up", "--detach", *flags)
         # The working directory contains a folder with the same name as our package.
-        environment = os.environ | {"MIDSTREAM_WEIGHTS": self.weights, "PYTHONSAFEPATH": "1"}
+        types = {"MIDSTREAM_WEIGHTS": self.weights, "MIDSTREAM_ACTIVATIONS": self.activations}
+        environment = os.environ | types | {"PYTHONSAFEPATH": "1"}
         subprocess.run([*command, *up], check=True, env=environment)
         try:
             state = RunDir(run_dir).read_state()

@@ -16,8 +16,10 @@ from .vllm_server import VllmServer
 _VLLM_DTYPES = ("bfloat16",) if "avx512_bf16" in cpu_flags() else ("bfloat16", "float32")
 
 _ALL: tuple[Peer, ...] = (
-    MidstreamService("midstream", weights="auto"),
+    MidstreamService("midstream"),
     MidstreamService("midstream-bf16", weights="bf16"),
+    # OpenVINO's int8 rounds inputs to 8 bits, too.
+    MidstreamService("midstream-int8", activations="int8"),
     MidstreamEngine(),
     LlamaCpp(),
     OpenVino("fp16"),

@@ -465,6 +465,22 @@ template <class Dots> void sum_direct(int m, const uint8_t* panel, const Quantiz
   }
 }
 
+constexpr int kLineBytes = 64;
+
+// Prefetches into the L2 cache.
+template <int kBytes> void prefetch(const uint8_t* bytes) {
+#pragma GCC unroll 64
+  for (int i = 0; i < kBytes; i += kLineBytes) __builtin_prefetch(bytes + i, 0, 2);
+}
+
+// The processor's own prefetching leaves part of the memory's bandwidth unused, except with one row, which takes so little
+// time for a block that these instructions would make it slower.
+constexpr int kBlocksAhead = 4;
+
+template <class Block> void prefetch_ahead(const uint8_t* panel, int b) {
+  prefetch<Block::kBytes>(panel + static_cast<int64_t>(b + kBlocksAhead) * Block::kBytes);
+}
+
 // For rows that are split into bytes. If there are several rows, their float sums are kept in memory.
 template <class Bytes, class Halves, int R> void sum_split(const uint8_t* panel, const QuantizedRows& rows, float* sums) {
   constexpr int V = kRegisters == 32 ? kPanelVectors : 2, kWords = ByteProducts::kGroups / Bytes::kParts;
@@ -475,6 +491,7 @@ template <class Bytes, class Halves, int R> void sum_split(const uint8_t* panel,
     std::fill_n(sums, R * kPanel, 0.0f);
   }
   for (int b = 0; b < rows.num_blocks; ++b) {
+    if constexpr (R > 1) prefetch_ahead<typename Bytes::Block>(panel, b);
     const uint32_t* high = opaque(rows.words + b * kSplitWords * R);
     const uint32_t *low = high + kBlock / 4 * R, *totals = low + kBlock / 4 * R;
     RowBlock x{high, opaque(rows.scales + b * kRowTile), opaque(rows.sums + b * kRowTile)};
@@ -592,13 +609,6 @@ template <class Dots, class Tile> void unpack(const uint8_t* panel, BlockRange r
   }
 }
 
-constexpr int kLineBytes = 64;
-
-template <int kBytes> void prefetch(const uint8_t* bytes) {
-#pragma GCC unroll 1
-  for (int i = 0; i < kBytes; i += kLineBytes) __builtin_prefetch(bytes + i, 0, 2);
-}
-
 // Prefetched before each tile of rows. More lines at once would wait for one another.
 constexpr int kPrefetchedBytes = 512;
 
@@ -639,10 +649,8 @@ int fewest_pair_rows(bool is_unpacked) { return is_unpacked ? kFewestUnpackedPai
 template <class Dots> constexpr int kResidentBlocks = std::max(1, kResidentBytes / Dots::Block::kBytes);
 
 // Adds blocks to the sums of the first R rows of a tile. The integer sums of a block are in registers, float sums in memory.
-// If `ahead` is not 0, each block's successor by that many blocks is prefetched.
 template <class Dots, int R>
-[[gnu::noinline]] void sum_registers(const uint8_t* panel, BlockRange range, const QuantizedRows& rows, int tile, int ahead,
-                                     float* sums) {
+[[gnu::noinline]] void sum_registers(const uint8_t* panel, BlockRange range, const QuantizedRows& rows, int tile, float* sums) {
   if (range.first == 0) std::fill_n(sums, R * kPanel, 0.0f);
   auto in_memory = [sums](int r, int v, auto&& add) __attribute__((always_inline)) {
     float* sum = sums + r * kPanel + v * kLanes;
@@ -650,7 +658,7 @@ template <class Dots, int R>
   };
   for (int b = range.first; b < range.end; ++b) {
     RowBlock x = row_block<typename Dots::Products>(rows, tile, b);
-    if (ahead) prefetch<Dots::Block::kBytes>(panel + static_cast<int64_t>(b + ahead) * Dots::Block::kBytes);
+    prefetch_ahead<typename Dots::Block>(panel, b);
     if constexpr (R < 4 || Dots::kParts == 1) {
       // With two vectors, fewer rows have too few sums to hide the latency of products. Words that need no unpacking are operands
       // in memory, of which Intel's processors would read too many.
@@ -666,14 +674,14 @@ template <class Dots, int R>
 }
 
 template <class Dots>
-void sum_registers(int num_rows, const uint8_t* panel, BlockRange range, const QuantizedRows& rows, int tile, int ahead, float* sums) {
+void sum_registers(int num_rows, const uint8_t* panel, BlockRange range, const QuantizedRows& rows, int tile, float* sums) {
   switch (num_rows) {
-    case 1: return sum_registers<Dots, 1>(panel, range, rows, tile, ahead, sums);
-    case 2: return sum_registers<Dots, 2>(panel, range, rows, tile, ahead, sums);
-    case 3: return sum_registers<Dots, 3>(panel, range, rows, tile, ahead, sums);
-    case 4: return sum_registers<Dots, 4>(panel, range, rows, tile, ahead, sums);
-    case 5: return sum_registers<Dots, std::min(5, kRowTile)>(panel, range, rows, tile, ahead, sums);
-    default: return sum_registers<Dots, kRowTile>(panel, range, rows, tile, ahead, sums);
+    case 1: return sum_registers<Dots, 1>(panel, range, rows, tile, sums);
+    case 2: return sum_registers<Dots, 2>(panel, range, rows, tile, sums);
+    case 3: return sum_registers<Dots, 3>(panel, range, rows, tile, sums);
+    case 4: return sum_registers<Dots, 4>(panel, range, rows, tile, sums);
+    case 5: return sum_registers<Dots, std::min(5, kRowTile)>(panel, range, rows, tile, sums);
+    default: return sum_registers<Dots, kRowTile>(panel, range, rows, tile, sums);
   }
 }
 
@@ -686,11 +694,8 @@ void sum_dots(const uint8_t* panel, int m, const QuantizedRows& rows, float* sum
       if (rows.products && m >= fewest_pair_rows(Dots::kParts > 1)) return sum_unpacked<Dots, PairTile<Products>>(panel, m, rows, sums, tile);
     for (int first = 0; first < rows.num_blocks; first += kResidentBlocks<Dots>) {
       BlockRange range{first, std::min(first + kResidentBlocks<Dots>, rows.num_blocks)};
-      for (int row = 0; row < m; row += kRowTile) {
-        // While the first rows are multiplied, memory is busy with the blocks of this range.
-        int ahead = row ? range.end - range.first : 0;
-        sum_registers<Dots>(std::min(kRowTile, m - row), panel, range, rows, row / kRowTile, ahead, sums + row * kPanel);
-      }
+      for (int row = 0; row < m; row += kRowTile)
+        sum_registers<Dots>(std::min(kRowTile, m - row), panel, range, rows, row / kRowTile, sums + row * kPanel);
     }
     return;
   }
