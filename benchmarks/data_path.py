@@ -299,13 +299,15 @@ def measure(name: str, checkouts: Sequence[Checkout], client: Path, rounds: int,
         for number in range(-1, rounds):  # the first round is a warm-up
             order = range(len(checkouts)) if number % 2 == 0 else reversed(range(len(checkouts)))
             for place in order:
-                row.load.write_bodies(bodies, random.Random(f"{name} {number}"))
-                alone = [engine(random.Random(f"{name} {number}")) for engine in engines[place : place + 1]]
-                figures = sends[place](client, bodies)
-                alone += [engine(random.Random(f"{name} {number}")) for engine in engines[place : place + 1]]
-                if alone:
-                    figures["engine_tokens_per_s"] = statistics.fmean(alone)
-                    figures["engine_ratio"] = figures["tokens_per_s"] / figures["engine_tokens_per_s"]
+                seed = f"{name} {number}"
+                row.load.write_bodies(bodies, random.Random(seed))
+                if row.is_fake:
+                    figures = sends[place](client, bodies)
+                else:
+                    before = engines[place](random.Random(seed))
+                    figures = sends[place](client, bodies)
+                    alone = (before + engines[place](random.Random(seed))) / 2
+                    figures |= {"engine_tokens_per_s": alone, "engine_ratio": figures["tokens_per_s"] / alone}
                 if number >= 0:
                     results[place].append(figures)
     return results
