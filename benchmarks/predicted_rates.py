@@ -48,7 +48,8 @@ _BLOCK = 32
 _PANEL_VECTORS = 4
 _ROUNDS = 100
 _MULTIPLIES = ("vpdpwssd", "vpdpbusd", "vpmaddwd")
-_FEWEST_PAIR_ROWS = 24  # on Zen 5; on Zen 4, it is 16
+# With fewer rows, each processor's avx512 build multiplies in registers; see sum_dots.
+_FEWEST_TILE_ROWS = {"znver4": 16, "znver5": 24, "icelake-server": 8}
 
 
 class LoopError(Exception):
@@ -72,6 +73,7 @@ PAIRS = Structure("pairs in a tile", "sum_tile<HalfProducts, ROWS, PairTile<Half
 ONE_ROW = Structure("halves in registers", f"sum_direct<{_NIBBLES}, ROWS, 4>")
 FEW_ROWS = Structure("halves in registers", f"sum_direct<{_NIBBLES}, ROWS, 2>")
 TILE = Structure("halves in a tile", "sum_tile<HalfProducts, ROWS, DotTile<16, 1> >", 2)
+PANEL_TILE = Structure("halves in a tile", "sum_panel_tile<HalfProducts, ROWS, 192>")
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,13 @@ class Loop:
         return _count_multiplies(self.instructions)
 
 
-def structures(isa: str, num_rows: int, is_amd: bool) -> list[tuple[Structure, int]]:
+def structures(isa: str, num_rows: int, processor: str) -> list[tuple[Structure, int]]:
     """Return the structures that multiply this number of rows, each with its number of rows; see sum_dots."""
     if isa == "avx512":
         if num_rows <= 2:
             return [(BYTES, num_rows)]
-        return _tiles(PAIRS if is_amd and num_rows >= _FEWEST_PAIR_ROWS else REGISTERS, num_rows, 6)
+        many = PAIRS if processor.startswith("znver") else PANEL_TILE
+        return _tiles(many if num_rows >= _FEWEST_TILE_ROWS[processor] else REGISTERS, num_rows, 6)
     if num_rows == 1:
         return [(BYTES if isa == "avxvnni" else ONE_ROW, 1)]
     return _tiles(FEW_ROWS if num_rows <= 4 else TILE, num_rows, 4)
@@ -105,7 +108,8 @@ def _tiles(structure: Structure, num_rows: int, size: int) -> list[tuple[Structu
 
 def used_structures(isa: str) -> list[tuple[Structure, int]]:
     """Return all structures of a build, each with each number of rows that it may have."""
-    found = {item for num_rows in range(1, 48) for amd in (True, False) for item in structures(isa, num_rows, amd)}
+    counts, processors = range(1, 48), PROCESSORS[isa]
+    found = {item for rows in counts for processor in processors for item in structures(isa, rows, processor)}
     return sorted(found, key=lambda item: (item[0].name, item[1]))
 
 
@@ -290,7 +294,7 @@ def main() -> None:
             console.print(table)
             cells = []
             for num_rows in NUM_ROWS:
-                used = structures(isa, num_rows, processor.startswith("znver"))
+                used = structures(isa, num_rows, processor)
                 work = num_rows * _PANEL_VECTORS * LANES[isa] * _BLOCK
                 cells.append(f"{work / sum(cycles[item] for item in used) / highest:.2f}")
             shares.add_row(isa, processor, *cells)

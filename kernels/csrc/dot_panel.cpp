@@ -405,6 +405,26 @@ template <int R, int V> [[gnu::always_inline]] inline auto in(F (&sum)[R][V]) {
   return [&sum](int r, int v, auto&& add) __attribute__((always_inline)) { sum[r][v] = add(sum[r][v]); };
 }
 
+// Keeps sums in memory.
+[[gnu::always_inline]] inline auto in_memory(float* sums) {
+  return [sums](int r, int v, auto&& add) __attribute__((always_inline)) {
+    float* sum = sums + r * kPanel + v * kLanes;
+    store(sum, add(load(sum)));
+  };
+}
+
+// Calls body<R>() for the number of rows in a tile.
+template <class Body> void with_row_count(int num_rows, Body&& body) {
+  switch (num_rows) {
+    case 1: return body.template operator()<1>();
+    case 2: return body.template operator()<2>();
+    case 3: return body.template operator()<3>();
+    case 4: return body.template operator()<4>();
+    case 5: return body.template operator()<std::min(5, kRowTile)>();
+    default: return body.template operator()<kRowTile>();
+  }
+}
+
 template <class Dots> [[gnu::always_inline]] inline Dots block_of(const uint8_t* panel, int b) {
   Dots dots;
   dots.panel = opaque(Dots::Block::shared(panel, b));
@@ -573,18 +593,6 @@ template <class P, int R, class Tile>
   }
 }
 
-template <class P, class Tile>
-void sum_tile(int num_rows, const Tile* tile, BlockRange range, const QuantizedRows& rows, int row, float* sums) {
-  switch (num_rows) {
-    case 1: return sum_tile<P, 1>(tile, range, rows, row, sums);
-    case 2: return sum_tile<P, 2>(tile, range, rows, row, sums);
-    case 3: return sum_tile<P, 3>(tile, range, rows, row, sums);
-    case 4: return sum_tile<P, 4>(tile, range, rows, row, sums);
-    case 5: return sum_tile<P, std::min(5, kRowTile)>(tile, range, rows, row, sums);
-    default: return sum_tile<P, kRowTile>(tile, range, rows, row, sums);
-  }
-}
-
 template <class Dots, class Tile> void unpack(const uint8_t* panel, BlockRange range, Tile* tile) {
   using Products = typename Dots::Products;
   for (int b = 0; b < range.end - range.first; ++b) {
@@ -625,7 +633,46 @@ void sum_unpacked(const uint8_t* panel, int m, const QuantizedRows& rows, float*
     for (int row = 0; row < m; row += kRowTile) {
       if (next < end) prefetch<kPrefetchedBytes>(next);
       next += kPrefetchedBytes;
-      sum_tile<typename Dots::Products>(std::min(kRowTile, m - row), tile, range, rows, row, sums);
+      with_row_count(m - row, [&]<int R>() { sum_tile<typename Dots::Products, R>(tile, range, rows, row, sums); });
+    }
+  }
+}
+
+// The weights to be unpacked next. For each block, some are prefetched, `step` bytes after those of the block before.
+struct Ahead {
+  const uint8_t* bytes;
+  int64_t step;
+};
+
+// The fewer rows, the more must be prefetched for each block.
+constexpr int kAheadRows = 4 * kRowTile, kMostAheadBytes = 704, kLeastAheadBytes = 192;
+
+// With 32 registers, the integer sums of a whole panel fit, so each input is read once. Float sums are in memory.
+template <class P, int R, int kAheadBytes>
+[[gnu::noinline]] void sum_panel_tile(const TileOf<P>* tile, BlockRange range, const QuantizedRows& rows, int row, float* sums, Ahead ahead) {
+  sums += row * kPanel;
+  if (range.first == 0) std::fill_n(sums, R * kPanel, 0.0f);
+  for (int b = range.first; b < range.end; ++b, ahead.bytes += ahead.step) {
+    prefetch<kAheadBytes>(ahead.bytes);
+    add_block<R, kPanelVectors>(dots_of<P>(tile[b - range.first], 0), 0, row_block<P>(rows, row / kRowTile, b), in_memory(sums));
+  }
+}
+
+// Does the same as sum_unpacked.
+template <class Dots, int kAheadBytes>
+void sum_unpacked_panel(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, void* tile_bytes) {
+  using Products = typename Dots::Products;
+  using Tile = TileOf<Products>;
+  auto* tile = static_cast<Tile*>(tile_bytes);
+  int num_row_tiles = (m + kRowTile - 1) / kRowTile;
+  int64_t step = round_up((Dots::Block::kBytes + num_row_tiles - 1) / num_row_tiles, kLineBytes);
+  for (int first = 0; first < rows.num_blocks; first += kTileBlocks<Tile>) {
+    BlockRange range{first, std::min(first + kTileBlocks<Tile>, rows.num_blocks)};
+    unpack<Dots>(panel, range, tile);
+    Ahead ahead{panel + static_cast<int64_t>(range.end) * Dots::Block::kBytes, step};
+    for (int row = 0; row < m; row += kRowTile) {
+      with_row_count(m - row, [&]<int R>() { sum_panel_tile<Products, R, kAheadBytes>(tile, range, rows, row, sums, ahead); });
+      ahead.bytes += step * (range.end - range.first);
     }
   }
 }
@@ -633,12 +680,15 @@ void sum_unpacked(const uint8_t* panel, int m, const QuantizedRows& rows, float*
 template <class Dots>
 constexpr bool kHasPairProducts = kRegisters == 32 && Dots::Products::kGroups == kBlock / 2 && Dots::Products::kScales == 1;
 
-// AMD's processors multiply in two of their four vector units, and add in all. Intel's do both in the same two.
+// AMD's processors multiply in two of their four vector units and execute other operations in all, so pairs are faster, and
+// unpacking costs little. Intel's do everything in the same two, so weights are unpacked once for all rows.
 #if defined(MIDSTREAM_PAIR)
-const bool kIsPairFaster = true;
+const bool kIsPairFaster = true, kIsTileFaster = true;  // for tests
 #else
-const bool kIsPairFaster = __builtin_cpu_is("amd");
+const bool kIsPairFaster = __builtin_cpu_is("amd"), kIsTileFaster = !kIsPairFaster;
 #endif
+// The more parts a word has, the longer unpacking takes, and the fewer rows make up for copying the result into tiles.
+template <class Dots> constexpr int kFewestTileRows = 32 / Dots::kParts;
 
 // With fewer rows, copying the weights into tiles takes longer than is saved. Zen 4, the only processor of family 19h with
 // AVX-512, takes two cycles for a multiply and saves more.
@@ -652,36 +702,18 @@ template <class Dots> constexpr int kResidentBlocks = std::max(1, kResidentBytes
 template <class Dots, int R>
 [[gnu::noinline]] void sum_registers(const uint8_t* panel, BlockRange range, const QuantizedRows& rows, int tile, float* sums) {
   if (range.first == 0) std::fill_n(sums, R * kPanel, 0.0f);
-  auto in_memory = [sums](int r, int v, auto&& add) __attribute__((always_inline)) {
-    float* sum = sums + r * kPanel + v * kLanes;
-    store(sum, add(load(sum)));
-  };
   for (int b = range.first; b < range.end; ++b) {
     RowBlock x = row_block<typename Dots::Products>(rows, tile, b);
     prefetch_ahead<typename Dots::Block>(panel, b);
     if constexpr (R < 4 || Dots::kParts == 1) {
       // With two vectors, fewer rows have too few sums to hide the latency of products. Words that need no unpacking are operands
       // in memory, of which Intel's processors would read too many.
-      add_block<R, kPanelVectors>(block_of<Dots>(panel, b), 0, x, in_memory);
+      add_block<R, kPanelVectors>(block_of<Dots>(panel, b), 0, x, in_memory(sums));
     } else {
 #pragma GCC unroll 2
       for (int i = 0; i < kPanelVectors; i += 2)
-        add_block_in_turn<R, 2>(block_of<Dots>(panel, b), i, x, [&](int r, int v, auto&& add) __attribute__((always_inline)) {
-          in_memory(r, i + v, add);
-        });
+        add_block_in_turn<R, 2>(block_of<Dots>(panel, b), i, x, in_memory(sums + i * kLanes));
     }
-  }
-}
-
-template <class Dots>
-void sum_registers(int num_rows, const uint8_t* panel, BlockRange range, const QuantizedRows& rows, int tile, float* sums) {
-  switch (num_rows) {
-    case 1: return sum_registers<Dots, 1>(panel, range, rows, tile, sums);
-    case 2: return sum_registers<Dots, 2>(panel, range, rows, tile, sums);
-    case 3: return sum_registers<Dots, 3>(panel, range, rows, tile, sums);
-    case 4: return sum_registers<Dots, 4>(panel, range, rows, tile, sums);
-    case 5: return sum_registers<Dots, std::min(5, kRowTile)>(panel, range, rows, tile, sums);
-    default: return sum_registers<Dots, kRowTile>(panel, range, rows, tile, sums);
   }
 }
 
@@ -692,10 +724,12 @@ void sum_dots(const uint8_t* panel, int m, const QuantizedRows& rows, float* sum
   if constexpr (kRegisters == 32) {
     if constexpr (kHasPairProducts<Dots>)
       if (rows.products && m >= fewest_pair_rows(Dots::kParts > 1)) return sum_unpacked<Dots, PairTile<Products>>(panel, m, rows, sums, tile);
+    if (kIsTileFaster && m >= kFewestTileRows<Dots>)
+      return (m <= kAheadRows ? sum_unpacked_panel<Dots, kMostAheadBytes> : sum_unpacked_panel<Dots, kLeastAheadBytes>)(panel, m, rows, sums, tile);
     for (int first = 0; first < rows.num_blocks; first += kResidentBlocks<Dots>) {
       BlockRange range{first, std::min(first + kResidentBlocks<Dots>, rows.num_blocks)};
       for (int row = 0; row < m; row += kRowTile)
-        sum_registers<Dots>(std::min(kRowTile, m - row), panel, range, rows, row / kRowTile, sums + row * kPanel);
+        with_row_count(m - row, [&]<int R>() { sum_registers<Dots, R>(panel, range, rows, row / kRowTile, sums + row * kPanel); });
     }
     return;
   }

@@ -17,6 +17,7 @@ from benchmarks.predicted_rates import (
     BYTES,
     LANES,
     PAIRS,
+    PANEL_TILE,
     REGISTERS,
     TILE,
     LoopError,
@@ -40,6 +41,7 @@ MULTIPLIES = {
     },
     "avx512": {
         "bytes in registers": {1: 64, 2: 128},
+        "halves in a tile": {rows: 64 * rows for rows in range(1, 7)},
         "halves in registers": {rows: 64 * rows for rows in range(1, 7)},
         "pairs in a tile": {rows: 16 * rows for rows in range(1, 7)},
     },
@@ -66,11 +68,12 @@ def test_a_loop_that_is_not_found_is_named() -> None:
 
 
 def test_rows_are_multiplied_in_tiles() -> None:
-    assert structures("avx512", 2, is_amd=True) == [(BYTES, 2)]
-    assert structures("avx512", 16, is_amd=True) == [(REGISTERS, 6), (REGISTERS, 6), (REGISTERS, 4)]
-    assert structures("avx512", 25, is_amd=True) == [*[(PAIRS, 6)] * 4, (PAIRS, 1)]
-    assert structures("avx512", 25, is_amd=False) == [*[(REGISTERS, 6)] * 4, (REGISTERS, 1)]
-    assert structures("avx2", 7, is_amd=True) == [(TILE, 4), (TILE, 3)]
+    assert structures("avx512", 2, "znver5") == [(BYTES, 2)]
+    assert structures("avx512", 16, "znver5") == [(REGISTERS, 6), (REGISTERS, 6), (REGISTERS, 4)]
+    assert structures("avx512", 16, "znver4") == [(PAIRS, 6), (PAIRS, 6), (PAIRS, 4)]
+    assert structures("avx512", 7, "icelake-server") == [(REGISTERS, 6), (REGISTERS, 1)]
+    assert structures("avx512", 8, "icelake-server") == [(PANEL_TILE, 6), (PANEL_TILE, 2)]
+    assert structures("avx2", 7, "znver3") == [(TILE, 4), (TILE, 3)]
 
 
 def test_instructions_that_a_model_describes_wrongly_are_replaced() -> None:
