@@ -59,9 +59,14 @@ class SequenceEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """All sequences of a request have ended; emitted once for each accepted request."""
+    """All sequences of a request have ended; emitted once for each accepted request.
+
+    Attributes:
+        sequences: The request's sequences, which it drops once it is forgotten.
+    """
 
     request: Request
+    sequences: list[Sequence]
 
 
 @dataclass(frozen=True, slots=True)

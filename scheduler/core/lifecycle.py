@@ -225,7 +225,7 @@ class Lifecycle:
         request.complete(self._clock.now_ns)
         self._queue.settle(request)
         self._count_finished(request)
-        self._effects.append(RequestEnded(request))
+        self._effects.append(RequestEnded(request, request.sequences))
         self.requests.keep(request, self._clock.now_ns)
 
     def _count_finished(self, request: Request) -> None:

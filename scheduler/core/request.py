@@ -573,6 +573,13 @@ class Request:
         self.times.finished_ns = now_ns
         self.times.last_token_ns = max(sequence.last_token_ns for sequence in self.sequences)
 
+    def release_sequences(self) -> None:
+        """Drop the sequences, which refer to the request, so that both are freed without the garbage collector.
+
+        Precondition: the request was forgotten, its end has been committed, and nobody reads its output.
+        """
+        self.sequences = []
+
     def fail(self, failure: Failure | None) -> None:
         """Set the failure with which the request ends; None means no failure."""
         self.failure = failure

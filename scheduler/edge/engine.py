@@ -30,6 +30,7 @@ from scheduler.core.effects import (
     KvChanged,
     Refused,
     RequestEnded,
+    RequestForgotten,
     SequenceEnded,
     StepPlan,
 )
@@ -234,11 +235,16 @@ class Engine:
             for entry in entries:
                 if isinstance(entry, RequestEnded):
                     tell(entry.request, False)
-        if self._uncommitted:
-            for entry in entries:
-                if isinstance(entry, Accepted):
-                    for on_committed in self._uncommitted.pop(entry.request.request_id, ()):
-                        on_committed()
+        for entry in entries:
+            self._settle(entry)
+
+    def _settle(self, entry: JournalEntry) -> None:
+        """Do what waits until an entry is committed and published."""
+        if isinstance(entry, Accepted):
+            for on_committed in self._uncommitted.pop(entry.request.request_id, ()):
+                on_committed()
+        elif isinstance(entry, RequestForgotten) and not entry.request.num_attached:
+            entry.request.release_sequences()
 
     def _on_attach(self, request_id: str) -> None:
         self._apply(Attached(self.now_ns(), request_id))  # leaves nothing to plan

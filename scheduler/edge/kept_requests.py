@@ -83,16 +83,17 @@ class KeptRequests:
 
     def _keep(self, request: Request, *, is_recovered: bool = False) -> None:
         if request.spec.keep_ns and not request.spec.tensor_bytes:
-            task = asyncio.create_task(self._write(request, is_recovered=is_recovered))
+            task = asyncio.create_task(self._write(request, self._encode(request), is_recovered=is_recovered))
             self._writing.add(task)
             task.add_done_callback(self._writing.discard)
 
-    async def _write(self, request: Request, *, is_recovered: bool) -> None:
-        """Store an ended request, unless it was deleted or had been stored before this scheduler started.
+    async def _write(self, request: Request, data: bytes, *, is_recovered: bool) -> None:
+        """Store an ended request, encoded as `data`, unless it was deleted or had been stored before this scheduler
+        started.
 
         This is retried until it succeeds; until then the request is in the journal, but only for a limited time.
         """
-        key, data = _key(request.request_id), self._encode(request)
+        key = _key(request.request_id)
         expires_ns = request.times.finished_ns + request.spec.keep_ns
         while expires_ns > self._engine.now_ns():
             try:

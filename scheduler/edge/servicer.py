@@ -144,7 +144,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return scheduler_pb2.SubmitResponse(
             scheduler_epoch=self._engine.core.config.scheduler_epoch,
             attached=accepted.is_attached,
-            num_sequences=len(accepted.request.sequences),
+            num_sequences=accepted.request.spec.num_sequences,
         )
 
     async def EncodeImage(

@@ -84,7 +84,7 @@ def encode_outcome(effects: TypingSequence[Effect], record: pb.Record) -> None:
             _encode_plan(effect, record.plans.add())
         elif isinstance(effect, RequestEnded):
             end = record.ends.add(request_id=effect.request.request_id)
-            for sequence in effect.request.sequences:
+            for sequence in effect.sequences:
                 assert sequence.end is not None
                 _encode_end(sequence.index, sequence.end, end.sequences.add())
 

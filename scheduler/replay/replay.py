@@ -119,7 +119,7 @@ def _keep(result: Replay, event: Event, effects: list[Effect]) -> None:
         result.outside.append(taken)
     for effect in effects:
         if isinstance(effect, RequestEnded):
-            for sequence in effect.request.sequences:
+            for sequence in effect.sequences:
                 assert sequence.end is not None
                 stop_after = sequence.end.num_tokens if sequence.end.stop_word else None
                 tokens = sequence.output[: sequence.end.num_tokens]

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.rpc.http2 import GrpcServer, wire
+from midstream.rpc.http2.call import Call
 from midstream.rpc.http2.connection import _auth_context
 from midstream.rpc.http2.limits import Budget
 from midstream.rpc.http2.wire import ErrorCode, Setting
@@ -46,11 +47,34 @@ async def test_all_that_one_turn_of_the_loop_says_is_one_write() -> None:
     assert [peer.headers(frame).get("grpc-status") for frame in frames if frame[0] == wire.HEADERS] == [None, "0"] * 4
 
 
+async def test_calls_are_freed_at_their_end_without_the_collector() -> None:
+    server, methods = serving()
+    peer = Peer(server)
+    methods.release.set()
+    gc.disable()
+    try:
+        for name in ("Echo", "Repeat", "Wait"):
+            peer.call(b"a", name)
+        await turns()
+        methods.release.clear()
+        for name in ("Wait", "Hold"):
+            peer.send(wire.RST_STREAM, 0, peer.call(b"a", name), struct.pack(">L", ErrorCode.CANCEL))
+        stream = peer.call(b"a", "Wait")
+        await turns()
+        assert methods.started[-1] == b"a"
+        assert sum(isinstance(item, Call) for item in gc.get_objects()) == 1
+        peer.send(wire.RST_STREAM, 0, stream, struct.pack(">L", ErrorCode.CANCEL))
+        await turns()
+        assert not any(isinstance(item, Call) for item in gc.get_objects())
+    finally:
+        gc.enable()
+
+
 async def test_the_bytes_of_a_call_are_freed_at_its_end() -> None:
     server, _ = serving()
     peer = Peer(server)
     part = struct.pack(">BL", 0, 1 << 20) + bytes(60_000)
-    gc.disable()  # a call and its messages refer to each other
+    gc.disable()
     tracemalloc.start()
     try:
         for _ in range(32):

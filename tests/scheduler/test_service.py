@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import os
 import threading
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from midstream.config import SchedulerConfig
 from midstream.errors import ConfigError, ExecutionError, UnavailableError, from_proto
 from protos import generation_pb2, loads_pb2, scheduler_pb2, worker_pb2
 from scheduler.core.events import StepDone
+from scheduler.core.request import Request
 from scheduler.service import SchedulerService, core_config
 from tests.scheduler.cell import MODEL, WAIT_S, run_cell, until
 
@@ -130,6 +132,23 @@ async def test_late_readers_get_all_output_and_unknown_requests_an_error() -> No
         while 8 not in second.opened:
             await second.read()
         assert second.opened[8].error.code == grpc.StatusCode.NOT_FOUND.value[0]
+
+
+async def test_forgotten_requests_are_freed_without_the_collector() -> None:
+    async with run_cell(max_num_finished=1) as cell:
+        await cell.worker()
+        feed = await Feed(cell.stub).open()
+        gc.collect()
+        gc.disable()
+        try:
+            before = sum(isinstance(item, Request) for item in gc.get_objects())
+            for stream in range(5):
+                await cell.submit(str(stream), [5, 6, 7], 4)
+                await feed.attach(stream, str(stream))
+                await feed.read_until(stream)
+            assert sum(isinstance(item, Request) for item in gc.get_objects()) == before + 1
+        finally:
+            gc.enable()
 
 
 async def test_a_request_whose_reader_was_lost_is_not_taken_for_unread() -> None:

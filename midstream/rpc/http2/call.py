@@ -208,6 +208,10 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         """Set the task that runs the method."""
         self._task = task
 
+    def release_task(self) -> None:
+        """Drop the task, which has ended and may hold this call."""
+        self._task = None
+
     @property
     def is_status_set(self) -> bool:
         """Whether the method has set a status other than OK."""

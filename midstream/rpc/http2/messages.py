@@ -35,6 +35,19 @@ class Reader(Protocol):
         """End the call with a status, and cancel its task."""
 
 
+class _Over:
+    """The reader after the call has ended: nothing is left to grant or to refuse."""
+
+    def grant(self, num_bytes: int) -> None:
+        pass
+
+    def refuse(self, code: grpc.StatusCode, details: str) -> None:
+        pass
+
+
+_OVER = _Over()
+
+
 class Messages(AsyncIterator[Any]):
     """Assembles messages from the bytes of DATA frames."""
 
@@ -42,7 +55,7 @@ class Messages(AsyncIterator[Any]):
 
     def __init__(self, call: Reader, max_bytes: int, encoding: bytes) -> None:
         self.deserialize: Callable[[bytes], Any] | None = None
-        self._call = call
+        self._call: Reader = call
         self._max_bytes = max_bytes
         self._encoding = encoding
         self._buffer = bytearray()
@@ -63,8 +76,9 @@ class Messages(AsyncIterator[Any]):
         self._wake()
 
     def drop(self) -> None:
-        """Free the bytes of a call that has ended; the call itself may be in a reference cycle."""
+        """Free the bytes of a call that has ended, and release the call, which holds this object."""
         self._buffer = bytearray()
+        self._call = _OVER
 
     @property
     def is_next_complete(self) -> bool:

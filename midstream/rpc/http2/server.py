@@ -288,11 +288,12 @@ class GrpcServer(grpc.aio.Server):
         task = asyncio.get_running_loop().create_task(self._run(call))
         call.start(task)
         self._tasks.add(task)
-        task.add_done_callback(functools.partial(self._ended, connection))
+        task.add_done_callback(functools.partial(self._ended, connection, call))
 
-    def _ended(self, connection: Connection, task: asyncio.Task[None]) -> None:
+    def _ended(self, connection: Connection, call: Call, task: asyncio.Task[None]) -> None:
         """Note that a call's task has ended, which may never have begun."""
         self._tasks.discard(task)
+        call.release_task()
         connection.num_running -= 1
         self._check_stopped()
 

@@ -1,0 +1,35 @@
+"""When a service's garbage collector looks at all objects."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# Prints the number of full collections after each growth of the process by 100,000 objects.
+_SCRIPT = """
+import gc
+from midstream.service import tune_collector
+
+num_full = 0
+
+def count(phase, info):
+    global num_full
+    num_full += phase == "stop" and info["generation"] == 2
+
+gc.callbacks.append(count)
+tune_collector(min_growth=350_000)
+kept = []
+for _ in range(12):
+    kept += [[] for _ in range(100_000)]
+    for _ in range(20):
+        [[] for _ in range(10_000)]  # young objects that are freed at once
+    print(num_full)
+"""
+
+
+def test_a_full_collection_runs_only_when_the_process_has_doubled() -> None:
+    result = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True)
+    counts = [int(line) for line in result.stdout.split()]
+    assert counts[2] == 0
+    assert counts[5] == 1
+    assert counts[-1] == 2
