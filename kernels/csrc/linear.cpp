@@ -172,7 +172,9 @@ void run_part(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quanti
   rows.num_split = m <= most_split_rows(format, input) ? m : 0;
   if (!rows.has_tiles && has_pair_products(format, input, m)) rows.products = quantized.products.data();
   bool is_prepared = is_quantized || rows.has_tiles;
-  if (is_prepared) pool.for_each(m, pool.grain(m), [&](int r) { rows.quantize(r, x + r * ldx, format); });
+  // Rows of a tile share cache lines, so one thread prepares all of them.
+  int grain = round_up(pool.grain(m), rows.row_tile());
+  if (is_prepared) pool.for_each(m, grain, [&](int r) { rows.quantize(r, x + r * ldx, format); });
   if (rows.has_tiles) configure_tiles(std::min(m, kTileRows), num_weight_tiles(format));
   float* sums = scratch.sums.data();
   float* up = sums + static_cast<int64_t>(round_up(std::min(m, kRowGroup), kTileRows)) * kPanel;

@@ -1,5 +1,7 @@
 #include "quantized_rows.h"
 
+#include <algorithm>
+
 #include "tiles.h"
 #include "vec_avx2.h"
 
@@ -116,7 +118,83 @@ void split_floats(const float* row, uint32_t* words) {
   }
 }
 
+#if defined(__AVX512F__) && !defined(MIDSTREAM_PAIR)
+
+// Combines all lanes; the result is in every lane.
+template <class Combine> __m512i combine_lanes(__m512i x, Combine combine) {
+  x = combine(x, _mm512_shuffle_i64x2(x, x, 0x4e));
+  x = combine(x, _mm512_shuffle_i64x2(x, x, 0xb1));
+  x = combine(x, _mm512_shuffle_epi32(x, _MM_PERM_BADC));
+  return combine(x, _mm512_shuffle_epi32(x, _MM_PERM_CDAB));
+}
+__m512i sum_of_lanes(__m512i x) { return combine_lanes(x, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }); }
+__m512i highest_lane(__m512i x) { return combine_lanes(x, [](__m512i a, __m512i b) { return _mm512_max_epi32(a, b); }); }
+
+// Quantizes a row to halves for weights of four bits, like QuantizedRows::quantize, but a block at a time.
+void quantize_halves(const QuantizedRows& rows, int index, const float* row, float most_level) {
+  static_assert(kRowTile == 6);
+  constexpr int kNumVectors = kBlock / 2 * kRowTile / 16;
+  // Word w of the row goes to place w * kRowTile + place of the block's vectors.
+  __m512i sources[kNumVectors];
+  __mmask16 lanes[kNumVectors];
+  int64_t first = static_cast<int64_t>(index / kRowTile) * rows.num_blocks;
+  int place = index % kRowTile;
+  auto lane = [](int i) { return static_cast<__mmask16>(1u << i); };
+  for (int i = 0; i < kNumVectors; ++i) {
+    alignas(64) int32_t words[16];
+    lanes[i] = 0;
+    for (int lane = 0; lane < 16; ++lane) {
+      words[lane] = (i * 16 + lane) / kRowTile;
+      lanes[i] |= static_cast<__mmask16>((i * 16 + lane) % kRowTile == place) << lane;
+    }
+    sources[i] = _mm512_load_si512(words);
+  }
+  // The scales of 16 blocks at a time.
+  for (int start = 0; start < rows.num_blocks; start += 16) {
+    int count = std::min(16, rows.num_blocks - start);
+    __m512i largest_bits = _mm512_setzero_si512(), totals = largest_bits, products = largest_bits;
+    alignas(64) float inverses[16];
+    for (int b = 0; b < count; ++b) {
+      const float* x = row + (start + b) * kBlock;
+      // As integers, because then NaN is larger than any number.
+      __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+      __m512i low = _mm512_and_si512(_mm512_loadu_si512(x), magnitude), high = _mm512_and_si512(_mm512_loadu_si512(x + 16), magnitude);
+      largest_bits = _mm512_mask_mov_epi32(largest_bits, lane(b), highest_lane(_mm512_max_epi32(low, high)));
+    }
+    __m512 largest = _mm512_castsi512_ps(largest_bits), level = _mm512_set1_ps(most_level);
+    __mmask16 is_positive = _mm512_cmp_ps_mask(largest, _mm512_setzero_ps(), _CMP_GT_OQ);
+    _mm512_store_ps(inverses, _mm512_maskz_div_ps(is_positive, level, largest));
+    // Integers cannot represent NaN and infinity, so the scale becomes NaN.
+    __m512 scale = _mm512_add_ps(_mm512_div_ps(largest, level), _mm512_mul_ps(_mm512_setzero_ps(), largest));
+    for (int b = 0; b < count; ++b) {
+      const float* x = row + (start + b) * kBlock;
+      __m512 inverse = _mm512_set1_ps(inverses[b]);
+      __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), inverse));
+      __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + 16), inverse));
+      __m512i words = _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_slli_epi32(high, 16));
+      uint32_t* out = rows.words + (first + start + b) * (kBlock / 2) * kRowTile;
+      for (int i = 0; i < kNumVectors; ++i)
+        _mm512_mask_storeu_epi32(out + i * 16, lanes[i], _mm512_permutexvar_epi32(sources[i], words));
+      totals = _mm512_mask_mov_epi32(totals, lane(b), sum_of_lanes(_mm512_add_epi32(low, high)));
+      if (rows.products) {
+        __m512i both = _mm512_maskz_madd_epi16(0x5555, words, _mm512_srli_epi64(words, 32));
+        products = _mm512_mask_sub_epi32(products, lane(b), products, sum_of_lanes(both));
+      }
+    }
+    __mmask16 blocks = static_cast<__mmask16>((1u << count) - 1);
+    __m512i places = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(kRowTile));
+    int64_t at = (first + start) * kRowTile + place;
+    _mm512_mask_i32scatter_ps(rows.scales + at, blocks, places, scale, 4);
+    _mm512_mask_i32scatter_ps(rows.sums + at, blocks, places, _mm512_mul_ps(scale, _mm512_cvtepi32_ps(totals)), 4);
+    if (rows.products) _mm512_mask_i32scatter_epi32(rows.products + at, blocks, places, products, 4);
+  }
+}
+
+#endif
+
 }  // namespace
+
+int QuantizedRows::row_tile() const { return has_tiles ? kTileRows : kRowTile; }
 
 void QuantizedRows::quantize(int index, const float* row, Format format) const {
   if (input == Input::kFloats) {
@@ -125,11 +203,14 @@ void QuantizedRows::quantize(int index, const float* row, Format format) const {
       split_floats(row + b * kBlock, tile + (b * num_parts(input) * kTileRows + index % kTileRows) * kBlock / 2);
     return;
   }
-  int row_tile = has_tiles ? kTileRows : kRowTile;
+  int row_tile = this->row_tile();
   int64_t first = static_cast<int64_t>(index / row_tile) * num_blocks;
   int place = index % row_tile, num_words = words_of_block(input);
   bool has_halves = input == Input::kHalves, has_nibbles = midstream::has_nibbles(format);
   float most_level = has_halves ? most_half(format) : 127.0f;
+#if defined(__AVX512F__) && !defined(MIDSTREAM_PAIR)
+  if (has_halves && has_nibbles && !has_tiles && !num_split) return quantize_halves(*this, index, row, most_level);
+#endif
   __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   for (int b = 0; b < num_blocks; ++b) {
     __m256 x[4], most = _mm256_setzero_ps(), total = _mm256_setzero_ps();

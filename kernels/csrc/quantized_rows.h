@@ -44,6 +44,9 @@ struct QuantizedRows {
   int num_split = 0;
   uint32_t* products = nullptr;  // shape of scales: minus the sum of the products of words 2 i and 2 i + 1; null if not needed
 
+  // Returns the number of rows whose words are interleaved.
+  int row_tile() const;
+
   // Returns the rows from `row` on, which must be the first row of a tile.
   QuantizedRows from(int row) const {
     int64_t blocks = static_cast<int64_t>(row) * num_blocks;

@@ -127,10 +127,22 @@ inline void rotate_head(float* head, const float* cos, const float* sin, int dim
 
 // Quantizes x to integers of magnitude at most `most`, and returns the scale; NaN if x contains NaN.
 template <class T> inline float quantize_head(const float* x, int dim, T most, T* out) {
-  float largest = 0, total = 0;
-  for (int d = 0; d < dim; ++d) largest = std::max(largest, std::fabs(x[d])), total += x[d];
+  int whole = dim / kLanes * kLanes;
+  F part_largest = zero(), part_total = zero();
+  for (int d = 0; d < whole; d += kLanes) {
+    F part = load(x + d);
+    part_largest = max(as_float(bit_and(as_int(part), set1_int(0x7fffffff))), part_largest);  // ignores NaN
+    part_total = add(part_total, part);
+  }
+  float largest = max_lanes(part_largest), total = sum_lanes(part_total);
+  for (int d = whole; d < dim; ++d) largest = std::max(largest, std::fabs(x[d])), total += x[d];
   float inverse = largest > 0 ? static_cast<float>(most) / largest : 0.0f;
-  for (int d = 0; d < dim; ++d) out[d] = static_cast<T>(_mm_cvtss_si32(_mm_set_ss(x[d] * inverse)));
+  for (int d = 0; d < whole; d += kLanes) {
+    int32_t levels[kLanes];
+    store_int(levels, to_int(mul(load(x + d), set1(inverse))));
+    for (int i = 0; i < kLanes; ++i) out[d + i] = static_cast<T>(levels[i]);
+  }
+  for (int d = whole; d < dim; ++d) out[d] = static_cast<T>(_mm_cvtss_si32(_mm_set_ss(x[d] * inverse)));
   return largest / static_cast<float>(most) + 0.0f * total;
 }
 
