@@ -15,8 +15,9 @@ from midstream.telemetry import configure_logging
 # New objects per collection of generation 0, and its collections per collection of generation 1, which looks at up to
 # three times as many objects and takes up to 25 ms.
 _YOUNG_OBJECTS, _YOUNG_COLLECTIONS = 5_000, 2
-# A full collection is due when the number of memory blocks has doubled, and grown by this number (about 100 MB).
-_MIN_GROWTH = 1_000_000
+# A full collection is due when the memory blocks allocated since the start have grown by this share and by this number
+# (about 3 MB).
+_GROWTH_SHARE, _MIN_GROWTH = 0.25, 30_000
 _NEVER = 1_000_000_000
 
 ConfigT = TypeVar("ConfigT", RouterConfig, SchedulerConfig, DetokenizerConfig)
@@ -51,9 +52,11 @@ def tune_collector(min_growth: int = _MIN_GROWTH) -> None:
     requests. If only the first threshold is raised, collections of generation 1 stop a busy router for up to 96 ms.
 
     A full collection looks at every object, for example those of the finished requests that a scheduler keeps (150 ms
-    for 8,000 of them). Objects that live long are not in reference cycles here, so their memory is freed without the
-    collector, and a full collection is only worthwhile if the process grows nevertheless.
+    for 8,000 of them). These are not in reference cycles, so their memory is freed without the collector. Others may
+    be, such as exceptions, and let the process grow. A full collection therefore runs only once it has grown, and soon
+    enough that freeing what it finds takes no longer than 50 ms.
     """
+    num_first = sys.getallocatedblocks()
     max_blocks = 0
 
     def on_collection(phase: str, info: dict[str, int]) -> None:
@@ -62,7 +65,7 @@ def tune_collector(min_growth: int = _MIN_GROWTH) -> None:
             return  # most collections are of generation 0, and counting the blocks takes up to 0.4 ms
         num_blocks = sys.getallocatedblocks()
         if info["generation"] == 2:
-            max_blocks = num_blocks + max(num_blocks, min_growth)
+            max_blocks = num_blocks + max(int((num_blocks - num_first) * _GROWTH_SHARE), min_growth)
             gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_COLLECTIONS, _NEVER)
         elif num_blocks > max_blocks:
             gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_COLLECTIONS, 0)

@@ -17,7 +17,7 @@ def count(phase, info):
     num_full += phase == "stop" and info["generation"] == 2
 
 gc.callbacks.append(count)
-tune_collector(min_growth=350_000)
+tune_collector(min_growth=250_000)
 kept = []
 for _ in range(12):
     kept += [[] for _ in range(100_000)]
