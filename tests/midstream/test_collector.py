@@ -32,6 +32,5 @@ def test_a_full_collection_runs_only_when_the_process_has_grown() -> None:
     counts = [int(line) for line in result.stdout.split()]
     assert counts[:2] == [0, 0]
     assert counts[3:8] == [1] * 5
-    # 1,200,000 more objects: by 250,000 each while that is more than a quarter of the process's growth, which it is here
-    # up to 1,000,000.
+    # The other 1,200,000 objects: one collection per 250,000, and per quarter of the growth from 1,000,000 on.
     assert 4 <= counts[-1] <= 6
