@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,7 +57,7 @@ class BlockWeight:
             blocks = torch.unflatten(codes, 1, (-1, 16))
             codes = torch.cat((blocks & 15, blocks >> 4), dim=-1).flatten(1)
         if self.kind == "float4":
-            levels = torch.tensor(MXFP4_LEVELS, dtype=torch.float32, device=codes.device)[codes.long()]
+            levels = _float4_levels(codes.device)[codes.long()]
         elif self.kind in ("int8", "float8"):
             levels = codes.view(torch.int8 if self.kind == "int8" else torch.float8_e4m3fn).float()
         else:
@@ -74,6 +75,12 @@ class BlockWeight:
         return replace(
             self, codes=self.codes.to(device), scale=self.scale.to(device), minimum=minimum, row_scale=row_scale
         )
+
+
+@functools.cache
+def _float4_levels(device: torch.device) -> Tensor:
+    """Return what each code stands for; the copy to the device, which cannot be recorded, is made once."""
+    return torch.tensor(MXFP4_LEVELS, dtype=torch.float32, device=device)
 
 
 def block_weight(rows: Tensor, weight_format: WeightFormat, num_columns: int) -> BlockWeight | None:

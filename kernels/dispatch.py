@@ -41,6 +41,8 @@ MAX_HEAD_DIM = 256
 # Maximum rows for which one kernel of ours computes a product and its activation, instead of cuBLAS and a second
 # kernel.
 _MAX_GATED_ROWS = 16
+# Maximum rows for which blocks are unpacked inside the product, and not once before cuBLAS.
+_MAX_BLOCK_ROWS = 256
 _is_batch_invariant = False
 _segment_keys = 0
 _has_float8_inputs = False
@@ -143,9 +145,10 @@ def block_linear(
         if _has_float8_inputs and can_scale(x, weight):
             product = scaled_linear(x, weight, bias, triton.quantize_rows)
             return product if activation is None else activate(product, activation)
-        return triton.block_linear(x, weight, bias, activation, is_batch_invariant=_is_batch_invariant)
+        if _is_batch_invariant or len(x) <= _MAX_BLOCK_ROWS:
+            return triton.block_linear(x, weight, bias, activation, is_batch_invariant=_is_batch_invariant)
     product = torch_linear(x, weight.dense().to(x.dtype), bias)
-    return product if activation is None else torch_activate(product, activation)
+    return product if activation is None else activate(product, activation)
 
 
 def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor, max_rank: int) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 
 _WARM_UPS = 3
+# The launch of a graph takes longer than a small kernel.
+_CALLS_IN_GRAPH = 5
 
 
 def seconds(run: Callable[[], object], repeats: int = 20) -> float:
@@ -26,15 +28,16 @@ def seconds(run: Callable[[], object], repeats: int = 20) -> float:
 
 
 def graph_seconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """Return the same as `seconds`, with `run` captured as a graph; needed for kernels that take less time than their
-    launch.
+    """Return the same as `seconds`, with several calls of `run` captured as a graph; needed for kernels that take less
+    time than their launch.
     """
     for _ in range(_WARM_UPS):
         run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
-    return seconds(graph.replay, repeats)
+        for _ in range(_CALLS_IN_GRAPH):
+            run()
+    return seconds(graph.replay, repeats) / _CALLS_IN_GRAPH
 
 
 def copy_bandwidth() -> float:

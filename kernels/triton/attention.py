@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.quantized_kv import KvScales
 from kernels.triton.attention_kernels import attend, combine
 from kernels.triton.decode_kernel import decode
-from kernels.triton.dependent_launch import options
+from kernels.triton.dependent_launch import num_processors, options
 
 # Fewest keys between the borders at which batch-invariant decoding splits, and most splits, each of which leaves a
 # float32 vector for every query head.
@@ -264,7 +264,7 @@ def segment_keys_for(max_sequence_length: int) -> int:
 
 def _num_shares(num_kv_heads: int, device: torch.device) -> int:
     """Return how many programs for each KV head fill the device."""
-    return math.ceil(_PROGRAMS_PER_PROCESSOR * _num_processors(device) / num_kv_heads)
+    return math.ceil(_PROGRAMS_PER_PROCESSOR * num_processors(device) / num_kv_heads)
 
 
 @functools.cache
@@ -282,11 +282,7 @@ def _num_tile_splits(num_filled: int, num_places: int, num_key_tiles: int, devic
         num_places: Tiles that there may be. In a recorded step few of them have queries, but all are launched, which
             takes time even if they end at once.
     """
-    num_processors = _num_processors(device)
-    wanted = _TILES_PER_PROCESSOR * num_processors // num_filled
-    affordable = _PLACES_PER_PROCESSOR * num_processors // num_places
+    processors = num_processors(device)
+    wanted = _TILES_PER_PROCESSOR * processors // num_filled
+    affordable = _PLACES_PER_PROCESSOR * processors // num_places
     return max(1, min(wanted, affordable, num_key_tiles, _MAX_TILE_SPLITS))
-
-
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

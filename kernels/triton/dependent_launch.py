@@ -37,6 +37,12 @@ def capability(device: torch.device) -> int:
     return 0 if device.type == "cpu" else int(driver.active.get_current_target().arch)
 
 
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Return a GPU's number of multiprocessors; 1 for a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 @triton.jit
 def begin(IS_DEPENDENT: tl.constexpr):
     """Wait for the kernel before this one, and let the next one start; without IS_DEPENDENT do nothing."""

@@ -12,7 +12,10 @@ reads that block alone.
 
 The threshold is the largest number at which some property still holds (enough tokens, or enough mass, at or above it).
 Float32 numbers that are not negative are ordered as their bits are, so it is searched over the bits, four in each pass,
-without sorting.
+without sorting. No threshold is below a row's floor, which is known before the search: the least probability of the
+top_k most likely tokens, each taken from another small group of tokens, or one below which all tokens together weigh
+less than top-p leaves out. So only the tokens that reach the floor are copied and searched. Usually they are a few
+hundred: then a single program finds both thresholds, and the passes of the search skip the row.
 """
 
 from __future__ import annotations
@@ -22,10 +25,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.dependent_launch import begin, options
+from kernels.triton.dependent_launch import begin, num_processors, options
 
 _BLOCK = 4096
 _PART = 512
+# Tokens of a group of which only the highest weight counts for the floor.
+_GROUP = 128
+# Most candidates of a row that one program searches.
+_FEW = 1024
+# Programs for each processor in passes over candidates, so that rows that skip them are skipped soon.
+_PROGRAMS_PER_PROCESSOR = 16
 # The bits of 1.0, the largest probability, are below 2**30.
 _SHIFTS = (28, 24, 20, 16, 12, 8, 4, 0)
 _PIVOTS = tl.constexpr(16)
@@ -64,32 +73,94 @@ def sample(
     common = {"NUM_BLOCKS": num_blocks, "enable_fp_fusion": True, **options(device)}
     sizes = {"BLOCKS": triton.next_power_of_2(num_blocks), **common}
     grid = (num_rows, num_blocks)
+    num_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
+    shared_grid = (num_rows, max(1, min(num_blocks, num_programs // num_rows)))
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=device)
 
     highest, places = empty(torch.float32, num_blocks), empty(torch.int32, num_blocks)
     weights, sums = empty(torch.float32, num_tokens), empty(torch.float32, num_blocks)
+    group = min(_GROUP, block)
+    groups = num_blocks * block // group
+    peaks = empty(torch.float32, groups)
     _find_highest[grid](logits, highest, places, num_tokens, logits.stride(0), BLOCK=block, num_warps=8, **common)
     _weigh[grid](
-        logits, temperature, highest, weights, sums, num_tokens, logits.stride(0), BLOCK=block, num_warps=8, **sizes
+        logits,
+        temperature,
+        highest,
+        weights,
+        sums,
+        peaks,
+        num_tokens,
+        logits.stride(0),
+        BLOCK=block,
+        GROUP=group,
+        num_warps=8,
+        **sizes,
     )
+    limits = (top_k, top_p)
+    # The tokens of each block that are searched, and their number. Without a search nothing reads them.
+    is_searched = has_top_k or has_top_p
+    floors, num_candidates = empty(torch.int32), empty(torch.int32, num_blocks)
+    # Whether a row has too many candidates for one program.
+    has_many = empty(torch.int32)
+    candidates = empty(torch.float32, num_blocks * block) if is_searched else weights
     # Thresholds of top-k and top-p (bits), and the mass that top-p wants.
     thresholds = torch.zeros(num_rows, 2, dtype=torch.int32, device=device)
     wanted = empty(torch.float64)
+    if is_searched:
+        _find_floor[(num_rows,)](
+            temperature,
+            *limits,
+            peaks,
+            sums,
+            floors,
+            num_tokens,
+            GROUPS=groups,
+            PADDED=triton.next_power_of_2(groups),
+            num_warps=8,
+            **sizes,
+        )
+        _gather[grid](
+            temperature,
+            *limits,
+            weights,
+            sums,
+            floors,
+            candidates,
+            num_candidates,
+            num_tokens,
+            BLOCK=block,
+            num_warps=8,
+            **sizes,
+        )
+        _search_few[(num_rows,)](
+            temperature,
+            *limits,
+            candidates,
+            num_candidates,
+            floors,
+            has_many,
+            thresholds,
+            num_tokens,
+            BLOCK=block,
+            FEW=min(_FEW, triton.next_power_of_2(num_tokens)),
+            num_warps=16,
+            **sizes,
+        )
     # Of two passes in turn: how many probabilities reach each pivot, and their sum, by block.
     counts, masses = empty(torch.int32, 2, num_blocks, 16), empty(torch.float64, 2, num_blocks, 16)
     # Of two passes in turn: the bits found so far, and count and mass of what is above the next number.
     found, counts_above, masses_above = empty(torch.int32, 2), empty(torch.int32, 2), empty(torch.float64, 2)
-    state = (wanted, counts, masses, found, counts_above, masses_above)
-    limits = (top_k, top_p)
+    state = (has_many, floors, wanted, counts, masses, found, counts_above, masses_above)
     for search, is_used in enumerate((has_top_k, has_top_p)):
         for i, shift in enumerate(_SHIFTS if is_used else ()):
-            _search[grid](
+            _search[shared_grid](
                 temperature,
                 *limits,
-                weights,
-                sums,
+                candidates,
+                num_candidates,
                 *state,
                 num_tokens,
                 search,
@@ -104,10 +175,26 @@ def sample(
         if is_used or (search == 0 and has_top_p):
             last = (len(_SHIFTS) - 1) & 1
             _end_search[(num_rows,)](
-                *limits, thresholds, *state, num_tokens, search, int(is_used), last, num_warps=4, **sizes
+                temperature, *limits, thresholds, *state, num_tokens, search, int(is_used), last, num_warps=4, **sizes
             )
     kept = empty(torch.float64, num_blocks)
-    _keep[grid](temperature, min_p, weights, sums, thresholds, kept, num_tokens, BLOCK=block, num_warps=8, **sizes)
+    _keep[shared_grid](
+        temperature,
+        *limits,
+        min_p,
+        weights,
+        sums,
+        candidates,
+        num_candidates,
+        thresholds,
+        kept,
+        num_tokens,
+        BLOCK=block,
+        PART=min(_PART, block),
+        IS_SEARCHED=is_searched,
+        num_warps=8,
+        **sizes,
+    )
     out = empty(torch.int32)
     _draw[(num_rows,)](
         temperature,
@@ -187,14 +274,16 @@ def _weigh(
     highest_ptr,
     weights_ptr,
     sums_ptr,
+    peaks_ptr,
     num_tokens,
     stride,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Write each token's weight, of which the highest is 1, and each block's sum."""
+    """Write each token's weight, of which the highest is 1, each block's sum, and each group's highest weight."""
     begin(IS_DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
@@ -206,6 +295,9 @@ def _weigh(
     weights = tl.exp((logits - highest) / temperature)
     tl.store(weights_ptr + row.to(tl.int64) * num_tokens + columns, weights, mask=columns < num_tokens)
     tl.store(sums_ptr + row * NUM_BLOCKS + block, tl.sum(weights, 0))
+    groups = tl.arange(0, BLOCK // GROUP)
+    peaks = tl.max(tl.reshape(weights, [BLOCK // GROUP, GROUP]), 1)
+    tl.store(peaks_ptr + (row * NUM_BLOCKS + block) * (BLOCK // GROUP) + groups, peaks)
 
 
 @triton.jit
@@ -224,7 +316,185 @@ def _is_wanted(search, top_k, top_p, num_tokens):
 
 
 @triton.jit
+def _is_searched(top_k, top_p, num_tokens):
+    """Return whether a row needs any search."""
+    return ((top_k > 0) & (top_k < num_tokens)) | (top_p < 1.0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"])
+def _find_floor(
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    peaks_ptr,
+    sums_ptr,
+    floors_ptr,
+    num_tokens,
+    GROUPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """Write the bits of a number that is not above the row's thresholds."""
+    begin(IS_DEPENDENT)
+    row = tl.program_id(0)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    if (tl.load(temperature_ptr + row) <= 0.0) | (not _is_searched(top_k, top_p, num_tokens)):
+        return
+    floor = 0
+    if (top_k > 0) & (top_k < num_tokens):
+        # The threshold of top-p is not below that of top-k, because the tokens kept by top-k have all the mass.
+        total = tl.sum(_joined(sums_ptr, row, 0.0, NUM_BLOCKS, BLOCKS), 0)
+        groups = tl.arange(0, PADDED)
+        peaks = tl.load(peaks_ptr + row * GROUPS + groups, mask=groups < GROUPS, other=0.0) / total
+        bits = tl.where(groups < GROUPS, peaks.to(tl.int32, bitcast=True), -1)
+        for i in range(8):
+            numbers = _numbers(floor, 28 - 4 * i)
+            counts = tl.sum((bits[:, None] >= numbers[None, :]).to(tl.int32), 0)
+            floor = tl.max(tl.where((counts >= top_k) | (tl.arange(0, _PIVOTS) == 0), numbers, 0), 0)
+    else:
+        # Half of what top-p leaves out, so that rounding of the sums does not matter.
+        floor = (tl.maximum(1.0 - top_p - 1e-4, 0.0) * 0.5 / num_tokens).to(tl.int32, bitcast=True)
+    tl.store(floors_ptr + row, floor)
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"])
+def _gather(
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    weights_ptr,
+    sums_ptr,
+    floors_ptr,
+    candidates_ptr,
+    num_candidates_ptr,
+    num_tokens,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """Write a block's probabilities that reach the floor one after the other, in the order of tokens."""
+    begin(IS_DEPENDENT)
+    row, block = tl.program_id(0), tl.program_id(1)
+    is_searched = _is_searched(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), num_tokens)
+    if (tl.load(temperature_ptr + row) <= 0.0) | (not is_searched):
+        return
+    p, _ = _probabilities(weights_ptr, sums_ptr, row, block, num_tokens, BLOCK, NUM_BLOCKS, BLOCKS)
+    is_token = block * BLOCK + tl.arange(0, BLOCK) < num_tokens
+    reaches = is_token & (p.to(tl.int32, bitcast=True) >= tl.load(floors_ptr + row))
+    count = tl.sum(reaches.to(tl.int32), 0)
+    tl.store(num_candidates_ptr + row * NUM_BLOCKS + block, count)
+    if count > 0:
+        places = tl.cumsum(reaches.to(tl.int32), 0) - 1
+        tl.store(candidates_ptr + (row.to(tl.int64) * NUM_BLOCKS + block) * BLOCK + places, p, mask=reaches)
+
+
+@triton.jit
+def _best(counts, masses, count, mass, before, floor, shift, count_above, mass_above):
+    """Return the state behind a pass: bits of the highest pivot that enough reach, count and mass above its next.
+
+    Enough are `count` tokens with `mass`. `before` has the bits found so far, which the pivots follow at `shift`.
+    """
+    pivots = tl.arange(0, _PIVOTS)
+    # What does not reach the floor was not counted. The first pivot holds: it is what the pass before found.
+    holds = ((counts >= count) & (masses >= mass)) | (before + (pivots << shift) <= floor)
+    holds = (holds & ((pivots < 4) | (shift < 28))) | (pivots == 0)
+    best = tl.max(tl.where(holds, pivots, 0), 0)
+    is_next = pivots == best + 1
+    is_last = best == _PIVOTS - 1
+    count_above = tl.where(is_last, count_above, tl.sum(tl.where(is_next, counts, 0), 0))
+    mass_above = tl.where(is_last, mass_above, tl.sum(tl.where(is_next, masses, 0.0), 0))
+    return before + (best << shift), count_above, mass_above
+
+
+@triton.jit
+def _numbers(found, shift):
+    """Return the pivots of a pass. In the first one the last would exceed 31 bits, and nothing reaches the fifth."""
+    pivots = tl.arange(0, _PIVOTS)
+    return found + (tl.where(shift < 28, pivots, tl.minimum(pivots, 4)) << shift)
+
+
+@triton.jit
+def _counted(p, bits, numbers):
+    """Return how many probabilities reach each number, and their sum."""
+    reaches = bits[:, None] >= numbers[None, :]
+    return tl.sum(reaches.to(tl.int32), 0), tl.sum(tl.where(reaches, p[:, None].to(tl.float64), 0.0), 0)
+
+
+@triton.jit
+def _mass_left(found, count_above, mass_above, top_k):
+    """Return the mass of exactly top_k tokens: those above the last one, and it as often as is left."""
+    return mass_above + (top_k - count_above).to(tl.float64) * found.to(tl.float32, bitcast=True).to(tl.float64)
+
+
+@triton.jit
+def _threshold(p, bits, count, mass, floor):
+    """Return the bits of the highest number that `count` probabilities with `mass` reach, count and mass above it."""
+    found = 0
+    count_above = 0
+    mass_above = tl.full([], 0.0, tl.float64)
+    for i in range(8):
+        shift = 28 - 4 * i
+        counts, masses = _counted(p, bits, _numbers(found, shift))
+        found, count_above, mass_above = _best(
+            counts, masses, count, mass, found, floor, shift, count_above, mass_above
+        )
+    return found, count_above, mass_above
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"])
+def _search_few(
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    candidates_ptr,
+    num_candidates_ptr,
+    floors_ptr,
+    has_many_ptr,
+    thresholds_ptr,
+    num_tokens,
+    BLOCK: tl.constexpr,
+    FEW: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """Write the thresholds of a row with at most FEW candidates, and whether it has more."""
+    begin(IS_DEPENDENT)
+    row = tl.program_id(0)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    if (tl.load(temperature_ptr + row) <= 0.0) | (not _is_searched(top_k, top_p, num_tokens)):
+        return
+    counts = _joined(num_candidates_ptr, row, 0, NUM_BLOCKS, BLOCKS)
+    num_candidates = tl.sum(counts, 0)
+    tl.store(has_many_ptr + row, (num_candidates > FEW).to(tl.int32))
+    if num_candidates > FEW:
+        return
+    # The candidates of all blocks, one after the other.
+    places = tl.arange(0, FEW)
+    is_candidate = places < num_candidates
+    is_behind = tl.cumsum(counts, 0)[None, :] <= places[:, None]
+    blocks = tl.sum(is_behind.to(tl.int32), 1)
+    offsets = places - tl.sum(tl.where(is_behind, counts[None, :], 0), 1)
+    at = (row.to(tl.int64) * NUM_BLOCKS + blocks) * BLOCK + offsets
+    p = tl.load(candidates_ptr + at, mask=is_candidate, other=0.0)
+    bits = tl.where(is_candidate, p.to(tl.int32, bitcast=True), -1)
+    floor = tl.load(floors_ptr + row)
+    mass_left = tl.full([], 1.0, tl.float64)
+    if (top_k > 0) & (top_k < num_tokens):
+        found, count_above, mass_above = _threshold(p, bits, top_k, tl.full([], 0.0, tl.float64), floor)
+        tl.store(thresholds_ptr + row * 2, found)
+        mass_left = _mass_left(found, count_above, mass_above, top_k)
+    if top_p < 1.0:
+        found, count_above, mass_above = _threshold(p, bits, 1, mass_left * top_p.to(tl.float64), floor)
+        tl.store(thresholds_ptr + row * 2 + 1, found)
+
+
+@triton.jit
 def _narrowed(
+    floors_ptr,
     wanted_ptr,
     counts_ptr,
     masses_ptr,
@@ -239,7 +509,7 @@ def _narrowed(
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Return the state behind a pass: bits of the highest pivot that enough reach, count and mass above its next.
+    """Return `_best` of a pass, whose numbers its programs left by block.
 
     Enough are top_k tokens, or for the search of top-p one token and the mass that it wants.
     """
@@ -252,18 +522,17 @@ def _narrowed(
     at = ((row * 2 + parity) * NUM_BLOCKS + blocks) * _PIVOTS + pivots[None, :]
     counts = tl.sum(tl.load(counts_ptr + at, mask=blocks < NUM_BLOCKS, other=0), 0)
     masses = tl.sum(tl.load(masses_ptr + at, mask=blocks < NUM_BLOCKS, other=0.0), 0)
-    # The first pivot holds: it is what the pass before found.
-    holds = ((counts >= count) & (masses >= mass) & ((pivots < 4) | (shift < 28))) | (pivots == 0)
-    best = tl.max(tl.where(holds, pivots, 0), 0)
-    is_next = pivots == best + 1
-    is_last = best == _PIVOTS - 1
-    count_above = tl.where(
-        is_last, tl.load(counts_above_ptr + row * 2 + parity), tl.sum(tl.where(is_next, counts, 0), 0)
-    )
-    mass_above = tl.where(
-        is_last, tl.load(masses_above_ptr + row * 2 + parity), tl.sum(tl.where(is_next, masses, 0.0), 0)
-    )
-    return tl.load(found_ptr + row * 2 + parity) + (best << shift), count_above, mass_above
+    before, floor = tl.load(found_ptr + row * 2 + parity), tl.load(floors_ptr + row)
+    count_above, mass_above = tl.load(counts_above_ptr + row * 2 + parity), tl.load(masses_above_ptr + row * 2 + parity)
+    return _best(counts, masses, count, mass, before, floor, shift, count_above, mass_above)
+
+
+@triton.jit
+def _part(candidates_ptr, block, start, num_candidates, BLOCK: tl.constexpr, PART: tl.constexpr):
+    """Return the next candidates of a block, numbered over all rows, padded with 0, and which are not padding."""
+    places = start + tl.arange(0, PART)
+    is_candidate = places < num_candidates
+    return tl.load(candidates_ptr + block.to(tl.int64) * BLOCK + places, mask=is_candidate, other=0.0), is_candidate
 
 
 # The parameters of rows come side by side in one copy, aligned as their number has it.
@@ -275,8 +544,10 @@ def _search(
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
-    weights_ptr,
-    sums_ptr,
+    candidates_ptr,
+    num_candidates_ptr,
+    has_many_ptr,
+    floors_ptr,
     wanted_ptr,
     counts_ptr,
     masses_ptr,
@@ -293,18 +564,21 @@ def _search(
     BLOCKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Write, for 16 numbers that differ in four bits, how many of a block's probabilities reach each, and their sum."""
+    """Write, for 16 numbers that differ in four bits, how many of a block's candidates reach each, and their sum."""
     begin(IS_DEPENDENT)
-    row, block = tl.program_id(0), tl.program_id(1)
+    row, program = tl.program_id(0), tl.program_id(1)
     top_k = tl.load(top_k_ptr + row)
     is_wanted = _is_wanted(search, top_k, tl.load(top_p_ptr + row), num_tokens)
     if (tl.load(temperature_ptr + row) <= 0.0) | (not is_wanted):
+        return
+    if tl.load(has_many_ptr + row) == 0:
         return
     found = 0
     count_above = 0
     mass_above = tl.full([], 0.0, tl.float64)
     if shift < 28:
         found, count_above, mass_above = _narrowed(
+            floors_ptr,
             wanted_ptr,
             counts_ptr,
             masses_ptr,
@@ -319,39 +593,40 @@ def _search(
             NUM_BLOCKS,
             BLOCKS,
         )
-    if block == 0:
+    if program == 0:
         tl.store(found_ptr + row * 2 + parity, found)
         tl.store(counts_above_ptr + row * 2 + parity, count_above)
         tl.store(masses_above_ptr + row * 2 + parity, mass_above)
-    total = tl.sum(_joined(sums_ptr, row, 0.0, NUM_BLOCKS, BLOCKS), 0)
-    pivots = tl.arange(0, _PIVOTS)
-    # In the first pass the last pivots would exceed 31 bits. Nothing reaches the fifth.
-    numbers = found + (tl.where(shift < 28, pivots, tl.minimum(pivots, 4)) << shift)
-    counts = tl.zeros([_PIVOTS], tl.int32)
-    masses = tl.zeros([_PIVOTS], tl.float64)
-    # As many at a time as fit in registers beside 16 pivots.
-    for start in range(block * BLOCK, block * BLOCK + BLOCK, PART):
-        columns = start + tl.arange(0, PART)
-        is_token = columns < num_tokens
-        p = tl.load(weights_ptr + row.to(tl.int64) * num_tokens + columns, mask=is_token, other=0.0) / total
-        bits = tl.where(is_token, p.to(tl.int32, bitcast=True), -1)
-        # Most parts have nothing that the next pivots could change.
-        if tl.max(bits, 0) >= found:
-            reaches = bits[:, None] >= numbers[None, :]
-            counts += tl.sum(reaches.to(tl.int32), 0)
-            masses += tl.sum(tl.where(reaches, p[:, None].to(tl.float64), 0.0), 0)
-    at = ((row * 2 + parity) * NUM_BLOCKS + block) * _PIVOTS
-    tl.store(counts_ptr + at + pivots, counts)
-    tl.store(masses_ptr + at + pivots, masses)
+    numbers = _numbers(found, shift)
+    for block in range(program, NUM_BLOCKS, tl.num_programs(1)):
+        counts = tl.zeros([_PIVOTS], tl.int32)
+        masses = tl.zeros([_PIVOTS], tl.float64)
+        num_candidates = tl.load(num_candidates_ptr + row * NUM_BLOCKS + block)
+        # As many at a time as fit in registers beside 16 pivots.
+        for start in range(0, num_candidates, PART):
+            p, is_candidate = _part(candidates_ptr, row * NUM_BLOCKS + block, start, num_candidates, BLOCK, PART)
+            bits = tl.where(is_candidate, p.to(tl.int32, bitcast=True), -1)
+            # Most parts have nothing that the next pivots could change.
+            if tl.max(bits, 0) >= found:
+                more_counts, more_masses = _counted(p, bits, numbers)
+                counts += more_counts
+                masses += more_masses
+        at = ((row * 2 + parity) * NUM_BLOCKS + block) * _PIVOTS + tl.arange(0, _PIVOTS)
+        tl.store(counts_ptr + at, counts)
+        tl.store(masses_ptr + at, masses)
 
 
 @triton.jit(
-    do_not_specialize=["search", "is_used", "parity"], do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"]
+    do_not_specialize=["search", "is_used", "parity"],
+    do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"],
 )
 def _end_search(
+    temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     thresholds_ptr,
+    has_many_ptr,
+    floors_ptr,
     wanted_ptr,
     counts_ptr,
     masses_ptr,
@@ -370,9 +645,14 @@ def _end_search(
     begin(IS_DEPENDENT)
     row = tl.program_id(0)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    if (tl.load(temperature_ptr + row) <= 0.0) | (not _is_searched(top_k, top_p, num_tokens)):
+        return
+    if tl.load(has_many_ptr + row) == 0:
+        return
     mass_left = tl.full([], 1.0, tl.float64)
     if _is_wanted(search, top_k, top_p, num_tokens) & (is_used != 0):
         found, count_above, mass_above = _narrowed(
+            floors_ptr,
             wanted_ptr,
             counts_ptr,
             masses_ptr,
@@ -388,9 +668,7 @@ def _end_search(
             BLOCKS,
         )
         tl.store(thresholds_ptr + row * 2 + search, found)
-        # The mass of exactly top_k tokens: those above the last one, and it as often as is left.
-        least = found.to(tl.float32, bitcast=True).to(tl.float64)
-        mass_left = mass_above + (top_k - count_above).to(tl.float64) * least
+        mass_left = _mass_left(found, count_above, mass_above, top_k)
     if search == 0:
         tl.store(wanted_ptr + row, mass_left * top_p.to(tl.float64))
 
@@ -404,28 +682,45 @@ def _kept(p, total, min_p, thresholds_ptr, row):
     return tl.where(p >= threshold, p, 0.0).to(tl.float64)
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "min_p_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"])
 def _keep(
     temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
     min_p_ptr,
     weights_ptr,
     sums_ptr,
+    candidates_ptr,
+    num_candidates_ptr,
     thresholds_ptr,
     kept_ptr,
     num_tokens,
     BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    IS_SEARCHED: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Write the sum of each block's kept probabilities."""
     begin(IS_DEPENDENT)
-    row, block = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
     if tl.load(temperature_ptr + row) <= 0.0:
         return
-    p, total = _probabilities(weights_ptr, sums_ptr, row, block, num_tokens, BLOCK, NUM_BLOCKS, BLOCKS)
-    kept = _kept(p, total, tl.load(min_p_ptr + row), thresholds_ptr, row)
-    tl.store(kept_ptr + row * NUM_BLOCKS + block, tl.sum(kept, 0))
+    min_p = tl.load(min_p_ptr + row)
+    is_searched = IS_SEARCHED and _is_searched(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), num_tokens)
+    total = tl.sum(_joined(sums_ptr, row, 0.0, NUM_BLOCKS, BLOCKS), 0)
+    for block in range(tl.program_id(1), NUM_BLOCKS, tl.num_programs(1)):
+        mass = tl.full([], 0.0, tl.float64)
+        if is_searched:
+            num_candidates = tl.load(num_candidates_ptr + row * NUM_BLOCKS + block)
+            for start in range(0, num_candidates, PART):
+                p, _ = _part(candidates_ptr, row * NUM_BLOCKS + block, start, num_candidates, BLOCK, PART)
+                mass += tl.sum(_kept(p, total, min_p, thresholds_ptr, row), 0)
+        else:
+            p = _block(weights_ptr, row, block, num_tokens, num_tokens, 0.0, BLOCK) / total
+            mass = tl.sum(_kept(p, total, min_p, thresholds_ptr, row), 0)
+        tl.store(kept_ptr + row * NUM_BLOCKS + block, mass)
 
 
 @triton.jit(

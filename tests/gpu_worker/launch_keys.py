@@ -148,7 +148,7 @@ def trace(patch: pytest.MonkeyPatch) -> Keys:
     traced = types.SimpleNamespace(**{name: with_results(name) for name in names})
     patch.setattr(dispatch, "triton", traced, raising=False)
     patch.setattr(dispatch, "_takes_triton", lambda x: True)
-    patch.setattr(attention, "_num_processors", lambda device: 132)
+    patch.setattr(attention, "num_processors", lambda device: 132)
     patch.setattr(limits, "recorder_for", lambda device: lambda: record_at_once)
     return keys
 

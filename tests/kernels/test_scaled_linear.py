@@ -106,3 +106,25 @@ def test_the_setting_chooses_between_float8_products_and_our_kernel(monkeypatch:
     assert len(launched) == 1
     kernels.block_linear(x.float(), weight)
     assert len(launched) == 2
+
+
+def test_blocks_are_unpacked_once_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "triton", operations, raising=False)
+    monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)
+    monkeypatch.setattr(dispatch, "_MAX_BLOCK_ROWS", 4)
+    weight, x = float8_weight(48, 96), torch.randn(5, 96).half()
+    dense = torch.nn.functional.linear(x, weight.dense().half())
+    launched: list[int] = []
+
+    def multiply(x: Tensor, *_: object, **__: object) -> Tensor:
+        launched.append(len(x))
+        return dense[: len(x)]
+
+    monkeypatch.setattr(operations, "block_linear", multiply)
+    assert torch.equal(kernels.block_linear(x, weight), dense)
+    assert torch.equal(kernels.block_linear(x, weight, activation="relu"), operations.activate(dense, "relu"))
+    assert launched == []
+    kernels.block_linear(x[:4], weight)
+    monkeypatch.setattr(dispatch, "_is_batch_invariant", True)
+    kernels.block_linear(x, weight)
+    assert launched == [4, 5]

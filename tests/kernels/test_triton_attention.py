@@ -183,7 +183,7 @@ def test_single_queries_and_their_splits_take_one_launch(monkeypatch: pytest.Mon
 def test_a_device_is_filled_with_programs_for_all_kv_heads_together(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, launched = paged_batch([200, 3], [1, 1], 16), []
     k, v = random_cache(batch, 16, 2, 16, torch.float32)
-    monkeypatch.setattr(attention, "_num_processors", lambda device: 5)
+    monkeypatch.setattr(attention, "num_processors", lambda device: 5)
     monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda _, grid: lambda *_, **__: launched.append(grid))
     attend(torch.randn(2, 4, 16), k, v, batch)
     assert launched == [(2 + 8, 2)]  # three programs for each processor are 15, which is 8 for each of the two heads
@@ -263,7 +263,7 @@ def test_tiles_of_few_queries_are_split_to_fill_the_device(
     launches = {name: Launches() for name in ("attend", "combine", "decode")}
     for name, fake in launches.items():
         monkeypatch.setattr(attention, name, fake)
-    monkeypatch.setattr(attention, "_num_processors", lambda device: 132)
+    monkeypatch.setattr(attention, "num_processors", lambda device: 132)
     cache = torch.zeros(1, 16, 8, 128, dtype=torch.float16)
     operations.paged_attention(
         torch.zeros(num_tokens, 32, 128, dtype=torch.float16),
@@ -336,7 +336,7 @@ def test_batch_invariant_decoding_leaves_empty_splits_out(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("window", [None, 50])
 def test_batch_invariant_bits_depend_on_the_query_alone(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     # There are enough processors to split the keys of few queries, which must not happen here.
-    monkeypatch.setattr(attention, "_num_processors", lambda device: 132)
+    monkeypatch.setattr(attention, "num_processors", lambda device: 132)
     lengths, dim, scale = [150, 9], 16, 0.25
     whole = paged_batch(lengths, lengths, 16)
     k, v = random_cache(whole, 16, 1, dim, torch.float32)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
@@ -54,13 +54,44 @@ sampling_params = st.builds(
 )
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
+@pytest.fixture(params=[1024, 1], ids=["one program for each row", "passes"], autouse=True)
+def most_candidates(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Search with one program for each row, and with passes of several programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "_FEW", request.param)
+        yield
+
+
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(params=st.lists(sampling_params, min_size=1, max_size=6), num_tokens=st.integers(2, 5000))
 def test_draws_what_the_worker_draws(params: list[SamplingParams], num_tokens: int) -> None:
     torch.manual_seed(0)
     logits = torch.randn(len(params), num_tokens) * 4
     logits[:, 0] = -torch.inf
     assert drawn_by_kernel(logits, params) == drawn_by_worker(logits, params)
+
+
+def test_few_tokens_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that may be among the 50 most likely ones, or that weigh more than a share of what top-p leaves out."""
+    called: dict[str, tuple[Tensor, ...]] = {}
+    run = InterpretedFunction.__getitem__
+
+    def note(function: InterpretedFunction, grid: tuple[int, ...]) -> Callable[..., None]:
+        def call(*args: Tensor, **kwargs: int) -> None:
+            called[function.__name__] = args
+            run(function, grid)(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", note)
+    torch.manual_seed(3)
+    logits = torch.randn(2, 20_000) * 6
+    params = [SamplingParams(top_k=50, seed=1), SamplingParams(top_p=0.9, seed=2)]
+    assert drawn_by_kernel(logits, params) == drawn_by_worker(logits, params)
+    of_top_k, of_top_p = called["_gather"][7].sum(dim=1).tolist()
+    p = torch.softmax(logits[1].double(), 0)
+    assert 50 <= of_top_k < 100
+    assert int((p >= 0.1 / 20_000).sum()) <= of_top_p <= int((p >= 0.04 / 20_000).sum()) < 2_000
 
 
 def test_tokens_as_likely_as_the_last_kept_one_are_kept() -> None:
@@ -137,7 +168,9 @@ def test_a_draw_over_many_blocks_is_the_same_in_any_batch(monkeypatch: pytest.Mo
 
 
 def test_every_pass_over_the_vocabulary_is_divided_among_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each program reads at most 4,096 of 128,256 tokens. Without top-k and top-p there is no search."""
+    """Each program reads at most 4,096 of 128,256 tokens, and the passes over candidates fill the processors. Without
+    top-k and top-p there is no search.
+    """
     launched: list[tuple[str, tuple[int, ...]]] = []
 
     def note(function: InterpretedFunction, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -145,15 +178,17 @@ def test_every_pass_over_the_vocabulary_is_divided_among_programs(monkeypatch: p
         return lambda *args, **kwargs: None
 
     monkeypatch.setattr(InterpretedFunction, "__getitem__", note)
+    monkeypatch.setattr(kernel, "num_processors", lambda device: 1)
     logits, params = torch.zeros(2, 128_256), [SamplingParams(), SamplingParams()]
     first = [("_find_highest", (2, 32)), ("_weigh", (2, 32))]
-    last = [("_keep", (2, 32)), ("_draw", (2,))]
-    search = [("_search", (2, 32))] * 8 + [("_end_search", (2,))]
+    last = [("_keep", (2, 8)), ("_draw", (2,))]
+    gather = [("_find_floor", (2,)), ("_gather", (2, 32)), ("_search_few", (2,))]
+    search = [("_search", (2, 8))] * 8 + [("_end_search", (2,))]
     for limits, expected in (
         ((False, False), [*first, *last]),
-        ((True, False), [*first, *search, *last]),
-        ((False, True), [*first, search[-1], *search, *last]),
-        ((True, True), [*first, *search, *search, *last]),
+        ((True, False), [*first, *gather, *search, *last]),
+        ((False, True), [*first, *gather, search[-1], *search, *last]),
+        ((True, True), [*first, *gather, *search, *search, *last]),
     ):
         launched.clear()
         drawn_by_kernel(logits, params, has_top_k=limits[0], has_top_p=limits[1])
