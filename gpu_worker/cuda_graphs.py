@@ -26,6 +26,7 @@ import functools
 import gc
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -145,7 +146,10 @@ def _waits_raise() -> Iterator[None]:
     A failed recording leaves more state behind than a failed run.
     """
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        # PyTorch calls this mode a prototype, because it does not notice every wait.
+        warnings.filterwarnings("ignore", "Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
