@@ -157,6 +157,8 @@ class Placement:
 
     def _num_to_start(self, request: Request, group: WorkerGroup) -> int:
         """Return how many of a queued request's waiting sequences can start on the group now."""
+        if not group.num_free_rows:
+            return 0
         if request.group is None:
             if not self._may_try(request, group) or not group.adapters.fits(request.spec):
                 return 0
