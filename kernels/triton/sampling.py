@@ -100,11 +100,10 @@ def sample(
         **sizes,
     )
     limits = (top_k, top_p)
-    # The tokens of each block that are searched, and their number. Without a search nothing reads them.
     is_searched = has_top_k or has_top_p
-    floors, num_candidates = empty(torch.int32), empty(torch.int32, num_blocks)
-    # Whether a row has too many candidates for one program.
-    has_many = empty(torch.int32)
+    # Bits of each row's floor, or -1 if it needs no search, and whether it has too many candidates for one program; the
+    # candidates of each block, and their number. Without a search nothing reads them.
+    floors, has_many, num_candidates = empty(torch.int32), empty(torch.int32), empty(torch.int32, num_blocks)
     candidates = empty(torch.float32, num_blocks * block) if is_searched else weights
     # Thresholds of top-k and top-p (bits), and the mass that top-p wants.
     thresholds = torch.zeros(num_rows, 2, dtype=torch.int32, device=device)
@@ -122,21 +121,8 @@ def sample(
             num_warps=8,
             **sizes,
         )
-        _gather[grid](
-            temperature,
-            *limits,
-            weights,
-            sums,
-            floors,
-            candidates,
-            num_candidates,
-            num_tokens,
-            BLOCK=block,
-            num_warps=8,
-            **sizes,
-        )
+        _gather[grid](weights, sums, floors, candidates, num_candidates, num_tokens, BLOCK=block, num_warps=8, **sizes)
         _search_few[(num_rows,)](
-            temperature,
             *limits,
             candidates,
             num_candidates,
@@ -157,7 +143,6 @@ def sample(
     for search, is_used in enumerate((has_top_k, has_top_p)):
         for i, shift in enumerate(_SHIFTS if is_used else ()):
             _search[shared_grid](
-                temperature,
                 *limits,
                 candidates,
                 num_candidates,
@@ -175,15 +160,15 @@ def sample(
         if is_used or (search == 0 and has_top_p):
             last = (len(_SHIFTS) - 1) & 1
             _end_search[(num_rows,)](
-                temperature, *limits, thresholds, *state, num_tokens, search, int(is_used), last, num_warps=4, **sizes
+                *limits, thresholds, *state, num_tokens, search, int(is_used), last, num_warps=4, **sizes
             )
     kept = empty(torch.float64, num_blocks)
     _keep[shared_grid](
         temperature,
-        *limits,
         min_p,
         weights,
         sums,
+        floors,
         candidates,
         num_candidates,
         thresholds,
@@ -301,24 +286,21 @@ def _weigh(
 
 
 @triton.jit
-def _probabilities(
-    weights_ptr, sums_ptr, row, block, num_tokens, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """Return a block's probabilities, with 0 past the vocabulary's end, and the sum of all weights."""
-    total = tl.sum(_joined(sums_ptr, row, 0.0, NUM_BLOCKS, BLOCKS), 0)
-    return _block(weights_ptr, row, block, num_tokens, num_tokens, 0.0, BLOCK) / total, total
+def _total(sums_ptr, row, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the sum of a row's weights."""
+    return tl.sum(_joined(sums_ptr, row, 0.0, NUM_BLOCKS, BLOCKS), 0)
+
+
+@triton.jit
+def _probabilities(weights_ptr, total, row, block, num_tokens, BLOCK: tl.constexpr):
+    """Return a block's probabilities, with 0 past the vocabulary's end."""
+    return _block(weights_ptr, row, block, num_tokens, num_tokens, 0.0, BLOCK) / total
 
 
 @triton.jit
 def _is_wanted(search, top_k, top_p, num_tokens):
     """Return whether a row needs this search: 0 is that of top-k, 1 that of top-p."""
     return ((top_k > 0) & (top_k < num_tokens)) if search == 0 else top_p < 1.0
-
-
-@triton.jit
-def _is_searched(top_k, top_p, num_tokens):
-    """Return whether a row needs any search."""
-    return ((top_k > 0) & (top_k < num_tokens)) | (top_p < 1.0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"])
@@ -336,18 +318,21 @@ def _find_floor(
     BLOCKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Write the bits of a number that is not above the row's thresholds."""
+    """Write the bits of a number that is not above the row's thresholds, or -1 if the row needs no search."""
     begin(IS_DEPENDENT)
     row = tl.program_id(0)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    if (tl.load(temperature_ptr + row) <= 0.0) | (not _is_searched(top_k, top_p, num_tokens)):
+    has_top_k = _is_wanted(0, top_k, top_p, num_tokens)
+    is_searched = has_top_k | _is_wanted(1, top_k, top_p, num_tokens)
+    if (tl.load(temperature_ptr + row) <= 0.0) | (not is_searched):
+        tl.store(floors_ptr + row, -1)
         return
     floor = 0
-    if (top_k > 0) & (top_k < num_tokens):
+    if has_top_k:
         # The threshold of top-p is not below that of top-k, because the tokens kept by top-k have all the mass.
-        total = tl.sum(_joined(sums_ptr, row, 0.0, NUM_BLOCKS, BLOCKS), 0)
         groups = tl.arange(0, PADDED)
-        peaks = tl.load(peaks_ptr + row * GROUPS + groups, mask=groups < GROUPS, other=0.0) / total
+        peaks = tl.load(peaks_ptr + row * GROUPS + groups, mask=groups < GROUPS, other=0.0)
+        peaks /= _total(sums_ptr, row, NUM_BLOCKS, BLOCKS)
         bits = tl.where(groups < GROUPS, peaks.to(tl.int32, bitcast=True), -1)
         for i in range(8):
             numbers = _numbers(floor, 28 - 4 * i)
@@ -359,11 +344,8 @@ def _find_floor(
     tl.store(floors_ptr + row, floor)
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"])
+@triton.jit
 def _gather(
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
     weights_ptr,
     sums_ptr,
     floors_ptr,
@@ -378,12 +360,13 @@ def _gather(
     """Write a block's probabilities that reach the floor one after the other, in the order of tokens."""
     begin(IS_DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
-    is_searched = _is_searched(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), num_tokens)
-    if (tl.load(temperature_ptr + row) <= 0.0) | (not is_searched):
+    floor = tl.load(floors_ptr + row)
+    if floor < 0:
         return
-    p, _ = _probabilities(weights_ptr, sums_ptr, row, block, num_tokens, BLOCK, NUM_BLOCKS, BLOCKS)
+    total = _total(sums_ptr, row, NUM_BLOCKS, BLOCKS)
+    p = _probabilities(weights_ptr, total, row, block, num_tokens, BLOCK)
     is_token = block * BLOCK + tl.arange(0, BLOCK) < num_tokens
-    reaches = is_token & (p.to(tl.int32, bitcast=True) >= tl.load(floors_ptr + row))
+    reaches = is_token & (p.to(tl.int32, bitcast=True) >= floor)
     count = tl.sum(reaches.to(tl.int32), 0)
     tl.store(num_candidates_ptr + row * NUM_BLOCKS + block, count)
     if count > 0:
@@ -444,9 +427,8 @@ def _threshold(p, bits, count, mass, floor):
     return found, count_above, mass_above
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"])
 def _search_few(
-    temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     candidates_ptr,
@@ -464,13 +446,12 @@ def _search_few(
     """Write the thresholds of a row with at most FEW candidates, and whether it has more."""
     begin(IS_DEPENDENT)
     row = tl.program_id(0)
-    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    if (tl.load(temperature_ptr + row) <= 0.0) | (not _is_searched(top_k, top_p, num_tokens)):
-        return
+    floor = tl.load(floors_ptr + row)
     counts = _joined(num_candidates_ptr, row, 0, NUM_BLOCKS, BLOCKS)
     num_candidates = tl.sum(counts, 0)
-    tl.store(has_many_ptr + row, (num_candidates > FEW).to(tl.int32))
-    if num_candidates > FEW:
+    has_many = (floor >= 0) & (num_candidates > FEW)
+    tl.store(has_many_ptr + row, has_many.to(tl.int32))
+    if (floor < 0) | has_many:
         return
     # The candidates of all blocks, one after the other.
     places = tl.arange(0, FEW)
@@ -481,13 +462,13 @@ def _search_few(
     at = (row.to(tl.int64) * NUM_BLOCKS + blocks) * BLOCK + offsets
     p = tl.load(candidates_ptr + at, mask=is_candidate, other=0.0)
     bits = tl.where(is_candidate, p.to(tl.int32, bitcast=True), -1)
-    floor = tl.load(floors_ptr + row)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     mass_left = tl.full([], 1.0, tl.float64)
-    if (top_k > 0) & (top_k < num_tokens):
+    if _is_wanted(0, top_k, top_p, num_tokens):
         found, count_above, mass_above = _threshold(p, bits, top_k, tl.full([], 0.0, tl.float64), floor)
         tl.store(thresholds_ptr + row * 2, found)
         mass_left = _mass_left(found, count_above, mass_above, top_k)
-    if top_p < 1.0:
+    if _is_wanted(1, top_k, top_p, num_tokens):
         found, count_above, mass_above = _threshold(p, bits, 1, mass_left * top_p.to(tl.float64), floor)
         tl.store(thresholds_ptr + row * 2 + 1, found)
 
@@ -536,12 +517,8 @@ def _part(candidates_ptr, block, start, num_candidates, BLOCK: tl.constexpr, PAR
 
 
 # The parameters of rows come side by side in one copy, aligned as their number has it.
-@triton.jit(
-    do_not_specialize=["search", "shift", "parity"],
-    do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"],
-)
+@triton.jit(do_not_specialize=["search", "shift", "parity"], do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"])
 def _search(
-    temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     candidates_ptr,
@@ -569,9 +546,7 @@ def _search(
     row, program = tl.program_id(0), tl.program_id(1)
     top_k = tl.load(top_k_ptr + row)
     is_wanted = _is_wanted(search, top_k, tl.load(top_p_ptr + row), num_tokens)
-    if (tl.load(temperature_ptr + row) <= 0.0) | (not is_wanted):
-        return
-    if tl.load(has_many_ptr + row) == 0:
+    if (tl.load(has_many_ptr + row) == 0) | (not is_wanted):
         return
     found = 0
     count_above = 0
@@ -617,11 +592,9 @@ def _search(
 
 
 @triton.jit(
-    do_not_specialize=["search", "is_used", "parity"],
-    do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"],
+    do_not_specialize=["search", "is_used", "parity"], do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"]
 )
 def _end_search(
-    temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     thresholds_ptr,
@@ -644,11 +617,9 @@ def _end_search(
     """Write the threshold, and behind the search of top-k the mass that top-p wants of the tokens that are left."""
     begin(IS_DEPENDENT)
     row = tl.program_id(0)
-    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    if (tl.load(temperature_ptr + row) <= 0.0) | (not _is_searched(top_k, top_p, num_tokens)):
-        return
     if tl.load(has_many_ptr + row) == 0:
         return
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     mass_left = tl.full([], 1.0, tl.float64)
     if _is_wanted(search, top_k, top_p, num_tokens) & (is_used != 0):
         found, count_above, mass_above = _narrowed(
@@ -682,14 +653,13 @@ def _kept(p, total, min_p, thresholds_ptr, row):
     return tl.where(p >= threshold, p, 0.0).to(tl.float64)
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "min_p_ptr"])
 def _keep(
     temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
     min_p_ptr,
     weights_ptr,
     sums_ptr,
+    floors_ptr,
     candidates_ptr,
     num_candidates_ptr,
     thresholds_ptr,
@@ -708,8 +678,8 @@ def _keep(
     if tl.load(temperature_ptr + row) <= 0.0:
         return
     min_p = tl.load(min_p_ptr + row)
-    is_searched = IS_SEARCHED and _is_searched(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), num_tokens)
-    total = tl.sum(_joined(sums_ptr, row, 0.0, NUM_BLOCKS, BLOCKS), 0)
+    is_searched = IS_SEARCHED and tl.load(floors_ptr + row) >= 0
+    total = _total(sums_ptr, row, NUM_BLOCKS, BLOCKS)
     for block in range(tl.program_id(1), NUM_BLOCKS, tl.num_programs(1)):
         mass = tl.full([], 0.0, tl.float64)
         if is_searched:
@@ -718,7 +688,7 @@ def _keep(
                 p, _ = _part(candidates_ptr, row * NUM_BLOCKS + block, start, num_candidates, BLOCK, PART)
                 mass += tl.sum(_kept(p, total, min_p, thresholds_ptr, row), 0)
         else:
-            p = _block(weights_ptr, row, block, num_tokens, num_tokens, 0.0, BLOCK) / total
+            p = _probabilities(weights_ptr, total, row, block, num_tokens, BLOCK)
             mass = tl.sum(_kept(p, total, min_p, thresholds_ptr, row), 0)
         tl.store(kept_ptr + row * NUM_BLOCKS + block, mass)
 
@@ -768,7 +738,8 @@ def _draw(
     last = tl.max(tl.where(by_block > 0, blocks, 0), 0)
     block = tl.minimum(tl.sum((passed <= target).to(tl.int32), 0), last)
     target -= tl.sum(tl.where(blocks < block, by_block, 0.0), 0)
-    p, total = _probabilities(weights_ptr, sums_ptr, row, block, num_tokens, BLOCK, NUM_BLOCKS, BLOCKS)
+    total = _total(sums_ptr, row, NUM_BLOCKS, BLOCKS)
+    p = _probabilities(weights_ptr, total, row, block, num_tokens, BLOCK)
     p = _kept(p, total, tl.load(min_p_ptr + row), thresholds_ptr, row)
     places = tl.arange(0, BLOCK)
     last = tl.max(tl.where(p > 0, places, 0), 0)
