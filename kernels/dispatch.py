@@ -41,8 +41,9 @@ MAX_HEAD_DIM = 256
 # Maximum rows for which one kernel of ours computes a product and its activation, instead of cuBLAS and a second
 # kernel.
 _MAX_GATED_ROWS = 16
-# Maximum rows for which blocks are unpacked inside the product, and not once before cuBLAS.
-_MAX_BLOCK_ROWS = 256
+# Maximum rows for which blocks are unpacked inside the product, and not once before cuBLAS. Recorded mixed steps do not
+# have more: their graphs would keep the memory of the unpacked matrices.
+_MAX_BLOCK_ROWS = 512
 _is_batch_invariant = False
 _segment_keys = 0
 _has_float8_inputs = False
