@@ -14,13 +14,13 @@ from tests.integration.service import Service, collect, eventually_idle, latest_
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-NUM_TOKENS = 16
+NUM_TOKENS = 48
 
 
 def crowd() -> list[pb.GenerateRequest]:
-    """Return 16 requests whose blocks hold 512 tokens in total at the end."""
+    """Return 8 requests that each fill 64 tokens of cache at the end, so that any two that overlap compete."""
     rng = random.Random(8)
-    return [tokens([rng.randint(300, 48_999) for _ in range(16)], max_tokens=NUM_TOKENS) for _ in range(16)]
+    return [tokens([rng.randint(300, 48_999) for _ in range(16)], max_tokens=NUM_TOKENS) for _ in range(8)]
 
 
 async def outputs(stub: Stub) -> list[list[int]]:
@@ -43,10 +43,10 @@ async def test_a_pool_of_an_eighth_finishes_everything_with_the_same_tokens(serv
             stats = await eventually_idle(stub)
         assert stats.kv_cache_stats.max_num_blocks * stats.kv_cache_stats.tokens_per_block == 64
         assert stats.num_preemptions > 0
-        assert stats.num_finished_by_reason == {"length": 16}
+        assert stats.num_finished_by_reason == {"length": 8}
         assert stats.num_conservation_violations == 0
         shown = midstream("stats", "--json", "--run-dir", str(small.run_dir))
-        assert json.loads(shown.stdout)["numFinishedByReason"] == {"length": 16}
+        assert json.loads(shown.stdout)["numFinishedByReason"] == {"length": 8}
     finally:
         small.stop()
     replayed = midstream("replay", str(recording))
