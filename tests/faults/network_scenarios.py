@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from protos.scheduler_pb2_grpc import SchedulerAsyncStub
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-NUM_STREAMS, NUM_TOKENS = 8, 100
+NUM_STREAMS, NUM_TOKENS = 8, 300
 STEP_MS = 20
 LIMIT_S = 60
 QUICK = ("--worker-timeout-ms", "1000", "--heartbeat-interval-ms", "100")

@@ -70,8 +70,14 @@ def running_pressed(folder: Path) -> Iterator[Pressed]:
 class Reading:
     """A stream that was read to its end."""
 
+    began: float
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
+
+    @property
+    def took_s(self) -> float:
+        """Seconds from the request to its last token."""
+        return self.arrivals[-1] - self.began
 
     @property
     def pace(self) -> float:
@@ -81,7 +87,7 @@ class Reading:
 
 async def read(stub: Stub, first: int, num_tokens: int) -> Reading:
     """Read a stream of the fake worker, whose tokens count up from `first`; check that it is complete and in order."""
-    reading = Reading()
+    reading = Reading(time.monotonic())
     async for response in stub.Generate(request(first, num_tokens), timeout=120):
         assert response.token_offset == len(reading.token_ids)
         reading.token_ids += response.token_ids

@@ -132,15 +132,18 @@ def running_processes(folder: Path, *scheduler_flags: str, step_ms: float = 10) 
 
 
 class Streams:
-    """Concurrent requests to a model whose output counts up from the last token of the prompt."""
+    """Concurrent requests to a model whose output counts up from the last token of the prompt.
 
-    def __init__(self, client: AsyncClient, firsts: list[int], num_tokens: int, **options: float) -> None:
+    They have a deadline: without one, a request fails if a slow machine takes longer to start a worker than
+    --no-worker-timeout-s.
+    """
+
+    def __init__(self, client: AsyncClient, firsts: list[int], num_tokens: int, timeout_s: float = 100) -> None:
         self.firsts, self.num_tokens = firsts, num_tokens
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
         self._results = [Result("") for _ in firsts]
         self.streams: list[AsyncStream] = [
-            client.generate(token_ids=[first], sampling=sampling, **options)  # type: ignore[arg-type]
-            for first in firsts
+            client.generate(token_ids=[first], sampling=sampling, timeout_s=timeout_s) for first in firsts
         ]
         self._tasks = [asyncio.create_task(self._read(number)) for number in range(len(firsts))]
 

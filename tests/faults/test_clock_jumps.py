@@ -102,7 +102,7 @@ class Deadline:
     Attributes:
         submitted: Time at which the scheduler got the request.
         deadline: The request's deadline.
-        before_end: Time of the last event before the request's end.
+        before_end: Time of the last turn before the request's end; a turn ends what is past its deadline.
         ended: Time at which the scheduler ended it.
     """
 
@@ -124,7 +124,8 @@ def recorded_deadlines(path: Path) -> list[Deadline]:
         for end in record.ends:
             if end.request_id in found:
                 found[end.request_id].before_end, found[end.request_id].ended = before, now
-        before = now
+        if record.turn:
+            before = now
     return list(found.values())
 
 

@@ -15,7 +15,7 @@ from midstream.errors import AlreadyExistsError, DeadlineError
 from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
 from tests.faults.processes import ALL, Processes, Streams, until
-from tests.faults.test_worker_faults import FIRSTS, all_blocks_are_back
+from tests.faults.test_worker_faults import FIRSTS, a_worker_is_ready, all_blocks_are_back, no_workers_are_left
 
 
 async def test_a_scheduler_killed_in_the_middle_costs_no_token(processes: Processes, client: AsyncClient) -> None:
@@ -110,7 +110,7 @@ async def test_a_router_killed_in_the_middle_costs_no_token(processes: Processes
     num_resumes = 0
     # A router may take longer to start than a stream lasts, so each kill has its own streams.
     for number in range(2):
-        streams = Streams(client, FIRSTS, 200)
+        streams = Streams(client, FIRSTS, 1000)
         await streams.reach(20)
         await processes.kill(f"router-{number}")
         await streams.check()
@@ -140,7 +140,7 @@ async def test_clients_that_leave_are_counted_once_wherever_their_request_is(
         [6] * 4000,
         [7] * 4000,
     )  # the first request generates, the prompt of the second is computed, and the third waits
-    streams = [client.generate(token_ids=prompt, sampling=sampling) for prompt in prompts]
+    streams = [client.generate(token_ids=prompt, sampling=sampling, timeout_s=100) for prompt in prompts]
     first = await anext(streams[0])
     reading = [asyncio.create_task(anext(stream)) for stream in streams]
 
@@ -163,8 +163,10 @@ async def test_clients_that_leave_are_counted_once_wherever_their_request_is(
 async def test_a_deadline_in_the_queue_and_one_in_generation(processes: Processes, client: AsyncClient) -> None:
     for name in ("worker-0", "worker-1"):
         await processes.kill(name)
+    await no_workers_are_left(processes)
     processes.worker_flags = ("--max-batch-size", "1")
     processes.start("worker-0")
+    await a_worker_is_ready(processes)
     sampling = SamplingParams(max_tokens=4000, ignore_eos=True)
     running = client.generate(token_ids=[5], sampling=sampling, timeout_s=8)
     await anext(running)
@@ -228,7 +230,7 @@ async def test_a_faulty_link_neither_loses_nor_duplicates_messages(processes: Pr
     async with unsteady_link(direct) as (port, cut):
         processes.worker_flags = ("--scheduler", f"tcp://127.0.0.1:{port}", "--repeat-results")
         processes.start("worker-0", "worker-1")
-        streams = Streams(client, FIRSTS, 100, timeout_s=100)
+        streams = Streams(client, FIRSTS, 100)
         for num_tokens in (10, 30, 50, 70):
             await streams.reach(num_tokens)
             cut.set()

@@ -34,6 +34,13 @@ async def no_workers_are_left(processes: Processes) -> None:
     await until(are_lost)
 
 
+async def a_worker_is_ready(processes: Processes) -> None:
+    async def is_ready() -> bool:
+        return (await processes.stats()).kv_cache_stats.max_num_blocks > 0
+
+    await until(is_ready)
+
+
 async def test_a_worker_killed_in_generation_costs_no_token(processes: Processes, client: AsyncClient) -> None:
     streams = Streams(client, FIRSTS, 100)
     await streams.reach(20)
@@ -62,7 +69,7 @@ async def test_a_worker_killed_in_a_chunked_prompt_gives_its_blocks_back(
     await no_workers_are_left(processes)
     processes.worker_flags = ("--max-num-tokens", "16")
     processes.start("worker-0")
-    asking = asyncio.create_task(client.generate(token_ids=[5] * 4000, sampling=sampling).result())
+    asking = asyncio.create_task(client.generate(token_ids=[5] * 4000, sampling=sampling, timeout_s=100).result())
 
     async def has_begun() -> bool:
         return (await processes.stats()).inflight_batching_stats.num_ctx_tokens > 0

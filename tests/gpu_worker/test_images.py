@@ -136,7 +136,7 @@ import contextlib, signal, socket, time
 from gpu_worker.models import image_file_reader as reader
 from midstream.socket_messages import send
 
-reader.WALL_LIMIT_S = 0.5
+reader.WALL_LIMIT_S = 3.0
 files, read = [], reader.read_image
 
 def read_image(data):

@@ -293,7 +293,7 @@ def test_a_disk_that_does_not_answer_delays_one_step(tmp_path: Path, monkeypatch
     store_all(tmp_path / "tier", memory)
     folder, after = tier(tmp_path / "tier"), empty_pool()
     tiers, answers, get = KvTiers([folder], "store", after), threading.Event(), folder.get
-    monkeypatch.setattr("gpu_worker.kv.tiers._HUNG_S", 0.05)
+    monkeypatch.setattr("gpu_worker.kv.tiers._HUNG_S", 1.0)
 
     def hang(value: int) -> np.ndarray | None:
         if value == 104:
@@ -308,7 +308,7 @@ def test_a_disk_that_does_not_answer_delays_one_step(tmp_path: Path, monkeypatch
     assert missing(103, 104, 105) == [1, 2]
     started, done = time.monotonic(), tiers._reading
     assert missing(101, 102) == [0, 1]
-    assert time.monotonic() - started < 0.05, "steps do not wait again"
+    assert time.monotonic() - started < 1.0, "steps do not wait again"
     answers.set()
     while tiers._reading is done:
         time.sleep(0.001)

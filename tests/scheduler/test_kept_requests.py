@@ -129,7 +129,8 @@ async def test_a_kept_request_expires(tmp_path: Path) -> None:
 
 async def test_a_stop_word_in_a_restored_request_is_accepted(tmp_path: Path) -> None:
     """No detokenizer had read the request before, so it continued to its maximum length."""
-    async with run_cell(**settings(tmp_path)) as cell:
+    # The request must not be forgotten again between the reading and the stop word.
+    async with run_cell(**settings(tmp_path, finished_ttl_s=1.0)) as cell:
         await cell.worker()
         await cell.submit("a", [1, 2, 3], max_tokens=6, keep_s=600, detached=True)
         await until(lambda: forgotten(cell, "a"))

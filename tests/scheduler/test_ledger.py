@@ -129,7 +129,8 @@ async def test_a_page_whose_write_was_not_confirmed_is_not_written_twice(
 
 async def test_an_amended_end_changes_the_ledger_entry(tmp_path: Path) -> None:
     """This also applies to a request that is read back long after it was recorded."""
-    async with run_cell(**settings(tmp_path)) as cell:
+    # The request must not be forgotten again between the reading and the stop word.
+    async with run_cell(**settings(tmp_path, finished_ttl_s=1.0)) as cell:
         await cell.worker()
         await cell.submit("a", [1, 2, 3], max_tokens=6, keep_s=600, detached=True)
         assert summary(await entries(cell, 1)) == {"a": ("", 3, 6)}
