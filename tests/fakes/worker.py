@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 
@@ -32,6 +33,9 @@ class FakeWorkerConfig:
         fail_token: A row whose prompt contains this token fails.
         die_token: A step that adds a row whose prompt contains this token kills the worker.
         hang_at_step: Step at which the worker stops computing but continues to send heartbeats; 0 means never.
+        hold: File; while it exists, the worker computes only `hold_after` more steps and then stands still, but
+            continues to send heartbeats.
+        hold_after: Number of steps from the time when the file appears.
         wrong_shape_at_step: Step whose result has one token too many; 0 means never.
         repeat_results: Whether to send each result twice.
         checks: Whether to verify the KV cache in each step, which is slow.
@@ -55,6 +59,8 @@ class FakeWorkerConfig:
     fail_token: int = -1
     die_token: int = -1
     hang_at_step: int = 0
+    hold: str = ""
+    hold_after: int = 60
     wrong_shape_at_step: int = 0
     repeat_results: bool = False
     checks: bool = False
@@ -84,6 +90,7 @@ class FakeWorker:
         self._incarnation = random.getrandbits(63)
         self._stop = threading.Event()
         self._freeze = threading.Event()
+        self._num_held_steps = 0
         self._says_goodbye = True
         self._next_beat = 0.0
         self._beat_interval = 0.2
@@ -226,12 +233,21 @@ class FakeWorker:
             return
         if config.step_ms:
             time.sleep(config.step_ms / 1e3)
+        if config.hold:
+            self._hold(socket)
         result = self.model.step(batch)
         if batch.step_id == config.wrong_shape_at_step:
             result.token_ids.append(0)
         self._send(socket, step_result=result)
         if config.repeat_results:
             self._send(socket, step_result=result)
+
+    def _hold(self, socket: zmq.Socket[bytes]) -> None:
+        file = Path(self.config.hold)
+        self._num_held_steps = self._num_held_steps + 1 if file.exists() else 0
+        while self._num_held_steps > self.config.hold_after and file.exists() and not self._stop.is_set():
+            self._beat(socket)
+            time.sleep(0.01)
 
     def _send(
         self,

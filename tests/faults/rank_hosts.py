@@ -16,6 +16,7 @@ from tests.ports import free_port
 
 NUM_TOKENS = 6
 LIMIT_S = 100
+RANK_TIMEOUT_S = 10
 LOST = 4
 
 
@@ -24,7 +25,7 @@ def main() -> None:
     folder, hosts = Path(sys.argv[1]), Namespaces(["one", "two"]) if "--namespaces" in sys.argv else None
     first, outer = ("10.77.0.1", "10.77.0.254") if hosts else ("127.0.0.1", "127.0.0.1")
     scheduler, port = ScriptedScheduler(host=outer), free_port()
-    flags = ("--kernels", "torch", "--num-threads", "1", "--rank-timeout-s", "3")
+    flags = ("--kernels", "torch", "--num-threads", "1", "--rank-timeout-s", str(RANK_TIMEOUT_S))
     with ExitStack() as stack:
         stack.callback(scheduler.close)
         ranks = []
@@ -43,7 +44,7 @@ def main() -> None:
     assert f"receiving steps over {'TCP' if hosts else 'shared memory'}" in logs[1], logs[1]
     assert ranks[0].returncode == LOST, logs[0]
     assert not hosts or ranks[1].returncode == LOST, logs[1]
-    assert ("sent no heartbeat for 3 s" if hosts else "rank 1 disconnected") in logs[0], logs[0]
+    assert (f"sent no heartbeat for {RANK_TIMEOUT_S} s" if hosts else "rank 1 disconnected") in logs[0], logs[0]
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Collector(pb_grpc.TraceServiceServicer):
         return sorted(found, key=lambda span: span.start_ns)
 
     def await_spans(
-        self, trace_id: str, is_whole: Callable[[Sequence[Span]], bool], timeout_s: float = 30
+        self, trace_id: str, is_whole: Callable[[Sequence[Span]], bool], timeout_s: float = 60
     ) -> list[Span]:
         """Return the trace once it is complete or the time limit is reached."""
         deadline = time.monotonic() + timeout_s

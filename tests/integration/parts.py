@@ -22,7 +22,7 @@ from tests.ports import free_ports
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 120
 
 
 class Parts(NamedProcesses):
@@ -30,11 +30,13 @@ class Parts(NamedProcesses):
 
     Attributes:
         flags: Additional flags of the scheduler.
+        hold: File; while it exists, the worker soon stands still, so that no stream ends.
     """
 
     def __init__(self, folder: Path, *flags: str, step_ms: float = 10) -> None:
         super().__init__(folder)
         self.flags = flags
+        self.hold = folder / "hold"
         scheduler, worker, detokenizer, self.router_port = free_ports(4)
         self.scheduler_port = scheduler
         self.worker_address = f"tcp://127.0.0.1:{worker}"
@@ -50,8 +52,11 @@ class Parts(NamedProcesses):
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """Start or restart a process."""
-        flags = ("--journal-path", str(self.folder / "journal"), *self.flags) if name == "scheduler" else ()
-        return self.launch(name, *self._commands[name].split(), *flags)
+        flags = {
+            "scheduler": ("--journal-path", str(self.folder / "journal"), *self.flags),
+            "worker": ("--hold", str(self.hold)),
+        }
+        return self.launch(name, *self._commands[name].split(), *flags.get(name, ()))
 
     def kill(self, name: str) -> None:
         """Send SIGKILL to a process."""
@@ -67,16 +72,17 @@ class Parts(NamedProcesses):
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[Stub]:
         """Return a stub of the router once it sees a worker and a detokenizer."""
-        async with open_channel(f"127.0.0.1:{self.router_port}") as channel, asyncio.timeout(START_TIMEOUT_S):
+        async with open_channel(f"127.0.0.1:{self.router_port}") as channel:
             stub = cast("Stub", service_pb2_grpc.MidstreamStub(channel))
-            while not await _is_whole(stub):  # noqa: ASYNC110 (the other side is a process)
-                await asyncio.sleep(0.05)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not await _is_whole(stub):  # noqa: ASYNC110 (the other side is a process)
+                    await asyncio.sleep(0.05)
             yield stub
 
 
 async def _is_whole(stub: Stub) -> bool:
     try:
-        info = await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=5)
+        info = await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=10)
     except grpc.aio.AioRpcError:
         return False
     return bool(info.worker_groups and info.detokenizers)

@@ -65,11 +65,29 @@ class Service:
         status: dict[str, Any] = json.loads(result.stdout)
         return status
 
+    def status_once_serving(self) -> dict[str, Any]:
+        """Return the status as soon as every process serves, or at a time limit: on a busy machine, one may not answer
+        for a moment.
+        """
+        deadline = time.monotonic() + 60
+        while True:
+            status = self.status()
+            serves = {process["health"] for process in status["processes"]} == {"serving"}
+            if serves or time.monotonic() > deadline:
+                return status
+
     def processes(self, kind: str) -> list[dict[str, Any]]:
         """Return the supervisor's state entries for the processes of this kind."""
         state = RunDir(self.run_dir).read_state()
         assert state is not None
         return [asdict(process) for process in state.of_kind(kind)]
+
+    async def all_serving(self, kind: str) -> list[dict[str, Any]]:
+        """Return the processes of this kind, by name, as soon as all of them are healthy."""
+        count = len(self.processes(kind))
+        serving = await eventually(lambda: self.serving(kind), lambda parts: len(parts) == count, 60)
+        assert len(serving) == count
+        return serving
 
     async def serving(self, kind: str) -> list[dict[str, Any]]:
         """Return the healthy processes of this kind, by name."""
@@ -109,12 +127,12 @@ async def collect(stub: Stub, request: pb.GenerateRequest, timeout_s: float = 12
 
 
 async def latest_stats(stub: Stub) -> stats_pb2.IterationStats:
-    async for stats in stub.GetIterationStats(stats_pb2.GetIterationStatsRequest(), timeout=10):
+    async for stats in stub.GetIterationStats(stats_pb2.GetIterationStatsRequest(), timeout=30):
         return stats
     raise AssertionError("no statistics")
 
 
-async def eventually_idle(stub: Stub, limit_s: float = 20) -> stats_pb2.IterationStats:
+async def eventually_idle(stub: Stub, limit_s: float = 60) -> stats_pb2.IterationStats:
     """Return the statistics once no request is left, or the latest statistics at the time limit."""
     return await eventually(
         lambda: latest_stats(stub),

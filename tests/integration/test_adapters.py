@@ -18,8 +18,8 @@ import pytest
 from midstream.client import AsyncClient
 from midstream.errors import InvalidArgumentError, NotFoundError
 from protos import generation_pb2 as pb
-from protos import loads_pb2
 from tests.adapter_folders import HIDDEN, write_lora
+from tests.integration.holding import NAME, Hold
 from tests.integration.service import Service, collect, eventually, eventually_idle, midstream, tokens
 
 if TYPE_CHECKING:
@@ -109,27 +109,20 @@ async def test_embeddings_are_a_prompt_that_caches_share_only_among_equals(stub:
     assert other.token_ids != first.token_ids
 
 
-async def busy_workers(stub: Stub) -> set[str]:
-    info = await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=10)
-    return {group.group_id for group in info.worker_groups if group.num_active_sequences}
-
-
 async def test_a_stream_with_an_adapter_outlives_worker_and_scheduler(
-    service: Service, client: AsyncClient, stub: Stub
+    service: Service, client: AsyncClient, stub: Stub, hold: Hold
 ) -> None:
     expected = (await collect(stub, adapted("task", 48))).token_ids
+    request = adapted("task", 48)
+    request.logits_post_processor_name = NAME
     for kind in ("gpu_worker", "scheduler"):
-        victims = {process["name"]: process["pid"] for process in service.processes(kind)}
-        found: list[int] = []
-        call = stub.Generate(adapted("task", 48), timeout=120)
-        async for response in call:
-            assert response.token_offset == len(found)
-            found += response.token_ids
-            if len(found) >= 8 and victims:
-                for name in victims if kind == "scheduler" else await busy_workers(stub):
-                    os.kill(victims[name], signal.SIGKILL)
-                victims = {}
-        assert found == expected, kind
+        (scheduler,) = service.processes("scheduler")
+        # The worker stands still in the middle of the sequence until one of the two is killed.
+        with hold:
+            answer = asyncio.create_task(collect(stub, request))
+            worker = await hold.held()
+            os.kill(worker if kind == "gpu_worker" else scheduler["pid"], signal.SIGKILL)
+        assert (await answer).token_ids == expected, kind
 
     async def loaded() -> list[str]:
         try:
@@ -137,12 +130,12 @@ async def test_a_stream_with_an_adapter_outlives_worker_and_scheduler(
         except (grpc.aio.AioRpcError, NotFoundError):
             return []
 
-    assert await eventually(loaded, bool, 30) == ["task", "tone"]
+    assert await eventually(loaded, bool, 120) == ["task", "tone"]
 
     async def num_workers() -> int:
         return len(await service.serving("gpu_worker"))
 
-    await eventually(num_workers, lambda count: count == 2, 60)
+    await eventually(num_workers, lambda count: count == 2, 120)
     await eventually_idle(stub)
 
 

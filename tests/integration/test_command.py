@@ -60,7 +60,7 @@ def test_generate_names_the_bad_field(service: Service) -> None:
 
 
 def test_status_shows_every_process(service: Service) -> None:
-    status = service.status()
+    status = service.status_once_serving()
     processes = status["processes"]
     assert sorted(process["name"] for process in processes) == NAMES
     assert {process["health"] for process in processes} == {"serving"}
@@ -99,7 +99,7 @@ def test_a_second_up_in_the_same_directory_is_refused(service: Service) -> None:
 
 
 async def test_a_killed_worker_comes_back(service: Service) -> None:
-    first, second = await service.serving("gpu_worker")
+    first, second = await service.all_serving("gpu_worker")
     num_restarts = second["num_restarts"] + 1
     os.kill(second["pid"], signal.SIGKILL)
     after = await eventually(

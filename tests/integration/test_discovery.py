@@ -36,6 +36,7 @@ class Cluster(NamedProcesses):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.hosts = folder / "hosts"
+        self.hold = folder / "hold"  # while it exists, the workers soon stand still
         self._scheduler, self._worker, self._detokenizer, self.router, self.router_http = free_ports(5)
         self._model = open_model_folder("smollm2")
 
@@ -45,7 +46,8 @@ class Cluster(NamedProcesses):
         self.launch(f"scheduler-{host}", "scheduler", "--host", host, *ports, "--journal-path", str(journal))
         limits = ("--model-fingerprint", self._model.fingerprint, "--vocab-size", str(self._model.vocab_size))
         address = f"tcp://{host}:{self._worker}"
-        self.launch(f"worker-{host}", "tests.fakes.worker", "--scheduler", address, "--step-ms", "10", *limits)
+        flags = ("--scheduler", address, "--step-ms", "10", "--hold", str(self.hold), *limits)
+        self.launch(f"worker-{host}", "tests.fakes.worker", *flags)
 
     def scheduler_address(self, host: str) -> str:
         return f"{host}:{self._scheduler}"
@@ -62,7 +64,7 @@ class Cluster(NamedProcesses):
         self.start_resolved("router", "router", *ports, "--detokenizers", f"dns:///detokenizer:{self._detokenizer}")
 
     def num_live_detokenizers(self) -> int:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.router_http}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.router_http}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
         (value,) = (line.split()[1] for line in lines if line.startswith("midstream:num_live_detokenizers "))
         return int(float(value))
@@ -126,10 +128,12 @@ async def test_a_router_discovers_added_and_removed_detokenizers(cluster: Cluste
     came_s = await lag_until(lambda: has_live(2))
     # Streams on the removed host continue on the other host.
     request = tokens([5, 6, 7], max_tokens=300)
+    cluster.hold.touch()  # no stream ends before its host is removed
     reading = [asyncio.create_task(collect(stub, request)) for _ in range(4)]
-    await eventually(lambda: num_running(stub), lambda number: number == 4, START_TIMEOUT_S)
+    assert await eventually(lambda: num_running(stub), lambda number: number == 4, START_TIMEOUT_S) == 4
     publish(cluster.hosts, scheduler=[FIRST], detokenizer=[SECOND])
     left_s = await lag_until(lambda: has_live(1))
+    cluster.hold.unlink()
     answers = await asyncio.gather(*reading)
     assert [len(answer.token_ids) for answer in answers] == [300] * 4
     assert len({tuple(answer.token_ids) for answer in answers}) == 1
@@ -158,7 +162,7 @@ async def test_routers_and_detokenizers_discover_added_and_removed_schedulers(cl
 
 
 async def num_running(stub: Stub) -> int:
-    answer = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=10)
+    answer = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=30)
     return sum(load.num_running_requests for load in answer.cells)
 
 

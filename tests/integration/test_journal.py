@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from midstream.python_process import python_command
+from protos import loads_pb2
 from tests.integration.named_processes import environment
 from tests.integration.parts import Parts, running
-from tests.integration.service import tokens
+from tests.integration.service import eventually, tokens
 from tests.ports import free_ports
 
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 NUM_TOKENS = 200
-# Steps are so slow that streams are still running when a process is killed, even on a busy machine.
 STEP_MS = 20
 # The delay with which `midstream up` restarts a process that has died for the first time.
 BACKOFF_S = 0.25
@@ -35,7 +35,7 @@ async def read(stub: Stub, first: int, half_way: asyncio.Event) -> tuple[list[in
     """
     received: list[int] = []
     longest, last = 0.0, time.monotonic()
-    async for response in stub.Generate(tokens([first], max_tokens=NUM_TOKENS), timeout=60):
+    async for response in stub.Generate(tokens([first], max_tokens=NUM_TOKENS), timeout=150):
         assert response.token_offset == len(received)
         received += response.token_ids
         now = time.monotonic()
@@ -43,6 +43,16 @@ async def read(stub: Stub, first: int, half_way: asyncio.Event) -> tuple[list[in
         if len(received) > NUM_TOKENS // 4:
             half_way.set()
     return received, longest
+
+
+async def num_accepted(stub: Stub, count: int) -> int:
+    """Return the number of requests at the scheduler as soon as it is `count`, or at a time limit."""
+
+    async def ask() -> int:
+        loads = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=30)
+        return sum(load.num_running_requests + load.num_queued_requests for load in loads.cells)
+
+    return await eventually(ask, lambda found: found == count, 60)
 
 
 @pytest.fixture(params=["log", "sqlite"])
@@ -65,6 +75,7 @@ def parts(shared: Parts, tmp_path: Path, kind: str) -> Iterator[Parts]:
     shared.start("scheduler")
     yield shared
     shared.kill("scheduler")
+    shared.hold.unlink(missing_ok=True)
 
 
 # tests/faults/test_service_faults.py does the same with the other kind of journal.
@@ -72,9 +83,12 @@ def parts(shared: Parts, tmp_path: Path, kind: str) -> Iterator[Parts]:
 async def test_streams_continue_after_a_kill_of_the_scheduler(parts: Parts) -> None:
     async with parts.stub() as stub:
         half_way = asyncio.Event()
+        parts.hold.touch()  # the streams are still running when the process is killed, however busy the machine is
         streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000, 3000)]
         await half_way.wait()
+        assert await num_accepted(stub, 3) == 3
         await asyncio.to_thread(parts.kill, "scheduler")
+        parts.hold.unlink()
         await asyncio.sleep(BACKOFF_S)
         parts.start("scheduler")
         results = await asyncio.gather(*streams)
@@ -91,11 +105,13 @@ async def test_a_scheduler_with_a_full_disk_yields_to_its_successor(parts: Parts
         async for _ in stub.Generate(tokens([40_000] * 8000, max_tokens=1), timeout=60):
             pass
         half_way = asyncio.Event()
+        parts.hold.touch()
         stream = asyncio.create_task(read(stub, 1000, half_way))
         await half_way.wait()
         process = parts.processes["scheduler"]
         size = _num_journal_bytes(tmp_path)
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
+        parts.hold.unlink()
         assert await asyncio.to_thread(process.wait, 60) == 1
         parts.start("scheduler")
         received, _ = await stream
@@ -122,11 +138,14 @@ async def test_a_journal_deleted_while_in_use_is_recreated_and_a_successor_conti
 ) -> None:
     async with parts.stub() as stub:
         half_way = asyncio.Event()
+        parts.hold.touch()
         streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000)]
         await half_way.wait()
+        assert await num_accepted(stub, 2) == 2
         _remove_journal(tmp_path)
         await asyncio.to_thread(parts.wait_for_log, "scheduler", "began a new journal")
         await asyncio.to_thread(parts.kill, "scheduler")
+        parts.hold.unlink()
         parts.start("scheduler")
         results = await asyncio.gather(*streams)
     assert [received for received, _ in results] == [

@@ -17,7 +17,7 @@ def metric(service: Service, name: str) -> float:
     """Return a metric, summed over all tiers and workers."""
     total = 0.0
     for worker in service.processes("gpu_worker"):
-        with urllib.request.urlopen(f"http://{worker['addresses']['http']}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{worker['addresses']['http']}/metrics", timeout=30) as answer:
             total += sum(
                 map(float, re.findall(rf"^midstream:{name}(?:{{[^}}]*}})? (\S+)$", answer.read().decode(), re.M))
             )
@@ -43,7 +43,7 @@ async def test_a_restart_of_everything_recomputes_nothing_that_was_stored(tmp_pa
             if turn == 0:
                 assert hits == 0
 
-                stored = await eventually(partial(num_stored, service), lambda found: found >= num_blocks, 20)
+                stored = await eventually(partial(num_stored, service), lambda found: found >= num_blocks, 60)
                 assert stored >= num_blocks
             else:
                 assert hits >= 0.95 * num_blocks

@@ -20,7 +20,8 @@ from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from tests.adapter_folders import write_lora, write_prompt
 from tests.gpu_worker.mixture import PROMPTS, draw
-from tests.integration.service import Service, eventually, eventually_idle
+from tests.integration.holding import NAME, NUM_TOKENS, Hold
+from tests.integration.service import Service, eventually, eventually_idle, tokens
 
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
@@ -71,11 +72,12 @@ def assert_equal(index: int, found: list[dict[str, object]], expected: list[dict
 
 
 async def test_any_mixture_gives_the_bits_of_each_request_alone_despite_kills(
-    service: Service, client: AsyncClient, stub: Stub, tmp_path: Path
+    client: AsyncClient, stub: Stub, hold: Hold, tmp_path: Path
 ) -> None:
     tokenizer = Tokenizer(open_model_folder("smollm2").path)
     adapters = {"m-lora": write_lora(tmp_path / "lora", 6, 4), "soft": write_prompt(tmp_path / "soft", 4, 5)}
     requests = [drawn(number, adapters, tokenizer) for number in range(30)]
+    held = tokens([500], max_tokens=2 * NUM_TOKENS, logits_post_processor_name=NAME)
 
     async def run(index: int) -> list[dict[str, object]]:
         request = pb.GenerateRequest()
@@ -86,12 +88,16 @@ async def test_any_mixture_gives_the_bits_of_each_request_alone_despite_kills(
         order = list(range(30))
         first = await asyncio.gather(*map(run, order))
         random.Random(5).shuffle(order)
-        victim = service.processes("gpu_worker")[0]["pid"]
         before = {group.group_id for group in (await client.server_info()).worker_groups}
-        again = [asyncio.create_task(run(index)) for index in order]
-        done, _ = await asyncio.wait(again, return_when=asyncio.FIRST_COMPLETED)
-        os.kill(victim, signal.SIGKILL)
-        assert len(done) < 30
+        # One more request keeps a worker in the middle of all its sequences until it is killed.
+        with hold:
+            holding = asyncio.create_task(client.stream(held).result())
+            again = [asyncio.create_task(run(index)) for index in order]
+            victim = await hold.held()
+            done, _ = await asyncio.wait(again, return_when=asyncio.FIRST_COMPLETED)
+            os.kill(victim, signal.SIGKILL)
+            assert len(done) < 30
+        assert len((await holding).token_ids) == 2 * NUM_TOKENS
         second = dict(zip(order, await asyncio.gather(*again), strict=True))
         for index in range(30):
             assert_equal(index, second[index], first[index])
@@ -105,5 +111,5 @@ async def test_any_mixture_gives_the_bits_of_each_request_alone_despite_kills(
     async def groups() -> set[str]:
         return {group.group_id for group in (await client.server_info()).worker_groups}
 
-    assert len(await eventually(groups, lambda found: len(found) == len(before), 60)) == len(before)
+    assert len(await eventually(groups, lambda found: len(found) == len(before), 120)) == len(before)
     await eventually_idle(stub)

@@ -19,6 +19,7 @@ from midstream.client import AsyncClient
 from tests.gpu_worker.greedy import wrong_tokens
 from tests.gpu_worker.test_families import MODELS
 from tests.gpu_worker.tiny_models import SHAPE, make_tiny_model
+from tests.integration.holding import NAME, Hold
 from tests.integration.service import Service, eventually_idle, stub_of, tokens
 
 IS_THOROUGH = bool(os.environ.get("TEST_EVERY_FAMILY"))
@@ -45,7 +46,9 @@ async def test_the_death_of_a_worker_changes_no_token(name: str, tmp_path: Path)
     draw = random.Random(3)
     prefix = [draw.randrange(3, SHAPE["vocab_size"]) for _ in range(40)]
     prompts = [prefix + [draw.randrange(3, SHAPE["vocab_size"]) for _ in range(5 + i)] for i in range(NUM_REQUESTS)]
-    service = Service.start(tmp_path / "run", "--model", str(tmp_path / "model"), "--workers", "2")
+    (tmp_path / "hold").mkdir()
+    hold = Hold(tmp_path / "hold")
+    service = Service.start(tmp_path / "run", "--model", str(tmp_path / "model"), "--workers", "2", **hold.settings)
     try:
         async with AsyncClient(service.routers()) as client, stub_of(service.routers()[0]) as stub:
 
@@ -54,12 +57,14 @@ async def test_the_death_of_a_worker_changes_no_token(name: str, tmp_path: Path)
                 return list(result.sequences[0].token_ids)
 
             alone = [await run(prompt) for prompt in prompts[:2]]
-            streams = [client.stream(tokens(prompt, max_tokens=MAX_TOKENS)) for prompt in prompts]
-            running = [asyncio.create_task(stream.result()) for stream in streams]
-            victim = service.processes("gpu_worker")[0]["pid"]
-            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED, timeout=0.5)
-            os.kill(victim, signal.SIGKILL)
-            answers = [list((await task).sequences[0].token_ids) for task in running]
+            # One more request keeps a worker in the middle of all its sequences until it is killed.
+            held = tokens(prompts[0], max_tokens=MAX_TOKENS, logits_post_processor_name=NAME)
+            with hold:
+                running = [asyncio.create_task(run(prompt)) for prompt in prompts]
+                holding = asyncio.create_task(client.stream(held).result())
+                os.kill(await hold.held(), signal.SIGKILL)
+            answers = [await task for task in running]
+            assert (await holding).token_ids == answers[0]
             await eventually_idle(stub)
     finally:
         service.stop()

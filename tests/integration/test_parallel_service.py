@@ -48,7 +48,7 @@ def expected(prompt: list[int]) -> list[list[int]]:
 
 
 async def test_two_ranks_give_one_ranks_text(parallel: Service, prompt: list[int], expected: list[list[int]]) -> None:
-    assert tuple(rank["name"] for rank in await parallel.serving("gpu_worker")) == RANKS
+    assert tuple(rank["name"] for rank in await parallel.all_serving("gpu_worker")) == RANKS
     async with stub_of(parallel.routers()[0]) as stub:
         answer = await collect(stub, tokens(prompt, max_tokens=NUM_TOKENS))
     assert answer.token_ids == expected[-1]
@@ -60,7 +60,7 @@ async def test_a_killed_rank_ends_the_group_but_no_stream(
     parallel: Service, prompt: list[int], expected: list[list[int]]
 ) -> None:
     """The second stage is killed while it computes steps of several streams."""
-    second = (await parallel.serving("gpu_worker"))[1]["pid"]
+    second = (await parallel.all_serving("gpu_worker"))[1]["pid"]
     is_killed = False
 
     async def receive(stub: Stub, prompt: list[int]) -> list[int]:

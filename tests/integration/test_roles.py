@@ -38,7 +38,7 @@ NUM_TOKENS = 32 if NUM_KILLS > 2 else 16
 def metrics(worker: dict[str, Any]) -> dict[str, float]:
     """Return the metrics of a worker without labels; empty if the worker is not ready."""
     try:
-        with urllib.request.urlopen(f"http://{worker['addresses']['http']}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{worker['addresses']['http']}/metrics", timeout=30) as answer:
             return {
                 name: float(value)
                 for name, value in re.findall(r"^midstream:(\w+) (\S+)$", answer.read().decode(), re.M)

@@ -144,6 +144,7 @@ async def test_a_standby_takes_over_from_a_suspended_scheduler(database: str, tm
             await stub.GetLoads(loads_pb2.GetLoadsRequest(), wait_for_ready=True, timeout=60)
             with running(new, "scheduler", "worker"):
                 await asyncio.to_thread(new.wait_for_log, "scheduler", "waiting for the journal's lease")
+                old.hold.touch()  # the stream does not end before the scheduler is suspended
                 await stub.Submit(scheduler_pb2.SubmitRequest(request=request), wait_for_ready=True)
                 feed = await Feed(stub).open()
                 await feed.attach(1, "a")
@@ -191,8 +192,9 @@ async def test_routers_and_detokenizers_follow_the_active_scheduler(database: st
             ports = ("--port", str(second.router_port), "--http-port", "0", "--detokenizers", f"127.0.0.1:{port}")
             second.launch("router", "router", *ports, *schedulers)
             async with second.stub() as stub:
+                first.hold.touch()  # the stream does not end before the scheduler is killed
                 reading = asyncio.create_task(collect(stub, tokens([1000], max_tokens=NUM_TOKENS, request_id="a")))
-                await eventually(lambda: num_running(stub), bool, START_TIMEOUT_S)
+                assert await eventually(lambda: num_running(stub), bool, START_TIMEOUT_S) == 1
                 probes = ("/live", "/ready", "/health")
                 assert [await status_of(http_port, path) for path in probes] == [200, 200, 503]
                 first.kill("scheduler")
@@ -212,5 +214,5 @@ async def status_of(port: int, path: str) -> int:
 
 
 async def num_running(stub: Stub) -> int:
-    loads = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=5)
+    loads = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=30)
     return sum(load.num_running_requests for load in loads.cells)

@@ -117,7 +117,7 @@ async def stub_read(stub: Stub, client: TraceParent) -> None:
 async def test_the_log_of_every_part_names_the_request(service: Service, stub: Stub) -> None:
     await collect(stub, chat("Say hello.", request_id="logged", max_tokens=2))
     seen = await eventually(
-        lambda: asyncio.to_thread(parts_that_log, service, "logged"), lambda kinds: len(kinds) == 4, 20
+        lambda: asyncio.to_thread(parts_that_log, service, "logged"), lambda kinds: len(kinds) == 4, 60
     )
     assert seen == {"router", "scheduler", "gpu_worker", "detokenizer"}
 

@@ -2,7 +2,7 @@
 
 python -m tests.midstream.fake_service --name NAME --http-port PORT [--mode MODE] [--trace FILE]
 
-Modes: healthy, crash, stubborn, waiting, draining (exits at the second SIGTERM).
+Modes: healthy, crash, stubborn, waiting (for others from SIGUSR1 on), draining (exits at the second SIGTERM).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import json
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -28,26 +27,25 @@ def main() -> None:
     if arguments.mode == "crash":
         print(json.dumps({"level": "error", "message": "model: no such folder"}), file=sys.stderr)
         raise SystemExit(3)
-    terminated = threading.Event()
+    signals: list[int] = []  # not an event: its lock may be held by the code that a handler interrupts
     if arguments.mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif arguments.mode == "draining":
 
         def end_next_time(*_: object) -> None:
-            signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+            signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+            arguments.trace.with_name(f"{arguments.name}.drains").touch()
 
         signal.signal(signal.SIGTERM, end_next_time)
     else:
-        signal.signal(signal.SIGTERM, lambda *_: terminated.set())
-    began = time.monotonic()
-
-    def problems() -> list[str]:
-        """Return the health problems. In mode `waiting`, the service is healthy for a second and then waits."""
-        return ["no worker"] if arguments.mode == "waiting" and time.monotonic() > began + 1 else []
-
-    server = HttpServer("127.0.0.1", arguments.http_port, Metrics(), problems)
+        signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    problems: list[str] = []
+    if arguments.mode == "waiting":
+        signal.signal(signal.SIGUSR1, lambda *_: problems.append("no worker"))
+    server = HttpServer("127.0.0.1", arguments.http_port, Metrics(), lambda: problems)
     server.start()
-    terminated.wait()
+    while not signals:
+        time.sleep(0.05)
     server.stop()
     with arguments.trace.open("a") as trace:
         trace.write(f"{arguments.name}\n")

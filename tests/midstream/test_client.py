@@ -186,7 +186,7 @@ async def test_closing_a_stream_ends_the_call(how: str) -> None:
             reading = asyncio.create_task(anext(stream))
             await asyncio.sleep(0)
             reading.cancel()
-        await asyncio.wait_for(router.left.wait(), 30)
+        await asyncio.wait_for(router.left.wait(), 60)
 
 
 async def test_a_stream_can_be_cancelled_while_it_leaves_a_router_that_hangs() -> None:
@@ -198,7 +198,7 @@ async def test_a_stream_can_be_cancelled_while_it_leaves_a_router_that_hangs() -
         stream._is_silent = True
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(reading, 20)
+            await asyncio.wait_for(reading, 60)
 
 
 async def test_all_arguments_reach_the_router() -> None:

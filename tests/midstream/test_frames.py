@@ -23,7 +23,7 @@ from protos import detokenizer_pb2 as pb
 from protos.frames_pb2 import FramesOffer
 from tests.faults.certificates import Authority
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 MAX_BYTES = 1 << 20
 
 
@@ -232,8 +232,8 @@ async def test_a_peer_that_does_not_read_holds_back_batches_and_gets_all_of_them
 async def test_a_silent_peer_is_dropped_and_a_responsive_one_kept() -> None:
     async with serving() as server:
         living, silent, theirs = Peer(), Peer(), Peer()
-        await connect(server.offer(lambda _: Peer()), living, keepalive_s=0.05, timeout_s=3)
-        connection = await connect(server.offer(lambda _: theirs), silent, keepalive_s=0.05, timeout_s=3)
+        await connect(server.offer(lambda _: Peer()), living, keepalive_s=0.05, timeout_s=6)
+        connection = await connect(server.offer(lambda _: theirs), silent, keepalive_s=0.05, timeout_s=6)
         assert connection._transport is not None
         connection._transport.pause_reading()  # so that it receives nothing, as if it hung
         await asyncio.wait_for(silent.lost.wait(), WAIT_S)
@@ -340,6 +340,6 @@ async def test_a_connection_without_a_transport_is_closed_when_the_server_closes
         await asyncio.sleep(0)  # it is accepted in this iteration, and gets its transport in the next one
         await server.close()
         gc.collect()  # a socket that was not closed is a warning, and thus an error
-        client.settimeout(10)
+        client.settimeout(WAIT_S)
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1) == b""

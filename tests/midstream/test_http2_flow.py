@@ -475,7 +475,7 @@ async def test_the_preface_and_settings_come_first() -> None:
 
 
 async def test_a_silent_client_is_pinged_and_then_left() -> None:
-    server, _ = serving(keepalive_s=0.01, keepalive_timeout_s=0.05)
+    server, _ = serving(keepalive_s=0.01, keepalive_timeout_s=1.0)
     peer = Peer(server)
     while not (pings := [frame for frame in peer.frames() if frame[0] == wire.PING]):  # noqa: ASYNC110 (the server's timer decides)
         await asyncio.sleep(0.001)

@@ -35,7 +35,7 @@ NAME = "midstream.v1.Midstream"
 # Longer than the delays between attempts to connect to a process that is gone.
 LATENCY_S = 0.6
 # The machine may stall for seconds.
-WAIT_S = 30
+WAIT_S = 60
 
 
 class Raising(service_pb2_grpc.MidstreamServicer):
@@ -126,7 +126,7 @@ async def test_a_slow_network_needs_no_more_than_one_connection(kind: str) -> No
     network = await asyncio.start_server(accept, "127.0.0.1", 0)
     async with open_channel(f"127.0.0.1:{network.sockets[0].getsockname()[1]}") as channel:
         stub: Any = service_pb2_grpc.MidstreamStub(channel)
-        answer = await stub.Abort(loads_pb2.AbortRequest(), wait_for_ready=True, timeout=30)
+        answer = await stub.Abort(loads_pb2.AbortRequest(), wait_for_ready=True, timeout=60)
     assert answer.was_running
     assert num_connections == 1
     network.close()
@@ -208,7 +208,7 @@ async def test_sigterm_lets_streams_finish_and_rejects_new_requests(kind: str) -
     server, stub = await serve(kind, servicer)
     call = stub.GetIterationStats(stats.GetIterationStatsRequest())
     await servicer.started.wait()
-    running = asyncio.create_task(server.run_until_signal(drain_timeout_s=10))
+    running = asyncio.create_task(server.run_until_signal(drain_timeout_s=60))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(server.draining.wait(), WAIT_S)

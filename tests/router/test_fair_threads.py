@@ -23,7 +23,7 @@ class Gate:
     def function(self, name: str) -> Callable[[], str]:
         def run() -> str:
             self.begun.append(name)
-            assert self._let_go.acquire(timeout=10)
+            assert self._let_go.acquire(timeout=60)
             return name
 
         return run
@@ -32,7 +32,7 @@ class Gate:
         self._let_go.release(count)
 
     async def until_begun(self, count: int) -> list[str]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.begun) < count:  # noqa: ASYNC110 (threads append)
                 await asyncio.sleep(0.001)
         return self.begun

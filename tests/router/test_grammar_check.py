@@ -18,9 +18,9 @@ from router.pipeline.grammar_check import GrammarChecker
 
 LIMIT_S = 1.0
 # Time limit for guides that must pass, since the machine may stall for seconds.
-PATIENT_S = 30.0
+PATIENT_S = 60.0
 # Sufficient for one check, and for a restart of the process on a slow machine.
-MOST_S = 30.0
+MOST_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +90,11 @@ async def test_abusive_requests_fail_within_their_limit_and_later_ones_pass(
     assert raised.value.field == "guided_decoding.guide"
     assert len(raised.value.message) < 300
     # The check is repeated because the machine may have stalled for longer than the limit.
-    problems = [await problem_of(strict, guide("REGEX", f"after {kind} {number}")) for number in range(3)]
-    assert "" in problems
-    assert all("takes more than" in problem for problem in problems if problem)
+    deadline, number = time.monotonic() + MOST_S, 0
+    while problem := await problem_of(strict, guide("REGEX", f"after {kind} {number}")):
+        assert "takes more than" in problem
+        assert time.monotonic() < deadline
+        number += 1
 
 
 async def problem_of(checker: GrammarChecker, config: pb.GuidedDecodingConfig) -> str:

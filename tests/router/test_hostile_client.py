@@ -242,7 +242,8 @@ async def test_nothing_that_a_client_sends_harms_another(cluster: Cluster, round
     assert not [status for status in by_grpc if " of " in status], by_grpc
     assert not [status for status in by_http if status.startswith("5") and status[:3] not in ("503", "504")], by_http
     assert {path for _, path in routes} == {status.partition(" ")[2] for status in by_http}
-    assert by_grpc["INVALID_ARGUMENT"] > NUM_MESSAGES // 50
+    num_answered = by_grpc.total() - by_grpc["DEADLINE_EXCEEDED"]  # on a slow machine, few calls end before that
+    assert by_grpc["INVALID_ARGUMENT"] > num_answered // 25
     assert grown < MAX_GROWTH_BYTES
     assert after
     # Clients and services share one event loop here, and the times alone are those of an idle loop. The machine may

@@ -109,6 +109,6 @@ async def test_submit_is_retried_while_the_scheduler_is_down(cluster: Cluster, o
 
 
 async def test_no_detokenizer_is_unavailable(cluster: Cluster, open_client: OpenClient) -> None:
-    router = await cluster.add_router(unavailable_timeout_s=0.2)
+    router = await cluster.add_router(unavailable_timeout_s=2.0)
     with pytest.raises(errors.UnavailableError, match="detokenizer"):
         await collect(open_client(router, wait_s=0.1))

@@ -48,13 +48,15 @@ async def test_the_requests_of_a_flood_start_a_few_at_a_time_and_others_at_once(
 
 
 async def test_a_start_that_waits_for_another_component_delays_no_other() -> None:
-    starts = Starts(StartSlots(1, hold_s=0.01))
+    slots = StartSlots(1, hold_s=0.01)
+    starts = Starts(slots)
     tasks = [asyncio.create_task(starts.run("a")) for _ in range(3)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(starts.begun) < 3:  # noqa: ASYNC110 (a timer lets them begin)
             await asyncio.sleep(0.001)
     starts.let_go(3)
     await asyncio.gather(*tasks)
+    slots._hold_s = 60.0
     one_more = asyncio.create_task(starts.run("a"))
     last = asyncio.create_task(starts.run("a"))
     await settle()

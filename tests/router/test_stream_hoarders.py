@@ -71,7 +71,7 @@ async def hoard(channel: Any, count: int) -> tuple[list[Any], Counter[grpc.Statu
             calls.append(channel.unary_stream(name)(request.SerializeToString()))
     refused = 0
     with contextlib.suppress(TimeoutError):
-        for ended in asyncio.as_completed([asyncio.ensure_future(call.code()) for call in calls], timeout=30):
+        for ended in asyncio.as_completed([asyncio.ensure_future(call.code()) for call in calls], timeout=120):
             await ended
             refused += 1
             if refused >= count - MAX_ACCEPTED:
@@ -95,7 +95,7 @@ async def test_idle_streams_of_one_client_cost_the_others_nothing(cluster: Clust
         for call in calls:
             call.cancel()
     # Not the slowest, because the machine may stall for seconds; `python -m benchmarks.abuse` measures more of them.
-    assert sorted(beside)[-3] <= max(3 * sorted(alone)[-3], 0.5)
+    assert sorted(beside)[-3] <= max(3 * sorted(alone)[-3], 3.0)
 
 
 async def test_watchers_cannot_use_up_the_streams_to_the_scheduler_that_requests_need() -> None:
@@ -165,7 +165,7 @@ async def test_health_says_when_the_parts_that_requests_need_do_not_answer(clust
         ]
 
         async def until(problems: list[str]) -> None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while progress.problems() != problems:  # noqa: ASYNC110 (looked at from outside, as probes do)
                     await asyncio.sleep(0.05)
 

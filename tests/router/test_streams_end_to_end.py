@@ -60,7 +60,7 @@ async def test_the_scheduler_gets_a_checked_and_filled_request(
     router = await cluster.add_router(await cluster.add_detokenizer())
     client = open_client(router)
     for request_id in ("a", "a"):
-        reading = asyncio.ensure_future(anext(client.generate("Hello there", request_id=request_id, timeout_s=30)))
+        reading = asyncio.ensure_future(anext(client.generate("Hello there", request_id=request_id, timeout_s=300)))
         await cluster.scheduler.until(lambda: cluster.scheduler.submits)
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
@@ -71,7 +71,7 @@ async def test_the_scheduler_gets_a_checked_and_filled_request(
     assert submitted.max_tokens == 8192 - len(submitted.token_ids.values)
     assert submitted.sampling.HasField("seed")
     assert submitted.arrival_time_unix_ns > 0
-    assert 25_000 < submitted.timeout_ms <= 30_000
+    assert 200_000 < submitted.timeout_ms <= 300_000
 
 
 async def test_unary_gives_one_chunk_with_everything(
@@ -196,6 +196,7 @@ async def test_a_slow_reader_is_cut_and_its_neighbour_is_not(cluster: Cluster, o
             await asyncio.sleep(0.002)
             if cluster.scheduler.aborts:
                 break
+        await cluster.scheduler.until(lambda: cluster.scheduler.aborts)
         assert cluster.scheduler.aborts == ["slow"]
         num_read = len((await reading).token_ids)
         num_emitted = len(cluster.scheduler.requests["quick"].tokens[0])
@@ -210,7 +211,7 @@ async def test_streams_spread_over_detokenizers(cluster: Cluster, open_client: O
     detokenizers = [await cluster.add_detokenizer(f"d{i}") for i in range(3)]
     router = await cluster.add_router(*detokenizers)
     pool = router.servicer.runner.pool  # type: ignore[attr-defined]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while pool.num_live < 3:  # noqa: ASYNC110 (the pool has no event for "all")
             await asyncio.sleep(0.01)
     client = open_client(router)

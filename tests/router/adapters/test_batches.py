@@ -13,6 +13,7 @@ import pytest
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from router.protocols.batches.lease import Leases
+from router.protocols.batches.lines import Outcome, answered
 from tests.router.conftest import Cluster, Part
 
 CHAT = "/v1/chat/completions"
@@ -140,12 +141,19 @@ async def test_a_cancelled_batch_keeps_finished_results(
     cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.protocols.batches.runner._CANCEL_GRACE_S", 0.0)
+    is_answered = asyncio.Event()
+
+    def noted(*arguments: Any) -> Outcome:
+        is_answered.set()
+        return answered(*arguments)
+
+    monkeypatch.setattr("router.protocols.batches.runner.answered", noted)
     batch = await create(client, [line(f"line {i}") for i in range(3)])
     await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) == 3)
     first = next(iter(cluster.scheduler.requests))
     cluster.scheduler.emit(first, tokenizer.encode(TEXT))
     cluster.scheduler.end(first, reason=pb.FINISH_REASON_STOP)
-    await asyncio.sleep(0.3)
+    await asyncio.wait_for(is_answered.wait(), 60)
     assert (await client.batches.cancel(batch.id)).status == "cancelling"
     batch = await ended(client, batch)
     assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("cancelled", 1, 2)

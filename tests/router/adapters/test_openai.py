@@ -65,7 +65,7 @@ async def test_a_chat_streams_and_ends_with_usage(cluster: Cluster, router: Part
             client.chat.completions.create(
                 model="smollm2", messages=[{"role": "user", "content": "Hi"}], stream=True,
                 stream_options={"include_usage": True}, extra_body={"request_id": "r"},
-            ), 10,
+            ), 60,
         )  # fmt: skip
         await answer(cluster, "r", tokenizer.encode(TEXT))
         chunks = [chunk async for chunk in stream]
@@ -140,7 +140,7 @@ async def test_an_event_id_of_another_request_is_refused(router: Part) -> None:
             {"Last-Event-ID": event_id},
         )
         with pytest.raises(urllib.error.HTTPError) as raised:
-            await asyncio.to_thread(urllib.request.urlopen, request, timeout=10)
+            await asyncio.to_thread(urllib.request.urlopen, request, timeout=60)
         assert raised.value.code == 400
         assert json.load(raised.value)["error"]["param"] == "Last-Event-ID"
         raised.value.close()
