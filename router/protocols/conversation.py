@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from midstream.errors import MidstreamError
+from midstream.errors import InvalidArgumentError, MidstreamError
 from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
@@ -98,18 +98,38 @@ class Tools:
 
     Attributes:
         schemas: JSON schema of each tool's parameters, by name; empty if none may be called.
-        definitions: In OpenAI's format for the chat template; empty to omit them from the prompt.
+        definitions: In OpenAI's format for the chat template, by name; empty to omit them from the prompt.
         choice: Whether the model decides, must call any tool, or must call `named`.
         strict: Tools whose arguments must match their schemas, if there is a grammar for the model's format.
         is_parallel: Whether there may be several calls.
     """
 
     schemas: Mapping[str, Schema] = field(default_factory=dict)
-    definitions: tuple[object, ...] = ()
+    definitions: Mapping[str, object] = field(default_factory=dict)
     choice: Literal["auto", "required", "named"] = "auto"
     named: str = ""
     strict: frozenset[str] = frozenset()
     is_parallel: bool = True
+
+    def name(self, name: str, field_name: str) -> Tools:
+        """Return the tools of which `name` must be called. Raises InvalidArgumentError if it is not among them."""
+        self._check_known({name}, field_name)
+        return replace(self, choice="named", named=name)
+
+    def allow(self, names: Set[str], mode: Literal["auto", "required"], field_name: str) -> Tools:
+        """Return the tools in `names`. Raises InvalidArgumentError if one of these is not among the tools."""
+        self._check_known(names, field_name)
+        return replace(
+            self,
+            schemas={name: schema for name, schema in self.schemas.items() if name in names},
+            definitions={name: definition for name, definition in self.definitions.items() if name in names},
+            strict=self.strict & names,
+            choice=mode,
+        )
+
+    def _check_known(self, names: Set[str], field_name: str) -> None:
+        for name in sorted(names - self.schemas.keys()):
+            raise InvalidArgumentError(f"{name[:64]!r} is not among the tools", field=field_name)
 
 
 @dataclass(slots=True)
@@ -138,7 +158,7 @@ class Conversation:
     def __post_init__(self) -> None:
         self._is_guided = self.request.HasField("guided_decoding")
         if self.tools.definitions:
-            self.request.chat.tools_json = json.dumps(self.tools.definitions)
+            self.request.chat.tools_json = json.dumps(list(self.tools.definitions.values()))
         if self.model.format.tools is not None and self.model.format.tools.arguments_are_text:
             for message in self.request.chat.messages:
                 message.tool_calls_json = _with_text_arguments(message.tool_calls_json)

@@ -97,20 +97,20 @@ CHAT: Table = {
     "logprobs": ("works", ""),
     "top_logprobs": ("works", "with `logprobs`"),
     "tools": ("works", "functions; `strict` enforces the schema of arguments, in formats with a grammar"),
-    "tool_choice": ("works", ""),
+    "tool_choice": ("works", "none, auto, required, a function, or allowed_tools"),
     "parallel_tool_calls": ("works", "if false, only the first call is returned"),
     "reasoning_effort": ("works", "as supported by the model's template; otherwise refused"),
     "prompt_cache_retention": ("works", "`24h` keeps the prompt's KV blocks"),
     "prompt_cache_options": ("works", "`ttl`: the prompt's KV blocks are kept this long"),
     "prompt_cache_options.mode": ("ignored", "any cached prefix is reused"),
-    "store": ("refused", "if true; chat completions are not stored"),
+    "store": ("refused", "chat completions are not stored"),
     "prediction": ("works", "searched for drafts; the usage reports how many were accepted"),
     "audio": ("refused", ""),
-    "modalities": ("refused", "except text"),
-    "verbosity": ("refused", "except medium"),
+    "modalities": ("refused", "only text is supported"),
+    "verbosity": ("refused", "only medium is supported"),
     "web_search_options": ("refused", ""),
-    "functions": ("refused", "deprecated; use `tools`"),
-    "function_call": ("refused", "deprecated; use `tool_choice`"),
+    "functions": ("refused", "is deprecated; use `tools`"),
+    "function_call": ("refused", "is deprecated; use `tool_choice`"),
     "moderation": ("refused", ""),
     "echo": ("refused", ""),
     "documents": ("refused", ""),
@@ -194,7 +194,7 @@ MESSAGES: Table = {
     "tools.cache_control": ("works", "as `cache_control`"),
     "tools.input_examples": ("refused", ""),
     "tools.defer_loading": ("refused", ""),
-    "tools.allowed_callers": ("refused", "except direct"),
+    "tools.allowed_callers": ("refused", "only direct is supported"),
     "tools.eager_input_streaming": ("ignored", "a call is sent when it is complete"),
     "tool_choice": ("works", ""),
     "tool_choice.type": ("works", ""),
@@ -218,10 +218,10 @@ MESSAGES: Table = {
     "service_tier": ("ignored", "there is only one tier"),
     "inference_geo": ("refused", ""),
     "container": ("refused", ""),
-    "context_management": ("refused", "except to keep all thinking blocks"),
+    "context_management": ("refused", "only keeping all thinking blocks is supported"),
     "mcp_servers": ("refused", ""),
     "fallbacks": ("refused", ""),
-    "speed": ("refused", "except standard"),
+    "speed": ("refused", "only standard is supported"),
     "compaction": ("refused", ""),
     "thread": ("refused", ""),
     "fallback_credit_token": ("refused", ""),
@@ -278,22 +278,22 @@ RESPONSES: Table = {
     "top_p": ("works", ""),
     "reasoning": ("works", ""),
     "reasoning.effort": ("works", "as supported by the model's template; otherwise refused"),
-    "reasoning.mode": ("refused", "except standard"),
+    "reasoning.mode": ("refused", "only standard is supported"),
     "reasoning.context": ("ignored", "the model's template decides which earlier reasoning it shows"),
     "reasoning.summary": ("ignored", "reasoning is returned unchanged"),
     "reasoning.generate_summary": ("ignored", "reasoning is returned unchanged"),
     "text": ("works", ""),
     "text.format": ("works", "text, json_object or json_schema"),
-    "text.verbosity": ("refused", "except medium"),
+    "text.verbosity": ("refused", "only medium is supported"),
     "tools": ("works", "client tools"),
     "tools.type": ("works", "function, and custom with text; web_search and namespace are omitted, others refused"),
     "tools.name": ("works", ""),
     "tools.description": ("works", ""),
     "tools.parameters": ("works", ""),
     "tools.strict": ("works", "in formats with a grammar"),
-    "tools.format": ("refused", "except text"),
+    "tools.format": ("refused", "only text is supported"),
     "tools.output_schema": ("ignored", "not supported by templates"),
-    "tools.allowed_callers": ("refused", "except direct"),
+    "tools.allowed_callers": ("refused", "only direct is supported"),
     "tools.defer_loading": ("refused", ""),
     "tools.async": ("refused", ""),
     "tools.tools": ("ignored", "namespaces are not offered to the model"),
@@ -328,7 +328,7 @@ RESPONSES: Table = {
     "user": ("works", "sets `client_id`, for fairness"),
     "access_programs": ("refused", ""),
     "image": ("refused", ""),
-    "truncation": ("refused", "except disabled"),
+    "truncation": ("refused", "only disabled is supported"),
     "top_logprobs": ("refused", ""),
     "conversation": ("refused", "use `previous_response_id`"),
     "prompt": ("refused", ""),
@@ -427,14 +427,16 @@ _OPAQUE = (
     "diagnostics",
 )
 # Values of refused fields that are accepted because they match the behavior anyway.
-_DEFAULTS: dict[str, object] = {
-    "speed": "standard",
-    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    "tools.allowed_callers": ["direct"],
-    "text.verbosity": "medium",
-    "reasoning.mode": "standard",
-    "truncation": "disabled",
-    "tools.format": {"type": "text"},
+_DEFAULTS: Mapping[str, Sequence[object]] = {
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "speed": ("standard",),
+    "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    "tools.allowed_callers": (["direct"],),
+    "text.verbosity": ("medium",),
+    "reasoning.mode": ("standard",),
+    "truncation": ("disabled",),
+    "tools.format": ({"type": "text"},),
 }
 TABLES: dict[str, Table] = {
     "/v1/completions": COMPLETIONS,
@@ -463,8 +465,22 @@ def check_fields(body: Body, table: Table, types: Types | None = None, opaque: t
         known = table.get(name)
         if known is None:
             raise InvalidArgumentError("is not a field of this endpoint", field=path[:128])
-        if known[0] == "refused" and value and value != _DEFAULTS.get(name):
-            raise UnsupportedError(known[1] or "is not supported", field=path)
+        if known[0] == "refused":
+            _check_default(name, value, known[1], path)
+
+
+def check_supported(body: Body, table: Table) -> None:
+    """Raise UnsupportedError if a body sets a field that `table` refuses, unless it is inside another field."""
+    for name in body.fields:
+        status, note = table.get(name, ("works", ""))
+        if status == "refused":
+            _check_default(name, body.get(name), note, name)
+
+
+def _check_default(name: str, value: object, note: str, path: str) -> None:
+    """Raise UnsupportedError if a refused field has a value that asks for something."""
+    if value and value not in _DEFAULTS.get(name, ()):
+        raise UnsupportedError(note or "is not supported", field=path)
 
 
 def ignored_fields(body: Body, table: Table) -> list[str]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from google.protobuf.message import Message
 
@@ -21,7 +20,6 @@ from router.protocols.fields import MESSAGES, MESSAGES_TYPES, check_fields
 from router.protocols.openai.body import Body
 
 _TTLS_S = {"5m": 300, "1h": 3600}
-_CHOICES: dict[str, Literal["auto", "required", "named"]] = {"auto": "auto", "any": "required", "tool": "named"}
 _MAX_BREAKPOINTS = 4
 _MIN_BUDGET = 1024
 
@@ -230,7 +228,7 @@ def _output_format(body: Body, request: pb.GenerateRequest) -> None:
 
 def _tools(body: Body, reading: _Reading) -> Tools:
     schemas: dict[str, Schema] = {}
-    definitions: list[object] = []
+    definitions: dict[str, object] = {}
     strict = set()
     for tool in body.objects("tools"):
         if tool.text("type") not in (None, "custom"):
@@ -242,11 +240,11 @@ def _tools(body: Body, reading: _Reading) -> Tools:
             raise InvalidArgumentError("must be an object", field=tool.path("input_schema"))
         schemas[name] = schema or {"type": "object"}
         function = {"name": name, "description": tool.text("description") or "", "parameters": schema}
-        definitions.append({"type": "function", "function": function})
+        definitions[name] = {"type": "function", "function": function}
         if tool.flag("strict"):
             strict.add(name)
         reading.mark(tool)
-    return _chosen(body, Tools(schemas, tuple(definitions), strict=frozenset(strict)))
+    return _chosen(body, Tools(schemas, definitions, strict=frozenset(strict)))
 
 
 def _chosen(body: Body, tools: Tools) -> Tools:
@@ -259,11 +257,10 @@ def _chosen(body: Body, tools: Tools) -> Tools:
         raise InvalidArgumentError("must have a type, and requires tools", field="tool_choice")
     if kind == "none":
         return Tools()
-    named = choice.text("name") or "" if kind == "tool" else ""
-    if kind == "tool" and named not in tools.schemas:
-        raise InvalidArgumentError(f"{named[:64]!r} is not among the tools", field="tool_choice.name")
-    is_parallel = not choice.flag("disable_parallel_tool_use")
-    return replace(tools, choice=_CHOICES[kind], named=named, is_parallel=is_parallel)
+    tools = replace(tools, is_parallel=not choice.flag("disable_parallel_tool_use"))
+    if kind == "tool":
+        return tools.name(choice.text("name") or "", "tool_choice.name")
+    return replace(tools, choice="required" if kind == "any" else "auto")
 
 
 def _system(body: Body, reading: _Reading) -> None:

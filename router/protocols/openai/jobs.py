@@ -9,22 +9,19 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
-from midstream.errors import InvalidArgumentError, UnsupportedError
+from midstream.errors import InvalidArgumentError
 from protos import generation_pb2 as pb
 from router.pipeline.idempotency import make_repeatable, request_id_of
 from router.pipeline.prompt import PromptOptions
 from router.pipeline.request_checks import MAX_LOG_PROBS, check_name
 from router.protocols.conversation import ChatModel, Conversation, keep_prefix
+from router.protocols.fields import CHAT, COMPLETIONS, check_supported
 from router.protocols.openai.body import Body, token_ids
 from router.protocols.openai.messages import chat_messages
-from router.protocols.openai.parameters import effort_variables, native_request, read_cache_retention_s, refuse
+from router.protocols.openai.parameters import effort_variables, native_request, read_cache_retention_s
 from router.protocols.openai.shapes import ChatShape, CompletionShape, Details, Shape, Spell
 from router.protocols.openai.tools import read_tools
 
-_NOT_IN_CHAT = (
-    "audio", "chat_template", "documents", "echo", "function_call", "functions",
-    "moderation", "store", "web_search_options",
-)  # fmt: skip
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 256
 
@@ -89,7 +86,7 @@ class Job:
 
 def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
     """Return the job for a body of /v1/completions. Raises MidstreamError if a field is invalid or not supported."""
-    refuse(body, "suffix", "prompt_embeds")
+    check_supported(body, COMPLETIONS)
     request = native_request(body)
     max_tokens = body.integer("max_tokens")
     request.max_tokens = _DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
@@ -120,7 +117,7 @@ def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
 
 def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     """Return the job for a body of /v1/chat/completions. Raises MidstreamError if a field is not valid or supported."""
-    refuse(body, *_NOT_IN_CHAT)
+    check_supported(body, CHAT)
     request = native_request(body)
     max_tokens = body.integer("max_completion_tokens")
     max_tokens = body.integer("max_tokens") if max_tokens is None else max_tokens
@@ -134,9 +131,6 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     retention_s = read_cache_retention_s(body)
     if retention_s:
         keep_prefix(request, None, retention_s)
-    body.choice("verbosity", ("medium",))
-    if any(kind != "text" for kind in body.texts("modalities")):
-        raise UnsupportedError("only text is supported", field="modalities")
     options = _options(body)
     conversation = Conversation(request, tools, vocabulary.chat, _prediction(body), options=options)
     shape = ChatShape(vocabulary.spell, conversation, details, service_tier=body.text("service_tier"))

@@ -12,9 +12,6 @@ from router.protocols.openai.body import Body
 
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # vLLM's extensions that would change the output, and therefore cannot be ignored.
-_NOT_SUPPORTED = (
-    "allowed_token_ids", "logits_processors",
-)  # fmt: skip
 # Number of seconds for which to retain a prompt's KV cache.
 _CACHE_RETENTION_S = {"in_memory": 0, "24h": 24 * 3600}
 _CACHE_TTLS_S = {"30m": 30 * 60, "12h": 12 * 3600}
@@ -27,7 +24,6 @@ _REGEX_SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
 
 def native_request(body: Body) -> pb.GenerateRequest:
     """Return the request without its input. Raises MidstreamError if a field is not valid or supported."""
-    refuse(body, *_NOT_SUPPORTED)
     user, safety_identifier = body.text("user"), body.text("safety_identifier")
     request = pb.GenerateRequest(
         request_id=body.text("request_id") or "",
@@ -126,7 +122,8 @@ def _guide(body: Body) -> pb.GuidedDecodingConfig | None:
     guides = [_response_format(body), *_named_guides(body, "guided_")]
     structured = body.child("structured_outputs")
     if structured is not None:
-        refuse(structured, "structural_tag")
+        if structured.get("structural_tag"):
+            raise UnsupportedError("is not supported", field=structured.path("structural_tag"))
         guides += _named_guides(structured, "")
     found = [guide for guide in guides if guide is not None]
     if len(found) > 1:
@@ -173,10 +170,3 @@ def _named_guides(body: Body, prefix: str) -> list[pb.GuidedDecodingConfig | Non
 def json_object_guide() -> pb.GuidedDecodingConfig:
     """Return the guide for any JSON object; GUIDE_TYPE_JSON would also allow arrays."""
     return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide='{"type": "object"}')
-
-
-def refuse(body: Body, *names: str) -> None:
-    """Raise UnsupportedError if the value of one of `names` is neither empty nor false."""
-    for name in names:
-        if body.get(name):
-            raise UnsupportedError("is not supported", field=body.path(name))

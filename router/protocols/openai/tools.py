@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from router.parsers.machine import Schema
 from router.protocols.conversation import Tools
@@ -13,31 +15,53 @@ def read_tools(body: Body) -> Tools:
     if a tool is not a function.
     """
     schemas: dict[str, Schema] = {}
+    definitions: dict[str, object] = {}
     strict = set()
     for tool in body.objects("tools"):
         name, schema, is_strict = _function(tool)
-        schemas[name] = schema
+        schemas[name], definitions[name] = schema, tool.fields
         if is_strict:
             strict.add(name)
     is_parallel = body.flag("parallel_tool_calls") is not False
-    choice = body.get("tool_choice")
-    named = ""
-    if isinstance(choice, dict):
-        named = _named(body, schemas)
-    elif choice not in (None, "none", "auto", "required"):
-        raise InvalidArgumentError("must be none, auto, required or a function", field="tool_choice")
-    if choice == "required" and not schemas:
+    return _chosen(body, Tools(schemas, definitions, strict=frozenset(strict), is_parallel=is_parallel))
+
+
+def _chosen(body: Body, tools: Tools) -> Tools:
+    """Return the tools after applying tool_choice."""
+    value = body.fields.get("tool_choice")
+    if isinstance(value, dict):
+        return _chosen_functions(body, tools)
+    if body.get("tool_choice") not in (None, "none", "auto", "required"):
+        raise InvalidArgumentError("must be none, auto, required or an object", field="tool_choice")
+    if value == "required" and not tools.schemas:
         raise InvalidArgumentError("needs tools", field="tool_choice")
-    if choice == "none" or not schemas:
+    if value == "none" or not tools.schemas:
         return Tools()
-    return Tools(
-        schemas,
-        tuple(body.array("tools")),
-        "named" if named else "required" if choice == "required" else "auto",
-        named,
-        frozenset(strict),
-        is_parallel,
-    )
+    return replace(tools, choice="required") if value == "required" else tools
+
+
+def _chosen_functions(body: Body, tools: Tools) -> Tools:
+    choice = body.child("tool_choice")
+    kind = choice.text("type") if choice is not None else None
+    if choice is None or kind not in ("function", "allowed_tools"):
+        raise UnsupportedError("only function and allowed_tools are supported", field="tool_choice.type")
+    if kind == "function":
+        return tools.name(_function_name(choice), "tool_choice.function.name")
+    allowed = choice.child("allowed_tools")
+    if allowed is None:
+        raise InvalidArgumentError("must be set", field="tool_choice.allowed_tools")
+    mode = allowed.choice("mode", ("auto", "required")) or "auto"
+    names = set()
+    for tool in allowed.objects("tools"):
+        if tool.text("type") != "function":
+            raise UnsupportedError("only functions are supported", field=tool.path("type"))
+        names.add(_function_name(tool))
+    return tools.allow(names, "required" if mode == "required" else "auto", "tool_choice.allowed_tools.tools")
+
+
+def _function_name(body: Body) -> str:
+    function = body.child("function")
+    return (function.text("name") or "") if function is not None else ""
 
 
 def _function(tool: Body) -> tuple[str, Schema, bool]:
@@ -52,14 +76,3 @@ def _function(tool: Body) -> tuple[str, Schema, bool]:
     parameters = function.get("parameters")
     schema = parameters if isinstance(parameters, dict) and parameters else {"type": "object"}
     return name, schema, bool(function.flag("strict"))
-
-
-def _named(body: Body, schemas: dict[str, Schema]) -> str:
-    choice = body.child("tool_choice")
-    function = choice.child("function") if choice is not None else None
-    if choice is None or choice.text("type") != "function" or function is None:
-        raise UnsupportedError("only functions can be chosen", field="tool_choice")
-    name = function.text("name") or ""
-    if name not in schemas:
-        raise InvalidArgumentError(f"{name[:64]!r} is not among the tools", field="tool_choice.function.name")
-    return name

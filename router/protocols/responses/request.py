@@ -171,11 +171,11 @@ def _tools(body: Body) -> tuple[Tools, frozenset[str]]:
         if tool.flag("strict") or kind == "custom":
             strict.add(name)
     is_parallel = body.flag("parallel_tool_calls") is not False
-    tools = Tools(schemas, tuple(definitions.values()), strict=frozenset(strict), is_parallel=is_parallel)
-    return _chosen(body, tools, definitions), frozenset(custom)
+    tools = Tools(schemas, definitions, strict=frozenset(strict), is_parallel=is_parallel)
+    return _chosen(body, tools), frozenset(custom)
 
 
-def _chosen(body: Body, tools: Tools, definitions: dict[str, object]) -> Tools:
+def _chosen(body: Body, tools: Tools) -> Tools:
     """Return the tools after applying tool_choice."""
     value = body.get("tool_choice")
     if value in (None, "auto"):
@@ -193,24 +193,10 @@ def _chosen(body: Body, tools: Tools, definitions: dict[str, object]) -> Tools:
     if kind == "allowed_tools":
         mode = choice.choice("mode", ("auto", "required")) or "auto"
         allowed = {tool.text("name") or "" for tool in choice.objects("tools")}
-        _check_known(allowed, tools, "tool_choice.tools")
-        return replace(
-            tools,
-            schemas={name: schema for name, schema in tools.schemas.items() if name in allowed},
-            definitions=tuple(definition for name, definition in definitions.items() if name in allowed),
-            strict=tools.strict & allowed,
-            choice="required" if mode == "required" else "auto",
-        )
+        return tools.allow(allowed, "required" if mode == "required" else "auto", "tool_choice.tools")
     if kind not in ("function", "custom"):
         raise UnsupportedError("only function, custom and allowed_tools are supported", field="tool_choice.type")
-    name = choice.text("name") or ""
-    _check_known({name}, tools, "tool_choice.name")
-    return replace(tools, choice="named", named=name)
-
-
-def _check_known(names: set[str], tools: Tools, field: str) -> None:
-    for name in sorted(names - tools.schemas.keys()):
-        raise InvalidArgumentError(f"{name[:64]!r} is not among the tools", field=field)
+    return tools.name(choice.text("name") or "", "tool_choice.name")
 
 
 def _echo(body: Body) -> dict[str, object]:

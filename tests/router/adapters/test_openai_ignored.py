@@ -11,6 +11,7 @@ from router.protocols.openai.jobs import Vocabulary, chat_job, completion_job
 
 VOCABULARY = Vocabulary(lambda token: bytes([97 + token]))
 USER = {"role": "user", "content": "Hi"}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"type": "object"}}}
 
 
@@ -26,6 +27,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "s
             ["messages.annotations"],
         ),
         ({"stream_options": {"include_obfuscation": True}, "stream": True}, ["stream_options.include_obfuscation"]),
+        ({"modalities": ["text"], "verbosity": "medium", "tools": [FUNCTION], "tool_choice": FUNCTION}, []),
     ],
 )
 def test_fields_that_clients_always_send_are_listed_as_ignored(fields: dict[str, object], ignored: list[str]) -> None:
@@ -41,6 +43,10 @@ def test_fields_that_clients_always_send_are_listed_as_ignored(fields: dict[str,
         ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour"),
         ({"stream_options": {"usage": True}, "stream": True}, "stream_options.usage"),
         ({"early_stopping": True, "use_beam_search": True}, "early_stopping"),
+        (
+            {"tools": [FUNCTION], "tool_choice": {**FUNCTION, "name": "f"}},
+            "tool_choice.name",
+        ),
         ({"best_of": 3}, "best_of"),  # a field of completions
     ],
 )

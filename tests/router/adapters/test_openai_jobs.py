@@ -165,12 +165,34 @@ def test_a_required_call_uses_a_grammar_and_an_optional_one_does_not() -> None:
     assert (none.requests[0].chat.tools_json, none.reads_text) == ("", False)
 
 
+def test_only_allowed_tools_are_offered() -> None:
+    other = {"type": "function", "function": {"name": "time", "strict": True}}
+    for mode in ("auto", "required"):
+        job = chat(tools=[*TOOLS, other], tool_choice=allowed("weather", mode=mode))
+        assert json.loads(job.requests[0].chat.tools_json) == TOOLS
+        guide = job.requests[0].guided_decoding.guide
+        assert ("weather" in guide, "time" in guide) == (mode == "required", False)
+
+
+def allowed(name: str, **fields: object) -> dict[str, object]:
+    tool = {"type": "function", "function": {"name": name}}
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [tool], **fields}}
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
         ({"tool_choice": "perhaps"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice.type"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tools": TOOLS, "tool_choice": allowed("weather", mode="x")}, "tool_choice.allowed_tools.mode"),
+        ({"tools": TOOLS, "tool_choice": allowed("x")}, "tool_choice.allowed_tools.tools"),
+        (
+            {"tools": TOOLS, "tool_choice": allowed("x", tools=[{"type": "custom"}])},
+            "tool_choice.allowed_tools.tools[0].type",
+        ),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
