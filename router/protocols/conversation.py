@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,8 @@ from router.parsers.reasoning import after_thinking, plain
 from router.pipeline.images import images_of
 from router.pipeline.prompt import PromptBuilder, PromptOptions
 from router.pipeline.request_checks import fit_to_context
+
+logger = logging.getLogger(__name__)
 
 # Retention priority of prefixes that a client wants cached; the default is 35.
 _KEPT_PRIORITY = 80
@@ -74,12 +77,20 @@ class ChatModel:
         ids = {mark: tokenizer.added_tokens[mark] for mark in found.marks if mark in tokenizer.added_tokens}
         # The grammar library treats tokens in angle brackets as special, regardless of the tokenizer.
         tokens = {mark: number for mark, number in ids.items() if mark in special or mark.startswith("<")}
-        return ChatModel(found, folder.chat_template or "", tokens, any(mark in special for mark in found.marks))
+        model = ChatModel(found, folder.chat_template or "", tokens, any(mark in special for mark in found.marks))
+        if model.template and not model.has_tools:
+            logger.info("the chat template does not show tools: the model calls only those that a request requires")
+        return model
 
     @property
     def has_developer(self) -> bool:
         """Whether the template has the role `developer`."""
         return "developer" in self.template
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the template shows the model its tools."""
+        return "tools" in self.template
 
     def thinking_variables(self, effort: str) -> dict[str, object]:
         """Return the template variables for one of EFFORTS; empty if the template has no setting for reasoning."""

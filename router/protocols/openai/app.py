@@ -97,7 +97,7 @@ class OpenAiApi:
             if key:
                 check_no_id(body.text("request_id") or "")
                 job.make_repeatable(key, request.url.path)
-            job.ignored = ignored_fields(body, CHAT if make is chat_job else COMPLETIONS)
+            job.ignored += ignored_fields(body, CHAT if make is chat_job else COMPLETIONS)
             return job
 
         job = await self._bodies.read(request, make_job)

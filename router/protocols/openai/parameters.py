@@ -11,7 +11,6 @@ from router.protocols.conversation import EFFORTS, ChatModel
 from router.protocols.openai.body import Body
 
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-# vLLM's extensions that would change the output, and therefore cannot be ignored.
 # Number of seconds for which to retain a prompt's KV cache.
 _CACHE_RETENTION_S = {"in_memory": 0, "24h": 24 * 3600}
 _CACHE_TTLS_S = {"30m": 30 * 60, "12h": 12 * 3600}

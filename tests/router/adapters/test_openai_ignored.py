@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from midstream.errors import InvalidArgumentError
+from router.protocols.conversation import ChatModel
 from router.protocols.fields import CHAT, COMPLETIONS, ignored_fields
 from router.protocols.openai.body import Body
 from router.protocols.openai.jobs import Vocabulary, chat_job, completion_job
 
-VOCABULARY = Vocabulary(lambda token: bytes([97 + token]))
+VOCABULARY = Vocabulary(lambda token: bytes([97 + token]), ChatModel(template="{{ tools }}"))
 USER = {"role": "user", "content": "Hi"}
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"type": "object"}}}
@@ -34,6 +35,18 @@ def test_fields_that_clients_always_send_are_listed_as_ignored(fields: dict[str,
     body = Body({"model": "m", "messages": [USER], **fields})
     chat_job(body, VOCABULARY)
     assert ignored_fields(body, CHAT) == ignored
+
+
+@pytest.mark.parametrize(
+    ("choice", "template", "ignored"),
+    [("auto", "{{ messages }}", ["tools"]), ("auto", "{{ tools }}", []), ("required", "{{ messages }}", [])],
+)
+def test_tools_that_the_template_does_not_show_are_listed_as_ignored(
+    choice: str, template: str, ignored: list[str]
+) -> None:
+    body = Body({"messages": [USER], "tools": [FUNCTION], "tool_choice": choice})
+    job = chat_job(body, Vocabulary(VOCABULARY.spell, ChatModel(template=template)))
+    assert job.ignored == ignored
 
 
 @pytest.mark.parametrize(
