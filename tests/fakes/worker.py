@@ -33,7 +33,7 @@ class FakeWorkerConfig:
         fail_token: A row whose prompt contains this token fails.
         die_token: A step that adds a row whose prompt contains this token kills the worker.
         hang_at_step: Step at which the worker stops computing but continues to send heartbeats; 0 means never.
-        hold: File; while it exists, the worker computes only `hold_after` more steps and then stands still, but
+        hold: File; while it exists, the worker computes only `hold_after` more steps and then pauses, but
             continues to send heartbeats.
         hold_after: Number of steps from the time when the file appears.
         wrong_shape_at_step: Step whose result has one token too many; 0 means never.

@@ -47,7 +47,7 @@ class Hold:
         self._file.unlink()
 
     async def held(self) -> int:
-        """Wait until a worker stands still; return its process id."""
+        """Wait until a worker is paused; return its process id."""
         async with asyncio.timeout(60):
             while not self._held.exists():  # noqa: ASYNC110 (the other side is a process)
                 await asyncio.sleep(0.01)
@@ -55,7 +55,7 @@ class Hold:
 
 
 class Holding(LogitsPostProcessor):
-    """The worker's side: it changes no logits, and stands still at one token of each request while that lasts."""
+    """The worker's side: it changes no logits, and pauses at one token of each request while the file exists."""
 
     def __init__(self) -> None:
         self._folder = Path(os.environ[_FOLDER])

@@ -30,7 +30,7 @@ class Parts(NamedProcesses):
 
     Attributes:
         flags: Additional flags of the scheduler.
-        hold: File; while it exists, the worker soon stands still, so that no stream ends.
+        hold: File; while it exists, the worker soon pauses, so that no stream ends.
     """
 
     def __init__(self, folder: Path, *flags: str, step_ms: float = 10) -> None:

@@ -117,7 +117,7 @@ async def test_a_stream_with_an_adapter_outlives_worker_and_scheduler(
     request.logits_post_processor_name = NAME
     for kind in ("gpu_worker", "scheduler"):
         (scheduler,) = service.processes("scheduler")
-        # The worker stands still in the middle of the sequence until one of the two is killed.
+        # The worker is paused in the middle of the sequence until one of the two is killed.
         with hold:
             answer = asyncio.create_task(collect(stub, request))
             worker = await hold.held()

@@ -36,7 +36,7 @@ class Cluster(NamedProcesses):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.hosts = folder / "hosts"
-        self.hold = folder / "hold"  # while it exists, the workers soon stand still
+        self.hold = folder / "hold"  # while it exists, the workers soon pause
         self._scheduler, self._worker, self._detokenizer, self.router, self.router_http = free_ports(5)
         self._model = open_model_folder("smollm2")
 

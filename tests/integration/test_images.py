@@ -202,7 +202,7 @@ async def test_the_death_of_a_worker_that_encodes_or_generates_changes_no_token(
         os.kill(pid, signal.SIGKILL)
         assert list((await answer).sequences[0].token_ids) == wanted[:MAX_TOKENS]
 
-        # The worker stands still in the middle of the sequence until it is killed.
+        # The worker is paused in the middle of the sequence until it is killed.
         long = request("<image> is", data)
         long.max_tokens, long.logits_post_processor_name = LONG, NAME
 
