@@ -26,7 +26,7 @@ from router.parsers.events import CallBegin, Event
 from router.parsers.formats import ModelFormat, format_of
 from router.parsers.guides import after_thinking as json_after_thinking
 from router.parsers.guides import auto_guide
-from router.parsers.machine import Machine, Offer, Schema, Script, Steps
+from router.parsers.machine import Machine, Offer, Schema, Script, Steps, arguments_text
 from router.parsers.reasoning import after_thinking, plain
 from router.pipeline.images import images_of
 from router.pipeline.prompt import PromptBuilder, PromptOptions
@@ -128,8 +128,12 @@ class Tools:
         return replace(self, choice="named", named=name)
 
     def allow(self, names: Set[str], mode: Literal["auto", "required"], field_name: str) -> Tools:
-        """Return the tools in `names`. Raises InvalidArgumentError if one of these is not among the tools."""
+        """Return the tools in `names`. Raises InvalidArgumentError if one of these is not among the tools, or if a
+        call is required of none.
+        """
         self._check_known(names, field_name)
+        if mode == "required" and not names:
+            raise InvalidArgumentError("must not be empty if a call is required", field=field_name)
         return replace(
             self,
             schemas={name: schema for name, schema in self.schemas.items() if name in names},
@@ -343,11 +347,18 @@ def _with_text_arguments(calls_json: str) -> str:
 
 
 def _arguments(name: str, machine: Machine) -> Steps[None]:
-    """Treat all text as the arguments of a call to the tool `name`."""
+    """Treat all text as the arguments of a call to the tool `name`; the call stays open if they are cut off."""
+    pieces: list[str] = []
+
+    def add(text: str) -> None:
+        pieces.append(text)
+        machine.arguments(text)
+
     yield from machine.take_space()
     machine.open_call(name)
-    yield from machine.copy_until(machine.arguments)
-    machine.close_call()
+    yield from machine.copy_until(add)
+    if arguments_text("".join(pieces)) is not None:
+        machine.close_call()
 
 
 def _call_schema(name: str, parameters: Schema) -> dict[str, object]:

@@ -431,7 +431,7 @@ _DEFAULTS: Mapping[str, Sequence[object]] = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "speed": ("standard",),
-    "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "tools.allowed_callers": (["direct"],),
     "text.verbosity": ("medium",),
     "reasoning.mode": ("standard",),
@@ -478,23 +478,24 @@ def check_supported(body: Body, table: Table) -> None:
 
 
 def _check_default(name: str, value: object, note: str, path: str) -> None:
-    """Raise UnsupportedError if a refused field has a value that asks for something."""
-    if value and value not in _DEFAULTS.get(name, ()):
+    """Raise UnsupportedError if a refused field has a value that asks for something, as `{}` may."""
+    if (value or isinstance(value, dict)) and value not in _DEFAULTS.get(name, ()):
         raise UnsupportedError(note or "is not supported", field=path)
 
 
 def ignored_fields(body: Body, table: Table) -> list[str]:
-    """Return the fields of a body that have no effect; call this after the body was read.
+    """Return the fields of a body that are set and have no effect; call this after the body was read.
 
     Supported fields may have no effect in combination with others, such as `tool_choice` without tools. Raises
     InvalidArgumentError if a field is unknown.
     """
     ignored: dict[str, None] = {}
-    for path in body.unread():
+    for path, value in body.unread():
         name = _INDEX.sub("", path)
         if name not in table:
             raise InvalidArgumentError("is not a field of this endpoint; leave it out", field=path[:128])
-        ignored[name] = None
+        if value:
+            ignored[name] = None
     return list(ignored)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
 
 import uvicorn
@@ -196,9 +196,43 @@ class DrainedApp:
                 await rejection(scope, receive, send)
 
 
+class OriginCheckedApp:
+    """ASGI middleware that rejects calls by web pages of other sites, except GET.
+
+    Without it, a page could send a call whose answer the browser withholds from it: a POST of plain text needs no
+    preflight.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
+        self._app = app
+        self._origins = {origin.encode("latin-1") for origin in origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            headers = dict(scope["headers"])
+            if _is_from_another_site(headers) and headers.get(b"origin") not in self._origins:
+                text = "403: web pages of this origin may not call this service; see --cors-origins\n"
+                await PlainTextResponse(text, 403)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_from_another_site(headers: Mapping[bytes, bytes]) -> bool:
+    site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+    if site is not None:
+        return site not in (b"same-origin", b"none")
+    # Browsers send that header only over HTTPS and to this host. Other clients than browsers send no origin.
+    return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
+
+
 def for_pages(app: ASGIApp, origins: str) -> ASGIApp:
-    """Return the application with headers (CORS) that let web pages of `origins` call it: comma-separated, or `*`."""
+    """Return the application for calls by web pages of its own and of `origins`, which are comma-separated, or `*`.
+
+    The answers to pages of `origins` have the headers (CORS) that let the pages read them.
+    """
     listed = [origin.strip() for origin in origins.split(",") if origin.strip()]
+    if "*" not in listed:
+        app = OriginCheckedApp(app, listed)
     if not listed:
         return app
     return CORSMiddleware(

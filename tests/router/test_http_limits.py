@@ -268,6 +268,30 @@ async def test_web_pages_may_call_the_port_if_their_origin_is_listed() -> None:
         assert (answer.split()[1], b"access-control-allow-origin: " in answer) == (status, is_allowed)
 
 
+async def test_web_pages_of_other_sites_cannot_send_calls() -> None:
+    """Their browsers would send a POST of plain text without a preflight."""
+    own, other = "origin: http://x\r\n", "origin: https://chat.example\r\n"
+    for listed, method, headers, status in (
+        ("", "POST", "", b"200"),
+        ("", "POST", own, b"200"),
+        ("", "POST", other, b"403"),
+        ("", "DELETE", "origin: null\r\n", b"403"),
+        ("", "GET", other, b"200"),
+        ("", "POST", f"sec-fetch-site: same-origin\r\n{other}", b"200"),
+        ("", "POST", f"sec-fetch-site: cross-site\r\n{other}", b"403"),
+        ("", "POST", "sec-fetch-site: none\r\n", b"200"),
+        ("https://chat.example", "POST", f"sec-fetch-site: cross-site\r\n{other}", b"200"),
+        ("https://other.example", "POST", other, b"403"),
+        ("*", "POST", other, b"200"),
+    ):
+        port = HttpPort(for_pages(echo, listed), "127.0.0.1", 0)
+        port.start()
+        head = f"{method} / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n{headers}"
+        answer, _ = await exchange(port.port, f"{head}connection: close\r\n\r\n".encode())
+        await port.stop(0)
+        assert answer.split()[1] == status, (listed, method, headers)
+
+
 def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
     program = (
         "import resource; from midstream.rpc.open_files import raise_open_files_limit as r;"

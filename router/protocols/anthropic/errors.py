@@ -19,7 +19,7 @@ _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.UNAVAILABLE: (529, "overloaded_error"),
     StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
-_PARAMS = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_PARAMS = {"stop": "stop_sequences", "response_format": "output_config.format", "user": "metadata.user_id"}
 
 
 def http_status(error: MidstreamError) -> int:

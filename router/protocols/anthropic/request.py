@@ -148,7 +148,8 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
         request.max_tokens = max_tokens
     _sampling(body, request)
     is_thinking, is_shown = _thinking(body, max_tokens)
-    variables = model.thinking_variables(_effort(body) if is_thinking else "none")
+    effort = _effort(body)
+    variables = model.thinking_variables(effort if is_thinking else "none")
     if variables:
         request.chat.template_variables_json = json.dumps(variables)
     _output_format(body, request)

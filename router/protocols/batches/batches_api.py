@@ -103,7 +103,7 @@ class BatchesApi:
         metadata = _metadata(body)
         unknown = next(body.unread(), None)
         if unknown is not None:
-            raise InvalidArgumentError("is not a field of this endpoint; leave it out", field=unknown[:128])
+            raise InvalidArgumentError("is not a field of this endpoint; leave it out", field=unknown[0][:128])
         created_at = int(time.time())
         digest = hashlib.blake2b(json.dumps(body.fields, sort_keys=True).encode(), digest_size=16).hexdigest()
         return Batch(

@@ -28,6 +28,7 @@ from midstream.errors import (
     NotFoundError,
     OverloadedError,
     UnavailableError,
+    UnsupportedError,
 )
 from protos import kserve_pb2 as pb
 from protos import kserve_pb2_grpc
@@ -259,6 +260,10 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self._check_model(request.model_name, request.model_version)
         if self._front.draining.is_set():
             raise UnavailableError("this router is draining")
+        for parameter in request.parameters:
+            if parameter != _EMPTY_FINAL:
+                hint = "; use the call's deadline" if parameter == "timeout" else ""
+                raise UnsupportedError(f"{parameter[:64]!r} is not supported{hint}", field="parameters")
         return parse_inputs(request), check_outputs([item.name for item in request.outputs])
 
     def _check_model(self, name: str, version: str) -> None:

@@ -115,16 +115,16 @@ class Body:
             bodies.append(Body(item, f"{self.path(name)}[{i}]."))
         return self._parts.setdefault(name, bodies)
 
-    def unread(self) -> Iterator[str]:
-        """Yield the paths of fields that were not read and whose values are neither empty nor false."""
+    def unread(self) -> Iterator[tuple[str, object]]:
+        """Yield the paths and values of fields that were not read and are not null."""
         for name, value in self._fields.items():
-            if name in self._read or not value:
+            if name in self._read or value is None:
                 continue
             if name in self._parts:
                 for part in self._parts[name]:
                     yield from part.unread()
             else:
-                yield self.path(name)
+                yield self.path(name), value
 
     def texts(self, name: str) -> list[str]:
         """Return a string or an array of strings as a list."""

@@ -23,11 +23,13 @@ _STATUSES: dict[StatusCode, tuple[int, str]] = {
 # same.
 _PARAMS = {
     "chat": "messages",
+    "client_id": "user",
     "lora.name": "model",
     "prompt_tuning.name": "model",
     "prompt_tuning.table": "messages",  # only images make a table
     "token_ids": "prompt",
     "guided_decoding": "response_format",
+    "sampling.beam_width": "n",
     "sampling.embedding_bias": "logit_bias",
     "sampling.num_return_sequences": "n",
     "stopping.stop_words": "stop",

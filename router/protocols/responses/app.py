@@ -37,6 +37,7 @@ from router.protocols.streaming import CompleteResponse, EventStream, StreamedRe
 
 _PATH = "/v1/responses"
 _PREFIX = "resp_"
+_CALLS = ("function_call", "custom_tool_call")
 _NS_PER_S = 1_000_000_000
 _MAX_LISTED, _LISTED = 100, 20
 
@@ -195,7 +196,9 @@ class ResponsesApi:
         if not stored.has_finished:
             raise InvalidArgumentError("has not ended yet", field="previous_response_id")
         writer = await self.replay(stored)
-        return [*stored.context, *stored.job.items, *writer.items]
+        # A call that was cut off cannot be answered, and its arguments are not JSON.
+        output = (item for item in writer.items if item["status"] == "completed" or item["type"] not in _CALLS)
+        return [*stored.context, *stored.job.items, *output]
 
     async def _stored(self, response_id: str) -> StoredResponse:
         """Return a response that the caller has stored. Raises NotFoundError if there is none with this id."""

@@ -21,6 +21,12 @@ _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 # Tools that clients send by default and that are not offered to the model: the server's web search, and groups of
 # functions.
 _LEFT_OUT = ("web_search", "namespace")
+# What a client may ask to be included; all but the first have no effect here.
+_INCLUDABLE = (
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -131,8 +137,11 @@ def _text_format(body: Body, request: pb.GenerateRequest) -> None:
 
 def _refuse_values(body: Body) -> None:
     """Reject fields whose values conflict with each other."""
-    if "message.output_text.logprobs" in body.texts("include"):
-        raise UnsupportedError("log probabilities are not supported here", field="include")
+    for extra in body.texts("include"):
+        if extra == "message.output_text.logprobs":
+            raise UnsupportedError("log probabilities are not supported here", field="include")
+        if extra not in _INCLUDABLE:
+            raise InvalidArgumentError(f"{extra[:64]!r} is not known; use {', '.join(_INCLUDABLE)}", field="include")
     metadata = body.get("metadata")
     pairs = metadata.items() if isinstance(metadata, dict) else ()
     if metadata is not None and not isinstance(metadata, dict):

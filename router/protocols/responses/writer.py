@@ -7,6 +7,7 @@ stream is therefore resumed by writing it again without the events that its read
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -24,6 +25,7 @@ _DELTAS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
+_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
@@ -202,10 +204,25 @@ def _ending(chunk: Chunk, status: Status) -> Fields:
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the text in the arguments of a custom tool's call; if there is none, return the arguments unchanged."""
+    """Return the text in the arguments of a custom tool's call, which may be cut off; if they have no text, return the
+    arguments unchanged.
+    """
     try:
         value = json.loads(arguments)
     except ValueError:
-        return arguments
+        return _cut_off_input(arguments)
     found = value.get("input") if isinstance(value, dict) else None
     return found if isinstance(found, str) else arguments
+
+
+def _cut_off_input(arguments: str) -> str:
+    text = arguments[begin.end() :] if (begin := _INPUT.match(arguments)) else ""
+    # The end may be in the middle of an escaped character, which has up to two sequences of six characters.
+    for end in range(len(text), max(len(text) - 12, -1), -1):
+        try:
+            found = str(json.loads(f'"{text[:end]}"'))
+            found.encode()
+        except ValueError:
+            continue
+        return found
+    return ""

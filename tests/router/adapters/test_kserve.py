@@ -48,8 +48,9 @@ async def test_the_official_client(cluster: Cluster, tokenizer: Tokenizer) -> No
     assert "temperature" in report["stream_error"]
     assert report["unknown_model"].startswith("StatusCode.NOT_FOUND")
     assert "colour" in report["unknown_input"]
+    assert "'priority' is not supported" in report["priority"]
     assert "text_input" in report["no_text"]
-    assert report["counts"] == [3, 4]
+    assert report["counts"] == [3, 5]
     natives = [request.request for request in cluster.scheduler.requests.values()]
     assert sorted(native.streaming for native in natives) == [False, False, False, True]
     assert {native.max_tokens for native in natives} == {16}

@@ -53,6 +53,8 @@ def test_tools_that_the_template_does_not_show_are_listed_as_ignored(
     ("fields", "path"),
     [
         ({"temprature": 0.5}, "temprature"),
+        ({"temprature": 0}, "temprature"),
+        ({"messages": [{**USER, "colour": ""}]}, "messages[0].colour"),
         ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour"),
         ({"stream_options": {"usage": True}, "stream": True}, "stream_options.usage"),
         ({"early_stopping": True, "use_beam_search": True}, "early_stopping"),

@@ -259,6 +259,36 @@ async def test_custom_tools_take_free_text(cluster: Cluster, tokenizer: Tokenize
         assert (await answered(cluster, follow, tokenizer.encode("x."), 1)).output_text == "x."
 
 
+@pytest.mark.parametrize(
+    ("tool", "text", "shown"),
+    [
+        ({"type": "function", "parameters": {}}, '{"a": "x', {"arguments": '{"a": "x'}),
+        ({"type": "custom"}, '{"input": "ls', {"input": "ls"}),
+        ({"type": "custom"}, '{"input": "a\\"b\\ud83e', {"input": 'a"b'}),
+        ({"type": "custom"}, '{"inp', {"input": ""}),
+    ],
+)
+async def test_a_call_that_is_cut_off_is_incomplete_and_left_out_of_the_conversation(
+    cluster: Cluster,
+    client: openai.AsyncOpenAI,
+    tokenizer: Tokenizer,
+    tool: dict[str, Any],
+    text: str,
+    shown: dict[str, str],
+) -> None:
+    choice: Any = {"type": tool["type"], "name": "run"}
+    tools: Any = [{**tool, "name": "run"}]
+    create = client.responses.create(model="smollm2", input="List", tools=tools, tool_choice=choice)
+    response = await answered(cluster, create, tokenizer.encode(text), reason=pb.FINISH_REASON_LENGTH)
+    (item,) = response.output
+    assert (response.status, item.status, item.to_dict() | shown) == ("incomplete", "incomplete", item.to_dict())
+    events = await events_of(client, response.id)
+    (done,) = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == item.to_dict()
+    follow = client.responses.create(model="smollm2", input="Go on", previous_response_id=response.id)
+    assert (await answered(cluster, follow, tokenizer.encode("x."), 1)).output_text == "x."
+
+
 async def test_structured_output_and_refusals(client: openai.AsyncOpenAI, cluster: Cluster) -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
     create = client.responses.create(
@@ -279,6 +309,8 @@ async def test_structured_output_and_refusals(client: openai.AsyncOpenAI, cluste
         ({"conversation": "conv_1"}, "conversation"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
         ({"truncation": "auto"}, "truncation"),
+        ({"include": ["reasoning"]}, "include"),
+        ({"user": "x" * 1000}, "user"),
     ]
     for fields, param in refused:
         with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as raised:

@@ -69,10 +69,11 @@ def main() -> None:
     for name, model, tensors in (
         ("unknown_model", "other", inputs("x", stream=False)),
         ("unknown_input", "ensemble", [*inputs("x", stream=False), tensor("colour", "FP32", [[1.0]])]),
+        ("priority", "ensemble", inputs("x", stream=False)),
         ("no_text", "ensemble", [tensor("max_tokens", "INT32", [[4]])]),
     ):
         try:
-            client.infer(model, tensors)
+            client.infer(model, tensors, priority=3 if name == "priority" else 0)
         except triton.InferenceServerException as failure:
             report[name] = f"{failure.status()} {failure.message()}"
     statistics = client.get_inference_statistics("ensemble").model_stats[0].inference_stats
