@@ -92,6 +92,10 @@ class ChatModel:
         """Whether the template shows the model its tools."""
         return "tools" in self.template
 
+    def hides(self, tools: Tools) -> bool:
+        """Whether tools have no effect, because the model does not see them and need not call one."""
+        return bool(tools.schemas) and tools.choice == "auto" and not self.has_tools
+
     def thinking_variables(self, effort: str) -> dict[str, object]:
         """Return the template variables for one of EFFORTS; empty if the template has no setting for reasoning."""
         values: dict[str, object] = {}

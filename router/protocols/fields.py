@@ -450,11 +450,12 @@ TABLES: dict[str, Table] = {
 _INDEX = re.compile(r"\[\d+\]")
 
 
-def check_fields(body: Body, table: Table, types: Types | None = None, opaque: tuple[str, ...] = _OPAQUE) -> None:
+def check_fields(body: Body, table: Table, types: Types | None = None, opaque: tuple[str, ...] = _OPAQUE) -> list[str]:
     """Check that every object in a body, except those inside `opaque` fields, has one of `types`, and that every field
-    is in `table` and not refused. Raises InvalidArgumentError if a field is unknown, or UnsupportedError if a type is
-    not supported, or a field is refused.
+    is in `table` and not refused. Return the fields that are set and have no effect. Raises InvalidArgumentError if a
+    field is unknown, or UnsupportedError if a type is not supported, or a field is refused.
     """
+    ignored: dict[str, None] = {}
     fields = [(path, _INDEX.sub("", path), value) for path, value in _paths(body.fields, "", opaque)]
     # The types come first: an object of another type has other fields.
     for path, name, value in fields:
@@ -467,6 +468,9 @@ def check_fields(body: Body, table: Table, types: Types | None = None, opaque: t
             raise InvalidArgumentError("is not a field of this endpoint", field=path[:128])
         if known[0] == "refused":
             _check_default(name, value, known[1], path)
+        if known[0] == "ignored" and value:
+            ignored[name] = None
+    return list(ignored)
 
 
 def check_supported(body: Body, table: Table) -> None:

@@ -24,6 +24,7 @@ from router.protocols.anthropic.request import MessagesJob, read_messages
 from router.protocols.anthropic.shapes import Fields, MessageWriter, usage_fields
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader, keep_prefix
+from router.protocols.fields import ignored_header
 from router.protocols.openai import app as openai_app
 from router.protocols.openai.endpoints import shown
 from router.protocols.openai.models import Models
@@ -134,7 +135,7 @@ class _Reply(StreamedResponse):
         self._writer = MessageWriter(self._id, job.model or front.runner.model.name, shows_thinking=job.shows_thinking)
 
     async def compute(self, events: EventStream) -> Response | None:
-        own_headers = {"request-id": quote(self._id, safe="")}
+        own_headers = {"request-id": quote(self._id, safe=""), **ignored_header(self._job.ignored)}
 
         async def prepare() -> None:
             self._num_kept = await self._prepare()

@@ -57,6 +57,7 @@ class MessagesJob:
 
     Attributes:
         breakpoints: The cache breakpoints in order; at most four.
+        ignored: Fields of the body that have no effect.
     """
 
     conversation: Conversation
@@ -64,6 +65,7 @@ class MessagesJob:
     is_stream: bool
     shows_thinking: bool
     breakpoints: list[Breakpoint]
+    ignored: list[str]
 
     def prefix_of(self, point: Breakpoint) -> pb.GenerateRequest | None:
         """Return a request whose prompt is the prefix that ends at `point`; None if that is the whole prompt."""
@@ -125,12 +127,14 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
     """Return the job for a body; /v1/messages/count_tokens does not require max_tokens. Raises InvalidArgumentError if
     a field is invalid, missing or unknown, or UnsupportedError if the body uses a feature that this service lacks.
     """
-    check_fields(body, MESSAGES, MESSAGES_TYPES)
+    ignored = check_fields(body, MESSAGES, MESSAGES_TYPES)
     max_tokens = body.integer("max_tokens", 1)
     if max_tokens is None and needs_limit:
         raise InvalidArgumentError("must be set", field="max_tokens")
     reading = _Reading()
     tools = _tools(body, reading)
+    if model.hides(tools):
+        ignored.append("tools")
     _system(body, reading)
     for message in body.objects("messages"):
         _message(message, reading)
@@ -163,7 +167,7 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
             raise InvalidArgumentError(reason, field="messages")
         _check_prefill(reading.turns[-1])
     conversation = Conversation(request, tools, model, image_fields=reading.image_fields, options=options)
-    return MessagesJob(conversation, request.model, bool(body.flag("stream")), is_shown, reading.breakpoints)
+    return MessagesJob(conversation, request.model, bool(body.flag("stream")), is_shown, reading.breakpoints, ignored)
 
 
 def _check_prefill(turn: pb.ChatMessage) -> None:

@@ -136,7 +136,7 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     shape = ChatShape(vocabulary.spell, conversation, details, service_tier=body.text("service_tier"))
     job = _job(body, [request], shape, request.sampling.num_return_sequences or 1)
     job.conversation, job.options = conversation, options
-    if tools.schemas and tools.choice == "auto" and not vocabulary.chat.has_tools:
+    if vocabulary.chat.hides(tools):
         job.ignored.append("tools")
     return job
 

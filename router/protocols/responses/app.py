@@ -26,6 +26,7 @@ from router.pipeline.prompt import PromptBuilder, PromptOptions
 from router.pipeline.request_checks import check_model
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader
+from router.protocols.fields import ignored_header
 from router.protocols.openai.body import Body
 from router.protocols.openai.endpoints import Endpoint, flag, integer, is_ascending, mapped, page_limit
 from router.protocols.openai.errors import error_body
@@ -311,10 +312,11 @@ class _Reply(StreamedResponse):
 
     async def compute(self, events: EventStream) -> Response | None:
         output = await self._api.open(self._stored, self._native)
+        own_headers = ignored_header(self._stored.job.ignored)
         if not self._stored.job.is_stream:
-            return JSONResponse(await self._whole(output))
+            return JSONResponse(await self._whole(output), headers=own_headers)
         async with output:
-            await events.begin()
+            await events.begin(own_headers)
             await self._stream(output, events)
         return None
 

@@ -39,6 +39,7 @@ class ResponseJob:
         is_stored: Whether the response can be retrieved and continued.
         is_background: Whether it continues when its client disconnects.
         shows_hidden: Whether reasoning items have `encrypted_content`.
+        ignored: Fields of the body that have no effect.
     """
 
     conversation: Conversation
@@ -49,6 +50,7 @@ class ResponseJob:
     is_stored: bool
     is_background: bool
     shows_hidden: bool
+    ignored: list[str]
 
 
 def previous_id(body: Body) -> str:
@@ -66,7 +68,7 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         InvalidArgumentError: A field is invalid, missing or unknown.
         UnsupportedError: The body uses a feature that this service lacks.
     """
-    check_fields(body, RESPONSES, RESPONSES_TYPES, RESPONSES_OPAQUE)
+    ignored = check_fields(body, RESPONSES, RESPONSES_TYPES, RESPONSES_OPAQUE)
     is_stored, is_background = body.flag("store") is not False, bool(body.flag("background"))
     if is_background and not is_stored:
         raise InvalidArgumentError("needs store", field="background")
@@ -103,6 +105,8 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
     _text_format(body, request)
     _refuse_values(body)
     tools, custom = _tools(body)
+    if model.hides(tools):
+        ignored.append("tools")
     if tools.choice != "auto" and request.HasField("guided_decoding"):
         raise InvalidArgumentError("requires a call, which conflicts with text.format", field="tool_choice")
     return ResponseJob(
@@ -114,6 +118,7 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         is_stored,
         is_background,
         "reasoning.encrypted_content" in body.texts("include"),
+        ignored,
     )
 
 

@@ -33,7 +33,8 @@ from router.protocols.responses.request import read_response
 
 DOCS = Path(__file__).parents[3] / "docs" / "adapters.md"
 MODEL = ChatModel(
-    ModelFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["think"]), "{% if enable_thinking is defined %}{% endif %}"
+    ModelFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["think"]),
+    "{% if enable_thinking is defined %}{% endif %}{{ tools }}",
 )
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -453,7 +454,7 @@ RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tools.search_context_size": ({}, {"tools": [{"type": "web_search", "search_context_size": "low"}]}),
     "tools.user_location": ({}, {"tools": [{"type": "web_search", "user_location": {"city": "Oslo"}}]}),
     "tools.tools": ({}, {"tools": [{"type": "namespace", "name": "n", "tools": [FLAT]}]}),
-    "tools.external_web_access": ({}, {"tools": [{"type": "web_search", "external_web_access": False}]}),
+    "tools.external_web_access": ({}, {"tools": [{"type": "web_search", "external_web_access": True}]}),
     "tool_choice": ({"tools": [FLAT]}, {"tools": [FLAT], "tool_choice": "required"}),
     "tool_choice.type": (BOTH, {**BOTH, "tool_choice": {"type": "function", "name": "f"}}),
     "tool_choice.name": (
@@ -466,8 +467,8 @@ RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "tool_choice.tools": ({**BOTH, "tool_choice": allowed("f", "g")}, {**BOTH, "tool_choice": allowed("f")}),
     "tool_choice.tools.type": (
-        {**BOTH, "tool_choice": allowed("f")},
         {**BOTH, "tool_choice": {**allowed(), "tools": [{"name": "f"}]}},
+        {**BOTH, "tool_choice": allowed("f")},
     ),
     "tool_choice.tools.name": ({**BOTH, "tool_choice": allowed("g")}, {**BOTH, "tool_choice": allowed("f")}),
     "parallel_tool_calls": ({"tools": [FLAT]}, {"tools": [FLAT], "parallel_tool_calls": False}),
@@ -554,18 +555,14 @@ def run_rerank(fields: dict[str, object]) -> tuple[str, list[str]]:
     return str(replace(job, ignored=[])), job.ignored
 
 
-def run_response(fields: dict[str, Any]) -> str:
+def run_response(fields: dict[str, Any]) -> tuple[str, list[str]]:
     """Return everything that a /responses request body sets, and its ignored fields. Fields that are only echoed in the
     response are left out, except `metadata` and `previous_response_id`.
     """
     job = read_response(Body({"input": "Hi"} | fields), MODEL)
     shown = {name: job.echo[name] for name in ("metadata", "previous_response_id")}
-    return "\n".join(
-        (
-            _conversation(job.conversation),
-            str((shown, job.custom_tools, job.is_stream, job.is_stored, job.is_background, job.shows_hidden)),
-        )
-    )
+    modes = (job.is_stream, job.is_stored, job.is_background, job.shows_hidden)
+    return f"{_conversation(job.conversation)}\n{shown} {job.custom_tools} {modes}", job.ignored
 
 
 def run_chat(fields: dict[str, object]) -> tuple[str, list[str]]:
@@ -587,11 +584,12 @@ def _job(job: Job) -> str:
     return f"{job.requests} {job.is_stream} {job.includes_usage} {job.num_choices} {job.shape.details} {job.options}"
 
 
-def run_messages(fields: dict[str, Any]) -> str:
-    """Return everything that a /messages request body sets."""
+def run_messages(fields: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return everything that a /messages request body sets, and its ignored fields."""
     model = ChatModel(MODEL.format, MODEL.template + "{{ reasoning_effort }}")
     job = read_messages(Body({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2000} | fields), model)
-    return "\n".join((_conversation(job.conversation), str((job.is_stream, job.shows_thinking, job.breakpoints))))
+    decided = f"{_conversation(job.conversation)}\n{job.is_stream} {job.shows_thinking} {job.breakpoints}"
+    return decided, job.ignored
 
 
 def _conversation(conversation: Conversation) -> str:
@@ -651,7 +649,9 @@ def test_messages(name: str) -> None:
             run_messages(fields)
         assert raised.value.field.endswith(name.rpartition(".")[2])
     else:
-        assert (run_messages(fields) != run_messages(without)) == (status == "works")
+        (decided, ignored), (before, _) = run_messages(fields), run_messages(without)
+        assert (decided != before) == (status == "works")
+        assert (name in ignored) == (status == "ignored")
 
 
 @pytest.mark.parametrize("name", RESPONSES)
@@ -663,7 +663,9 @@ def test_responses(name: str) -> None:
             run_response(fields)
         assert raised.value.field.endswith(name.rpartition(".")[2])
     else:
-        assert (run_response(fields) != run_response(without)) == (status == "works")
+        (decided, ignored), (before, _) = run_response(fields), run_response(without)
+        assert (decided != before) == (status == "works")
+        assert (name in ignored) == (status == "ignored")
 
 
 def test_every_line_is_tested_and_in_the_docs() -> None:
