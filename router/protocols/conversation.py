@@ -126,7 +126,7 @@ class Tools:
     strict: frozenset[str] = frozenset()
     is_parallel: bool = True
 
-    def name(self, name: str, field_name: str) -> Tools:
+    def require(self, name: str, field_name: str) -> Tools:
         """Return the tools of which `name` must be called. Raises InvalidArgumentError if it is not among them."""
         self._check_known({name}, field_name)
         return replace(self, choice="named", named=name)

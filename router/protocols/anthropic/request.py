@@ -264,7 +264,7 @@ def _chosen(body: Body, tools: Tools) -> Tools:
         return Tools()
     tools = replace(tools, is_parallel=not choice.flag("disable_parallel_tool_use"))
     if kind == "tool":
-        return tools.name(choice.text("name") or "", "tool_choice.name")
+        return tools.require(choice.text("name") or "", "tool_choice.name")
     return replace(tools, choice="required" if kind == "any" else "auto")
 
 

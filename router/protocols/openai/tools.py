@@ -46,7 +46,7 @@ def _chosen_functions(body: Body, tools: Tools) -> Tools:
     if choice is None or kind not in ("function", "allowed_tools"):
         raise UnsupportedError("only function and allowed_tools are supported", field="tool_choice.type")
     if kind == "function":
-        return tools.name(_function_name(choice), "tool_choice.function.name")
+        return tools.require(_function_name(choice), "tool_choice.function.name")
     allowed = choice.child("allowed_tools")
     if allowed is None:
         raise InvalidArgumentError("must be set", field="tool_choice.allowed_tools")

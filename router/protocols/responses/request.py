@@ -210,7 +210,7 @@ def _chosen(body: Body, tools: Tools) -> Tools:
         return tools.allow(allowed, "required" if mode == "required" else "auto", "tool_choice.tools")
     if kind not in ("function", "custom"):
         raise UnsupportedError("only function, custom and allowed_tools are supported", field="tool_choice.type")
-    return tools.name(choice.text("name") or "", "tool_choice.name")
+    return tools.require(choice.text("name") or "", "tool_choice.name")
 
 
 def _echo(body: Body) -> dict[str, object]:
