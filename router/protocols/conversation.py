@@ -43,7 +43,9 @@ _NUM_DRAFTS = 8
 _ANY_JSON: Schema = {"anyOf": [{"type": "object"}, {"type": "array"}]}
 _SWITCHES = ("enable_thinking", "thinking")
 # Each reasoning effort with the one that templates support; some APIs have more efforts than templates.
-_EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
+_EFFORTS = {
+    "none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high",
+}  # fmt: skip
 EFFORTS = tuple(_EFFORTS)
 
 

@@ -215,8 +215,8 @@ def _thinking(body: Body, max_tokens: int | None) -> tuple[bool, bool]:
 
 def _effort(body: Body) -> str:
     config = body.child("output_config")
-    effort = config.choice("effort", (*EFFORTS[2:], "max")) if config is not None else None
-    return {None: "medium", "max": "xhigh"}.get(effort, effort or "medium")
+    effort = config.choice("effort", EFFORTS[2:]) if config is not None else None
+    return effort or "medium"
 
 
 def _output_format(body: Body, request: pb.GenerateRequest) -> None:

@@ -18,11 +18,12 @@ def chat_messages(body: Body) -> list[pb.ChatMessage]:
 
 
 def _message(message: Body) -> pb.ChatMessage:
+    reasoning, older_name = message.text("reasoning_content"), message.text("reasoning")
     turn = pb.ChatMessage(
         role=message.text("role") or "",
         tool_call_id=message.text("tool_call_id") or "",
         name=message.text("name") or "",
-        reasoning_content=message.text("reasoning_content") or message.text("reasoning") or "",
+        reasoning_content=reasoning or older_name or "",
     )
     _add_content(turn, message)
     calls = [_tool_call(call) for call in message.objects("tool_calls")]
@@ -56,7 +57,7 @@ def _tool_call(call: Body) -> dict[str, object]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
             raise InvalidArgumentError("is not JSON", field=function.path("arguments")) from None
     function_fields = {"name": function.text("name") or "", "arguments": arguments}

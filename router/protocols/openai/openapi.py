@@ -14,6 +14,7 @@ from router.pipeline.request_checks import (
     MAX_STOP_WORDS,
 )
 from router.protocols.conversation import EFFORTS
+from router.protocols.openai.parameters import TIERS
 
 # A JSON schema, or another part of an OpenAPI document.
 Part = dict[str, Any]
@@ -49,7 +50,7 @@ _ANY_TEXTS = _any(_TEXT, _array(_TEXT))
 _TEXT_BLOCK = _object({"type": {"const": "text"}, "text": _TEXT}, "type", "text")
 _EFFORT: Part = {"enum": list(EFFORTS)}
 _TOOL_CHOICE = _any({"enum": ["none", "auto", "required"]}, _OBJECT)
-_SERVICE_TIER: Part = {"enum": ["auto", "default", "flex", "priority"]}
+_SERVICE_TIER: Part = {"enum": list(TIERS)}
 _STOP_WORD: Part = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_WORD_CHARACTERS}
 
 

@@ -15,7 +15,7 @@ _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_pena
 _CACHE_RETENTION_S = {"in_memory": 0, "24h": 24 * 3600}
 _CACHE_TTLS_S = {"30m": 30 * 60, "12h": 12 * 3600}
 # Priorities of service tiers.
-TIERS = {"auto": 0, "default": 0, "flex": -50, "priority": 50}
+TIERS = {"auto": 0, "default": 0, "flex": -50, "scale": 0, "priority": 50, "fast": 50}
 _SEED_RANGE = 1 << 64
 _GUIDES = {"json": pb.GUIDE_TYPE_JSON_SCHEMA, "regex": pb.GUIDE_TYPE_REGEX, "grammar": pb.GUIDE_TYPE_EBNF_GRAMMAR}
 _REGEX_SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
@@ -54,13 +54,13 @@ def read_priority(body: Body) -> int:
 
 def effort_variables(fields: Body, name: str, model: ChatModel) -> dict[str, object]:
     """Return the template variables for the reasoning effort in a field; empty if it is unset. Raises UnsupportedError
-    if the model's template has no setting for reasoning.
+    if the model's template has no setting for reasoning, unless the model does not reason and need not.
     """
     effort = fields.choice(name, EFFORTS)
     if effort is None:
         return {}
     variables = model.thinking_variables(effort)
-    if not variables:
+    if not variables and (effort != "none" or model.format.reasoning is not None):
         raise UnsupportedError("cannot be set for this model", field=fields.path(name))
     return variables
 

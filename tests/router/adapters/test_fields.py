@@ -156,6 +156,11 @@ CHAT_EXAMPLES = COMMON_EXAMPLES | {
     "add_generation_prompt": (False, {}),
     "messages.refusal": (turn(refusal="x"), turn()),
     "messages.annotations": (turn(annotations=[1]), turn()),
+    "messages.parsed": (turn(parsed={"a": 1}), turn()),
+    "messages.tool_calls.function.parsed_arguments": (
+        turn(tool_calls=[{**CALL, "function": {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}}}]),
+        turn(tool_calls=[CALL]),
+    ),
     "messages.audio": (turn(audio={"id": "x"}), turn()),
     "messages.function_call": (turn(function_call={"name": "f"}), turn()),
     "messages.tool_calls.index": (turn(tool_calls=[{**CALL, "index": 1}]), turn(tool_calls=[CALL])),

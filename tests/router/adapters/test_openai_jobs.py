@@ -249,7 +249,7 @@ def test_reasoning_is_a_field_of_its_own() -> None:
 
 
 def test_effort_is_what_the_template_knows() -> None:
-    for effort, is_on in (("none", False), ("high", True)):
+    for effort, is_on in (("none", False), ("high", True), ("max", True)):
         job = chat_with(Vocabulary(VOCABULARY.spell, THINKING), reasoning_effort=effort)
         assert json.loads(job.requests[0].chat.template_variables_json) == {"enable_thinking": is_on}
     given = {"enable_thinking": True}
@@ -261,11 +261,31 @@ def test_effort_is_what_the_template_knows() -> None:
     with pytest.raises(UnsupportedError) as raised:
         chat(reasoning_effort="high")
     assert raised.value.field == "reasoning_effort"
+    assert not chat(reasoning_effort="none").requests[0].chat.template_variables_json
+    always = ChatModel(ModelFormat(None, REASONING_FORMATS["deepseek_r1"]))
+    with pytest.raises(UnsupportedError):
+        chat_with(Vocabulary(VOCABULARY.spell, always), reasoning_effort="none")
+
+
+def test_messages_that_clients_send_back_are_read() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": ""}}
+    answer = {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "Hm.",
+        "reasoning_content": "Hm.",
+        "tool_calls": [call],
+    }
+    body = Body({"messages": [{"role": "user", "content": "Hi"}, answer]})
+    message = chat_job(body, VOCABULARY).requests[0].chat.messages[1]
+    assert not [path for path, _ in body.unread() if "reasoning" in path]
+    assert message.reasoning_content == "Hm."
+    assert json.loads(message.tool_calls_json)[0]["function"]["arguments"] == {}
 
 
 def test_tiers_are_priorities() -> None:
-    found = [(chat(service_tier=tier).requests[0].priority) for tier in ("auto", "default", "flex", "priority")]
-    assert found == [0, 0, -50, 50]
+    found = [(chat(service_tier=tier).requests[0].priority) for tier in ("auto", "scale", "flex", "fast", "priority")]
+    assert found == [0, 0, -50, 50, 50]
     assert chat(service_tier="flex", priority=3).requests[0].priority == -3
 
 
