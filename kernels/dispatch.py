@@ -41,9 +41,9 @@ MAX_HEAD_DIM = 256
 # Maximum rows for which one kernel of ours computes a product and its activation, instead of cuBLAS and a second
 # kernel.
 _MAX_GATED_ROWS = 16
-# Maximum rows for which blocks are unpacked inside the product, and not once before cuBLAS. Recorded mixed steps do not
-# have more: their graphs would keep the memory of the unpacked matrices.
-_MAX_BLOCK_ROWS = 512
+# Maximum rows for which int8 weights and blocks are unpacked inside the product, and not once before cuBLAS. Recorded
+# mixed steps do not have more: their graphs would keep the memory of the unpacked matrices.
+_MAX_PACKED_ROWS = 512
 _is_batch_invariant = False
 _segment_keys = 0
 _has_float8_inputs = False
@@ -120,9 +120,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x @ (weight * scale[:, None]).T + bias`: x [M, K], weight int8 [N, K], scale float32 [N] -> [M, N]."""
-    if _takes_triton(x):
-        return triton.quantized_linear(x, weight, scale, bias, is_batch_invariant=_is_batch_invariant)
-    return torch_quantized_linear(x, weight, scale, bias)
+    if not _takes_triton(x):
+        return torch_quantized_linear(x, weight, scale, bias)
+    if not _is_batch_invariant and len(x) > _MAX_PACKED_ROWS:
+        return torch_linear(x, triton.unpack(_as_blocks(weight, scale), x.dtype), bias)
+    return triton.quantized_linear(x, weight, scale, bias, is_batch_invariant=_is_batch_invariant)
+
+
+def _as_blocks(weight: Tensor, scale: Tensor) -> BlockWeight:
+    """Return int8 weights [N, K] with a scale per row as blocks of one group per row."""
+    num_columns = weight.shape[1]
+    group = 1 << (num_columns - 1).bit_length()  # the kernels need a power of two
+    return BlockWeight("int8", weight.view(torch.uint8), scale[:, None], None, group, num_columns)
 
 
 def gated_linear(
@@ -131,8 +140,9 @@ def gated_linear(
     """Return `activate` of the linear layer with weight [2F, K], gate first -> [M, F]; int8 if it has a scale."""
     if not _takes_triton(x):
         return torch_gated_linear(x, weight, activation, bias, scale)
-    if scale is None and not _is_batch_invariant and len(x) > _MAX_GATED_ROWS:
-        return activate(linear(x, weight, bias), activation)
+    if not _is_batch_invariant and len(x) > (_MAX_GATED_ROWS if scale is None else _MAX_PACKED_ROWS):
+        product = linear(x, weight, bias) if scale is None else quantized_linear(x, weight, scale, bias)
+        return activate(product, activation)
     return triton.gated_linear(x, weight, activation, bias, scale, is_batch_invariant=_is_batch_invariant)
 
 
@@ -146,9 +156,12 @@ def block_linear(
         if _has_float8_inputs and can_scale(x, weight):
             product = scaled_linear(x, weight, bias, triton.quantize_rows)
             return product if activation is None else activate(product, activation)
-        if _is_batch_invariant or len(x) <= _MAX_BLOCK_ROWS:
+        if _is_batch_invariant or len(x) <= _MAX_PACKED_ROWS:
             return triton.block_linear(x, weight, bias, activation, is_batch_invariant=_is_batch_invariant)
-    product = torch_linear(x, weight.dense().to(x.dtype), bias)
+        dense = triton.unpack(weight, x.dtype)
+    else:
+        dense = weight.dense().to(x.dtype)
+    product = torch_linear(x, dense, bias)
     return product if activation is None else activate(product, activation)
 
 

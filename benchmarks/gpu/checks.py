@@ -12,8 +12,9 @@ from torch import Tensor
 from benchmarks.gpu.against_transformers import Request, drive, mixed_workload
 from benchmarks.gpu.model import TINY, random_decoder, random_runner
 from benchmarks.gpu.report import Report
-from kernels import AttentionCase, KvScales, attention_choice
+from kernels import AttentionCase, BlockWeight, KvScales, attention_choice
 from kernels import triton as operations
+from kernels.block_weight import KINDS
 from tests.kernels import exact
 from tests.kernels.paged import PagedBatch, paged_batch
 
@@ -225,6 +226,7 @@ def _check_matrix_kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> N
     for count in sorted({1, min(rows, 40), rows}):
         out = operations.quantized_linear(x[:count], units, scale, bias)
         report.error(f"int8 linear, {count} rows, {_name(dtype)}", exact.error(out, expected[:count]), LIMITS[dtype])
+    _check_blocks(report, x, outer, dtype)
     half = outer // 2 * 2
     gated = operations.gated_linear(x, weight[:half], "silu")
     expected = exact.activate(exact.linear(x, weight[:half], None), "silu")
@@ -236,6 +238,29 @@ def _check_matrix_kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> N
     expected = exact.lora(y, x, [(a.to(device), b.to(device)) for a, b in pairs], adapters)
     operations.add_lora(y, x, values, table, adapters, 16)
     report.error(f"LoRA, {_name(dtype)}", exact.error(y, expected), LIMITS[dtype])
+
+
+def _check_blocks(report: Report, x: Tensor, outer: int, dtype: torch.dtype) -> None:
+    """Check products with each kind of blocks, and the weights that are unpacked."""
+    rows, inner = x.shape
+    for kind, group, has_minimum in (
+        ("int4", 32, True),
+        ("float4", 32, False),
+        ("int8", 16, False),
+        ("float8", 128, False),
+    ):
+        num_columns = -(-inner // max(group, 32)) * max(group, 32)
+        num_groups, num_codes = num_columns // group, num_columns // (2 if kind in KINDS[:2] else 1)
+        codes = torch.randint(0, 120, (outer, num_codes), dtype=torch.uint8, device=x.device)
+        scale = torch.rand(outer, num_groups, device=x.device) / 64
+        weight = BlockWeight(kind, codes, scale, -8 * scale if has_minimum else None, group, inner)
+        dense = weight.dense().to(dtype)
+        name = f"{kind} blocks, {_name(dtype)}"
+        report.error(f"{name}, unpacked", exact.error(operations.unpack(weight, dtype), dense.double()), LIMITS[dtype])
+        for count in sorted({1, min(rows, 40), rows}):
+            expected = exact.linear(x[:count], dense, None)
+            found = operations.block_linear(x[:count], weight)
+            report.error(f"{name}, {count} rows", exact.error(found, expected), LIMITS[dtype])
 
 
 def _check_quantized_attention(report: Report, sizes: Sizes, kv: torch.dtype, limit: float) -> None:

@@ -383,11 +383,19 @@ def _gated_linear(num_rows: int, *, is_quantized: bool = False, is_batch_invaria
     operations.gated_linear(x, weight, "silu", scale=scale, is_batch_invariant=is_batch_invariant)
 
 
+def _blocks(kind: str) -> BlockWeight:
+    codes = _meta(4096, 2048 if kind in KINDS[:2] else 4096, dtype=torch.uint8)
+    group = 128 if kind == "float8" else 32
+    scale = _meta(4096, 4096 // group)
+    return BlockWeight(kind, codes, scale, scale if kind in ("int4", "uint8") else None, group, 4096)
+
+
 def _block_linear(kind: str, num_rows: int, activation: Activation | None = None) -> None:
-    num_bytes = 2048 if kind in KINDS[:2] else 4096
-    codes = _meta(4096, num_bytes, dtype=torch.uint8)
-    weight = BlockWeight(kind, codes, _meta(4096, 128), _meta(4096, 128), 32, 4096)
-    operations.block_linear(_meta(num_rows, 4096), weight, activation=activation)
+    operations.block_linear(_meta(num_rows, 4096), _blocks(kind), activation=activation)
+
+
+def _unpack(kind: str) -> None:
+    operations.unpack(_blocks(kind), torch.bfloat16)
 
 
 _TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -494,6 +502,7 @@ CASES: dict[str, Callable[[], object]] = {
     "int8 linear, 64 rows": lambda: _quantized_linear(64),
     "int8 linear, 2048 rows": lambda: _quantized_linear(2048),
     **{f"{kind} blocks, {n} rows": partial(_block_linear, kind, n) for kind in KINDS for n in (1, 64, 2048)},
+    **{f"{kind} blocks, unpacked": partial(_unpack, kind) for kind in KINDS},
     "gate, up and SiLU, 1 row": partial(_gated_linear, 1),
     "gate, up and SiLU, batch-invariant": partial(_gated_linear, 1, is_batch_invariant=True),
     **{f"gate, up and SiLU, int8, {n} rows": partial(_gated_linear, n, is_quantized=True) for n in (1, 64, 2048)},

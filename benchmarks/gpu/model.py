@@ -136,7 +136,7 @@ class RandomWeights:
 
     def _mixture(self, mixture: Mixture) -> MixtureWeights:
         return MixtureWeights(
-            router=self._linear(mixture.num_experts, self._description.hidden_size),
+            router=cast("LinearWeights", _Linear(self._router(mixture.num_experts))),
             correction=None,
             experts=[self._feed_forward(mixture.expert_size) for _ in range(mixture.num_experts)],
             shared=None,
@@ -145,6 +145,11 @@ class RandomWeights:
 
     def _linear(self, num_rows: int, num_columns: int) -> LinearWeights:
         return cast("LinearWeights", _Linear(self._matrix(num_rows, num_columns)))
+
+    def _router(self, num_experts: int) -> _Matrix:
+        """Return the weights of a router, which computes in float32."""
+        size = (num_experts, self._description.hidden_size)
+        return _Matrix(torch.randn(size, device=self._device) * _STANDARD_DEVIATION)
 
     def _matrix(self, num_rows: int, num_columns: int) -> _Matrix:
         values = torch.empty(num_rows, num_columns, device=self._device, dtype=self._dtype)

@@ -6,7 +6,7 @@ on CPU tensors.
 
 from kernels.triton.activation import activate
 from kernels.triton.attention import paged_attention, segment_keys_for
-from kernels.triton.block_linear import block_linear
+from kernels.triton.block_linear import block_linear, unpack
 from kernels.triton.dependent_launch import set_dependent_launch
 from kernels.triton.float8_rows import quantize_rows
 from kernels.triton.grouped_linear import grouped_linear
@@ -36,4 +36,5 @@ __all__ = [
     "segment_keys_for",
     "set_dependent_launch",
     "store_kv",
+    "unpack",
 ]

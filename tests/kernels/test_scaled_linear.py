@@ -111,7 +111,7 @@ def test_the_setting_chooses_between_float8_products_and_our_kernel(monkeypatch:
 def test_blocks_are_unpacked_once_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "triton", operations, raising=False)
     monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)
-    monkeypatch.setattr(dispatch, "_MAX_BLOCK_ROWS", 4)
+    monkeypatch.setattr(dispatch, "_MAX_PACKED_ROWS", 4)
     weight, x = float8_weight(48, 96), torch.randn(5, 96).half()
     dense = torch.nn.functional.linear(x, weight.dense().half())
     launched: list[int] = []
@@ -128,3 +128,17 @@ def test_blocks_are_unpacked_once_for_many_rows(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dispatch, "_is_batch_invariant", True)
     kernels.block_linear(x, weight)
     assert launched == [4, 5]
+
+
+def test_int8_weights_are_unpacked_once_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "triton", operations, raising=False)
+    monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)
+    monkeypatch.setattr(dispatch, "_MAX_PACKED_ROWS", 4)
+    weight, scale = torch.randint(-127, 128, (48, 96), dtype=torch.int8), torch.rand(48) / 127
+    x, bias = torch.randn(5, 96).half(), torch.randn(48).half()
+    product = kernels.linear(x, (weight * scale[:, None]).half(), bias)
+    assert torch.equal(kernels.quantized_linear(x, weight, scale, bias), product)
+    gated = kernels.gated_linear(x, weight, "relu", bias, scale)
+    assert torch.equal(gated, operations.activate(product, "relu"))
+    few = kernels.quantized_linear(x[:4], weight, scale, bias)
+    assert torch.equal(few, operations.quantized_linear(x[:4], weight, scale, bias))

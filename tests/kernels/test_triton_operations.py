@@ -276,6 +276,7 @@ def test_blocks_are_unpacked(weight_format: WeightFormat, dtype: torch.dtype) ->
     assert weight is not None
     values = dequantize_blocks(rows, weight_format, 256)
     torch.testing.assert_close(weight.dense(), values, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(operations.unpack(weight, dtype), values.to(dtype), rtol=EPSILON[dtype], atol=1e-6)
     x, bias = torch.randn(19, 256).to(dtype), torch.randn(37).to(dtype)
     out = operations.block_linear(x, weight, bias)
     assert exact.error(out, exact.linear(x, values.to(dtype), bias)) < EPSILON[dtype]
