@@ -28,6 +28,7 @@ from kernels.dispatch import (
     set_batch_invariant,
     set_float8_inputs,
     store_kv,
+    weighted_sum,
 )
 from kernels.layer_norm import layer_norm
 from kernels.quantized_kv import KvScales
@@ -61,4 +62,5 @@ __all__ = [
     "set_batch_invariant",
     "set_float8_inputs",
     "store_kv",
+    "weighted_sum",
 ]

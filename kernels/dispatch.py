@@ -20,6 +20,7 @@ from kernels.attention_backend import AttentionCase
 from kernels.block_weight import BlockWeight
 from kernels.grouped_linear import grouped_linear as torch_grouped_linear
 from kernels.grouped_linear import head_linear as torch_head_linear
+from kernels.grouped_linear import weighted_sum as torch_weighted_sum
 from kernels.kv_store import store_kv as torch_store_kv
 from kernels.linear import gated_linear as torch_gated_linear
 from kernels.linear import linear as torch_linear
@@ -248,6 +249,11 @@ def grouped_linear(
         )
     product = torch_grouped_linear(x, weight, experts, bias, num_repeats=num_repeats)
     return product if activation is None else torch_activate(product, activation)
+
+
+def weighted_sum(parts: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the sum of parts[:, i] * weights[:, i], or of parts [M, A, N] if there are no weights [M, A] -> [M, N]."""
+    return triton.weighted_sum(parts, weights) if _takes_triton(parts) else torch_weighted_sum(parts, weights)
 
 
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -23,6 +23,18 @@ def grouped_linear(
     return out
 
 
+def weighted_sum(parts: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sum of parts[:, i] * weights[:, i], or of parts [M, A, N] if there are no weights [M, A] -> [M, N].
+
+    The parts are added in order, in float32, so that a row's bits do not depend on the number of rows.
+    """
+    total = torch.zeros_like(parts[:, 0], dtype=torch.float32)
+    for place in range(parts.shape[1]):
+        part = parts[:, place].float()
+        total += part if weights is None else part * weights[:, place, None]
+    return total.to(parts.dtype)
+
+
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return `x[:, h] @ weight[h].T` for each head: x [M, H, K], weight [H, N, K] -> [M, H, N].
 

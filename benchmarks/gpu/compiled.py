@@ -495,6 +495,7 @@ CASES: dict[str, Callable[[], object]] = {
     "linear": lambda: operations.linear(_meta(64, 4096), _meta(4096, 4096)),
     "grouped linear, 8 rows": partial(_grouped_linear, 8),
     "grouped linear, 2048 rows": partial(_grouped_linear, 2048),
+    "weighted sum": lambda: operations.weighted_sum(_meta(64, 8, 2048), _floats(64, 8)),
     "grouped gate, up and SiLU, 8 rows": partial(_grouped_linear, 8, "silu"),
     "grouped gate, up and SiLU, 2048 rows": partial(_grouped_linear, 2048, "silu"),
     **dict(_attention_cases()),

@@ -9,7 +9,7 @@ from kernels.triton.attention import paged_attention, segment_keys_for
 from kernels.triton.block_linear import block_linear, unpack
 from kernels.triton.dependent_launch import set_dependent_launch
 from kernels.triton.float8_rows import quantize_rows
-from kernels.triton.grouped_linear import grouped_linear
+from kernels.triton.grouped_linear import grouped_linear, weighted_sum
 from kernels.triton.kv_store import store_kv
 from kernels.triton.linear import gated_linear, linear, quantized_linear
 from kernels.triton.lora import add_lora
@@ -37,4 +37,5 @@ __all__ = [
     "set_dependent_launch",
     "store_kv",
     "unpack",
+    "weighted_sum",
 ]

@@ -1,4 +1,4 @@
-"""Linear layers where each row has its own choice of many matrices, also with a gated activation.
+"""Linear layers where each row has its own choice of many matrices, also with a gated activation; and weighted sums.
 
 Rows are sorted by their matrix on the device. Each matrix's rows fill tiles of their own, the last of them perhaps in
 part; how many tiles there are is bounded by the shapes, so nothing is read back, and programs of tiles that no matrix
@@ -14,6 +14,10 @@ from torch import Tensor
 
 from kernels.activation import SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
 from kernels.triton.linear import FEW_ROWS, SOME_ROWS, write_tile
+
+# Rows that a program of the sort reads, and columns that one of the sum adds.
+_SORTED_ROWS = 1024
+_SUMMED_COLUMNS = 1024
 
 
 def grouped_linear(
@@ -45,23 +49,23 @@ def grouped_linear(
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("the last dimension is not contiguous")
     launch = FEW_ROWS if num_rows <= 16 * num_experts and not is_batch_invariant else SOME_ROWS
-    counts = (experts[:, None] == torch.arange(num_experts, device=x.device, dtype=experts.dtype)).sum(0)
-    ends, order = counts.cumsum(0), experts.argsort(stable=True)
-    tile_ends = ((counts + launch.block_m - 1) // launch.block_m).cumsum(0)
+    order = torch.empty(num_rows, dtype=torch.int32, device=x.device)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=x.device)
+    _sort[num_experts,](experts, order, ends, num_rows, BLOCK=_SORTED_ROWS, enable_fp_fusion=False)
     out = torch.empty(num_rows, outer, dtype=x.dtype, device=x.device)
     most_tiles = min(num_rows, num_rows // launch.block_m + num_experts)
     _grouped[(most_tiles, triton.cdiv(outer, launch.block_n))](
         x,
         weight,
         bias if bias is not None else x,
-        order.int(),
-        ends.int(),
-        tile_ends.int(),
+        order,
+        ends,
         out,
         num_experts,
         outer,
         inner,
         x.stride(0),
+        MOST_EXPERTS=triton.next_power_of_2(num_experts),
         NUM_REPEATS=num_repeats,
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
@@ -78,6 +82,72 @@ def grouped_linear(
     return out
 
 
+def weighted_sum(parts: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sum of parts[:, i] * weights[:, i], or of parts [M, A, N] if there are no weights [M, A] -> [M, N].
+
+    The parts are added in order, in float32, so that a row's bits do not depend on the number of rows.
+    """
+    num_rows, num_parts, num_columns = parts.shape
+    if not parts.is_contiguous() or not (weights is None or weights.is_contiguous()):
+        raise ValueError("the parts or weights are not contiguous")
+    out = torch.empty(num_rows, num_columns, dtype=parts.dtype, device=parts.device)
+    _sum[num_rows, triton.cdiv(num_columns, _SUMMED_COLUMNS)](
+        parts,
+        parts if weights is None else weights,
+        out,
+        num_columns,
+        NUM_PARTS=num_parts,
+        HAS_WEIGHTS=weights is not None,
+        BLOCK=_SUMMED_COLUMNS,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sort(experts_ptr, order_ptr, ends_ptr, num_rows, BLOCK: tl.constexpr):
+    """Write the rows of each expert, in order, and where they end. Grid: experts."""
+    expert = tl.program_id(0)
+    steps = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    own = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_rows, BLOCK):
+        chosen = tl.load(experts_ptr + start + steps, mask=start + steps < num_rows, other=expert + 1)
+        before += (chosen < expert).to(tl.int32)
+        own += (chosen == expert).to(tl.int32)
+    place = tl.sum(before, 0)
+    tl.store(ends_ptr + expert, place + tl.sum(own, 0))
+    for start in range(0, num_rows, BLOCK):
+        chosen = tl.load(experts_ptr + start + steps, mask=start + steps < num_rows, other=expert + 1)
+        is_own = (chosen == expert).to(tl.int32)
+        tl.store(order_ptr + place + tl.cumsum(is_own, 0) - 1, start + steps, mask=is_own != 0)
+        place += tl.sum(is_own, 0)
+
+
+@triton.jit
+def _sum(
+    parts_ptr,
+    weights_ptr,
+    out_ptr,
+    num_columns,
+    NUM_PARTS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: rows, blocks of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < num_columns
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        place = row * NUM_PARTS + part
+        value = tl.load(parts_ptr + place * num_columns + columns, mask=is_column, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            value *= tl.load(weights_ptr + place)
+        total += value
+    tl.store(out_ptr + row * num_columns + columns, total.to(out_ptr.dtype.element_ty), mask=is_column)
+
+
 @triton.jit
 def _grouped(
     x_ptr,
@@ -85,12 +155,12 @@ def _grouped(
     bias_ptr,
     order_ptr,
     ends_ptr,
-    tile_ends_ptr,
     out_ptr,
     num_experts,
     outer,
     inner,
     x_stride,
+    MOST_EXPERTS: tl.constexpr,
     NUM_REPEATS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -106,20 +176,16 @@ def _grouped(
     With ACTIVATION the rows of a matrix that follow the first `outer`, the gates, are the ups.
     """
     tile = tl.program_id(0)
+    numbers = tl.arange(0, MOST_EXPERTS)
+    ends = tl.load(ends_ptr + numbers, mask=numbers < num_experts, other=0)
+    starts = tl.load(ends_ptr + numbers - 1, mask=(numbers > 0) & (numbers < num_experts), other=0)
+    num_tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
     # The first expert whose tiles end behind ours.
-    low = 0
-    high = num_experts
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(tile_ends_ptr + middle) <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    if low == num_experts:
+    expert = tl.sum(((tl.cumsum(num_tiles, 0) <= tile) & (numbers < num_experts)).to(tl.int32), 0)
+    if expert == num_experts:
         return
-    expert = low
-    first_tile = tl.load(tile_ends_ptr + expert - 1, mask=expert > 0, other=0)
-    first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    first_tile = tl.sum(tl.where(numbers < expert, num_tiles, 0), 0)
+    first = tl.sum(tl.where(numbers == expert, starts, 0), 0)
     places = first + (tile - first_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = places < tl.load(ends_ptr + expert)
     rows = tl.load(order_ptr + places, mask=is_row, other=0).to(tl.int64)

@@ -43,7 +43,7 @@ class Launches:
         self.names: list[str] = []
         references = vars(dispatch)
         names = ["rms_norm", "add_rms_norm", "apply_rotary", "activate", "gated_linear", "rotate_and_store", "store_kv"]
-        names += ["add_lora", "paged_attention", "grouped_linear"]
+        names += ["add_lora", "paged_attention", "grouped_linear", "weighted_sum"]
         operations = {name: self.noted(name, references[f"torch_{name}"]) for name in names}
         patch.setattr(dispatch, "triton", SimpleNamespace(**operations), raising=False)
         patch.setattr(dispatch, "torch_linear", self.noted("linear", references["torch_linear"]))
@@ -131,13 +131,14 @@ def test_only_adapters_of_experts_add_launches_to_experts(
     inputs = first_tokens([5, 6])
     attention = ATTENTION.copy()
     # The experts' gates, ups and activation are one launch.
-    experts = ["linear", "grouped_linear", "grouped_linear"]
+    experts = ["linear", "grouped_linear", "grouped_linear", "weighted_sum"]
     if of_experts is not None:
         placed = decoder.place_adapter(adapter(description, of_experts=of_experts))
         inputs = replace(inputs, adapters=used_by([placed, None]))
         attention[1:1], attention[-1:-1] = ["add_lora"] * 3, ["add_lora"]
     if of_experts:
         experts = ["linear", "grouped_linear", "add_lora", "add_lora", "activate", "grouped_linear", "add_lora"]
+        experts.append("weighted_sum")
     decoder.forward(inputs)
     assert launches.names[1 : 1 + len(attention + experts)] == attention + experts
     assert launches.names.count("paged_attention") == 2

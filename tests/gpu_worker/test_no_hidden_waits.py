@@ -84,6 +84,7 @@ def kernels_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
         "add_lora": lambda *args: None,
         "paged_attention": attend,
         "grouped_linear": group,
+        "weighted_sum": references["torch_weighted_sum"],
         "sample": lambda logits, *args, **kwargs: logits.new_empty(len(logits), dtype=torch.int32),
     }
     monkeypatch.setattr(dispatch, "triton", types.SimpleNamespace(**{k: on_device(v) for k, v in made.items()}), False)

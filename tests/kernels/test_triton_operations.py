@@ -16,6 +16,7 @@ from kernels import Activation, KvScales, block_weight
 from kernels import triton as operations
 from kernels.cpu import WeightFormat, dequantize_blocks
 from kernels.cpu.blocks import random_blocks
+from kernels.grouped_linear import weighted_sum as torch_weighted_sum
 from tests.kernels import exact
 
 EPSILON = {torch.float32: 1e-6, torch.float16: 1e-3}
@@ -152,6 +153,23 @@ def test_each_row_has_its_own_matrix(
         x, weight, experts, bias, num_repeats=num_repeats, is_batch_invariant=is_batch_invariant
     )
     assert exact.error(out, exact.grouped_linear(x, weight, experts, bias, num_repeats)) < 1e-6
+
+
+def test_rows_of_many_tokens_have_their_own_matrices() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2500, 5), torch.randn(11, 7, 5)
+    experts = torch.randint(0, 11, (2500,), dtype=torch.int32)
+    experts[experts == 4] = 5  # no row chooses this one
+    out = operations.grouped_linear(x, weight, experts)
+    assert exact.error(out, exact.grouped_linear(x, weight, experts, None, 1)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", list(EPSILON))
+def test_weighted_sums_have_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    parts, weights = torch.randn(3, 5, 1100).to(dtype), torch.rand(3, 5)
+    assert torch.equal(operations.weighted_sum(parts, weights), torch_weighted_sum(parts, weights))
+    assert torch.equal(operations.weighted_sum(parts, None), torch_weighted_sum(parts, None))
 
 
 @pytest.mark.usefixtures("dots_row_by_row")

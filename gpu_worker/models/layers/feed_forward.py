@@ -105,12 +105,7 @@ class Experts:
             out = _by_expert([expert.down for expert in self._experts], inner, experts)
         if add_lora is not None:
             add_lora("experts_down", experts, inner, out)
-        # Add them one by one, so that the summation order does not depend on the number of rows.
-        parts = out.view(*chosen.shape, -1).float()
-        total = torch.zeros_like(parts[:, 0])
-        for place in range(num_active):
-            total += parts[:, place] if weighs_input else parts[:, place] * weights[:, place, None]
-        return total.to(x.dtype)
+        return kernels.weighted_sum(out.view(*chosen.shape, -1), None if weighs_input else weights)
 
     def _activated(
         self, x: Tensor, inner: Tensor, experts: Tensor, num_repeats: int, add_lora: AddExpertLora | None
