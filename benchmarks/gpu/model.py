@@ -136,23 +136,18 @@ class RandomWeights:
 
     def _mixture(self, mixture: Mixture) -> MixtureWeights:
         return MixtureWeights(
-            router=cast("LinearWeights", _Linear(self._router(mixture.num_experts))),
+            router=self._linear(mixture.num_experts, self._description.hidden_size, torch.float32),
             correction=None,
             experts=[self._feed_forward(mixture.expert_size) for _ in range(mixture.num_experts)],
             shared=None,
             shared_gate=None,
         )
 
-    def _linear(self, num_rows: int, num_columns: int) -> LinearWeights:
-        return cast("LinearWeights", _Linear(self._matrix(num_rows, num_columns)))
+    def _linear(self, num_rows: int, num_columns: int, dtype: torch.dtype | None = None) -> LinearWeights:
+        return cast("LinearWeights", _Linear(self._matrix(num_rows, num_columns, dtype)))
 
-    def _router(self, num_experts: int) -> _Matrix:
-        """Return the weights of a router, which computes in float32."""
-        size = (num_experts, self._description.hidden_size)
-        return _Matrix(torch.randn(size, device=self._device) * _STANDARD_DEVIATION)
-
-    def _matrix(self, num_rows: int, num_columns: int) -> _Matrix:
-        values = torch.empty(num_rows, num_columns, device=self._device, dtype=self._dtype)
+    def _matrix(self, num_rows: int, num_columns: int, dtype: torch.dtype | None = None) -> _Matrix:
+        values = torch.empty(num_rows, num_columns, device=self._device, dtype=dtype or self._dtype)
         return _Matrix(values.normal_(std=_STANDARD_DEVIATION))
 
     def _ones(self, size: int) -> Tensor:
