@@ -227,6 +227,7 @@ def _check_matrix_kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> N
         out = operations.quantized_linear(x[:count], units, scale, bias)
         report.error(f"int8 linear, {count} rows, {_name(dtype)}", exact.error(out, expected[:count]), LIMITS[dtype])
     _check_blocks(report, x, outer, dtype)
+    _check_experts(report, x, dtype)
     half = outer // 2 * 2
     gated = operations.gated_linear(x, weight[:half], "silu")
     expected = exact.activate(exact.linear(x, weight[:half], None), "silu")
@@ -261,6 +262,21 @@ def _check_blocks(report: Report, x: Tensor, outer: int, dtype: torch.dtype) -> 
             expected = exact.linear(x[:count], dense, None)
             found = operations.block_linear(x[:count], weight)
             report.error(f"{name}, {count} rows", exact.error(found, expected), LIMITS[dtype])
+
+
+def _check_experts(report: Report, x: Tensor, dtype: torch.dtype) -> None:
+    """Check products in which each row has two of five matrices, and weighted sums of these."""
+    rows, inner = x.shape
+    weight = torch.randn(5, 72, inner).to(x.device, dtype)
+    experts = torch.randint(0, 5, (2 * rows,), dtype=torch.int32, device=x.device)
+    experts[experts == 3] = 1  # no row has this one
+    product = operations.grouped_linear(x, weight, experts, num_repeats=2)
+    error = exact.error(product, exact.grouped_linear(x, weight, experts, None, 2))
+    report.error(f"experts, {_name(dtype)}", error, LIMITS[dtype])
+    parts, weights = product.view(rows, 2, -1), torch.rand(rows, 2).to(x.device)
+    total = operations.weighted_sum(parts, weights)
+    error = exact.error(total, (parts.double() * weights.double()[..., None]).sum(1))
+    report.error(f"weighted sum, {_name(dtype)}", error, LIMITS[dtype])
 
 
 def _check_quantized_attention(report: Report, sizes: Sizes, kv: torch.dtype, limit: float) -> None:
