@@ -334,12 +334,12 @@ async def inferences(abuser: Abuser) -> None:
 
 
 async def ordinary_inferences(abuser: Abuser) -> None:
-    """Eight KServe streams of 30 concurrent requests each, whose responses are read."""
+    """Eight KServe streams of 32 concurrent requests each, together a full batch, whose responses are read."""
     data = _inference(b"so the stream goes on")
 
     async def send() -> str:
         call: Any = abuser.channel.stream_stream(_STREAM_INFER)()
-        for _ in range(30):
+        for _ in range(32):
             await call.write(data)
         await call.done_writing()
         async for _ in call:
