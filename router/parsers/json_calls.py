@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
-from router.parsers.machine import Call, parse_json
+from router.parsers.machine import Call, parse_json, refuse_constant
+
+_SPACE = re.compile(r"\s*")
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 def read_call(value: object) -> Call | None:
@@ -38,3 +42,28 @@ def read_calls(text: str) -> list[Call] | None:
     calls = [read_call(item) for item in (value if isinstance(value, list) else [value])]
     found = [call for call in calls if call is not None]
     return found if len(found) == len(calls) else None
+
+
+def split_calls(text: str) -> tuple[list[Call], str]:
+    """Return the complete calls of an array that is cut off, and the text after them and their separator. If the text
+    is not an array of calls, there are none.
+    """
+    calls = list[Call]()
+    mark, position = "[", 0
+    while text.startswith(mark, position):
+        position = _after_space(text, position + 1)
+        try:
+            value, end = _DECODER.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            break
+        call = read_call(value)
+        if call is None:
+            return [], text
+        calls.append(call)
+        mark, position = ",", _after_space(text, end)
+    return (calls, text[position:]) if calls else ([], text)
+
+
+def _after_space(text: str, position: int) -> int:
+    found = _SPACE.match(text, position)
+    return found.end() if found else position

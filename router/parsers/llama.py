@@ -1,14 +1,15 @@
 """Llama 3 (JSON): the text consists of JSON objects, `{"name": ..., "parameters": {...}}`, optionally after
 `<|python_tag|>`.
 
-Several objects are written one after another, separated by a semicolon or comma, or as an array.
+Several objects are written one after another, separated by a semicolon or comma, or as an array. The complete calls of
+an array that is cut off are calls.
 """
 
 from __future__ import annotations
 
 import re
 
-from router.parsers.json_calls import read_calls
+from router.parsers.json_calls import read_calls, split_calls
 from router.parsers.machine import Machine, Steps
 
 TAG = "<|python_tag|>"
@@ -37,7 +38,12 @@ def bare_calls(machine: Machine, tag: str, *, is_tagged: bool = False) -> Steps[
             machine.settle(None, raw + start)
             return
         body, is_complete = yield from machine.take_balanced()
-        has_calls = machine.settle(read_calls(body) if is_complete else None, raw + body)
+        if not is_complete:
+            calls, rest = split_calls(body)
+            machine.settle(calls, raw + body.removesuffix(rest))
+            machine.settle(None, rest)
+            return
+        has_calls = machine.settle(read_calls(body), raw + body)
         raw = yield from machine.take_space()
         while separator := (yield from machine.accept(*_BETWEEN)):
             raw += separator + (yield from machine.take_space())

@@ -14,7 +14,7 @@ import pytest
 from router.parsers.events import CallBegin, Event, TextDelta, joined
 from router.parsers.formats import TOOL_FORMATS
 from router.parsers.machine import Machine
-from tests.router.parsers.transcripts import GOOD, MALFORMED, OFFER, Transcript, model_format, summary
+from tests.router.parsers.transcripts import GOOD, MALFORMED, NOW, OFFER, Named, Transcript, model_format, summary
 
 NUM_CUTS = int(os.environ.get("PARSER_CUTS", "10000"))
 FORMATS = tuple(TOOL_FORMATS)
@@ -95,6 +95,35 @@ def test_no_text_breaks_a_parser_or_is_lost(tools: str) -> None:
             events += parser.feed(piece)
         events = joined(events + parser.finish())
         assert events == whole(model_format(tools, "think").parser(OFFER), "".join(pieces))
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (
+            '[{"name": "time", "parameters": {}}, {"name": "weather", "parameters": {"ci',
+            '{"name": "weather", "parameters": {"ci',
+            [NOW],
+        ),
+        ('[{"name": "time", "parameters": {}}, {"name": "time", "parameters": {}}', "", [NOW, NOW]),
+        ('[ {"name": "time", "parameters": {}} , ', "", [NOW]),
+        ('[{"name": "weather", "parameters": {"ci', '[{"name": "weather", "parameters": {"ci', []),
+        ('[{"name": "rm", "parameters": {}}, {"na', '[{"name": "rm", "parameters": {}}, {"na', []),
+        (
+            '[{"name": "time", "parameters": {}}, {"answer": 1}, ',
+            '[{"name": "time", "parameters": {}}, {"answer": 1}, ',
+            [],
+        ),
+        ('[{"name": "time"}, ' + "[" * 20_000, "[" * 20_000, [NOW]),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_complete_calls_of_an_array_that_is_cut_off_are_read(text: str, content: str, calls: list[Named]) -> None:
+    for places in ([], list(range(1, min(len(text), 200)))):
+        parser, events = model_format("llama3_json").parser(OFFER), list[Event]()
+        for begin, place in zip([0, *places], [*places, len(text)], strict=True):
+            events += parser.feed(text[begin:place])
+        assert summary(joined(events + parser.finish())) == (content, "", calls)
 
 
 def test_without_tools_markup_is_text() -> None:
