@@ -1,8 +1,9 @@
 """Grammars that constrain tool calls to the tools' schemas, in the model's own format.
 
 They are written in llguidance's Lark dialect. Text is unconstrained until a call begins. From there on the grammar
-applies, so that with `auto` the model decides whether to call a tool, but its arguments match the schema. A marker that
-is a single token is written as that token in the grammar, since text never matches it.
+applies, so that with `auto` the model decides whether to call a tool, but its arguments match the schema. If the answer
+must be JSON, the grammar applies from the first token: the model writes calls or this JSON. A marker that is a single
+token is written as that token in the grammar, since text never matches it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from router.parsers.machine import Schema
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TEXT = r"TEXT: /(.|\n)*/"
 _SPACE = r"SPACE: /\s*/"
+# White space between and after sections of calls.
+_GAP = r"GAP: /\s{0,2}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,65 @@ def auto_guide(
         max_calls: 1 for at most one call; None for any number.
         thinking: Markers of the model's reasoning, if the model may reason first.
     """
-    strict = frozenset(strict)
     spell = _Speller(tokens)
+    call, calls = _calls(grammar, tools, strict, spell, max_calls)
+    lines = [call]
+    if spell.first_token(grammar.begin):
+        lines.append(f"section: TEXT {spell(grammar.begin)} {calls}")
+    else:
+        lines.append(f"begin[lazy]: TEXT {spell(grammar.begin)}")
+        lines.append(f"section: begin {calls}")
+    answer = f"section{'?' if max_calls == 1 else '*'} TEXT"
+    if thinking is not None and spell.first_token(thinking[0]):
+        # TEXT does not match these tokens, so they need rules of their own: the model may still reason.
+        answer = f"(TEXT {spell(thinking[0])})? (TEXT {spell(thinking[1])})? {answer}"
+    return "\n".join([f"start: {answer}", *lines, _TEXT])
+
+
+def calls_or_json(
+    grammar: CallGrammar,
+    tools: Mapping[str, Schema],
+    strict: Iterable[str],
+    schema: Schema,
+    tokens: Mapping[str, int],
+    *,
+    max_calls: int | None,
+    thinking: tuple[str, str] | None,
+    is_thinking: bool,
+) -> str:
+    """Return a Lark grammar for either tool calls or JSON that matches `schema`, after any reasoning.
+
+    Args:
+        tools: JSON schema of each tool's parameters, by name.
+        strict: Tools whose arguments must match their schema; others accept any object.
+        schema: JSON schema of the answer.
+        tokens: Markers that are a single token, with the token's id.
+        max_calls: 1 for at most one call; None for any number.
+        thinking: Markers of the model's reasoning, if the model may reason first.
+        is_thinking: Whether the prompt has opened the reasoning.
+    """
+    spell = _Speller(tokens)
+    call, calls = _calls(grammar, tools, strict, spell, max_calls)
+    sections = "section GAP" if max_calls == 1 else "section (GAP section)* GAP"
+    lines = [f"answer: {sections} | {_json(schema)}", call, f"section: {spell(grammar.begin)} {calls}", _GAP]
+    if thinking is None:
+        return "\n".join(["start: answer", *lines])
+    opening, closing = thinking
+    start = "thinking SPACE answer" if is_thinking else f"({spell(opening)} thinking SPACE)? answer"
+    return "\n".join([f"start: {start}", *lines, _thinking(closing, spell), _TEXT, _SPACE])
+
+
+def after_thinking(schema: Schema, closing: str, tokens: Mapping[str, int]) -> str:
+    """Return a Lark grammar for the rest of the reasoning, followed by JSON that matches a schema."""
+    thinking = _thinking(closing, _Speller(tokens))
+    return "\n".join([f"start: thinking SPACE {_json(schema)}", thinking, _TEXT, _SPACE])
+
+
+def _calls(
+    grammar: CallGrammar, tools: Mapping[str, Schema], strict: Iterable[str], spell: _Speller, max_calls: int | None
+) -> tuple[str, str]:
+    """Return the rule `call`, and the terms of a section of calls after its beginning."""
+    strict = frozenset(strict)
     calls = []
     for name, schema in tools.items():
         opening = spell(grammar.opening.replace("NAME", name))
@@ -67,28 +127,12 @@ def auto_guide(
     section = "call"
     if grammar.separator is not None and max_calls != 1:
         section = f"call ({spell(grammar.separator)} call)*"
-    begins_with_token = bool(spell.first_token(grammar.begin))
-    lines = [f"call: {' | '.join(calls)}"]
-    if begins_with_token:
-        lines.append(f"section: TEXT {spell(grammar.begin)} {section} {spell(grammar.end)}")
-    else:
-        lines.append(f"begin[lazy]: TEXT {spell(grammar.begin)}")
-        lines.append(f"section: begin {section} {spell(grammar.end)}")
-    answer = f"section{'?' if max_calls == 1 else '*'} TEXT"
-    if thinking is not None and spell.first_token(thinking[0]):
-        # TEXT does not match these tokens, so they need rules of their own: the model may still reason.
-        answer = f"(TEXT {spell(thinking[0])})? (TEXT {spell(thinking[1])})? {answer}"
-    return "\n".join([f"start: {answer}", *lines, _TEXT])
+    return f"call: {' | '.join(calls)}", f"{section} {spell(grammar.end)}".strip()
 
 
-def after_thinking(schema: Schema, closing: str, tokens: Mapping[str, int]) -> str:
-    """Return a Lark grammar for the rest of the reasoning, followed by JSON that matches a schema."""
-    spell = _Speller(tokens)
-    if spell.first_token(closing):
-        lines = ["start: TEXT " + spell(closing) + " SPACE " + _json(schema)]
-    else:
-        lines = [f"start: thinking SPACE {_json(schema)}", f"thinking[lazy]: TEXT {spell(closing)}"]
-    return "\n".join([*lines, _TEXT, _SPACE])
+def _thinking(closing: str, spell: _Speller) -> str:
+    """Return the rule `thinking`, for reasoning up to and including its closing marker."""
+    return f"thinking{'' if spell.first_token(closing) else '[lazy]'}: TEXT {spell(closing)}"
 
 
 def _json(schema: Schema) -> str:

@@ -23,10 +23,10 @@ from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from router.parsers import llama
 from router.parsers.events import CallBegin, Event
-from router.parsers.formats import ModelFormat, format_of
+from router.parsers.formats import ModelFormat, ToolFormat, format_of
+from router.parsers.guides import CallGrammar, auto_guide, calls_or_json
 from router.parsers.guides import after_thinking as json_after_thinking
-from router.parsers.guides import auto_guide
-from router.parsers.machine import Machine, Offer, Schema, Script, Steps, arguments_text
+from router.parsers.machine import Machine, Offer, Schema, Script, Steps, arguments_text, parse_json
 from router.parsers.reasoning import after_thinking, plain
 from router.pipeline.images import images_of
 from router.pipeline.prompt import PromptBuilder, PromptOptions
@@ -40,6 +40,7 @@ _KEPT_PRIORITY = 80
 _NUM_TAIL = 16
 # Number of tokens of a prediction that are verified in one step.
 _NUM_DRAFTS = 8
+_JSON_GUIDES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA)
 _ANY_JSON: Schema = {"anyOf": [{"type": "object"}, {"type": "array"}]}
 _SWITCHES = ("enable_thinking", "thinking")
 # Each reasoning effort with the one that templates support; some APIs have more efforts than templates.
@@ -94,9 +95,20 @@ class ChatModel:
         """Whether the template shows the model its tools."""
         return "tools" in self.template
 
+    @property
+    def call_grammar(self) -> CallGrammar | None:
+        """How the model writes calls that follow a schema; None if its format has no grammar."""
+        known = self.format.tools
+        return known.grammar(self.template) if known is not None and known.grammar is not None else None
+
     def hides(self, tools: Tools) -> bool:
         """Whether tools have no effect, because the model does not see them and need not call one."""
         return bool(tools.schemas) and tools.choice == "auto" and not self.has_tools
+
+    def ignores_strict(self, tools: Tools) -> bool:
+        """Whether `strict` of tools that the model sees has no effect, because no grammar constrains its calls."""
+        is_free = tools.choice == "auto" and not self.hides(tools)
+        return bool(tools.strict) and is_free and self.call_grammar is None
 
     def thinking_variables(self, effort: str) -> dict[str, object]:
         """Return the template variables for one of EFFORTS; empty if the template has no setting for reasoning."""
@@ -157,6 +169,9 @@ class Tools:
 class Conversation:
     """One request of a chat API.
 
+    Raises:
+        InvalidArgumentError: The model can call tools, but not in combination with the requested output format.
+
     Attributes:
         request: The native request; its input is `chat` until `prepare`.
         prediction: Text that the answer is expected to repeat.
@@ -178,6 +193,8 @@ class Conversation:
 
     def __post_init__(self) -> None:
         self._is_guided = self.request.HasField("guided_decoding")
+        if self._may_call_instead:
+            self._check_joinable()
         if self.tools.definitions:
             self.request.chat.tools_json = json.dumps(list(self.tools.definitions.values()))
         if self.model.format.tools is not None and self.model.format.tools.arguments_are_text:
@@ -193,6 +210,21 @@ class Conversation:
         if known.has_channels or known.reasoning is not None:
             return True
         return bool(self.tools.schemas) and (self.tools.choice != "auto" or known.tools is not None)
+
+    @property
+    def _may_call_instead(self) -> bool:
+        """Whether the model may call tools instead of answering in the requested format."""
+        is_free = bool(self.tools.schemas) and self.tools.choice == "auto"
+        return self._is_guided and is_free and self.model.has_tools
+
+    def _check_joinable(self) -> None:
+        remedy = "leave one of them out, or set tool_choice to none"
+        if self.request.guided_decoding.guide_type not in _JSON_GUIDES:
+            reason = "cannot be combined with a regular expression or grammar for the answer"
+            raise InvalidArgumentError(f"{reason}; {remedy}", field="tools")
+        if self.model.call_grammar is None:
+            reason = "cannot be combined with a JSON format of the answer, since this model's calls have no grammar"
+            raise InvalidArgumentError(f"{reason}; {remedy}", field="tools")
 
     async def prepare(self, prompts: PromptBuilder, folder: ModelFolder, *, renders: bool = False) -> None:
         """Set the fields that depend on the prompt. With `renders`, the prompt is always rendered, and its tokens are
@@ -248,7 +280,7 @@ class Conversation:
         """Return the grammar for the tools, or the one for reasoning followed by the requested format."""
         tools = self.tools
         if self._is_guided:
-            return self._own_guide()
+            return self._joined_guide() if self._may_call_instead else self._own_guide()
         if not tools.schemas:
             return None
         if tools.choice == "named":
@@ -257,36 +289,66 @@ class Conversation:
             calls = [_call_schema(name, schema) for name, schema in tools.schemas.items()]
             array: dict[str, object] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
             return self._json_guide(array if tools.is_parallel else {**array, "maxItems": 1})
-        make_grammar = self.model.format.tools.grammar if self.model.format.tools else None
-        if not tools.strict or make_grammar is None:
+        grammar = self.model.call_grammar
+        if not tools.strict or grammar is None:
             return None
-        tags = self.model.format.reasoning
         text = auto_guide(
-            make_grammar(self.model.template),
+            grammar,
             tools.schemas,
             tools.strict,
             self.model.tokens,
-            max_calls=None if tools.is_parallel else 1,
-            thinking=(tags.opening, tags.closing) if tags is not None else None,
+            max_calls=self._max_calls,
+            thinking=self._thinking_marks,
+        )
+        return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
+
+    def _joined_guide(self) -> pb.GuidedDecodingConfig | None:
+        """Return the grammar for either calls or the requested format; None if its schema is invalid."""
+        schema, grammar = self._own_schema(), self.model.call_grammar
+        if schema is None or grammar is None:
+            return None
+        text = calls_or_json(
+            grammar,
+            self.tools.schemas,
+            self.tools.strict,
+            schema,
+            self.model.tokens,
+            max_calls=self._max_calls,
+            thinking=self._thinking_marks,
+            is_thinking=self.is_thinking,
         )
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
 
     def _own_guide(self) -> pb.GuidedDecodingConfig | None:
         """Return the request's own guide, extended to allow reasoning before it; None if it needs no change."""
-        guide = self.request.guided_decoding
         if not self.is_thinking:
             return None
-        if guide.guide_type == pb.GUIDE_TYPE_JSON:
-            return self._json_guide(_ANY_JSON)
-        if guide.guide_type == pb.GUIDE_TYPE_JSON_SCHEMA:
-            try:
-                schema = json.loads(guide.guide)
-            except ValueError:
-                schema = None
-            return self._json_guide(schema) if isinstance(schema, dict) else None
+        if self.request.guided_decoding.guide_type in _JSON_GUIDES:
+            schema = self._own_schema()
+            return self._json_guide(schema) if schema is not None else None
         # The client's own grammar applies from the first token, so there is no reasoning: all text is the answer.
         self.is_thinking = False
         return None
+
+    def _own_schema(self) -> Schema | None:
+        """Return the schema of the JSON format that the request asks for; None if it is invalid."""
+        guide = self.request.guided_decoding
+        if guide.guide_type == pb.GUIDE_TYPE_JSON:
+            return _ANY_JSON
+        try:
+            schema = parse_json(guide.guide)
+        except ValueError:
+            return None
+        return schema if isinstance(schema, dict) else None
+
+    @property
+    def _max_calls(self) -> int | None:
+        return None if self.tools.is_parallel else 1
+
+    @property
+    def _thinking_marks(self) -> tuple[str, str] | None:
+        tags = self.model.format.reasoning
+        return (tags.opening, tags.closing) if tags is not None else None
 
     def _json_guide(self, schema: Schema) -> pb.GuidedDecodingConfig:
         tags = self.model.format.reasoning
@@ -298,17 +360,22 @@ class Conversation:
     def parser(self) -> Machine:
         """Return a parser for the text of one sequence."""
         tools, known = self.tools, self.model.format
-        limit = None if tools.is_parallel else 1
+        offer = Offer(tools.schemas, self._max_calls, self.is_thinking)
         is_free = tools.choice == "auto" or not tools.schemas
         if is_free and not self._is_guided:
-            return known.parser(Offer(tools.schemas, limit, self.is_thinking))
+            return known.parser(offer)
+        if self._may_call_instead and known.tools is not None:
+            either: Script = partial(_calls_or_answer, known.tools)
+            if known.reasoning is not None:
+                either = after_thinking(known.reasoning, either, known.tools.ends_reasoning)
+            return Machine(either, offer)
         # A grammar applies either from the first token or from the end of the reasoning.
         answer: Script = plain
         if not is_free:
             answer = partial(_arguments, tools.named) if tools.choice == "named" else llama.script
         if known.reasoning is not None and self.is_thinking:
             answer = after_thinking(known.reasoning, answer, ())
-        return Machine(answer, Offer(tools.schemas, limit, self.is_thinking))
+        return Machine(answer, offer)
 
 
 class SequenceReader:
@@ -350,6 +417,15 @@ def _with_text_arguments(calls_json: str) -> str:
         if not isinstance(call["function"]["arguments"], str):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return json.dumps(calls)
+
+
+def _calls_or_answer(tools: ToolFormat, machine: Machine) -> Steps[None]:
+    """Parse calls if the text begins with one; otherwise all text is the answer, even if calls occur in it."""
+    space = yield from machine.take_space()
+    mark = yield from machine.accept(*tools.marks)
+    machine.unread(space + (mark or ""))
+    if mark:
+        yield from tools.script(machine)
 
 
 def _arguments(name: str, machine: Machine) -> Steps[None]:

@@ -12,7 +12,7 @@ from midstream.grammar.messages import Guide
 from midstream.model.folder import ModelFolder
 from router.parsers.events import joined
 from router.parsers.formats import TOOL_FORMATS
-from router.parsers.guides import after_thinking, auto_guide
+from router.parsers.guides import after_thinking, auto_guide, calls_or_json
 from router.parsers.machine import Offer, Schema
 from tests.router.parsers.transcripts import model_format, summary
 
@@ -44,6 +44,14 @@ GUIDED = {
     ),
 }
 MARKS = sorted({mark for name in GUIDED for mark in TOOL_FORMATS[name.split()[0]].marks} | {"<think>", "</think>"})
+ANSWER: Schema = {
+    "type": "object",
+    "properties": {"summary": {"type": "string"}},
+    "required": ["summary"],
+    "additionalProperties": False,
+}
+SUNNY = '{"summary": "Sunny, <b>3</b> days."}'
+THINK = ("<think>", "</think>")
 GOOD, BAD = '{"city": "Oslo", "days": 3}', '{"city": "Oslo", "days": "three"}'
 
 
@@ -89,6 +97,57 @@ def test_arguments_follow_the_schema_once_a_call_begins(
             assert accepts(library, guide, before + filled(text, GOOD))
         assert accepts(library, guide, filled(text, BAD)) != bool(strict)
         assert not accepts(library, guide, text.replace("weather", "rm"))
+
+
+@pytest.mark.parametrize("name", GUIDED)
+def test_an_answer_is_either_calls_or_json(tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]], name: str) -> None:
+    library, tokens = tokenizer
+    template, text = GUIDED[name]
+    make = TOOL_FORMATS[name.split()[0]].grammar
+    assert make is not None
+    call, wrong = filled(text, GOOD), filled(text, BAD)
+    for thinking, is_thinking, befores in (
+        (None, False, [""]),
+        (THINK, False, ["", "<think>Hm.</think>\n\n"]),
+        (THINK, True, ["Hm.\n</think>\n\n"]),
+    ):
+        guide = calls_or_json(
+            make(template),
+            TOOLS,
+            ["weather"],
+            ANSWER,
+            tokens,
+            max_calls=None,
+            thinking=thinking,
+            is_thinking=is_thinking,
+        )
+        for before in befores:
+            for good in (call, f"{call}\n{call}", call + "\n", SUNNY):
+                assert accepts(library, guide, before + good)
+            for bad in (
+                *("It is sunny.", '{"summary": 3}', "", f"I look. {call}", f"{call} It is sunny.", call + SUNNY),
+                *(SUNNY + call, wrong, text.replace("weather", "rm")),
+            ):
+                assert not accepts(library, guide, before + bad)
+        if is_thinking:
+            assert not accepts(library, guide, SUNNY)
+            assert not accepts(library, guide, call)
+
+
+def test_beside_json_there_may_be_a_limit_of_one_call(
+    tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]],
+) -> None:
+    library, tokens = tokenizer
+    for name, (template, text) in GUIDED.items():
+        make = TOOL_FORMATS[name.split()[0]].grammar
+        assert make is not None
+        one = text.replace(', {"name": "time", "arguments": {}}', "").replace("[TOOL_CALLS]time[ARGS]{}", "")
+        call = filled(one, GOOD)
+        guide = calls_or_json(make(template), TOOLS, [], ANSWER, tokens, max_calls=1, thinking=None, is_thinking=False)
+        assert accepts(library, guide, call)
+        assert accepts(library, guide, SUNNY)
+        assert not accepts(library, guide, call + call)
+        assert accepts(library, guide, filled(one, BAD))  # the tool is not strict
 
 
 def test_json_comes_after_open_reasoning(tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]]) -> None:

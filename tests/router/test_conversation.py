@@ -1,0 +1,170 @@
+"""Tools beside a format of the answer, required calls that are cut off, and `strict` that has no effect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from midstream.errors import InvalidArgumentError
+from protos import generation_pb2 as pb
+from router.parsers.events import CallBegin, CallEnd, joined
+from router.protocols.anthropic.request import read_messages
+from router.protocols.conversation import ChatModel, Conversation, SequenceReader, Tools
+from router.protocols.openai.body import Body
+from router.protocols.openai.jobs import Vocabulary, chat_job
+from router.protocols.responses.request import read_response
+from tests.router.parsers.transcripts import Named, model_format, summary
+
+SCHEMA: dict[str, object] = {
+    "type": "object",
+    "properties": {"summary": {"type": "string"}},
+    "required": ["summary"],
+    "additionalProperties": False,
+}
+WEATHER: dict[str, object] = {"type": "object", "properties": {"city": {"type": "string"}}}
+DEFINITION = {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}
+TOOLS = Tools({"weather": WEATHER, "time": {"type": "object"}}, {"weather": DEFINITION})
+TEMPLATE = "{{ tools }}"
+# In a JSON string, text that looks like a call is no call.
+SUNNY = '{"summary": "<tool_call>{\\"name\\": \\"time\\"}</tool_call>"}'
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+OSLO: Named = ("weather", {"city": "Oslo"})
+GUIDE = pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=json.dumps(SCHEMA))
+
+
+def model(tools: str = "hermes", reasoning: str = "none", template: str = TEMPLATE) -> ChatModel:
+    return ChatModel(model_format(tools, reasoning), template)
+
+
+def conversation(
+    chat: ChatModel,
+    tools: Tools = TOOLS,
+    guide: pb.GuidedDecodingConfig | None = GUIDE,
+    *,
+    is_thinking: bool = False,
+) -> Conversation:
+    """Return a conversation after its prompt was rendered."""
+    request = pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(role="user", content="Hi")]))
+    if guide is not None:
+        request.guided_decoding.CopyFrom(guide)
+    found = Conversation(request, tools, chat)
+    found.is_thinking = is_thinking
+    found.add_guide()
+    return found
+
+
+def read(found: Conversation, text: str) -> tuple[str, str, list[Named]]:
+    """Return the content, the reasoning and the calls in a text."""
+    return summary(joined(SequenceReader(found, "r", 0).read(text, is_final=True)))
+
+
+@pytest.mark.parametrize(
+    "guide", [GUIDE, pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON)], ids=("schema", "any JSON")
+)
+def test_beside_a_json_format_the_model_may_call_tools(guide: pb.GuidedDecodingConfig) -> None:
+    found = conversation(model(), guide=guide)
+    grammar = found.request.guided_decoding
+    assert grammar.guide_type == pb.GUIDE_TYPE_EBNF_GRAMMAR
+    assert "<tool_call>" in grammar.guide
+    assert found.reads_text
+    assert read(found, f"{CALL}\n{CALL}") == ("", "", [OSLO, OSLO])
+    assert read(found, SUNNY) == (SUNNY, "", [])
+    assert read(conversation(model(), Tools(TOOLS.schemas, is_parallel=False)), f"{CALL}\n{CALL}") == ("", "", [OSLO])
+
+
+def test_reasoning_comes_before_the_calls_or_the_json() -> None:
+    for is_thinking, before in ((False, "<think>Hm.</think>\n\n"), (True, "Hm.\n</think>\n\n")):
+        found = conversation(model(reasoning="think"), is_thinking=is_thinking)
+        assert "</think>" in found.request.guided_decoding.guide
+        assert read(found, before + CALL) == ("", "Hm.", [OSLO])
+        assert read(found, before + SUNNY) == (SUNNY, "Hm.", [])
+    assert read(conversation(model(reasoning="think")), SUNNY) == (SUNNY, "", [])
+
+
+def test_an_answer_that_resembles_a_call_is_an_answer() -> None:
+    answer = '{"name": "weather", "arguments": {}}'
+    assert read(conversation(model("mistral")), answer) == (answer, "", [])
+    assert read(conversation(model("mistral")), f"[TOOL_CALLS][{answer}]") == ("", "", [("weather", {})])
+
+
+def test_tools_that_cannot_be_combined_with_a_format_are_refused() -> None:
+    regex = pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="a+")
+    for chat, guide in ((model("llama3_json"), GUIDE), (model("none"), GUIDE), (model(), regex)):
+        with pytest.raises(InvalidArgumentError, match="set tool_choice to none") as raised:
+            conversation(chat, guide=guide)
+        assert raised.value.field == "tools"
+        conversation(chat, guide=guide, tools=Tools())
+
+
+def test_tools_that_the_template_does_not_show_leave_the_format_unchanged() -> None:
+    for name in ("hermes", "llama3_json"):
+        found = conversation(model(name, template="{{ messages }}"))
+        assert found.request.guided_decoding == GUIDE
+        assert read(found, SUNNY) == (SUNNY, "", [])
+
+
+def test_an_invalid_schema_is_left_to_the_check_of_guides() -> None:
+    for text in ("{", "3"):
+        guide = pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=text)
+        assert conversation(model(), guide=guide).request.guided_decoding == guide
+
+
+def test_complete_calls_are_read_if_required_ones_are_cut_off() -> None:
+    required = Tools(TOOLS.schemas, choice="required")
+    text = '[{"name": "weather", "parameters": {"city": "Oslo"}}, {"name": "ti'
+    for chat, is_thinking, before in ((model(), False, ""), (model(reasoning="think"), True, "Hm.</think>\n\n")):
+        found = conversation(chat, required, None, is_thinking=is_thinking)
+        events = SequenceReader(found, "r", 0).read(before + text, is_final=True)
+        assert [event.index for event in events if isinstance(event, CallBegin | CallEnd)] == [0, 0]
+        content, _, calls = summary(joined(events))
+        assert (content, calls) == ('{"name": "ti', [OSLO])
+
+
+def chat_ignored(fields: dict[str, object], chat: ChatModel) -> Sequence[str]:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}}]
+    body = Body({"messages": [{"role": "user", "content": "Hi"}], "tools": tools} | fields)
+    return chat_job(body, Vocabulary(lambda token: bytes([97 + token]), chat)).ignored
+
+
+def response_ignored(fields: dict[str, object], chat: ChatModel) -> Sequence[str]:
+    tools = [{"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}]
+    return read_response(Body({"input": "Hi", "tools": tools} | fields), chat).ignored
+
+
+def messages_ignored(fields: dict[str, object], chat: ChatModel) -> Sequence[str]:
+    tools = [{"name": "weather", "input_schema": WEATHER, "strict": True}]
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "tools": tools}
+    return read_messages(Body(body | fields), chat).ignored
+
+
+Read = Callable[[dict[str, object], ChatModel], Sequence[str]]
+
+
+@pytest.mark.parametrize(
+    ("read_body", "fields", "tool"),
+    [
+        (
+            chat_ignored,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            {"type": "function", "function": {"name": "weather"}},
+        ),
+        (
+            response_ignored,
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+            {"type": "function", "name": "weather"},
+        ),
+        (
+            messages_ignored,
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            {"name": "weather", "input_schema": WEATHER},
+        ),
+    ],
+)
+def test_every_api_refuses_what_cannot_be_combined(read_body: Read, fields: dict[str, object], tool: object) -> None:
+    body = {**fields, "tools": [tool]}
+    read_body(body, model("hermes"))
+    with pytest.raises(InvalidArgumentError) as raised:
+        read_body(body, model("llama3_json"))
+    assert raised.value.field == "tools"
