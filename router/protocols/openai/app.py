@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from midstream.errors import InvalidArgumentError, MidstreamError, UnavailableError
@@ -21,24 +21,30 @@ from router.pipeline.idempotency import HEADER, check_key, check_no_id
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.prompt import PromptBuilder, PromptOptions
 from router.pipeline.request_checks import check_model
-from router.protocols.anthropic.shapes import model_fields, model_list
+from router.protocols.anthropic.models import model_routes
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
 from router.protocols.fields import CHAT, COMPLETIONS, TOKENIZE, ignored_fields, ignored_header
 from router.protocols.long_json import render_long_json
 from router.protocols.openai.body import Body
-from router.protocols.openai.endpoints import Endpoint, mapped
-from router.protocols.openai.errors import error_body, headers, http_status
+from router.protocols.openai.endpoints import Endpoint, error_response, mapped
+from router.protocols.openai.errors import Names, error_body, headers, http_status
 from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
 from router.protocols.openai.models import Models
 from router.protocols.openai.openapi import document
 from router.protocols.openai.reply import Reply
 from router.protocols.streaming import CompleteResponse
 
-# Clients of Anthropic's API send this header.
-_ANTHROPIC_VERSION = "anthropic-version"
 # The response with more tokens than this is rendered in a thread.
 _MAX_INLINE_TOKENS = 2000
+# Fields of a conversation that decide its prompt; /tokenize ignores the others.
+_RENDERED = frozenset(
+    (
+        "model", "messages", "tools", "tool_choice", "add_special_tokens", "add_generation_prompt",
+        "continue_final_message", "chat_template_kwargs", "reasoning_effort", "truncate_prompt_tokens",
+    )
+)  # fmt: skip
+_LIMITS = frozenset(("max_tokens", "max_completion_tokens"))  # of the room that a truncated prompt leaves
 
 
 class OpenAiApi:
@@ -82,7 +88,9 @@ class OpenAiApi:
             "/metrics": self._show_metrics,
             "/openapi.json": self._describe,
         }
-        routes = [Route(path, mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+        routes = model_routes(self._models)  # of Anthropic's API
+        routes += [Route(path, mapped(endpoint, ()), methods=["POST"]) for path, endpoint in posts.items()]
+        # Probes, scrapers and Anthropic's clients send parameters of their own.
         routes += [Route(path, mapped(endpoint), methods=["GET"]) for path, endpoint in gets.items()]
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
@@ -105,25 +113,27 @@ class OpenAiApi:
         return Reply(self._front, job, request.headers.get("last-event-id"), self._prompts, self._kept)
 
     async def _list_models(self, request: Request) -> Response:
-        cards = await self._models.cards()
-        is_anthropic = _ANTHROPIC_VERSION in request.headers
-        return JSONResponse(model_list(cards) if is_anthropic else {"object": "list", "data": cards})
+        return JSONResponse({"object": "list", "data": await self._models.cards()})
 
     async def _one_model(self, request: Request) -> Response:
-        card = await self._models.card(request.path_params["name"])
-        return JSONResponse(model_fields(card) if _ANTHROPIC_VERSION in request.headers else card)
+        return JSONResponse(await self._models.card(request.path_params["name"]))
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, lambda body: body)
         check_model(body.text("model") or "", self._model)
+        names: Names = {}
+        ignored: list[str] = []
         if body.has("messages"):
             job = chat_job(body, self._vocabulary)
-            native, options = job.requests[0], job.options
+            native, options, names = job.requests[0], job.options, job.names
+            used = _RENDERED | _LIMITS if options.max_tokens == -1 else _RENDERED
+            unused = [name for name, value in body.fields.items() if value and name in CHAT and name not in used]
+            ignored = [*job.ignored, *unused]
         else:
             native = pb.GenerateRequest(prompt=body.text("prompt") or "")
             options = PromptOptions(adds_special_tokens=body.flag("add_special_tokens"))
         returns_texts = body.flag("return_token_strs")
-        ignored = ignored_fields(body, TOKENIZE)
+        ignored += [name for name in ignored_fields(body, TOKENIZE) if name not in ignored]
 
         async def compute() -> Response:
             ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native, options))
@@ -137,7 +147,7 @@ class OpenAiApi:
             content = await self._bodies.render(render) if len(ids) > _MAX_INLINE_TOKENS else render()
             return Response(content, media_type="application/json", headers=ignored_header(ignored))
 
-        return CompleteResponse(compute)
+        return CompleteResponse(compute, lambda error: error_response(error, names))
 
     async def _detokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, lambda body: body)
@@ -179,5 +189,15 @@ async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     detail = error.detail if isinstance(error, HTTPException) else "internal error"
     body = {"error": {"message": detail, "type": "invalid_request_error", "param": None, "code": None}}
-    given = error.headers if isinstance(error, HTTPException) else None
+    given = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if status == 405:
+        # The error's own header names the methods of only one of the path's routes.
+        given["Allow"] = ", ".join(sorted(_methods(request)))
     return Response(json.dumps(body), status, given, media_type="application/json")
+
+
+def _methods(request: Request) -> set[str]:
+    """Return the methods that a request's path supports."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    found = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for methods in found for method in methods}

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
-from router.protocols.openai.errors import error_body, headers, http_status
+from router.protocols.openai.errors import Names, error_body, headers, http_status
 
 logger = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def mapped(endpoint: Endpoint) -> Endpoint:
-    """Wrap an endpoint to return errors in OpenAI's format."""
+def mapped(endpoint: Endpoint, parameters: Collection[str] | None = None) -> Endpoint:
+    """Wrap an endpoint to return errors in OpenAI's format, and to refuse query parameters other than `parameters`,
+    unless these are None.
+    """
 
     async def call(request: Request) -> Response:
         try:
+            if parameters is not None:
+                check_parameters(request.query_params, parameters)
             return await endpoint(request)
         except ClientDisconnect:
             return Response(status_code=499)
@@ -40,9 +45,26 @@ def shown(error: Exception) -> MidstreamError:
     return ExecutionError("internal error; the log has its details")
 
 
-def error_response(error: MidstreamError) -> Response:
-    """Return an error in OpenAI's format."""
-    return JSONResponse(error_body(error), http_status(error), headers=headers(error))
+def error_response(error: MidstreamError, names: Names | None = None, request_id: str = "") -> Response:
+    """Return an error in OpenAI's format.
+
+    Args:
+        names: The client's names for native fields.
+        request_id: Id of the request that failed; empty if there is none yet.
+    """
+    return JSONResponse(error_body(error, names), http_status(error), headers=headers(error) | id_header(request_id))
+
+
+def id_header(request_id: str) -> dict[str, str]:
+    """Return the response header with a request's id."""
+    return {"x-request-id": quote(request_id, safe="")} if request_id else {}
+
+
+def check_parameters(query: Mapping[str, str], known: Collection[str]) -> None:
+    """Raise InvalidArgumentError if a query parameter is not in `known`."""
+    for name in query:
+        if name not in known:
+            raise InvalidArgumentError("is not a parameter of this endpoint; leave it out", field=name[:128])
 
 
 def flag(query: Mapping[str, str], name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from midstream.errors import ContextLengthError, MidstreamError, OverloadedError, StatusCode
 
@@ -19,6 +20,8 @@ _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.UNAVAILABLE: (503, "service_unavailable_error"),
     StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
+# For one request, native fields that clients can set by several fields -> the field that the client sent.
+Names = Mapping[str, str]
 # Native fields that have other names in OpenAI's and vLLM's APIs; for all others, the last part of the path is the
 # same.
 _PARAMS = {
@@ -29,10 +32,12 @@ _PARAMS = {
     "prompt_tuning.table": "messages",  # only images make a table
     "token_ids": "prompt",
     "guided_decoding": "response_format",
+    "speculative": "prediction",
     "sampling.beam_width": "n",
     "sampling.embedding_bias": "logit_bias",
     "sampling.num_return_sequences": "n",
     "stopping.stop_words": "stop",
+    "output.exclude_input_from_output": "echo",
     "output.log_probs": "logprobs",
     "output.prompt_log_probs": "logprobs",
 }
@@ -49,25 +54,33 @@ def headers(error: MidstreamError) -> dict[str, str]:
     return {"retry-after": str(math.ceil(error.retry_after_ms / 1000)), "retry-after-ms": str(error.retry_after_ms)}
 
 
-def error_body(error: MidstreamError) -> dict[str, object]:
+def error_body(error: MidstreamError, names: Names | None = None) -> dict[str, object]:
+    """Return the body of an error; `names` are those of the request that caused it."""
     kind = _STATUSES.get(error.code, (500, "server_error"))[1]
     code = "model_not_found" if error.code is StatusCode.NOT_FOUND and error.field == "model" else None
     if error.code is StatusCode.UNIMPLEMENTED:
         code = "unsupported"
     if isinstance(error, ContextLengthError):
         code = "context_length_exceeded"
-    param = param_of(error.field)
+    param = param_of(error.field, names)
     message = f"{param}: {error.message}" if param else error.message
     return {"error": {"message": message, "type": kind, "param": param or None, "code": code}}
 
 
-def param_of(field: str) -> str:
-    """Return OpenAI's name for a native field."""
+def param_of(field: str, names: Names | None = None) -> str:
+    """Return the client's name for a native field: the one in `names` of the field or of what contains it, otherwise
+    OpenAI's.
+    """
+    outer = field
+    while names and outer:
+        if outer in names:
+            return names[outer]
+        outer = outer.rpartition(".")[0]
     if field in _PARAMS:
         return _PARAMS[field]
     section, dot, name = field.partition(".")
-    if section == "guided_decoding":
-        return "response_format"
+    if dot and section in ("guided_decoding", "speculative"):
+        return _PARAMS[section]
     if field.endswith(".image.data"):
         return field.removeprefix("chat.").replace(".parts[", ".content[").replace(".image.data", ".image_url.url")
     return name if dot and section in ("sampling", "stopping", "output") else field.removeprefix("chat.")

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from midstream.errors import InvalidArgumentError
 from protos import generation_pb2 as pb
 from router.pipeline.idempotency import make_repeatable, request_id_of
+from router.pipeline.images import images_of
 from router.pipeline.prompt import PromptOptions
 from router.pipeline.request_checks import MAX_LOG_PROBS, check_name
 from router.protocols.conversation import ChatModel, Conversation, keep_prefix
@@ -53,6 +54,7 @@ class Job:
             probabilities.
         counts_always: Whether every event of a stream contains the usage so far.
         key: Idempotency key; empty if there is none.
+        names: The client's names for native fields, for errors.
     """
 
     request_id: str
@@ -70,6 +72,7 @@ class Job:
     options: PromptOptions = field(default_factory=PromptOptions)
     created: int = field(default_factory=lambda: int(time.time()))
     key: str = ""
+    names: dict[str, str] = field(default_factory=dict)
 
     def make_repeatable(self, key: str, call: str) -> None:
         """Derive the request ids from an idempotency key, which is separate for each endpoint (`call`)."""
@@ -83,11 +86,17 @@ class Job:
         """Whether the text is parsed for tool calls or reasoning."""
         return self.conversation is not None and self.conversation.reads_text
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the model may reason before it answers."""
+        known = self.conversation.model.format if self.conversation is not None else None
+        return known is not None and (known.has_channels or known.reasoning is not None)
+
 
 def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
     """Return the job for a body of /v1/completions. Raises MidstreamError if a field is invalid or not supported."""
     check_supported(body, COMPLETIONS)
-    request = native_request(body)
+    request, names = native_request(body)
     max_tokens = body.integer("max_tokens")
     request.max_tokens = _DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
     log_probs = body.integer("logprobs")
@@ -99,7 +108,13 @@ def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
         request.output.exclude_input_from_output = False
         if log_probs is not None:
             request.output.prompt_log_probs = max(log_probs, request.output.prompt_log_probs)
+    if body.has("prompt_logprobs"):
+        names["output.prompt_log_probs"] = "prompt_logprobs"
     num_choices = _best_of(body, request)
+    if num_choices != (request.sampling.num_return_sequences or 1):
+        names["sampling.num_return_sequences"] = "best_of"
+        if log_probs is None:
+            names["output.log_probs"] = "best_of"
     prompts = _prompts(body)
     requests = []
     for prompt in prompts:
@@ -111,23 +126,31 @@ def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
         requests.append(copy)
     job = _job(body, requests, CompletionShape(vocabulary.spell, details), num_choices)
     job.echoes_prompt, job.echoes_log_probs = is_echoed, is_echoed and log_probs is not None
-    job.options = _options(body)
+    job.options, job.names = _options(body), names
     return job
 
 
 def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     """Return the job for a body of /v1/chat/completions. Raises MidstreamError if a field is not valid or supported."""
     check_supported(body, CHAT)
-    request = native_request(body)
+    request, names = native_request(body)
     max_tokens = body.integer("max_completion_tokens")
+    if max_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
     max_tokens = body.integer("max_tokens") if max_tokens is None else max_tokens
     if max_tokens is not None:
         request.max_tokens = max_tokens
     details = _chat_details(body, request)
-    _fill_chat(body, request.chat, vocabulary.chat)
-    tools = read_tools(body)
+    if body.has("prompt_logprobs"):
+        names["output.prompt_log_probs"] = "prompt_logprobs"
+    image_fields = _fill_chat(body, request.chat, vocabulary.chat)
+    names |= {native: sent for (native, _), sent in zip(images_of(request), image_fields, strict=True)}
+    names |= {"token_ids": "messages"}
+    tools, schema_field = read_tools(body)
     if tools.choice != "auto" and request.HasField("guided_decoding"):
-        raise InvalidArgumentError("requires a call, which conflicts with response_format", field="tool_choice")
+        reason = f"requires a call, which conflicts with {names['guided_decoding']}"
+        raise InvalidArgumentError(reason, field="tool_choice")
+    names.setdefault("guided_decoding", schema_field)
     retention_s = read_cache_retention_s(body)
     if retention_s:
         keep_prefix(request, None, retention_s)
@@ -135,15 +158,16 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     conversation = Conversation(request, tools, vocabulary.chat, _prediction(body), options=options)
     shape = ChatShape(vocabulary.spell, conversation, details, service_tier=body.text("service_tier"))
     job = _job(body, [request], shape, request.sampling.num_return_sequences or 1)
-    job.conversation, job.options = conversation, options
+    job.conversation, job.options, job.names = conversation, options, names
     if vocabulary.chat.hides(tools):
         job.ignored.append("tools")
     return job
 
 
-def _fill_chat(body: Body, chat: pb.ChatInput, model: ChatModel) -> None:
-    """Fill the messages and what the template reads besides them."""
-    chat.messages.extend(chat_messages(body))
+def _fill_chat(body: Body, chat: pb.ChatInput, model: ChatModel) -> list[str]:
+    """Fill the messages and what the template reads besides them; return the field of each image."""
+    messages, image_fields = chat_messages(body, model.template)
+    chat.messages.extend(messages)
     for message in chat.messages:
         if message.role == "developer" and not model.has_developer:
             message.role = "system"  # templates may drop messages with other roles
@@ -157,6 +181,7 @@ def _fill_chat(body: Body, chat: pb.ChatInput, model: ChatModel) -> None:
         variables |= given
     if variables:
         chat.template_variables_json = json.dumps(variables)
+    return image_fields
 
 
 def _options(body: Body) -> PromptOptions:

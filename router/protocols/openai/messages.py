@@ -9,32 +9,56 @@ from protos import generation_pb2 as pb
 from router.protocols.contents import add_image, add_text, image_of_url
 from router.protocols.openai.body import Body
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# What an assistant's message may have instead of content.
+_INSTEAD = ("tool_calls", "reasoning_content", "reasoning", "refusal", "function_call", "audio")
 
-def chat_messages(body: Body) -> list[pb.ChatMessage]:
-    """Return the messages of a body. Raises InvalidArgumentError if a message is invalid, or UnsupportedError if a
-    message has content other than text and images.
+
+def chat_messages(body: Body, template: str = "") -> tuple[list[pb.ChatMessage], list[str]]:
+    """Return the messages of a body, and for each of their images the field that has it.
+
+    Args:
+        template: The chat template; the roles that it names are accepted besides OpenAI's.
+
+    Raises:
+        InvalidArgumentError: A message is invalid.
+        UnsupportedError: A message has content other than text and images.
     """
-    return [_message(message) for message in body.objects("messages")]
+    image_fields: list[str] = []
+    return [_message(message, template, image_fields) for message in body.objects("messages")], image_fields
 
 
-def _message(message: Body) -> pb.ChatMessage:
+def _message(message: Body, template: str, image_fields: list[str]) -> pb.ChatMessage:
     reasoning, older_name = message.text("reasoning_content"), message.text("reasoning")
     turn = pb.ChatMessage(
-        role=message.text("role") or "",
+        role=_role(message, template),
         tool_call_id=message.text("tool_call_id") or "",
         name=message.text("name") or "",
         reasoning_content=reasoning or older_name or "",
     )
-    _add_content(turn, message)
+    _add_content(turn, message, image_fields)
     calls = [_tool_call(call) for call in message.objects("tool_calls")]
     if calls:
         turn.tool_calls_json = json.dumps(calls)
     return turn
 
 
-def _add_content(turn: pb.ChatMessage, message: Body) -> None:
+def _role(message: Body, template: str) -> str:
+    role = message.text("role")
+    if not role:
+        raise InvalidArgumentError("must be set", field=message.path("role"))
+    if role not in _ROLES and not any(f"{quote}{role}{quote}" in template for quote in "'\""):
+        raise InvalidArgumentError(f"{role[:64]!r} is not known; use {', '.join(_ROLES)}", field=message.path("role"))
+    return role
+
+
+def _add_content(turn: pb.ChatMessage, message: Body, image_fields: list[str]) -> None:
     if not isinstance(message.fields.get("content"), list):
-        turn.content = message.text("content") or ""
+        content = message.text("content")
+        instead = _INSTEAD if turn.role == "assistant" else ()
+        if content is None and turn.role != "function" and not any(map(message.fields.get, instead)):
+            raise InvalidArgumentError("must be set", field=message.path("content"))
+        turn.content = content or ""
         return
     for part in message.objects("content"):
         kind = part.text("type")
@@ -43,8 +67,12 @@ def _add_content(turn: pb.ChatMessage, message: Body) -> None:
             if source is None:
                 raise InvalidArgumentError("must be an object with a url", field=part.path("image_url"))
             add_image(turn, image_of_url(source.text("url") or "", source.path("url")))
+            image_fields.append(source.path("url"))
         elif kind in ("text", "refusal"):
-            add_text(turn, part.text("text") or part.text("refusal") or "")
+            text, refusal = part.text("text"), part.text("refusal")
+            if text is None and refusal is None:
+                raise InvalidArgumentError("must be set", field=part.path(kind))
+            add_text(turn, text or refusal or "")
         else:
             raise UnsupportedError("only text and image_url are supported", field=part.path("type"))
 

@@ -19,16 +19,20 @@ TIERS = {"auto": 0, "default": 0, "flex": -50, "scale": 0, "priority": 50, "fast
 _SEED_RANGE = 1 << 64
 _GUIDES = {"json": pb.GUIDE_TYPE_JSON_SCHEMA, "regex": pb.GUIDE_TYPE_REGEX, "grammar": pb.GUIDE_TYPE_EBNF_GRAMMAR}
 _REGEX_SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
+# The client's field, and the guide that it gives.
+_Guide = tuple[str, pb.GuidedDecodingConfig]
 
 
-def native_request(body: Body) -> pb.GenerateRequest:
-    """Return the request without its input. Raises MidstreamError if a field is not valid or supported."""
-    user, safety_identifier = body.text("user"), body.text("safety_identifier")
+def native_request(body: Body) -> tuple[pb.GenerateRequest, dict[str, str]]:
+    """Return the request without its input, and the client's names for its fields (`errors.Names`). Raises
+    MidstreamError if a field is not valid or supported.
+    """
+    client_id, names = read_client_id(body)
     request = pb.GenerateRequest(
         request_id=body.text("request_id") or "",
         model=body.text("model") or "",
         streaming=bool(body.flag("stream")),
-        client_id=user or safety_identifier or "",
+        client_id=client_id,
         priority=read_priority(body),
         cache_salt=body.text("cache_salt") or "",
         detached=bool(body.flag("detached")),
@@ -41,8 +45,15 @@ def native_request(body: Body) -> pb.GenerateRequest:
         request.output.skip_special_tokens = skip
     guide = _guide(body)
     if guide is not None:
-        request.guided_decoding.CopyFrom(guide)
-    return request
+        names["guided_decoding"] = guide[0]
+        request.guided_decoding.CopyFrom(guide[1])
+    return request, names
+
+
+def read_client_id(body: Body) -> tuple[str, dict[str, str]]:
+    """Return the id of the client's user, and the client's name for it."""
+    user, safety_identifier = body.text("user"), body.text("safety_identifier")
+    return user or safety_identifier or "", {"client_id": "user" if user else "safety_identifier"}
 
 
 def read_priority(body: Body) -> int:
@@ -116,17 +127,18 @@ def _fill_stopping(body: Body, stopping: pb.StoppingConfig) -> None:
     stopping.include_stop_in_output = bool(body.flag("include_stop_str_in_output"))
 
 
-def _guide(body: Body) -> pb.GuidedDecodingConfig | None:
+def _guide(body: Body) -> _Guide | None:
     """Return the guide from response_format, or vLLM's guided_* or structured_outputs fields; None if unset."""
-    guides = [_response_format(body), *_named_guides(body, "guided_")]
+    form = _response_format(body)
+    found: list[_Guide] = [] if form is None else [("response_format", form)]
+    found += _named_guides(body, "guided_")
     structured = body.child("structured_outputs")
     if structured is not None:
         if structured.get("structural_tag"):
             raise UnsupportedError("is not supported", field=structured.path("structural_tag"))
-        guides += _named_guides(structured, "")
-    found = [guide for guide in guides if guide is not None]
+        found += _named_guides(structured, "")
     if len(found) > 1:
-        raise InvalidArgumentError("must not be combined with another kind of guided decoding", field="response_format")
+        raise InvalidArgumentError(f"must not be combined with {found[0][0]}", field=found[1][0])
     return found[0] if found else None
 
 
@@ -147,8 +159,8 @@ def _response_format(body: Body) -> pb.GuidedDecodingConfig | None:
     raise InvalidArgumentError("must be text, json_object or json_schema", field="response_format.type")
 
 
-def _named_guides(body: Body, prefix: str) -> list[pb.GuidedDecodingConfig | None]:
-    guides: list[pb.GuidedDecodingConfig | None] = []
+def _named_guides(body: Body, prefix: str) -> list[_Guide]:
+    guides: list[_Guide] = []
     for name, guide_type in _GUIDES.items():
         value = body.get(prefix + name)
         if name == "json" and isinstance(value, dict):
@@ -156,13 +168,14 @@ def _named_guides(body: Body, prefix: str) -> list[pb.GuidedDecodingConfig | Non
         if value is not None and not isinstance(value, str):
             raise InvalidArgumentError("must be a string", field=body.path(prefix + name))
         if value is not None:
-            guides.append(pb.GuidedDecodingConfig(guide_type=guide_type, guide=value))
+            guides.append((body.path(prefix + name), pb.GuidedDecodingConfig(guide_type=guide_type, guide=value)))
     choices = body.texts(prefix + "choice")
     if choices:
         expression = "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices)
-        guides.append(pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide=f"({expression})"))
+        guide = pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide=f"({expression})")
+        guides.append((body.path(prefix + "choice"), guide))
     if body.flag(prefix + "json_object"):
-        guides.append(json_object_guide())
+        guides.append((body.path(prefix + "json_object"), json_object_guide()))
     return guides
 
 

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import cached_property, partial
-from urllib.parse import quote
 
 from starlette.responses import JSONResponse, Response
 
@@ -22,6 +21,7 @@ from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.prompt import PromptBuilder, PromptOptions
 from router.protocols.fields import ignored_header
 from router.protocols.openai.echo import EchoedPrompt
+from router.protocols.openai.endpoints import error_response, id_header
 from router.protocols.openai.errors import error_body
 from router.protocols.openai.jobs import Job, request_ids
 from router.protocols.openai.positions import Position, event_prefix, read_event_id
@@ -46,6 +46,7 @@ class Reply(StreamedResponse):
         self._echoed: list[EchoedPrompt | None] = []
         self._usages: list[Usage] = []
         self._metrics: list[PerfMetrics] = []  # set if there was a prediction
+        self._num_reasoning = 0
 
     async def compute(self, events: EventStream) -> Response | None:
         """Return the complete response, or write it as events."""
@@ -60,12 +61,15 @@ class Reply(StreamedResponse):
             await self._stream(outputs, events)
         return None
 
+    def refusal(self, error: MidstreamError) -> Response:
+        return error_response(error, self._job.names, self._job.request_id)
+
     def failure(self, error: MidstreamError) -> str:
         """Return the events of the error and of the stream's end."""
-        return f"data: {dump(error_body(error))}\n\ndata: [DONE]\n\n"
+        return f"data: {dump(error_body(error, self._job.names))}\n\ndata: [DONE]\n\n"
 
     def _own_headers(self) -> dict[str, str]:
-        return {"x-request-id": quote(self._job.request_id, safe=""), **ignored_header(self._job.ignored)}
+        return id_header(self._job.request_id) | ignored_header(self._job.ignored)
 
     async def _open(self, stack: AsyncExitStack) -> list[Output]:
         if self._last_event_id is not None:
@@ -141,6 +145,7 @@ class Reply(StreamedResponse):
                 choice = self._job.shape.whole(len(choices), chunk)
                 choices.append(choice if self._job.shape.is_prompt_shared else choice | prompt)
         shared = prompt if self._job.shape.is_prompt_shared else {}
+        await self._count_reasoning()
         return {**self._envelope(self._job.shape.name), "choices": choices, "usage": self._usage(), **shared}
 
     def _prompt_fields(self, number: int, first: Chunk | None) -> dict[str, object]:
@@ -166,6 +171,7 @@ class Reply(StreamedResponse):
         for output in outputs:
             output.raise_failure()
         if self._job.includes_usage:
+            await self._count_reasoning()
             await self._event(events, 0, None)
         await events.write("data: [DONE]\n\n", more=False)
 
@@ -186,9 +192,11 @@ class Reply(StreamedResponse):
     def _choice(self, number: int, chunk: Chunk) -> dict[str, object] | None:
         """Return the delta of one choice; None if the client already has it."""
         job, position, index = self._job, self._positions[number], chunk.sequence_index
-        if index in position.ended:
-            return None
         shown = number * job.num_choices + index
+        if index in position.ended:
+            if job.reads_text:
+                job.shape.part(shown, chunk)  # the usage counts its reasoning
+            return None
         if job.reads_text and self._is_resumed:
             known, chunk = position.known_part(chunk)
             job.shape.read_again(shown, known)
@@ -257,18 +265,27 @@ class Reply(StreamedResponse):
         num_output = max(reached - num_prompt, 0) if self._job.echoes_prompt else reached
         return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
+    async def _count_reasoning(self) -> None:
+        """Count the tokens of the reasoning by tokenizing its text, as in responses."""
+        for pieces in self._job.shape.reasoning.values():
+            text = pb.GenerateRequest(prompt="".join(pieces))
+            self._num_reasoning += len(await self._prompts.token_ids(text, PromptOptions(adds_special_tokens=False)))
+
     def _usage(self) -> dict[str, object]:
         usages = self._usages
-        details: dict[str, object] = {}
+        num_output = sum(usage.completion_tokens for usage in usages)
+        counts: dict[str, int] = {}
         if self._metrics:
             accepted = sum(metrics.num_accepted_tokens for metrics in self._metrics)
             rejected = sum(metrics.num_draft_tokens for metrics in self._metrics) - accepted
             counts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-            details["completion_tokens_details"] = counts
+        if self._job.reasons:
+            counts["reasoning_tokens"] = min(self._num_reasoning, num_output)
+        details = {"completion_tokens_details": counts} if counts else {}
         return details | usage_fields(
             Usage(
                 sum(usage.prompt_tokens for usage in usages),
-                sum(usage.completion_tokens for usage in usages),
+                num_output,
                 sum(usage.cached_tokens for usage in usages),
             )
         )

@@ -76,6 +76,7 @@ class Shape(Protocol):
         envelope: Additional fields of a response, and of each event.
         details: What the client wants to know about the tokens.
         is_prompt_shared: Whether fields about the prompt are in the response, and not in each choice.
+        reasoning: The reasoning read so far, in pieces, of each choice that has any.
     """
 
     prefix: str
@@ -85,6 +86,7 @@ class Shape(Protocol):
     envelope: dict[str, object]
     details: Details
     is_prompt_shared: bool
+    reasoning: dict[int, list[str]]
 
     def opening(self, index: int) -> dict[str, object] | None:
         """Return the content of a choice's first event, which precedes all output."""
@@ -117,6 +119,7 @@ class CompletionShape:
 
     def __init__(self, spell: Spell, details: Details) -> None:
         self.envelope: dict[str, object] = {}
+        self.reasoning: dict[int, list[str]] = {}
         self.details = details
         self._spell = spell
         self._offsets: dict[int, _TextOffset] = {}
@@ -245,6 +248,7 @@ class ChatShape:
         self._spell = spell
         self._conversation = conversation
         self.details = details
+        self.reasoning: dict[int, list[str]] = {}
         self._readers: dict[int, SequenceReader] = {}
 
     def opening(self, index: int) -> dict[str, object] | None:
@@ -297,7 +301,11 @@ class ChatShape:
         reader = self._readers.get(index)
         if reader is None:
             reader = self._readers[index] = SequenceReader(self._conversation, self.request_id, index)
-        return reader.read(text, is_final=is_final)
+        events = reader.read(text, is_final=is_final)
+        for event in events:
+            if isinstance(event, ReasoningDelta):
+                self.reasoning.setdefault(index, []).append(event.text)
+        return events
 
     def _has_calls(self, index: int) -> bool:
         reader = self._readers.get(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
@@ -10,20 +11,37 @@ from router.protocols.conversation import Tools
 from router.protocols.openai.body import Body
 
 
-def read_tools(body: Body) -> Tools:
-    """Return the tools of a body. Raises InvalidArgumentError if tools or tool_choice are invalid, or UnsupportedError
-    if a tool is not a function.
+def read_tools(body: Body) -> tuple[Tools, str]:
+    """Return the tools of a body, and the field with the schema that restricts their calls. Raises
+    InvalidArgumentError if tools or tool_choice are invalid, or UnsupportedError if a tool is not a function.
     """
     schemas: dict[str, Schema] = {}
     definitions: dict[str, object] = {}
+    paths: dict[str, str] = {}
     strict = set()
     for tool in body.objects("tools"):
         name, schema, is_strict = _function(tool)
-        schemas[name], definitions[name] = schema, tool.fields
+        check_new_tool(name, schemas, tool.path("function.name"))
+        schemas[name], definitions[name], paths[name] = schema, tool.fields, tool.path("function.parameters")
         if is_strict:
             strict.add(name)
     is_parallel = body.flag("parallel_tool_calls") is not False
-    return _chosen(body, Tools(schemas, definitions, strict=frozenset(strict), is_parallel=is_parallel))
+    tools = _chosen(body, Tools(schemas, definitions, strict=frozenset(strict), is_parallel=is_parallel))
+    return tools, schema_field(tools, paths)
+
+
+def check_new_tool(name: str, known: Mapping[str, object], field: str) -> None:
+    """Raise InvalidArgumentError if an earlier tool has the same name."""
+    if name in known:
+        raise InvalidArgumentError(f"{name[:64]!r} is already the name of an earlier tool", field=field)
+
+
+def schema_field(tools: Tools, paths: Mapping[str, str]) -> str:
+    """Return the client's field with the schema that restricts calls; `paths` has the field of each tool's schema."""
+    if tools.choice == "named":
+        return paths[tools.named]
+    names = list(tools.schemas if tools.choice == "required" else tools.strict)
+    return paths[names[0]] if len(names) == 1 else "tools"
 
 
 def _chosen(body: Body, tools: Tools) -> Tools:

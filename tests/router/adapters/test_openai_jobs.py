@@ -206,6 +206,14 @@ def allowed(name: str, **fields: object) -> dict[str, object]:
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"tools": [*TOOLS, *TOOLS]}, "tools[1].function.name"),
+        ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "tool", "tool_call_id": "c"}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
     ],
 )
 def test_contradictory_fields_are_named(fields: dict[str, object], field: str) -> None:
@@ -281,6 +289,19 @@ def test_messages_that_clients_send_back_are_read() -> None:
     assert not [path for path, _ in body.unread() if "reasoning" in path]
     assert message.reasoning_content == "Hm."
     assert json.loads(message.tool_calls_json)[0]["function"]["arguments"] == {}
+
+
+def test_an_assistant_may_have_said_nothing() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    for fields in ({"tool_calls": [call]}, {"reasoning_content": "Hm."}, {"refusal": "No."}, {"content": ""}):
+        job = chat(messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", **fields}])
+        assert not job.requests[0].chat.messages[1].content
+
+
+def test_a_role_of_the_template_is_accepted() -> None:
+    known = Vocabulary(VOCABULARY.spell, ChatModel(template="{% if message.role == 'ipython' %}"))
+    job = chat_job(Body({"messages": [{"role": "ipython", "content": "5"}]}), known)
+    assert job.requests[0].chat.messages[0].role == "ipython"
 
 
 def test_tiers_are_priorities() -> None:
