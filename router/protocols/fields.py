@@ -274,7 +274,8 @@ RESPONSES: Table = {
     "store": ("works", "true by default; kept for `--response-ttl-s`"),
     "background": ("works", "with `store`"),
     "stream": ("works", ""),
-    "stream_options": ("ignored", "events are not padded (`include_obfuscation`)"),
+    "stream_options": ("ignored", "events are not padded"),
+    "stream_options.include_obfuscation": ("ignored", "events are not padded"),
     "max_output_tokens": ("works", ""),
     "temperature": ("works", ""),
     "top_p": ("works", ""),
@@ -286,6 +287,11 @@ RESPONSES: Table = {
     "reasoning.generate_summary": ("ignored", "reasoning is returned unchanged"),
     "text": ("works", ""),
     "text.format": ("works", "text, json_object or json_schema"),
+    "text.format.type": ("works", ""),
+    "text.format.schema": ("works", "ignored if the format is text or any JSON"),
+    "text.format.name": ("ignored", "schemas do not need a name"),
+    "text.format.description": ("ignored", "only the schema is used"),
+    "text.format.strict": ("ignored", "schemas are always enforced"),
     "text.verbosity": ("refused", "only medium is supported"),
     "tools": ("works", "client tools"),
     "tools.type": ("works", "function, and custom with text; web_search and namespace are omitted, others refused"),
@@ -414,9 +420,8 @@ RESPONSES_OPAQUE = (
     "input.caller",
     "client_metadata",
     "tools.format",
-    "text.format",
+    "text.format.schema",
     "metadata",
-    "stream_options",
 )
 # Fields whose values are defined by the client and not checked.
 _OPAQUE = (

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.parsers.machine import Schema
+from router.pipeline.images import images_of
 from router.protocols.conversation import ChatModel, Conversation, Tools, keep_prefix
 from router.protocols.fields import RESPONSES, RESPONSES_OPAQUE, RESPONSES_TYPES, check_fields
 from router.protocols.openai.body import Body
-from router.protocols.openai.parameters import TIERS, effort_variables, json_object_guide, read_cache_retention_s
+from router.protocols.openai.parameters import (
+    TIERS,
+    effort_variables,
+    json_object_guide,
+    read_cache_retention_s,
+    read_client_id,
+)
+from router.protocols.openai.tools import check_new_tool, schema_field
 from router.protocols.responses.items import CUSTOM_SCHEMA, Item, Turns, input_items
 
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
@@ -40,6 +48,7 @@ class ResponseJob:
         is_background: Whether it continues when its client disconnects.
         shows_hidden: Whether reasoning items have `encrypted_content`.
         ignored: Fields of the body that have no effect.
+        names: The client's names for native fields, for errors.
     """
 
     conversation: Conversation
@@ -51,6 +60,7 @@ class ResponseJob:
     is_background: bool
     shows_hidden: bool
     ignored: list[str]
+    names: Mapping[str, str]
 
 
 def previous_id(body: Body) -> str:
@@ -80,10 +90,11 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         raise InvalidArgumentError("must not be empty", field="input")
     turns.check_calls()
     tier = body.choice("service_tier", tuple(TIERS))
+    client_id, names = read_client_id(body)
     request = pb.GenerateRequest(
         model=body.text("model") or "",
         streaming=True,
-        client_id=body.text("user") or body.text("safety_identifier") or "",
+        client_id=client_id,
         priority=TIERS[tier or "auto"],
         detached=is_background,
         chat=pb.ChatInput(messages=turns.turns),
@@ -102,16 +113,19 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
     variables = effort_variables(reasoning, "effort", model) if reasoning is not None else {}
     if variables:
         request.chat.template_variables_json = json.dumps(variables)
-    _text_format(body, request)
+    ignored += _text_format(body, request)
     _refuse_values(body)
-    tools, custom = _tools(body)
+    tools, custom, schema_path = _tools(body)
+    names |= {"max_tokens": "max_output_tokens", **dict.fromkeys(("chat", "token_ids", "prompt_tuning.table"), "input")}
+    names |= {native: sent for (native, _), sent in zip(images_of(request), turns.image_fields, strict=True)}
+    names["guided_decoding"] = "text.format" if request.HasField("guided_decoding") else schema_path
     if model.hides(tools):
         ignored.append("tools")
     if tools.choice != "auto" and request.HasField("guided_decoding"):
         raise InvalidArgumentError("requires a call, which conflicts with text.format", field="tool_choice")
     return ResponseJob(
         Conversation(request, tools, model, image_fields=turns.image_fields),
-        _echo(body),
+        echo_of(body),
         [item.fields for item in items],
         custom,
         bool(body.flag("stream")),
@@ -119,25 +133,26 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         is_background,
         "reasoning.encrypted_content" in body.texts("include"),
         ignored,
+        names,
     )
 
 
-def _text_format(body: Body, request: pb.GenerateRequest) -> None:
+def _text_format(body: Body, request: pb.GenerateRequest) -> list[str]:
+    """Set the guide for the format of the answer; return the fields of the format that have no effect."""
     text = body.child("text")
-    if text is None:
-        return
-    output = text.child("format")
-    kind = output.choice("type", ("text", "json_object", "json_schema")) if output is not None else None
-    if output is None or kind == "text":
-        return
+    output = text.child("format") if text is not None else None
+    if output is None:
+        return []
+    kind, schema = output.choice("type", ("text", "json_object", "json_schema")), output.get("schema")
     if kind == "json_object":
         request.guided_decoding.CopyFrom(json_object_guide())
-        return
-    schema = output.get("schema")
+    if kind in ("text", "json_object"):
+        return ["text.format.schema"] if schema else []
     if kind is None or not isinstance(schema, dict):
         raise InvalidArgumentError("must be a json_schema with a schema", field="text.format")
     request.guided_decoding.guide_type = pb.GUIDE_TYPE_JSON_SCHEMA
     request.guided_decoding.guide = json.dumps(schema)
+    return []
 
 
 def _refuse_values(body: Body) -> None:
@@ -160,10 +175,13 @@ def _refuse_values(body: Body) -> None:
         raise InvalidArgumentError(reason, field="metadata")
 
 
-def _tools(body: Body) -> tuple[Tools, frozenset[str]]:
-    """Return the tools of a body, and the names of those whose input is free text."""
+def _tools(body: Body) -> tuple[Tools, frozenset[str], str]:
+    """Return the tools of a body, the names of those whose input is free text, and the field with the schema that
+    restricts calls.
+    """
     schemas: dict[str, Schema] = {}
     definitions: dict[str, object] = {}
+    paths: dict[str, str] = {}
     strict, custom = set(), set()
     for tool in body.objects("tools"):
         kind, name = tool.text("type"), tool.text("name")
@@ -173,20 +191,21 @@ def _tools(body: Body) -> tuple[Tools, frozenset[str]]:
             raise UnsupportedError("only function and custom are supported", field=tool.path("type"))
         if not name:
             raise InvalidArgumentError("must be set", field=tool.path("name"))
+        check_new_tool(name, schemas, tool.path("name"))
         schema = tool.get("parameters") or {"type": "object"}
         if kind == "custom":
             schema = CUSTOM_SCHEMA
             custom.add(name)
         if not isinstance(schema, dict):
             raise InvalidArgumentError("must be an object", field=tool.path("parameters"))
-        schemas[name] = schema
+        schemas[name], paths[name] = schema, tool.path("parameters")
         function = {"name": name, "description": tool.text("description") or "", "parameters": schema}
         definitions[name] = {"type": "function", "function": function}
         if tool.flag("strict") or kind == "custom":
             strict.add(name)
     is_parallel = body.flag("parallel_tool_calls") is not False
-    tools = Tools(schemas, definitions, strict=frozenset(strict), is_parallel=is_parallel)
-    return _chosen(body, tools), frozenset(custom)
+    tools = _chosen(body, Tools(schemas, definitions, strict=frozenset(strict), is_parallel=is_parallel))
+    return tools, frozenset(custom), schema_field(tools, paths)
 
 
 def _chosen(body: Body, tools: Tools) -> Tools:
@@ -213,7 +232,7 @@ def _chosen(body: Body, tools: Tools) -> Tools:
     return tools.require(choice.text("name") or "", "tool_choice.name")
 
 
-def _echo(body: Body) -> dict[str, object]:
+def echo_of(body: Body) -> dict[str, object]:
     """Return the response fields that repeat fields of the request."""
     text = body.get("text")
     reasoning = body.get("reasoning")

@@ -373,6 +373,10 @@ BOTH = {"tools": [FLAT, {**FLAT, "name": "g"}]}
 FORMAT = {"format": {"type": "json_schema", "schema": SCHEMA}}
 
 
+def json_text(**fields: object) -> dict[str, object]:
+    return {"format": {"type": "json_schema", "schema": SCHEMA, **fields}}
+
+
 def allowed(*names: str) -> dict[str, object]:
     return {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": name} for name in names]}
 
@@ -431,7 +435,8 @@ RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "store": ({}, {"store": False}),
     "background": ({}, {"background": True}),
     "stream": ({}, {"stream": True}),
-    "stream_options": ({}, {"stream_options": {"include_obfuscation": True}}),
+    "stream_options": ({}, {"stream_options": {"include_obfuscation": False}}),
+    "stream_options.include_obfuscation": ({}, {"stream_options": {"include_obfuscation": True}}),
     "max_output_tokens": ({}, {"max_output_tokens": 5}),
     "temperature": ({}, {"temperature": 0.5}),
     "top_p": ({}, {"top_p": 0.5}),
@@ -443,6 +448,11 @@ RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "reasoning.generate_summary": ({}, {"reasoning": {"generate_summary": "auto"}}),
     "text": ({}, {"text": FORMAT}),
     "text.format": ({}, {"text": FORMAT}),
+    "text.format.type": ({}, {"text": {"format": {"type": "json_object"}}}),
+    "text.format.schema": ({"text": FORMAT}, {"text": json_text(schema={"type": "object"})}),
+    "text.format.name": ({"text": FORMAT}, {"text": json_text(name="x")}),
+    "text.format.description": ({"text": FORMAT}, {"text": json_text(description="x")}),
+    "text.format.strict": ({"text": FORMAT}, {"text": json_text(strict=True)}),
     "text.verbosity": ({}, {"text": {"verbosity": "low"}}),
     "tools": ({}, {"tools": [FLAT]}),
     "tools.type": ({"tools": [FLAT]}, {"tools": [{"type": "custom", "name": "f"}]}),

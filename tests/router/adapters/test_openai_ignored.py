@@ -9,6 +9,7 @@ from router.protocols.conversation import ChatModel
 from router.protocols.fields import CHAT, COMPLETIONS, ignored_fields
 from router.protocols.openai.body import Body
 from router.protocols.openai.jobs import Vocabulary, chat_job, completion_job
+from router.protocols.responses.request import read_response
 
 VOCABULARY = Vocabulary(lambda token: bytes([97 + token]), ChatModel(template="{{ tools }}"))
 USER = {"role": "user", "content": "Hi"}
@@ -63,6 +64,13 @@ def test_tools_that_the_template_does_not_show_are_listed_as_ignored(
             "tool_choice.name",
         ),
         ({"best_of": 3}, "best_of"),  # a field of completions
+        ({"tools": [{**FUNCTION, "name": "f"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "schema": {}}}]}, "tools[0].function.schema"),
+        ({"response_format": {**SCHEMA, "schema": {}}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "stricter": True}}},
+            "response_format.json_schema.stricter",
+        ),
     ],
 )
 def test_unknown_fields_are_rejected(fields: dict[str, object], path: str) -> None:
@@ -71,6 +79,44 @@ def test_unknown_fields_are_rejected(fields: dict[str, object], path: str) -> No
     with pytest.raises(InvalidArgumentError) as raised:
         ignored_fields(body, CHAT)
     assert raised.value.field == path
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"text": {"format": {"type": "text", "style": "terse"}}}, "text.format.style"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}, "json_schema": {}}}}, "text.format.json_schema"),
+        ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
+        ({"tools": [{"type": "function", "name": "f", "function": {}}]}, "tools[0].function"),
+    ],
+)
+def test_unknown_fields_of_responses_are_rejected(fields: dict[str, object], path: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        read_response(Body({"input": "Hi", **fields}), ChatModel())
+    assert raised.value.field == path
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": {"x_note": 1}}}},
+            ["text.format.name", "text.format.strict"],
+        ),
+        ({"text": {"format": {"type": "json_object", "schema": {"type": "object"}}}}, ["text.format.schema"]),
+        ({"text": {"format": {"type": "text"}}}, []),
+        ({"stream_options": {"include_obfuscation": False}}, ["stream_options"]),
+    ],
+)
+def test_fields_of_responses_without_effect_are_listed(fields: dict[str, object], ignored: list[str]) -> None:
+    assert read_response(Body({"input": "Hi", **fields}), ChatModel()).ignored == ignored
+
+
+def test_tools_of_responses_have_different_names() -> None:
+    tool = {"type": "function", "name": "f"}
+    with pytest.raises(InvalidArgumentError) as raised:
+        read_response(Body({"input": "Hi", "tools": [tool, {**tool, "type": "custom"}]}), ChatModel())
+    assert raised.value.field == "tools[1].name"
 
 
 def test_completion_bodies_are_read_too() -> None:

@@ -36,7 +36,7 @@ from tests.router.adapters.test_fields import run_messages, run_response
 # Objects that are passed on or compared as a whole.
 WHOLE = frozenset(
     (
-        "text.format", "metadata", "stream_options", "tools.tools", "tool_choice.tools", "context_management",
+        "metadata", "tools.tools", "tool_choice.tools", "context_management",
         "cache_control", "messages.content.cache_control", "messages.content.content.cache_control",
         "system.cache_control", "tools.cache_control", "tools.input_schema", "output_config.format",
     )
