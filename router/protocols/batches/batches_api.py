@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from midstream.errors import InvalidArgumentError, UnavailableError
+from midstream.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from router.authentication import current_caller
 from router.pipeline.client_documents import ClientDocuments
 from router.pipeline.idempotency import HEADER, check_key
 from router.protocols.batches.batch import BATCH_PREFIX, ENDED, Batch, Batches
-from router.protocols.batches.files import Files, new_id
+from router.protocols.batches.files import Files, check_after, new_id
 from router.protocols.batches.files_api import checked_ttl, page
 from router.protocols.batches.keys import claim
 from router.protocols.batches.lease import Leases
@@ -58,13 +58,13 @@ class BatchesApi:
 
     def routes(self) -> list[Route]:
         one = f"{PATH}/{{batch_id}}"
-        endpoints: list[tuple[str, str, Endpoint]] = [
-            ("POST", PATH, self._create),
-            ("GET", PATH, self._list),
-            ("GET", one, self._retrieve),
-            ("POST", f"{one}/cancel", self._cancel),
+        endpoints: list[tuple[str, str, Endpoint, tuple[str, ...]]] = [
+            ("POST", PATH, self._create, ()),
+            ("GET", PATH, self._list, ("after", "limit")),
+            ("GET", one, self._retrieve, ()),
+            ("POST", f"{one}/cancel", self._cancel, ()),
         ]
-        return [Route(path, mapped(endpoint), methods=[method]) for method, path, endpoint in endpoints]
+        return [Route(path, mapped(endpoint, query), methods=[method]) for method, path, endpoint, query in endpoints]
 
     async def _create(self, request: Request) -> Response:
         if self._draining.is_set():
@@ -72,7 +72,10 @@ class BatchesApi:
         owner = current_caller.get().owner
         body = await self._bodies.read(request, lambda body: body)
         batch = self._read(body)
-        cell, _ = await self._files.get(owner, batch.input_file_id)
+        try:
+            cell, _ = await self._files.get(owner, batch.input_file_id)
+        except NotFoundError as error:
+            raise NotFoundError(error.message, field="input_file_id") from None
         key = check_key(request.headers.get(HEADER))
         cell, batch.id = await claim(self._documents, cell, owner, key, PATH, batch.id)
         # Add the batch to the queue first, since a batch that is not in the queue would never run.
@@ -122,7 +125,8 @@ class BatchesApi:
         query = request.query_params
         limit = page_limit(query, _LISTED, _MAX_LISTED)
         owner = current_caller.get().owner
-        found = await self._batches.list(owner, after=query.get("after", ""), limit=limit + 1)
+        after = check_after(query.get("after", ""), BATCH_PREFIX)
+        found = await self._batches.list(owner, after=after, limit=limit + 1)
         return JSONResponse(page([batch.view() for batch in found], limit))
 
     async def _retrieve(self, request: Request) -> Response:

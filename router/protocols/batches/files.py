@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -22,11 +23,21 @@ _FILE, _CHUNK = "file", "file_chunk"
 _CHUNK_BYTES = 1 << 20
 _CHUNKS_AT_ONCE = 4
 NS_PER_S = 1_000_000_000
+_ID = re.compile(r"[0-9a-f]{32}[oe]?")  # as `new_id` makes them; of a batch's output and errors, with a letter
 
 
 def new_id(prefix: str) -> str:
     """Return a new id; ids sort in the order in which they were created."""
     return f"{prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
+
+
+def check_after(after: str, prefix: str) -> str:
+    """Return the id after which a list continues; empty for its beginning. What it names may have been deleted since.
+    Raises InvalidArgumentError if `after` cannot be an id with this prefix.
+    """
+    if after and not (after.startswith(prefix) and _ID.fullmatch(after.removeprefix(prefix))):
+        raise InvalidArgumentError(f"{after[:64]!r} is not the id of an item of this list", field="after")
+    return after
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from midstream.errors import InvalidArgumentError, NotFoundError, UnavailableErr
 from router.authentication import current_caller
 from router.pipeline.client_documents import ClientDocuments
 from router.pipeline.idempotency import HEADER, check_key
-from router.protocols.batches.files import FILE_PREFIX, FileInfo, Files, new_id
+from router.protocols.batches.files import FILE_PREFIX, FileInfo, Files, check_after, new_id
 from router.protocols.batches.keys import claim
 from router.protocols.openai.endpoints import Endpoint, is_ascending, mapped, page_limit
 
@@ -41,14 +41,14 @@ class FilesApi:
 
     def routes(self) -> list[Route]:
         one = f"{PATH}/{{file_id}}"
-        endpoints: list[tuple[str, str, Endpoint]] = [
-            ("POST", PATH, self._upload),
-            ("GET", PATH, self._list),
-            ("GET", one, self._retrieve),
-            ("DELETE", one, self._delete),
-            ("GET", f"{one}/content", self._content),
+        endpoints: list[tuple[str, str, Endpoint, tuple[str, ...]]] = [
+            ("POST", PATH, self._upload, ()),
+            ("GET", PATH, self._list, ("after", "limit", "order", "purpose")),
+            ("GET", one, self._retrieve, ()),
+            ("DELETE", one, self._delete, ()),
+            ("GET", f"{one}/content", self._content, ()),
         ]
-        return [Route(path, mapped(endpoint), methods=[method]) for method, path, endpoint in endpoints]
+        return [Route(path, mapped(endpoint, query), methods=[method]) for method, path, endpoint, query in endpoints]
 
     async def _upload(self, request: Request) -> Response:
         from router.protocols.batches.upload import Form
@@ -103,7 +103,7 @@ class FilesApi:
         limit = page_limit(query, _MAX_LISTED, _MAX_LISTED)
         found = await self._files.list(
             current_caller.get().owner,
-            after=query.get("after", ""),
+            after=check_after(query.get("after", ""), FILE_PREFIX),
             limit=limit + 1,
             ascending=is_ascending(query),
             purpose=query.get("purpose", ""),

@@ -58,7 +58,7 @@ class EmbeddingsApi:
         endpoints: dict[str, Endpoint] = {"/v1/embeddings": self._embeddings}
         endpoints |= dict.fromkeys(("/score", "/v1/score"), self._score)
         endpoints |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), self._rerank)
-        return [Route(path, mapped(endpoint), methods=["POST"]) for path, endpoint in endpoints.items()]
+        return [Route(path, mapped(endpoint, ()), methods=["POST"]) for path, endpoint in endpoints.items()]
 
     async def _embeddings(self, request: Request) -> Response:
         def answer(job: VectorsJob, vectors: list[Vector], usage: Usage) -> _Answer:

@@ -71,7 +71,7 @@ def read_embeddings(body: Body) -> VectorsJob:
     items = value if isinstance(value, list) else [value]
     if not items:
         raise InvalidArgumentError("must not be empty", field="input")
-    if isinstance(items[0], int):
+    if isinstance(value, list) and isinstance(items[0], int):
         inputs = [EmbedInput("input", token_ids(items, "input"))]
     elif isinstance(value, list):
         inputs = [_item(item, f"input[{index}]") for index, item in enumerate(items)]

@@ -170,9 +170,34 @@ async def test_a_batch_ends_with_its_completion_window(
     batch = await ended(client, await create(client, [line("a")], window="1s"))
     assert batch.status == "expired"
     assert [row["error"]["code"] for row in await rows(client, batch.error_file_id)] == ["batch_expired"]
-    for wrong in ({"window": "48h"}, {"extra_body": {"tools": [1]}}):
-        with pytest.raises(openai.BadRequestError):
+    for param, wrong in (("completion_window", {"window": "48h"}), ("tools", {"extra_body": {"tools": [1]}})):
+        with pytest.raises(openai.BadRequestError) as raised:
             await create(client, [line("a")], **wrong)
+        assert raised.value.param == param
+
+
+async def test_a_batch_needs_an_input_file(client: openai.AsyncOpenAI) -> None:
+    for file_id, status in ((None, 400), ("", 400), (5, 400), ("file-x", 404)):
+        fields: Any = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+        with pytest.raises(openai.APIStatusError) as raised:
+            await client.batches.create(**fields)
+        assert (raised.value.status_code, raised.value.param) == (status, "input_file_id")
+
+
+async def test_a_list_continues_after_a_deleted_item_but_not_after_what_is_no_id(client: openai.AsyncOpenAI) -> None:
+    files = [await client.files.create(file=b"{}", purpose="batch") for _ in range(3)]
+    seen = []
+    async for file in client.files.list(limit=1):
+        seen.append(file.id)
+        await client.files.delete(file.id)
+    assert seen == [file.id for file in reversed(files)]
+    for after in ("file-x", "x", f"batch_{'0' * 32}", files[0].id[:-1]):
+        with pytest.raises(openai.BadRequestError) as raised:
+            await client.files.list(after=after)
+        assert raised.value.param == "after"
+    with pytest.raises(openai.BadRequestError) as raised:
+        await client.batches.list(after=files[0].id)
+    assert raised.value.param == "after"
 
 
 async def test_a_repeated_call_returns_the_object_created_by_the_first(client: openai.AsyncOpenAI) -> None:
