@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
@@ -12,13 +13,14 @@ from typing import cast
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from midstream.rpc.serving import MAX_METADATA_BYTES
 from midstream.security.host_header import AllowedHosts
 from midstream.security.peer_names import PeerCertificate
 from midstream.security.tls import Tls
+from midstream.telemetry import current_request_id
 
 _LOOK_INTERVAL_S = 1.0
 # Time limits, in seconds: from connecting (or from the first byte of a further request) to the end of the head, and
@@ -30,6 +32,8 @@ _BACKLOG = 2048
 _MAX_ACCEPTED_PER_TURN = 8
 # Time for requests that are canceled at the end of the drain time to be rejected.
 _REJECTION_S = 1.0
+# Headers with the id of a call, of OpenAI's API and of Anthropic's.
+_ID_HEADERS = (b"x-request-id", b"request-id")
 _REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 
 
@@ -181,6 +185,28 @@ class HostCheckedApp:
         await self._app(scope, receive, send)
 
 
+class IdentifiedApp:
+    """ASGI middleware that gives each call an id for the log, and for the header `x-request-id` of a response that has
+    no id of its own.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call_id = uuid.uuid4().hex
+        current_request_id.set(call_id)
+
+        async def send_identified(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", ()))
+                if not any(name.lower() in _ID_HEADERS for name, _ in headers):
+                    message = {**message, "headers": [*headers, (_ID_HEADERS[0], call_id.encode())]}
+            await send(message)
+
+        await self._app(scope, receive, send_identified)
+
+
 class DrainedApp:
     """ASGI middleware that rejects the requests that uvicorn cancels because they outlast the server's drain time."""
 
@@ -270,7 +296,7 @@ class HttpPort:
         self.port: int = self._socket.getsockname()[1]
         self._tls = tls
         config = uvicorn.Config(
-            DrainedApp(app),
+            IdentifiedApp(DrainedApp(app)),
             http=_protocol(ConnectionLimits(max_open_files // 2), (head_timeout_s, body_timeout_s)),
             log_config=None,
             access_log=False,

@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 
+import httpx2 as httpx
 import openai
 import pytest
 
@@ -22,8 +23,10 @@ from midstream.errors import (
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from protos import loads_pb2
+from router.protocols.conversation import ChatModel
 from tests.router.adapters.sse import post_stream
 from tests.router.conftest import Cluster, Part
+from tests.router.parsers.transcripts import model_format
 
 TEXT = "Every part may die 🫠 and the text goes on: 日本語, naïve, done."
 
@@ -212,3 +215,110 @@ async def test_a_prediction_provides_drafts(cluster: Cluster, router: Part, toke
     drafts = cluster.scheduler.requests["r"].request.speculative
     assert drafts.method == pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP
     assert list(drafts.prediction_token_ids) == tokenizer.encode(TEXT, add_special_tokens=False)
+
+
+async def test_every_response_has_an_id(cluster: Cluster, router: Part) -> None:
+    """The client shows it as `request_id`; it is the native request's if there is one."""
+    async with client_of(router) as client:
+        listed = await client.models.with_raw_response.list()
+        assert len(listed.headers["x-request-id"]) == 32
+        ids: list[str | None] = []
+        for fields in ({"request_id": "r", "temperature": -1}, {"no_such_field": 1}, {"no_such_field": 1}):
+            with pytest.raises(openai.BadRequestError) as raised:
+                await client.completions.create(model="smollm2", prompt="Hi", extra_body=fields)
+            ids.append(raised.value.request_id)
+        assert ids[0] == "r"
+        assert [len(name or "") for name in ids[1:]] == [32, 32]
+        assert ids[1] != ids[2]
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.get("/no/such/path", cast_to=object)
+        assert missing.value.request_id
+
+
+async def test_a_wrong_method_is_answered_with_all_allowed_ones(router: Part) -> None:
+    async with client_of(router) as client:
+        for path, methods in (
+            ("/files", "GET, HEAD, POST"),
+            ("/files/x", "DELETE, GET, HEAD"),
+            ("/completions", "POST"),
+        ):
+            with pytest.raises(openai.APIStatusError) as raised:
+                await client.put(path, cast_to=object)
+            assert (raised.value.status_code, raised.value.response.headers["allow"]) == (405, methods)
+
+
+async def test_unknown_query_parameters_are_refused(router: Part) -> None:
+    async with client_of(router) as client:
+        for call in (
+            client.files.list(extra_query={"page": 2}),
+            client.batches.list(extra_query={"page": 2}),
+            client.files.retrieve("file-x", extra_query={"page": 2}),
+            client.completions.create(model="smollm2", prompt="Hi", extra_query={"page": 2}),
+            client.embeddings.create(model="smollm2", input="Hi", extra_query={"page": 2}),
+        ):
+            with pytest.raises(openai.BadRequestError) as raised:
+                await call
+            assert raised.value.param == "page"
+        assert (await client.get("/models", cast_to=object, options={"params": {"limit": 2}})) is not None
+
+
+async def test_tokenize_lists_fields_that_do_not_change_the_prompt(router: Part) -> None:
+    async with client_of(router) as client:
+        url = str(client.base_url).replace("/v1/", "/tokenize")
+        body = {
+            "messages": [{"role": "user", "content": "Hi"}],
+            "add_generation_prompt": True,
+            "return_token_strs": True,
+        }
+        plain = await client.post(url, cast_to=httpx.Response, body=body)
+        assert "x-midstream-ignored" not in plain.headers
+        more = {"temperature": 0.5, "max_tokens": 5, "stop": ["x"], "metadata": {"a": "b"}, "seed": None}
+        answer = await client.post(url, cast_to=httpx.Response, body=body | more)
+        assert answer.headers["x-midstream-ignored"] == "temperature, max_tokens, stop, metadata"
+        assert answer.json() == plain.json()
+        cut = {"truncate_prompt_tokens": -1, "max_tokens": 5}
+        answer = await client.post(url, cast_to=httpx.Response, body=body | cut)
+        assert "x-midstream-ignored" not in answer.headers
+
+
+async def test_reasoning_tokens_are_in_the_usage(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    """They are those of the reasoning's text, also in a stream that is resumed after one of its choices."""
+    chat = ChatModel(model_format("hermes", "think"))
+    router = await cluster.add_router(await cluster.add_detokenizer(), chat=chat)
+    assert router.http is not None
+    texts = ["<think>\nThe sky.\n</think>\n\nYes.", "<think>\nIs it?\n</think>\n\nNo."]
+    num_reasoning = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in ("The sky.", "Is it?"))
+    body: dict[str, object] = {"messages": [{"role": "user", "content": "Hi"}], "n": 2}
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}, "request_id": "s"}
+    async with post_stream(router.http.port, "/v1/chat/completions", streamed) as stream:
+        await cluster.scheduler.until(lambda: "s" in cluster.scheduler.requests)
+        cluster.scheduler.emit("s", tokenizer.encode(texts[0]), 0)
+        cluster.scheduler.end("s", sequences=[0])
+        async for event in stream.events():
+            if event["choices"][0]["finish_reason"]:
+                break
+        middle = stream.last_id
+        cluster.scheduler.emit("s", tokenizer.encode(texts[1]), 1)
+        cluster.scheduler.end("s", sequences=[1])
+        *_, last = [event async for event in stream.events()]
+    assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
+    async with post_stream(router.http.port, "/v1/chat/completions", streamed, middle) as stream:
+        *_, resumed = [event async for event in stream.events()]
+    assert resumed["usage"] == last["usage"]
+    async with client_of(router) as client:
+        extra = {**body, "n": 1, "request_id": "w"}
+        call = client.chat.completions.create(model="smollm2", messages=[], extra_body=extra)
+        completion, _ = await asyncio.gather(call, answer(cluster, "w", tokenizer.encode(texts[0])))
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens_details is not None
+    num_first = len(tokenizer.encode("The sky.", add_special_tokens=False))
+    assert completion.usage.completion_tokens_details.reasoning_tokens == num_first
+
+
+async def test_inputs_of_embeddings_are_texts_or_token_ids(router: Part) -> None:
+    async with client_of(router) as client:
+        wrong: list[object] = [5, True, [True], [5, "a"], ["a", 5], {"text": "a"}, [None]]
+        for value in wrong:
+            with pytest.raises(openai.BadRequestError) as raised:
+                await client.post("/embeddings", cast_to=object, body={"input": value})
+            assert str(raised.value.param).startswith("input")
