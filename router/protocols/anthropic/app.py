@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from urllib.parse import quote
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -19,14 +18,15 @@ from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import HEADER, check_key, make_repeatable, request_id_of
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import check_model, check_name
-from router.protocols.anthropic.errors import error_body, headers, http_status
+from router.protocols.anthropic.endpoints import Endpoint, error_response, mapped
+from router.protocols.anthropic.errors import error_body
+from router.protocols.anthropic.models import serves_models
 from router.protocols.anthropic.request import MessagesJob, read_messages
 from router.protocols.anthropic.shapes import Fields, MessageWriter, usage_fields
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader, keep_prefix
 from router.protocols.fields import ignored_header
 from router.protocols.openai import app as openai_app
-from router.protocols.openai.endpoints import shown
 from router.protocols.openai.models import Models
 from router.protocols.streaming import CompleteResponse, EventStream, StreamedResponse, dump
 
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 _PATH = "/v1/messages"
 _VERSIONS = ("2026-10-21", "2023-06-01")
 _OTHER_METHODS = ("GET", "PUT", "PATCH", "DELETE")
-Endpoint = Callable[[Request, str], Awaitable[Response]]
 
 
 class MessagesApi:
@@ -51,9 +50,9 @@ class MessagesApi:
 
     def routes(self) -> list[Route]:
         posts: dict[str, Endpoint] = {_PATH: self._create, f"{_PATH}/count_tokens": self._count}
-        routes = [Route(path, _mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+        routes = [Route(path, mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
         routes += [Route(path, _wrong_method, methods=_OTHER_METHODS) for path in posts]
-        return [*routes, Route(f"{_PATH}/{{rest:path}}", _mapped(self._missing), methods=["GET", "POST", "DELETE"])]
+        return [*routes, Route(f"{_PATH}/{{rest:path}}", mapped(self._missing), methods=["GET", "POST", "DELETE"])]
 
     async def _create(self, request: Request, request_id: str) -> Response:
         if self._front.draining.is_set():
@@ -88,7 +87,7 @@ class MessagesApi:
                 ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native, options))
             return JSONResponse({"input_tokens": len(ids)})
 
-        return CompleteResponse(compute, lambda error: _error_response(error, request_id))
+        return CompleteResponse(compute, lambda error: error_response(error, request_id))
 
     async def _missing(self, request: Request, request_id: str) -> Response:
         raise NotFoundError(f"there is no endpoint {request.url.path[:128]} for {request.method}")
@@ -132,7 +131,14 @@ class _Reply(StreamedResponse):
         self._native = job.conversation.request
         self._id = self._native.request_id
         self._stop_words = list(self._native.stopping.stop_words)
-        self._writer = MessageWriter(self._id, job.model or front.runner.model.name, shows_thinking=job.shows_thinking)
+        folder = front.runner.model
+        self._writer = MessageWriter(
+            self._id,
+            job.model or folder.name,
+            shows_thinking=job.shows_thinking,
+            max_tokens=self._native.max_tokens,
+            context_length=folder.max_sequence_length,
+        )
 
     async def compute(self, events: EventStream) -> Response | None:
         own_headers = {"request-id": quote(self._id, safe=""), **ignored_header(self._job.ignored)}
@@ -152,7 +158,7 @@ class _Reply(StreamedResponse):
 
     def refusal(self, error: MidstreamError) -> Response:
         """Return an error in Anthropic's format."""
-        return _error_response(error, self._id)
+        return error_response(error, self._id)
 
     def failure(self, error: MidstreamError) -> str:
         return _lines([error_body(error, self._id)])
@@ -186,8 +192,8 @@ async def _wrong_method(request: Request) -> Response:
 
 async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:
     """Send `error` for a request that does not reach an endpoint, in the format of the API for which it was meant."""
-    if scope["path"].startswith(_PATH):
-        await _error_response(error)(scope, receive, send)
+    if scope["path"].startswith(_PATH) or serves_models(scope):
+        await error_response(error)(scope, receive, send)
     else:
         await openai_app.refuse(error, scope, receive, send)
 
@@ -202,25 +208,6 @@ def _end(output: Output, chunk: Chunk) -> Chunk:
     if chunk.finish_reason is FinishReason.ABORT:
         raise AbortedError("the request was aborted")
     return chunk
-
-
-def _mapped(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap an endpoint to return errors in Anthropic's format."""
-
-    async def call(request: Request) -> Response:
-        request_id = uuid.uuid4().hex
-        try:
-            return await endpoint(request, request_id)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except Exception as error:  # noqa: BLE001 (it is logged)
-            return _error_response(shown(error), request_id)
-
-    return call
-
-
-def _error_response(error: MidstreamError, request_id: str = "") -> Response:
-    return JSONResponse(error_body(error, request_id), http_status(error), headers=headers(error, quote(request_id)))
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 from midstream.chunk import Chunk, FinishReason, Usage
 from router.parsers.events import CallArguments, CallBegin, CallEnd, Event, ReasoningDelta, TextDelta
@@ -20,8 +20,13 @@ class MessageWriter:
         blocks: Content blocks so far; the `input` of a tool call is a parsed object once the call has ended.
     """
 
-    def __init__(self, request_id: str, model: str, *, shows_thinking: bool) -> None:
+    def __init__(
+        self, request_id: str, model: str, *, shows_thinking: bool, max_tokens: int = 0, context_length: int = 0
+    ) -> None:
+        """`max_tokens` is the client's limit, and `context_length` the model's for prompt and answer; 0 for none."""
         self.blocks: list[Fields] = []
+        self._max_tokens = max_tokens
+        self._context_length = context_length
         self._request_id = request_id
         self._model = model
         self._shows_thinking = shows_thinking
@@ -65,11 +70,17 @@ class MessageWriter:
     def stop(self, chunk: Chunk, stop_words: Iterable[str]) -> tuple[str, str | None]:
         """Return the stop reason, and the matched stop sequence if there is one."""
         if chunk.finish_reason is FinishReason.LENGTH:
-            return "max_tokens", None
+            return ("model_context_window_exceeded" if self._has_filled_context(chunk) else "max_tokens"), None
         if chunk.matched_stop in tuple(stop_words):
             return "stop_sequence", str(chunk.matched_stop)
         has_calls = any(block["type"] == "tool_use" for block in self.blocks)
         return ("tool_use" if has_calls else "end_turn"), None
+
+    def _has_filled_context(self, chunk: Chunk) -> bool:
+        """Return whether a message ended before `max_tokens`, at the end of the model's context."""
+        usage = chunk.usage or Usage()
+        is_full = 0 < self._context_length <= usage.prompt_tokens + usage.completion_tokens
+        return is_full and usage.completion_tokens < self._max_tokens
 
     def message(self, reason: str | None, word: str | None, usage: Fields) -> Fields:
         """Return the message with the content so far."""
@@ -118,24 +129,6 @@ class MessageWriter:
     def _shown_delta(self, kind: str, field: str, value: object) -> Fields:
         delta = {"type": kind, field: value}
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
-
-
-def model_fields(card: Mapping[str, object]) -> Fields:
-    """Return Anthropic's description of a model, given OpenAI's."""
-    return {
-        "type": "model",
-        "id": card["id"],
-        "display_name": card["id"],
-        "created_at": "1970-01-01T00:00:00Z",  # unknown
-        "lifecycle": "active",
-        "max_input_tokens": card["max_model_len"],
-        "max_tokens": card["max_model_len"],
-    }
-
-
-def model_list(cards: Sequence[Mapping[str, object]]) -> Fields:
-    ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
-    return {"data": [model_fields(card) for card in cards], "has_more": False, **ends}
 
 
 def usage_fields(usage: Usage, num_kept: int) -> Fields:

@@ -1,0 +1,37 @@
+"""Code shared by the endpoints of Anthropic's API: errors in its format."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from urllib.parse import quote
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from midstream.errors import MidstreamError
+from router.protocols.anthropic.errors import error_body, headers, http_status
+from router.protocols.openai.endpoints import shown
+
+# Handles a request, given an id for it.
+Endpoint = Callable[[Request, str], Awaitable[Response]]
+
+
+def mapped(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    """Wrap an endpoint to return errors in Anthropic's format."""
+
+    async def call(request: Request) -> Response:
+        request_id = uuid.uuid4().hex
+        try:
+            return await endpoint(request, request_id)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as error:  # noqa: BLE001 (it is logged)
+            return error_response(shown(error), request_id)
+
+    return call
+
+
+def error_response(error: MidstreamError, request_id: str = "") -> Response:
+    """Return an error in Anthropic's format."""
+    return JSONResponse(error_body(error, request_id), http_status(error), headers=headers(error, quote(request_id)))
