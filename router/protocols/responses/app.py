@@ -27,12 +27,12 @@ from router.pipeline.request_checks import check_model
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader
 from router.protocols.fields import ignored_header
-from router.protocols.openai.body import Body
 from router.protocols.openai.endpoints import Endpoint, flag, integer, is_ascending, mapped, page_limit
 from router.protocols.openai.errors import error_body
 from router.protocols.openai.models import Models
 from router.protocols.responses.items import Item
 from router.protocols.responses.request import ResponseJob, previous_id, read_response
+from router.protocols.responses.stored import read_stored
 from router.protocols.responses.writer import Fields, ResponseWriter, Status
 from router.protocols.streaming import CompleteResponse, EventStream, StreamedResponse, dump
 
@@ -220,7 +220,7 @@ class ResponsesApi:
         if not native.attachment:
             return None
         attachment = json.loads(native.attachment)
-        job = read_response(Body(attachment["body"]), self._chat, attachment["context"])
+        job = read_stored(attachment["body"], self._chat, attachment["context"])
         job.conversation.note_prompt(native.token_ids.values, self._prompts.tokenizer)
         created_at = native.arrival_time_unix_ns // _NS_PER_S
         model = job.conversation.request.model or self._folder.name

@@ -21,6 +21,7 @@ from router.protocols.conversation import ChatModel
 from router.protocols.openai.body import Body
 from router.protocols.responses.pieces import Pieces
 from router.protocols.responses.request import read_response
+from router.protocols.responses.stored import read_stored
 from tests.router.adapters.test_tool_sessions import TRANSCRIPTS, router_of
 from tests.router.conftest import Cluster, Part
 from tests.router.parsers.transcripts import SCHEMAS, model_format
@@ -200,6 +201,66 @@ async def test_a_session_with_tools_continues_by_id(cluster: Cluster, tokenizer:
         requests = list(cluster.scheduler.requests.values())
         assert requests[1].request.token_ids == requests[2].request.token_ids
         assert not requests[2].request.attachment
+
+
+def accept(cluster: Cluster, response_id: str, **fields: Any) -> None:
+    """Make it as if an earlier release had accepted the request of a response with these fields, too."""
+    request = cluster.scheduler.requests[response_id].request
+    attachment = json.loads(request.attachment)
+    request.attachment = json.dumps({**attachment, "body": {**attachment["body"], **fields}}).encode()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"include": ["x"]},
+        {"conversation": {}},
+        {"metadata": {"a": "x" * 600}},
+        {"nothing": [{"a": {}}], "truncation": "auto", "text": {"verbosity": "low"}},
+        {"input": [{"role": "user", "content": "Hi", "async": True, "x.y": 1}]},
+    ],
+)
+async def test_a_response_is_read_and_continued_although_this_release_would_refuse_it(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.create(model="smollm2", input="Hi", extra_body=fields)
+    created = await answered(cluster, client.responses.create(model="smollm2", input="Hi"), tokenizer.encode(TEXT))
+    accept(cluster, created.id, **fields)
+    stored = await client.responses.retrieve(created.id)
+    assert (stored.id, stored.status, stored.output_text) == (created.id, "completed", TEXT)
+    echoed = {name: value for name, value in fields.items() if name in ("metadata", "truncation")}
+    assert {name: stored.to_dict()[name] for name in echoed} == echoed
+    assert (await events_of(client, created.id))[-1]["type"] == "response.completed"
+    assert len((await client.responses.input_items.list(created.id)).data) == 1
+    follow = client.responses.create(model="smollm2", input="Go on", previous_response_id=created.id)
+    assert (await answered(cluster, follow, tokenizer.encode("On."), 1)).output_text == "On."
+    prompt = list(cluster.scheduler.requests.values())[1].request.token_ids.values
+    said = tokenizer.decode(list(prompt), skip_special_tokens=False)
+    assert said.index("Hi") < said.index(TEXT) < said.index("Go on")
+    await client.responses.delete(created.id)
+
+
+def test_what_is_refused_in_a_stored_body_is_left_out_of_its_job_alone() -> None:
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    kept = {"type": "web_search", "external_web_access": True}
+    fields: dict[str, Any] = {
+        "input": [{"type": "item_reference", "id": "x"}],
+        "tools": [{"type": "computer_use_preview"}, {**tool, "async": True}, kept],
+        "include": ["reasoning.encrypted_content", "x"],
+        "text": {"format": {"type": "json_object"}, "verbosity": "low"},
+        "nothing" * 30: 1,
+        "max_output_tokens": 7,
+    }
+    before = json.dumps(fields)
+    job = read_stored(fields, ChatModel())
+    assert list(job.conversation.tools.schemas) == ["f"]
+    assert job.conversation.request.HasField("guided_decoding")
+    assert (job.items, job.shows_hidden, job.is_stored) == (fields["input"], True, True)
+    assert (job.echo["tools"], job.echo["text"], job.echo["max_output_tokens"]) == (fields["tools"], fields["text"], 7)
+    assert json.dumps(fields) == before
+    with pytest.raises(InvalidArgumentError, match="input"):
+        read_stored({"include": ["x"]}, ChatModel())
 
 
 async def test_background(cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer) -> None:
