@@ -177,11 +177,15 @@ MESSAGES: Table = {
     "messages.content.citations": ("refused", ""),
     "messages.content.content.citations": ("refused", ""),
     "messages.content.cache_control": ("works", "as `cache_control`"),
+    "messages.content.cache_control.type": ("works", "ephemeral"),
+    "messages.content.cache_control.ttl": ("works", "as `cache_control.ttl`"),
     "system": ("works", ""),
     "system.type": ("works", "text"),
     "system.text": ("works", ""),
     "system.citations": ("refused", ""),
     "system.cache_control": ("works", "as `cache_control`"),
+    "system.cache_control.type": ("works", "ephemeral"),
+    "system.cache_control.ttl": ("works", "as `cache_control.ttl`"),
     "stop_sequences": ("works", ""),
     "stream": ("works", ""),
     "temperature": ("works", ""),
@@ -194,6 +198,8 @@ MESSAGES: Table = {
     "tools.input_schema": ("works", ""),
     "tools.strict": ("works", "in formats with a grammar"),
     "tools.cache_control": ("works", "as `cache_control`"),
+    "tools.cache_control.type": ("works", "ephemeral"),
+    "tools.cache_control.ttl": ("works", "as `cache_control.ttl`"),
     "tools.input_examples": ("refused", ""),
     "tools.defer_loading": ("refused", ""),
     "tools.allowed_callers": ("refused", "only direct is supported"),
@@ -204,19 +210,26 @@ MESSAGES: Table = {
     "tool_choice.disable_parallel_tool_use": ("works", "only the first call is returned"),
     "thinking": (
         "works",
-        "returns the model's reasoning; if unset, reasoning is disabled where the template allows it",
+        "returns the model's reasoning; if unset, disabled where the template allows; ignored if the model cannot comply",
     ),
     "thinking.type": ("works", "enabled, adaptive, between_tools (all equivalent), or disabled"),
     "thinking.budget_tokens": ("ignored", "validated; `max_tokens` limits reasoning and answer together"),
     "thinking.block_binding": ("refused", ""),
     "thinking.display": ("works", "`summarized` returns the full reasoning, `omitted` returns none"),
     "output_config": ("works", ""),
-    "output_config.effort": ("works", "as supported by the model's template"),
+    "output_config.effort": (
+        "works",
+        "with and without `thinking`, if the model's template has an effort; otherwise ignored",
+    ),
     "output_config.format": ("works", "a JSON schema"),
+    "output_config.format.type": ("works", "json_schema"),
+    "output_config.format.schema": ("works", ""),
     "output_config.task_budget": ("refused", ""),
     "metadata": ("works", ""),
     "metadata.user_id": ("works", "sets `client_id`, for fairness"),
     "cache_control": ("works", "retains the KV blocks of the prefix for `ttl`"),
+    "cache_control.type": ("works", "ephemeral"),
+    "cache_control.ttl": ("works", "5m (default) or 1h"),
     "service_tier": ("ignored", "there is only one tier"),
     "inference_geo": ("refused", ""),
     "container": ("refused", ""),
@@ -423,13 +436,13 @@ RESPONSES_OPAQUE = (
     "text.format.schema",
     "metadata",
 )
-# Fields whose values are defined by the client and not checked.
-_OPAQUE = (
+# Fields of messages that are passed on, compared or ignored as a whole, so that their contents are not checked.
+MESSAGES_OPAQUE = (
     "tools.input_schema",
     "messages.content.input",
-    "output_config.format",
-    "cache_control",
-    "caller",
+    "output_config.format.schema",
+    "messages.content.content.cache_control",
+    "messages.content.caller",
     "context_management",
     "diagnostics",
 )
@@ -457,7 +470,7 @@ TABLES: dict[str, Table] = {
 _INDEX = re.compile(r"\[\d+\]")
 
 
-def check_fields(body: Body, table: Table, types: Types | None = None, opaque: tuple[str, ...] = _OPAQUE) -> list[str]:
+def check_fields(body: Body, table: Table, types: Types | None = None, opaque: tuple[str, ...] = ()) -> list[str]:
     """Check that every object in a body, except those inside `opaque` fields, has one of `types`, and that every field
     is in `table` and not refused. Return the fields that are set and have no effect. Raises InvalidArgumentError if a
     field is unknown, or UnsupportedError if a type is not supported, or a field is refused.

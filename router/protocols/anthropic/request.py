@@ -16,12 +16,13 @@ from router.pipeline.prompt import PromptOptions
 from router.pipeline.request_checks import MAX_NAME
 from router.protocols.contents import add_image, add_text, image_of_base64
 from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools
-from router.protocols.fields import MESSAGES, MESSAGES_TYPES, check_fields
+from router.protocols.fields import MESSAGES, MESSAGES_OPAQUE, MESSAGES_TYPES, check_fields
 from router.protocols.openai.body import Body
 
 _TTLS_S = {"5m": 300, "1h": 3600}
 _MAX_BREAKPOINTS = 4
 _MIN_BUDGET = 1024
+_EFFORT = "reasoning_effort"  # the template's variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
     """Return the job for a body; /v1/messages/count_tokens does not require max_tokens. Raises InvalidArgumentError if
     a field is invalid, missing or unknown, or UnsupportedError if the body uses a feature that this service lacks.
     """
-    ignored = check_fields(body, MESSAGES, MESSAGES_TYPES)
+    ignored = check_fields(body, MESSAGES, MESSAGES_TYPES, MESSAGES_OPAQUE)
     max_tokens = body.integer("max_tokens", 1)
     if max_tokens is None and needs_limit:
         raise InvalidArgumentError("must be set", field="max_tokens")
@@ -135,6 +136,8 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
     tools = _tools(body, reading)
     if model.hides(tools):
         ignored.append("tools")
+    if model.ignores_strict(tools):
+        ignored.append("tools.strict")
     _system(body, reading)
     for message in body.objects("messages"):
         _message(message, reading)
@@ -152,8 +155,8 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
         request.max_tokens = max_tokens
     _sampling(body, request)
     is_thinking, is_shown = _thinking(body, max_tokens)
-    effort = _effort(body)
-    variables = model.thinking_variables(effort if is_thinking else "none")
+    variables, without_effect = _reasoning(body, model, is_thinking=is_thinking)
+    ignored += without_effect
     if variables:
         request.chat.template_variables_json = json.dumps(variables)
     _output_format(body, request)
@@ -213,10 +216,22 @@ def _thinking(body: Body, max_tokens: int | None) -> tuple[bool, bool]:
     return kind != "disabled", kind != "disabled" and not is_hidden
 
 
-def _effort(body: Body) -> str:
+def _reasoning(body: Body, model: ChatModel, *, is_thinking: bool) -> tuple[dict[str, object], list[str]]:
+    """Return the template variables for `thinking` and the effort, and which of the two fields have no effect."""
     config = body.child("output_config")
     effort = config.choice("effort", EFFORTS[2:]) if config is not None else None
-    return effort or "medium"
+    variables = model.thinking_variables((effort or "medium") if is_thinking else "none")
+    has_switch = bool(variables.keys() - {_EFFORT})
+    if effort and _EFFORT in variables:
+        # The effort applies to the whole answer, with and without thinking.
+        variables[_EFFORT] = model.thinking_variables(effort)[_EFFORT]
+    ignored = []
+    reasons = model.format.reasoning is not None or model.format.has_channels
+    if body.has("thinking") and (not reasons and not variables if is_thinking else reasons and not has_switch):
+        ignored.append("thinking")  # the model does not reason, or always does
+    if effort and _EFFORT not in variables:
+        ignored.append("output_config.effort")
+    return variables, ignored
 
 
 def _output_format(body: Body, request: pb.GenerateRequest) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import anthropic
 import pytest
+from starlette.datastructures import QueryParams
 
+from midstream.chunk import Chunk, FinishReason, Usage
 from midstream.errors import (
     DeadlineError,
     ExecutionError,
@@ -27,6 +29,7 @@ from protos import generation_pb2 as pb
 from router.parsers.events import CallArguments, CallBegin, CallEnd, ReasoningDelta, TextDelta
 from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat
 from router.protocols.anthropic.errors import http_status
+from router.protocols.anthropic.models import model_page
 from router.protocols.anthropic.request import MessagesJob, read_messages
 from router.protocols.anthropic.shapes import MessageWriter
 from router.protocols.conversation import ChatModel
@@ -330,12 +333,155 @@ def test_blocks_become_turns() -> None:
         ({"speed": "fast"}, "speed"),
         ({"system": [{**TEXT_BLOCK, "cache_control": {"type": "ephemeral"}}] * 5}, "system[4].cache_control"),
         ({"output_config": {"format": {"type": "x"}}}, "output_config.format"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {}, "strict": True}}},
+            "output_config.format.strict",
+        ),
+        ({"cache_control": {"type": "ephemeral", "tll": "1h"}}, "cache_control.tll"),
+        (
+            {"system": [{**TEXT_BLOCK, "cache_control": {"type": "ephemeral", "scope": "x"}}]},
+            "system[0].cache_control.scope",
+        ),
+        ({"tools": [{**WEATHER, "cache_control": {"type": "ephemeral", "x": 1}}]}, "tools[0].cache_control.x"),
+        ({"metadata": {"user": "u"}}, "metadata.user"),
+        ({"thinking": {"type": "adaptive", "budget": 1}}, "thinking.budget"),
     ],
 )  # fmt: skip
 def test_an_invalid_field_is_named(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(MidstreamError) as raised:
         read(**fields)
     assert raised.value.field == field
+
+
+def reading(format_: ModelFormat, template: str, **fields: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the template's variables, and the ignored fields, of a request to a model with this text format."""
+    job = read_messages(Body({"messages": HI, "max_tokens": 2000} | fields), ChatModel(format_, template))
+    return json.loads(job.conversation.request.chat.template_variables_json or "{}"), job.ignored
+
+
+THINKS = ModelFormat(reasoning=REASONING_FORMATS["think"])
+SWITCH = "{% if enable_thinking is defined %}{% endif %}"
+EFFORT = "{{ reasoning_effort }}"
+ADAPTIVE = {"thinking": {"type": "adaptive"}}
+DISABLED = {"thinking": {"type": "disabled"}}
+HIGH = {"output_config": {"effort": "high"}}
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "variables"),
+    [
+        (EFFORT, {}, {"reasoning_effort": "low"}),
+        (EFFORT, ADAPTIVE, {"reasoning_effort": "medium"}),
+        (EFFORT, HIGH, {"reasoning_effort": "high"}),
+        (EFFORT, ADAPTIVE | HIGH, {"reasoning_effort": "high"}),
+        (SWITCH + EFFORT, HIGH, {"reasoning_effort": "high", "enable_thinking": False}),
+        (SWITCH + EFFORT, DISABLED | HIGH, {"reasoning_effort": "high", "enable_thinking": False}),
+        (SWITCH + EFFORT, ADAPTIVE | HIGH, {"reasoning_effort": "high", "enable_thinking": True}),
+    ],
+)
+def test_an_effort_applies_with_and_without_thinking(
+    template: str, fields: dict[str, Any], variables: dict[str, Any]
+) -> None:
+    assert reading(THINKS, template, **fields) == (variables, [])
+
+
+@pytest.mark.parametrize(
+    ("format_", "template", "fields", "ignored"),
+    [
+        (ModelFormat(), "", ADAPTIVE, ["thinking"]),
+        (ModelFormat(), "", DISABLED, []),
+        (ModelFormat(), "", HIGH, ["output_config.effort"]),
+        (ModelFormat(), "", ADAPTIVE | HIGH, ["thinking", "output_config.effort"]),
+        (THINKS, "", ADAPTIVE, []),
+        (THINKS, "", DISABLED, ["thinking"]),
+        (THINKS, SWITCH, ADAPTIVE | HIGH, ["output_config.effort"]),
+        (THINKS, SWITCH, DISABLED, []),
+        (ModelFormat(has_channels=True), EFFORT, ADAPTIVE | HIGH, []),
+        (ModelFormat(has_channels=True), EFFORT, DISABLED, ["thinking"]),
+    ],
+)
+def test_thinking_and_effort_are_reported_if_the_model_cannot_follow_them(
+    format_: ModelFormat, template: str, fields: dict[str, Any], ignored: list[str]
+) -> None:
+    assert reading(format_, template, **fields)[1] == ignored
+
+
+def test_a_message_at_the_end_of_the_context_is_not_one_at_max_tokens() -> None:
+    """The context holds 10 tokens, of which the prompt takes 6."""
+    for max_tokens, num_output, reason in (
+        (5, 4, "model_context_window_exceeded"),
+        (4, 4, "max_tokens"),
+        (3, 3, "max_tokens"),
+    ):
+        writer = MessageWriter("r", "m", shows_thinking=False, max_tokens=max_tokens, context_length=10)
+        chunk = Chunk(finish_reason=FinishReason.LENGTH, usage=Usage(6, num_output))
+        assert writer.stop(chunk, ()) == (reason, None)
+
+
+async def test_a_message_that_fills_the_context_says_so(
+    cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer
+) -> None:
+    call = client.messages.create(model="smollm2", max_tokens=9999, messages=HI, extra_body={"request_id": "r"})
+
+    async def fill() -> None:
+        await cluster.scheduler.until(lambda: "r" in cluster.scheduler.requests)
+        left = cluster.folder.max_sequence_length - cluster.scheduler.requests["r"].num_prompt_tokens
+        cluster.scheduler.emit("r", tokenizer.encode("Yes")[:1] * left)
+        cluster.scheduler.end("r", reason=pb.FINISH_REASON_LENGTH)
+
+    message, _ = await asyncio.gather(call, fill())
+    assert message.stop_reason == "model_context_window_exceeded"
+
+
+CARDS = [{"id": name, "max_model_len": 5} for name in "abcde"]
+
+
+@pytest.mark.parametrize(
+    ("query", "ids", "has_more"),
+    [
+        ("", "abcde", False),
+        ("limit=2", "ab", True),
+        ("limit=2&after_id=b", "cd", True),
+        ("limit=2&after_id=c", "de", False),
+        ("after_id=e", "", False),
+        ("limit=2&before_id=d", "bc", True),
+        ("limit=2&before_id=c", "ab", False),
+        ("lifecycle=active,retired", "abcde", False),
+        ("lifecycle=retired", "", False),
+    ],
+)
+def test_pages_of_models(query: str, ids: str, has_more: bool) -> None:
+    page = model_page(CARDS, QueryParams(query))
+    assert [model["id"] for model in page["data"]] == list(ids)  # type: ignore[attr-defined]
+    ends = (ids[0], ids[-1]) if ids else (None, None)
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (has_more, *ends)
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("limit=0", "limit"),
+        ("limit=1001", "limit"),
+        ("after_id=x", "after_id"),
+        ("before_id=x", "before_id"),
+        ("after_id=a&before_id=c", "before_id"),
+        ("lifecycle=new", "lifecycle"),
+    ],
+)
+def test_an_invalid_parameter_of_a_list_of_models_is_named(query: str, field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        model_page(CARDS, QueryParams(query))
+    assert raised.value.field == field
+
+
+async def test_errors_of_models_have_the_shape_of_anthropics_errors(client: anthropic.AsyncAnthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        await client.models.retrieve("other")
+    with pytest.raises(anthropic.BadRequestError, match=r"limit: must be in 1\.\.1000") as refused:
+        await client.models.list(limit=0)
+    for error, kind in ((missing.value, "not_found_error"), (refused.value, "invalid_request_error")):
+        body: Any = error.body
+        assert (body["type"], body["error"]["type"]) == ("error", kind)
 
 
 def test_choices_of_tools() -> None:

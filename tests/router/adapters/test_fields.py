@@ -41,6 +41,7 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 TOOL = {"name": "f", "input_schema": SCHEMA}
 JSON = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 KEPT = {"type": "ephemeral"}
+KEPT_LONG = {"type": "ephemeral", "ttl": "1h"}
 
 CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
 
@@ -272,11 +273,18 @@ MESSAGES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "messages.content.is_error": (user(result()), user(result(is_error=True))),
     "messages.content.citations": ({}, user(text(citations=[{"type": "x"}]))),
     "messages.content.cache_control": (user(text()), user(text(cache_control=KEPT))),
+    "messages.content.cache_control.type": (user(text()), user(text(cache_control=KEPT))),
+    "messages.content.cache_control.ttl": (user(text(cache_control=KEPT)), user(text(cache_control=KEPT_LONG))),
     "system": ({}, {"system": "x"}),
     "system.type": ({}, {"system": [text()]}),
     "system.text": ({"system": [text()]}, {"system": [text("y")]}),
     "system.citations": ({}, {"system": [text(citations=[{"type": "x"}])]}),
     "system.cache_control": ({"system": [text()]}, {"system": [text(cache_control=KEPT)]}),
+    "system.cache_control.type": ({"system": [text()]}, {"system": [text(cache_control=KEPT)]}),
+    "system.cache_control.ttl": (
+        {"system": [text(cache_control=KEPT)]},
+        {"system": [text(cache_control=KEPT_LONG)]},
+    ),
     "stop_sequences": ({}, {"stop_sequences": ["x"]}),
     "stream": ({}, {"stream": True}),
     "temperature": ({}, {"temperature": 0.5}),
@@ -289,6 +297,11 @@ MESSAGES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tools.input_schema": ({"tools": [TOOL]}, {"tools": [{**TOOL, "input_schema": {"type": "object"}}]}),
     "tools.strict": ({"tools": [TOOL]}, {"tools": [{**TOOL, "strict": True}]}),
     "tools.cache_control": ({"tools": [TOOL]}, {"tools": [{**TOOL, "cache_control": KEPT}]}),
+    "tools.cache_control.type": ({"tools": [TOOL]}, {"tools": [{**TOOL, "cache_control": KEPT}]}),
+    "tools.cache_control.ttl": (
+        {"tools": [{**TOOL, "cache_control": KEPT}]},
+        {"tools": [{**TOOL, "cache_control": KEPT_LONG}]},
+    ),
     "tools.input_examples": ({}, {"tools": [{**TOOL, "input_examples": [{}]}]}),
     "tools.defer_loading": ({}, {"tools": [{**TOOL, "defer_loading": True}]}),
     "tools.allowed_callers": ({}, {"tools": [{**TOOL, "allowed_callers": ["code_execution_20250825"]}]}),
@@ -310,10 +323,17 @@ MESSAGES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "thinking.display": (THINKING, {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}}),
     "output_config": ({}, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
     "output_config.format": ({}, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+    "output_config.format.type": ({}, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+    "output_config.format.schema": (
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+    ),
     "output_config.effort": (THINKING, {**THINKING, "output_config": {"effort": "high"}}),
     "metadata": ({}, {"metadata": {"user_id": "u"}}),
     "metadata.user_id": ({}, {"metadata": {"user_id": "u"}}),
     "cache_control": ({}, {"cache_control": KEPT}),
+    "cache_control.type": ({}, {"cache_control": KEPT}),
+    "cache_control.ttl": ({"cache_control": KEPT}, {"cache_control": KEPT_LONG}),
     "service_tier": ({}, {"service_tier": "standard_only"}),
     "inference_geo": ({}, {"inference_geo": "eu"}),
     "container": ({}, {"container": "x"}),

@@ -37,8 +37,7 @@ from tests.router.adapters.test_fields import run_messages, run_response
 WHOLE = frozenset(
     (
         "metadata", "tools.tools", "tool_choice.tools", "context_management",
-        "cache_control", "messages.content.cache_control", "messages.content.content.cache_control",
-        "system.cache_control", "tools.cache_control", "tools.input_schema", "output_config.format",
+        "messages.content.content.cache_control", "tools.input_schema", "output_config.format.schema",
     )
 )  # fmt: skip
 HEADERS = {"betas"}
