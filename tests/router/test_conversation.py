@@ -143,6 +143,27 @@ Read = Callable[[dict[str, object], ChatModel], Sequence[str]]
 
 
 @pytest.mark.parametrize(
+    ("read_body", "field", "required"),
+    [
+        (chat_ignored, "tools.function.strict", "required"),
+        (response_ignored, "tools.strict", "required"),
+        (messages_ignored, "tools.strict", {"type": "any"}),
+    ],
+)
+def test_strict_without_a_grammar_is_listed_as_ignored(read_body: Read, field: str, required: object) -> None:
+    assert read_body({}, model("llama3_json")) == [field]
+    assert read_body({}, model("none")) == [field]
+    assert read_body({}, model("llama3_json", template="{{ messages }}")) == ["tools"]
+    assert read_body({}, model("hermes")) == []
+    assert read_body({"tool_choice": required}, model("llama3_json")) == []
+
+
+def test_custom_tools_do_not_ask_for_strict() -> None:
+    fields: dict[str, object] = {"tools": [{"type": "custom", "name": "patch"}]}
+    assert response_ignored(fields, model("llama3_json")) == []
+
+
+@pytest.mark.parametrize(
     ("read_body", "fields", "tool"),
     [
         (

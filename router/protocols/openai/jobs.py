@@ -161,6 +161,8 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     job.conversation, job.options, job.names = conversation, options, names
     if vocabulary.chat.hides(tools):
         job.ignored.append("tools")
+    if vocabulary.chat.ignores_strict(tools):
+        job.ignored.append("tools.function.strict")
     return job
 
 
