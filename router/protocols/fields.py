@@ -210,7 +210,7 @@ MESSAGES: Table = {
     "tool_choice.disable_parallel_tool_use": ("works", "only the first call is returned"),
     "thinking": (
         "works",
-        "returns the model's reasoning; if unset, disabled where the template allows; ignored if the model cannot comply",
+        "returns the model's reasoning; if unset, disabled where the template allows; ignored where impossible",
     ),
     "thinking.type": ("works", "enabled, adaptive, between_tools (all equivalent), or disabled"),
     "thinking.budget_tokens": ("ignored", "validated; `max_tokens` limits reasoning and answer together"),

@@ -138,12 +138,7 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
         ignored.append("tools")
     if model.ignores_strict(tools):
         ignored.append("tools.strict")
-    _system(body, reading)
-    for message in body.objects("messages"):
-        _message(message, reading)
-    if not any(turn.role == "user" for turn in reading.turns):
-        raise InvalidArgumentError("must have a user turn", field="messages")
-    reading.mark(body)
+    _conversation(body, reading)
     request = pb.GenerateRequest(
         request_id=body.text("request_id") or "",
         model=body.text("model") or "",
@@ -281,6 +276,16 @@ def _chosen(body: Body, tools: Tools) -> Tools:
     if kind == "tool":
         return tools.require(choice.text("name") or "", "tool_choice.name")
     return replace(tools, choice="required" if kind == "any" else "auto")
+
+
+def _conversation(body: Body, reading: _Reading) -> None:
+    """Add the system text and all messages; the breakpoint of the body itself is at their end."""
+    _system(body, reading)
+    for message in body.objects("messages"):
+        _message(message, reading)
+    if not any(turn.role == "user" for turn in reading.turns):
+        raise InvalidArgumentError("must have a user turn", field="messages")
+    reading.mark(body)
 
 
 def _system(body: Body, reading: _Reading) -> None:
