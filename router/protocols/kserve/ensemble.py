@@ -4,13 +4,14 @@ request's output to output tensors.
 
 from __future__ import annotations
 
+import contextlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from midstream.chunk import Chunk
 from midstream.client.result import Result
-from midstream.errors import InvalidArgumentError, MidstreamError
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.pipeline.prompt import PromptBuilder
 from router.protocols.kserve.tensors import InputTensor, OutputTensor
@@ -169,6 +170,67 @@ OUTPUTS: Mapping[str, tuple[str, tuple[int, ...]]] = {
 }
 
 
+# Outputs that are computed only if a flag asks for them.
+_FLAGS = {
+    "cum_log_probs": "return_log_probs",
+    "output_log_probs": "return_log_probs",
+    "context_logits": "return_context_logits",
+    "generation_logits": "return_generation_logits",
+}
+_ALIASES = {"min_length": "min_tokens", "random_seed": "seed"}
+# Native fields and messages, with the tensors that set them. Fields of `sampling`, `stopping` and `output` that are not
+# here have the names of their tensors.
+_TENSORS: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("text_input",),
+    "token_ids": ("text_input",),
+    "input": ("text_input",),
+    "model": ("model_name",),
+    "streaming": ("stream",),
+    "sampling": ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    "sampling.seed": ("seed", "random_seed"),
+    "sampling.min_tokens": ("min_tokens", "min_length"),
+    "sampling.embedding_bias": ("embedding_bias_words",),
+    "output": ("return_context_logits", "return_generation_logits", "context_logits", "generation_logits"),
+    "output.exclude_input_from_output": ("exclude_input_in_output",),
+    "output.log_probs": ("return_log_probs", "output_log_probs", "cum_log_probs"),
+    "output.return_context_logits": ("return_context_logits", "context_logits"),
+    "output.return_generation_logits": ("return_generation_logits", "generation_logits"),
+    "guided_decoding": ("guided_decoding_guide",),
+    "guided_decoding.guide_type": ("guided_decoding_guide_type",),
+    "lora": ("lora_task_id",),
+    "prompt_tuning": ("prompt_embedding_table",),
+}
+_SECTIONS = ("sampling.", "stopping.", "output.")
+
+
+def tensor_of(field: str, given: Collection[str]) -> str:
+    """Return the tensor that sets a native field, preferably one of the `given` tensors; the field itself if there is
+    none.
+    """
+    names, outer = _TENSORS.get(field), field
+    if names is None and field.startswith(_SECTIONS):
+        name = field.partition(".")[2]
+        return name if name in INPUTS else field
+    while names is None and outer:
+        outer = outer.rpartition(".")[0]
+        names = _TENSORS.get(outer)
+    if names is None:
+        return field
+    return next((name for name in names if name in given), names[0])
+
+
+@contextlib.contextmanager
+def naming_tensors(given: Collection[str]) -> Iterator[None]:
+    """Have errors of native fields name the tensors that set them."""
+    try:
+        yield
+    except (InvalidArgumentError, NotFoundError, UnsupportedError) as error:
+        name = tensor_of(error.field, given)
+        if name == error.field:
+            raise
+        raise type(error)(error.message, field=name) from None
+
+
 def check_outputs(names: Sequence[str]) -> frozenset[str]:
     """Return the names of the requested outputs; all outputs if the request names none.
 
@@ -197,12 +259,19 @@ def num_rows(inputs: Mapping[str, InputTensor]) -> int:
 
 
 async def native_request(
-    inputs: Mapping[str, InputTensor], index: int, rows: int, prompts: PromptBuilder
+    inputs: Mapping[str, InputTensor], index: int, rows: int, prompts: PromptBuilder, outputs: Collection[str] = ()
 ) -> pb.GenerateRequest:
     """Return the native request for one row of the batch.
 
+    Args:
+        inputs: All input tensors.
+        index: The row.
+        rows: Number of rows.
+        prompts: Tokenizes the words of `embedding_bias_words`.
+        outputs: The outputs that the client names; naming one asks for it, as its flag does.
+
     Raises:
-        InvalidArgumentError: A tensor is unknown, or has the wrong type or size.
+        InvalidArgumentError: A tensor is unknown, has the wrong type or size, or contradicts another one.
     """
     request = pb.GenerateRequest(streaming=False)
     parts = {name: tensor.row(index, rows) for name, tensor in inputs.items()}
@@ -210,8 +279,25 @@ async def native_request(
         if name not in INPUTS:
             raise InvalidArgumentError("unknown input", field=name)
         INPUTS[name].fill(request, tensor)
+    for alias, name in _ALIASES.items():
+        if alias in parts and name in parts and list(parts[alias].values) != list(parts[name].values):
+            raise InvalidArgumentError(f"is another name for {name}, which has another value", field=alias)
+    _fill_flags(request, parts, outputs)
     await _fill_bias(request, parts, prompts)
     return request
+
+
+def _fill_flags(request: pb.GenerateRequest, parts: Mapping[str, InputTensor], outputs: Collection[str]) -> None:
+    """Ask for the named outputs. Raises InvalidArgumentError if the flag of one of them is false."""
+    for name, flag in _FLAGS.items():
+        if name not in outputs or (name == "cum_log_probs" and request.sampling.beam_width > 1):  # beams have it anyway
+            continue
+        if flag in parts and not _flag(parts[flag]):
+            raise InvalidArgumentError(f"must be true, or left out, for the output {name}", field=flag)
+        if flag == "return_log_probs":
+            request.output.log_probs = 0
+        else:
+            setattr(request.output, flag, True)
 
 
 async def _fill_bias(request: pb.GenerateRequest, parts: Mapping[str, InputTensor], prompts: PromptBuilder) -> None:

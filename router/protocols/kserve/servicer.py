@@ -40,6 +40,7 @@ from router.protocols.kserve.ensemble import (
     INPUTS,
     OUTPUTS,
     check_outputs,
+    naming_tensors,
     native_request,
     num_rows,
     piece_outputs,
@@ -220,18 +221,20 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         responses: asyncio.Queue[pb.ModelStreamInferResponse | None],
         timeout_s: float | None,
     ) -> None:
-        native = await native_request(inputs, index, rows, self._prompts)
-        native.request_id = _request_id(request, index, rows)
+        named = {item.name for item in request.outputs}
         last_is_marked = rows == 1 and not request.parameters[_EMPTY_FINAL].bool_param
         pieces = StreamResponses(self._response(request))
-        async with await self._front.start(native, timeout_s) as output:
-            while not output.is_final:
-                for chunk in await output.take():
-                    if chunk.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE):
-                        continue  # the error follows
-                    tensors = [tensor for tensor in piece_outputs(chunk, index) if tensor.name in wanted]
-                    await responses.put(pieces.make(tensors, is_final=last_is_marked and chunk.is_final))
-        output.raise_failure()
+        with naming_tensors(inputs.keys() | named):
+            native = await native_request(inputs, index, rows, self._prompts, named)
+            native.request_id = _request_id(request, index, rows)
+            async with await self._front.start(native, timeout_s) as output:
+                while not output.is_final:
+                    for chunk in await output.take():
+                        if chunk.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE):
+                            continue  # the error follows
+                        tensors = [tensor for tensor in piece_outputs(chunk, index) if tensor.name in wanted]
+                        await responses.put(pieces.make(tensors, is_final=last_is_marked and chunk.is_final))
+            output.raise_failure()
 
     async def _collect(
         self,
@@ -242,18 +245,20 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         timeout_s: float | None,
         key: str,
     ) -> Result:
-        native = await native_request(inputs, index, rows, self._prompts)
-        if key:
-            make_repeatable(native, f"kserve-{request_id_of(key, 'ModelInfer')}-{index}")
-        else:
-            native.request_id = _request_id(request, index, rows)
-        result = Result(native.request_id)
-        opened = await self._front.start(native, timeout_s, key)
-        async with opened as output:
-            while not output.is_final:
-                for chunk in await output.take():
-                    result.add(chunk)
-        output.raise_failure()
+        named = {item.name for item in request.outputs}
+        with naming_tensors(inputs.keys() | named):
+            native = await native_request(inputs, index, rows, self._prompts, named)
+            if key:
+                make_repeatable(native, f"kserve-{request_id_of(key, 'ModelInfer')}-{index}")
+            else:
+                native.request_id = _request_id(request, index, rows)
+            result = Result(native.request_id)
+            opened = await self._front.start(native, timeout_s, key)
+            async with opened as output:
+                while not output.is_final:
+                    for chunk in await output.take():
+                        result.add(chunk)
+            output.raise_failure()
         return result
 
     def _read(self, request: pb.ModelInferRequest) -> tuple[dict[str, InputTensor], frozenset[str]]:
@@ -264,7 +269,13 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             if parameter != _EMPTY_FINAL:
                 hint = "; use the call's deadline" if parameter == "timeout" else ""
                 raise UnsupportedError(f"{parameter[:64]!r} is not supported{hint}", field="parameters")
-        return parse_inputs(request), check_outputs([item.name for item in request.outputs])
+        wanted = check_outputs([item.name for item in request.outputs])
+        tensors = [(item.name, item.parameters) for item in request.inputs]
+        tensors += [(item.name, item.parameters) for item in request.outputs]
+        for name, parameters in tensors:
+            for parameter in parameters:
+                raise UnsupportedError(f"the parameter {parameter[:64]!r} is not supported", field=name)
+        return parse_inputs(request), wanted
 
     def _check_model(self, name: str, version: str) -> None:
         if name not in (_ALIAS, self._model.name) or version not in ("", _VERSION):

@@ -5,9 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+import grpc.aio
+import pytest
 
 from midstream.model.tokenizer import Tokenizer
+from protos import generation_pb2 as pb
+from protos import kserve_pb2, kserve_pb2_grpc
+from router.protocols.kserve.ensemble import tensor_of
 from tests.router.conftest import Cluster
+
+if TYPE_CHECKING:
+    from protos.kserve_pb2_grpc import GRPCInferenceServiceAsyncStub
 
 TEXT = "Every part may die 🫠 and the text goes on."
 
@@ -55,3 +66,126 @@ async def test_the_official_client(cluster: Cluster, tokenizer: Tokenizer) -> No
     assert sorted(native.streaming for native in natives) == [False, False, False, True]
     assert {native.max_tokens for native in natives} == {16}
     assert [list(native.stopping.stop_words) for native in natives].count(["never"]) == 2
+
+
+_CONTENTS = {"BYTES": "bytes_contents", "INT32": "int_contents", "UINT64": "uint64_contents", "BOOL": "bool_contents"}
+_CONTENTS |= {"FP32": "fp32_contents"}
+
+
+def infer_request(*outputs: str, **inputs: tuple[str, Any]) -> kserve_pb2.ModelInferRequest:
+    """Return a request of one row, given the type and value of each input."""
+    request = kserve_pb2.ModelInferRequest(model_name="ensemble")
+    for name, (datatype, value) in {"text_input": ("BYTES", b"Hi"), "max_tokens": ("INT32", 9), **inputs}.items():
+        item = request.inputs.add(name=name, datatype=datatype, shape=(1, 1))
+        getattr(item.contents, _CONTENTS[datatype]).append(value)
+    for name in outputs:
+        request.outputs.add(name=name)
+    return request
+
+
+async def sent(cluster: Cluster, request: kserve_pb2.ModelInferRequest) -> pb.GenerateRequest:
+    """Return the native request that the scheduler gets. Raises AioRpcError if the router refuses it."""
+
+    async def answer() -> pb.GenerateRequest:
+        await cluster.scheduler.until(lambda: cluster.scheduler.requests)
+        (script,) = cluster.scheduler.requests.values()
+        cluster.scheduler.end(script.request.request_id)
+        return script.request
+
+    router = await cluster.add_router(await cluster.add_detokenizer())
+    answering = asyncio.create_task(answer())
+    async with grpc.aio.insecure_channel(router.address) as channel:
+        stub = cast("GRPCInferenceServiceAsyncStub", kserve_pb2_grpc.GRPCInferenceServiceStub(channel))
+        try:
+            await stub.ModelInfer(request, timeout=60)
+        except grpc.aio.AioRpcError:
+            answering.cancel()
+            raise
+    return await answering
+
+
+async def refusal(cluster: Cluster, request: kserve_pb2.ModelInferRequest) -> str:
+    """Return the message with which a request is refused."""
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await sent(cluster, request)
+    return str(raised.value.details())
+
+
+@pytest.mark.parametrize(
+    ("output", "field", "value"),
+    [
+        ("output_log_probs", "log_probs", 0),
+        ("cum_log_probs", "log_probs", 0),
+        ("context_logits", "return_context_logits", True),
+        ("generation_logits", "return_generation_logits", True),
+    ],
+)
+async def test_naming_an_output_asks_for_it(cluster: Cluster, output: str, field: str, value: object) -> None:
+    native = await sent(cluster, infer_request("text_output", output))
+    assert {item.name: given for item, given in native.output.ListFields()}[field] == value
+
+
+async def test_an_output_is_not_asked_for_and_ruled_out_at_once(cluster: Cluster) -> None:
+    request = infer_request("text_output", "context_logits", return_context_logits=("BOOL", False))
+    message = "return_context_logits: must be true, or left out, for the output context_logits"
+    assert await refusal(cluster, request) == message
+
+
+async def test_the_outputs_of_a_request_that_names_none_are_those_of_its_flags(cluster: Cluster) -> None:
+    native = await sent(cluster, infer_request(return_context_logits=("BOOL", False)))
+    assert not native.output.HasField("log_probs")
+    assert not native.output.return_context_logits
+
+
+@pytest.mark.parametrize("kind", ["inputs", "outputs"])
+async def test_a_parameter_of_a_tensor_is_refused(cluster: Cluster, kind: str) -> None:
+    """Shared memory and classification would change where a tensor is, and what it contains."""
+    request = infer_request("text_output")
+    tensors: Any = getattr(request, kind)
+    tensors[0].parameters["shared_memory_region"].string_param = "x"
+    message = f"{tensors[0].name}: the parameter 'shared_memory_region' is not supported"
+    assert await refusal(cluster, request) == message
+
+
+async def test_two_names_of_one_parameter_have_the_same_value_or_are_refused(cluster: Cluster) -> None:
+    names = {"seed": ("UINT64", 7), "random_seed": ("UINT64", 8)}
+    assert (
+        await refusal(cluster, infer_request(**names))
+        == "random_seed: is another name for seed, which has another value"
+    )
+    names = {"min_tokens": ("INT32", 3), "min_length": ("INT32", 3)}
+    assert (await sent(cluster, infer_request(**names))).sampling.min_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("inputs", "name"),
+    [
+        ({"random_seed": ("UINT64", 7), "top_p": ("FP32", 2.0)}, "top_p"),
+        ({"min_length": ("INT32", 1 << 30)}, "min_length"),
+        ({"end_id": ("INT32", 1 << 30)}, "end_id"),
+        ({"text_input": ("BYTES", b"Hi " * 9000)}, "text_input"),
+        ({"guided_decoding_guide_type": ("BYTES", b"regex")}, "guided_decoding_guide"),
+        ({"guided_decoding_guide": ("BYTES", b"a+")}, "guided_decoding_guide_type"),
+        ({"lora_task_id": ("UINT64", 7), "beam_width": ("INT32", 99)}, "beam_width"),
+    ],
+)
+async def test_an_error_names_the_tensor_of_the_client(cluster: Cluster, inputs: Any, name: str) -> None:
+    assert (await refusal(cluster, infer_request(**inputs))).startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "name"),
+    [
+        ("sampling.seed", {"random_seed"}, "random_seed"),
+        ("sampling", {"presence_penalty"}, "presence_penalty"),
+        ("output.log_probs", {"output_log_probs"}, "output_log_probs"),
+        ("output", {"return_generation_logits"}, "return_generation_logits"),
+        ("stopping.stop_words", set(), "stop_words"),
+        ("lora.name", {"lora_task_id"}, "lora_task_id"),
+        ("prompt_tuning.table.shape", set(), "prompt_embedding_table"),
+        ("sampling.top_p_decay", set(), "sampling.top_p_decay"),
+        ("raw_input_contents", set(), "raw_input_contents"),
+    ],
+)
+def test_native_fields_have_their_tensors(field: str, given: set[str], name: str) -> None:
+    assert tensor_of(field, given) == name
