@@ -121,6 +121,8 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
     names["guided_decoding"] = "text.format" if request.HasField("guided_decoding") else schema_path
     if model.hides(tools):
         ignored.append("tools")
+    if model.ignores_strict(replace(tools, strict=tools.strict - custom)):
+        ignored.append("tools.strict")
     if tools.choice != "auto" and request.HasField("guided_decoding"):
         raise InvalidArgumentError("requires a call, which conflicts with text.format", field="tool_choice")
     return ResponseJob(
