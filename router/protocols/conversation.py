@@ -42,6 +42,8 @@ _NUM_TAIL = 16
 _NUM_DRAFTS = 8
 _JSON_GUIDES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA)
 _ANY_JSON: Schema = {"anyOf": [{"type": "object"}, {"type": "array"}]}
+# A reference in a schema, as JSON text, from its root.
+_REFERENCE = re.compile(r'(?<!\\)"\$ref": "#')
 _SWITCHES = ("enable_thinking", "thinking")
 # Each reasoning effort with the one that templates support; some APIs have more efforts than templates.
 _EFFORTS = {
@@ -286,7 +288,7 @@ class Conversation:
         if tools.choice == "named":
             return self._json_guide(tools.schemas[tools.named])
         if tools.choice == "required":
-            calls = [_call_schema(name, schema) for name, schema in tools.schemas.items()]
+            calls = [_call_schema(*tool, f"#/items/anyOf/{i}") for i, tool in enumerate(tools.schemas.items())]
             array: dict[str, object] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
             return self._json_guide(array if tools.is_parallel else {**array, "maxItems": 1})
         grammar = self.model.call_grammar
@@ -443,10 +445,12 @@ def _arguments(name: str, machine: Machine) -> Steps[None]:
         machine.close_call()
 
 
-def _call_schema(name: str, parameters: Schema) -> dict[str, object]:
+def _call_schema(name: str, parameters: Schema, pointer: str) -> dict[str, object]:
+    """Return the schema, at `pointer` of a document, of a call; references within `parameters` remain within them."""
+    moved = _REFERENCE.sub(f'"$ref": "{pointer}/properties/parameters', json.dumps(parameters))
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, "parameters": parameters},
+        "properties": {"name": {"const": name}, "parameters": json.loads(moved)},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
+import llguidance
 import pytest
 
 from midstream.errors import InvalidArgumentError
+from midstream.grammar.compile import compile_guide
+from midstream.grammar.messages import Guide
 from protos import generation_pb2 as pb
 from router.parsers.events import CallBegin, CallEnd, joined
 from router.protocols.anthropic.request import read_messages
@@ -109,6 +112,29 @@ def test_an_invalid_schema_is_left_to_the_check_of_guides() -> None:
     for text in ("{", "3"):
         guide = pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=text)
         assert conversation(model(), guide=guide).request.guided_decoding == guide
+
+
+def test_schemas_of_required_calls_may_have_references() -> None:
+    def tree(kind: str) -> dict[str, object]:
+        """Return a schema, as pydantic writes it, of a value and trees."""
+        fields = {"value": {"$ref": "#/$defs/Value"}, "near": {"type": "array", "items": {"$ref": "#"}}}
+        known = {"type": "object", "properties": fields, "required": ["value"], "additionalProperties": False}
+        return {**known, "$defs": {"Value": {"type": kind, "description": 'see "$ref": "#"'}}}
+
+    required = Tools({"count": tree("integer"), "name": tree("string")}, choice="required")
+    for is_thinking, before in ((False, ""), (True, "Hm.</think>")):
+        guide = conversation(model(reasoning="think"), required, None, is_thinking=is_thinking).request.guided_decoding
+        kind = "ebnf" if is_thinking else "json_schema"
+        for call, fits in (
+            ('{"name": "count", "parameters": {"value": 1, "near": [{"value": 2}]}}', True),
+            ('{"name": "name", "parameters": {"value": "a", "near": [{"value": "b"}]}}', True),
+            ('{"name": "count", "parameters": {"value": "a"}}', False),
+            ('{"name": "name", "parameters": {"value": "a", "near": [{"value": 2}]}}', False),
+        ):
+            library = llguidance.LLTokenizer("byte")
+            matcher = compile_guide(Guide(kind, guide.guide), library)
+            tokens = library.tokenize_str(f"{before}[{call}]")
+            assert (all(map(matcher.consume_token, tokens)) and matcher.is_accepting()) == fits
 
 
 def test_complete_calls_are_read_if_required_ones_are_cut_off() -> None:
