@@ -27,7 +27,16 @@ from router.pipeline.request_checks import check_model
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader
 from router.protocols.fields import ignored_header
-from router.protocols.openai.endpoints import Endpoint, flag, integer, is_ascending, mapped, page_limit
+from router.protocols.openai.endpoints import (
+    Endpoint,
+    error_response,
+    flag,
+    id_header,
+    integer,
+    is_ascending,
+    mapped,
+    page_limit,
+)
 from router.protocols.openai.errors import error_body
 from router.protocols.openai.models import Models
 from router.protocols.responses.items import Item
@@ -41,6 +50,7 @@ _PREFIX = "resp_"
 _CALLS = ("function_call", "custom_tool_call")
 _NS_PER_S = 1_000_000_000
 _MAX_LISTED, _LISTED = 100, 20
+_INCLUDE = ("include", "include[]")  # has no effect: there is no output of server tools
 
 
 @dataclass(slots=True)
@@ -99,15 +109,15 @@ class ResponsesApi:
     def routes(self) -> list[Route]:
         """Return the routes for the HTTP port."""
         one = f"{_PATH}/{{response_id}}"
-        endpoints: list[tuple[str, str, Endpoint]] = [
-            ("POST", _PATH, self._create),
-            ("POST", f"{_PATH}/input_tokens", self._count),
-            ("GET", one, self._retrieve),
-            ("DELETE", one, self._delete),
-            ("POST", f"{one}/cancel", self._cancel),
-            ("GET", f"{one}/input_items", self._list_items),
+        endpoints: list[tuple[str, str, Endpoint, tuple[str, ...]]] = [
+            ("POST", _PATH, self._create, ()),
+            ("POST", f"{_PATH}/input_tokens", self._count, ()),
+            ("GET", one, self._retrieve, (*_INCLUDE, "stream", "starting_after", "include_obfuscation")),
+            ("DELETE", one, self._delete, ()),
+            ("POST", f"{one}/cancel", self._cancel, ()),
+            ("GET", f"{one}/input_items", self._list_items, (*_INCLUDE, "after", "limit", "order")),
         ]
-        return [Route(path, mapped(endpoint), methods=[method]) for method, path, endpoint in endpoints]
+        return [Route(path, mapped(endpoint, query), methods=[method]) for method, path, endpoint, query in endpoints]
 
     async def _create(self, request: Request) -> Response:
         if self._front.draining.is_set():
@@ -130,7 +140,8 @@ class ResponsesApi:
     async def _count(self, request: Request) -> Response:
         body = await self._bodies.read(request, lambda body: body)
         context = await self._context(previous_id(body))
-        conversation = read_response(body, self._chat, context).conversation
+        job = read_response(body, self._chat, context)
+        conversation = job.conversation
         await self._models.resolve([conversation.request])
         check_model(conversation.request.model, self._folder)
 
@@ -140,7 +151,7 @@ class ResponsesApi:
                 ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native))
             return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 
-        return CompleteResponse(compute)
+        return CompleteResponse(compute, lambda error: error_response(error, job.names))
 
     async def _retrieve(self, request: Request) -> Response:
         query = request.query_params
@@ -312,7 +323,7 @@ class _Reply(StreamedResponse):
 
     async def compute(self, events: EventStream) -> Response | None:
         output = await self._api.open(self._stored, self._native)
-        own_headers = ignored_header(self._stored.job.ignored)
+        own_headers = id_header(self._stored.response_id) | ignored_header(self._stored.job.ignored)
         if not self._stored.job.is_stream:
             return JSONResponse(await self._whole(output), headers=own_headers)
         async with output:
@@ -320,9 +331,12 @@ class _Reply(StreamedResponse):
             await self._stream(output, events)
         return None
 
+    def refusal(self, error: MidstreamError) -> Response:
+        return error_response(error, self._stored.job.names, self._stored.response_id)
+
     def failure(self, error: MidstreamError) -> str:
         """Return the error as an event of this stream, without a number, so that a resume skips no event."""
-        found = error_body(error)["error"]
+        found = error_body(error, self._stored.job.names)["error"]
         assert isinstance(found, dict)
         fields = {name: found[name] for name in ("code", "message", "param")}
         return f"event: error\ndata: {dump({'type': 'error', 'sequence_number': self._last, **fields})}\n\n"

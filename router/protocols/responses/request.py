@@ -99,13 +99,7 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         detached=is_background,
         chat=pb.ChatInput(messages=turns.turns),
     )
-    max_tokens = body.integer("max_output_tokens", 1)
-    if max_tokens is not None:
-        request.max_tokens = max_tokens
-    for name in ("temperature", "top_p"):
-        value = body.number(name)
-        if value is not None:
-            setattr(request.sampling, name, value)
+    _fill_sampling(body, request)
     retention_s = read_cache_retention_s(body)
     if retention_s:
         keep_prefix(request, None, retention_s)
@@ -116,9 +110,7 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
     ignored += _text_format(body, request)
     _refuse_values(body)
     tools, custom, schema_path = _tools(body)
-    names |= {"max_tokens": "max_output_tokens", **dict.fromkeys(("chat", "token_ids", "prompt_tuning.table"), "input")}
-    names |= {native: sent for (native, _), sent in zip(images_of(request), turns.image_fields, strict=True)}
-    names["guided_decoding"] = "text.format" if request.HasField("guided_decoding") else schema_path
+    names |= _names(request, turns, schema_path)
     if model.hides(tools):
         ignored.append("tools")
     if model.ignores_strict(replace(tools, strict=tools.strict - custom)):
@@ -137,6 +129,24 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         ignored,
         names,
     )
+
+
+def _fill_sampling(body: Body, request: pb.GenerateRequest) -> None:
+    max_tokens = body.integer("max_output_tokens", 1)
+    if max_tokens is not None:
+        request.max_tokens = max_tokens
+    for name in ("temperature", "top_p"):
+        value = body.number(name)
+        if value is not None:
+            setattr(request.sampling, name, value)
+
+
+def _names(request: pb.GenerateRequest, turns: Turns, schema_path: str) -> dict[str, str]:
+    """Return the client's names for native fields; `schema_path` is the field with the schema that restricts calls."""
+    names = {"max_tokens": "max_output_tokens", **dict.fromkeys(("chat", "token_ids", "prompt_tuning.table"), "input")}
+    names |= {native: sent for (native, _), sent in zip(images_of(request), turns.image_fields, strict=True)}
+    guide = "text.format" if request.HasField("guided_decoding") else schema_path
+    return names | {"guided_decoding": guide}
 
 
 def _text_format(body: Body, request: pb.GenerateRequest) -> list[str]:

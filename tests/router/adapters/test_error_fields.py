@@ -44,6 +44,7 @@ async def client(router: Part) -> AsyncIterator[openai.AsyncOpenAI]:
 
 async def refusal(client: openai.AsyncOpenAI, path: str, fields: dict[str, Any]) -> openai.APIStatusError:
     given: dict[str, dict[str, Any]] = {"/completions": {"prompt": "Hi"}, "/chat/completions": {"messages": [USER]}}
+    given |= {"/responses": {"input": "Hi"}, "/responses/input_tokens": {"input": "Hi"}}
     with pytest.raises(openai.APIStatusError) as raised:
         await client.post(path, cast_to=object, body={**given[path], **fields})
     return raised.value
@@ -95,6 +96,43 @@ async def test_chat_completions(
 ) -> None:
     cluster.scheduler.submit_errors.append(InvalidArgumentError("no", field=native))
     assert (await refusal(client, "/chat/completions", fields)).param == param
+
+
+def flat(name: str, **fields: object) -> dict[str, object]:
+    return {"type": "function", "name": name, "parameters": SCHEMA, **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "native", "param"),
+    [
+        ({"max_output_tokens": 5}, "max_tokens", "max_output_tokens"),
+        ({"text": {"format": {"type": "json_object"}}}, "guided_decoding.guide", "text.format"),
+        ({"tools": [flat("f")], "tool_choice": "required"}, "guided_decoding.guide", "tools[0].parameters"),
+        ({"tools": [flat("f"), flat("g")], "tool_choice": "required"}, "guided_decoding.guide", "tools"),
+        ({"user": "u"}, "client_id", "user"),
+        ({"safety_identifier": "u"}, "client_id", "safety_identifier"),
+        ({}, "chat", "input"),
+        ({}, "chat.messages[0].content", "input"),
+        ({}, "token_ids", "input"),
+        ({}, "sampling.temperature", "temperature"),
+    ],
+)
+async def test_responses(
+    cluster: Cluster, client: openai.AsyncOpenAI, fields: dict[str, Any], native: str, param: str
+) -> None:
+    cluster.scheduler.submit_errors.append(InvalidArgumentError("no", field=native))
+    refused = await refusal(client, "/responses", fields)
+    assert refused.param == param
+    assert str(refused.request_id).startswith("resp_")
+
+
+async def test_the_input_of_a_response_is_named(client: openai.AsyncOpenAI) -> None:
+    long: list[dict[str, Any]] = [{"role": "user", "content": "word " * 20_000}]
+    assert (await refusal(client, "/responses", {"input": long})).param == "input"
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    seen = [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * 2 + [image]}]
+    for path in ("/responses", "/responses/input_tokens"):
+        assert (await refusal(client, path, {"input": seen})).param == "input[0].content[2].image_url"
 
 
 async def test_the_router_s_own_checks(client: openai.AsyncOpenAI) -> None:

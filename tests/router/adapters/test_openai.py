@@ -255,6 +255,9 @@ async def test_unknown_query_parameters_are_refused(router: Part) -> None:
             client.files.retrieve("file-x", extra_query={"page": 2}),
             client.completions.create(model="smollm2", prompt="Hi", extra_query={"page": 2}),
             client.embeddings.create(model="smollm2", input="Hi", extra_query={"page": 2}),
+            client.responses.create(model="smollm2", input="Hi", extra_query={"page": 2}),
+            client.responses.retrieve("resp_x", include=["file_search_call.results"], extra_query={"page": 2}),
+            client.responses.input_items.list("resp_x", extra_query={"page": 2}),
         ):
             with pytest.raises(openai.BadRequestError) as raised:
                 await call
