@@ -85,9 +85,9 @@ class MessagesApi:
             with job.conversation.naming_images():
                 options = job.conversation.options
                 ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native, options))
-            return JSONResponse({"input_tokens": len(ids)})
+            return JSONResponse({"input_tokens": len(ids)}, headers=ignored_header(job.ignored))
 
-        return CompleteResponse(compute, lambda error: error_response(error, request_id))
+        return CompleteResponse(compute, lambda error: error_response(error, request_id, job.names))
 
     async def _missing(self, request: Request, request_id: str) -> Response:
         raise NotFoundError(f"there is no endpoint {request.url.path[:128]} for {request.method}")
@@ -158,10 +158,10 @@ class _Reply(StreamedResponse):
 
     def refusal(self, error: MidstreamError) -> Response:
         """Return an error in Anthropic's format."""
-        return error_response(error, self._id)
+        return error_response(error, self._id, self._job.names)
 
     def failure(self, error: MidstreamError) -> str:
-        return _lines([error_body(error, self._id)])
+        return _lines([error_body(error, self._id, self._job.names)])
 
     async def _whole(self, output: Output, reader: SequenceReader) -> Fields:
         while not output.is_final:

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from midstream.errors import MidstreamError
 from router.protocols.anthropic.errors import error_body, headers, http_status
 from router.protocols.openai.endpoints import shown
+from router.protocols.openai.errors import Names
 
 # Handles a request, given an id for it.
 Endpoint = Callable[[Request, str], Awaitable[Response]]
@@ -32,6 +33,7 @@ def mapped(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     return call
 
 
-def error_response(error: MidstreamError, request_id: str = "") -> Response:
-    """Return an error in Anthropic's format."""
-    return JSONResponse(error_body(error, request_id), http_status(error), headers=headers(error, quote(request_id)))
+def error_response(error: MidstreamError, request_id: str = "", names: Names | None = None) -> Response:
+    """Return an error in Anthropic's format; `names` are the client's names for native fields."""
+    body = error_body(error, request_id, names)
+    return JSONResponse(body, http_status(error), headers=headers(error, quote(request_id)))

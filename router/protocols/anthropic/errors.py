@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from midstream.errors import ContextLengthError, MidstreamError, OverloadedError, StatusCode
-from router.protocols.openai.errors import param_of
+from router.protocols.openai.errors import Names, param_of
 
 _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
@@ -34,9 +34,10 @@ def headers(error: MidstreamError, request_id: str = "") -> dict[str, str]:
     return found
 
 
-def error_body(error: MidstreamError, request_id: str = "") -> dict[str, object]:
+def error_body(error: MidstreamError, request_id: str = "", names: Names | None = None) -> dict[str, object]:
+    """Return the body of an error; `names` are those of the request that caused it."""
     kind = _STATUSES.get(error.code, (500, "api_error"))[1]
-    param = param_of(error.field)
+    param = param_of(error.field, names)
     param = _PARAMS.get(param, param)
     message = f"{param}: {error.message}" if param else error.message
     if isinstance(error, ContextLengthError):

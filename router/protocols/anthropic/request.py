@@ -18,6 +18,8 @@ from router.protocols.contents import add_image, add_text, image_of_base64
 from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools
 from router.protocols.fields import MESSAGES, MESSAGES_OPAQUE, MESSAGES_TYPES, check_fields
 from router.protocols.openai.body import Body
+from router.protocols.openai.errors import Names
+from router.protocols.openai.tools import check_new_tool, schema_field
 
 _TTLS_S = {"5m": 300, "1h": 3600}
 _MAX_BREAKPOINTS = 4
@@ -59,6 +61,7 @@ class MessagesJob:
     Attributes:
         breakpoints: The cache breakpoints in order; at most four.
         ignored: Fields of the body that have no effect.
+        names: The client's names for native fields, for errors.
     """
 
     conversation: Conversation
@@ -67,6 +70,7 @@ class MessagesJob:
     shows_thinking: bool
     breakpoints: list[Breakpoint]
     ignored: list[str]
+    names: Names
 
     def prefix_of(self, point: Breakpoint) -> pb.GenerateRequest | None:
         """Return a request whose prompt is the prefix that ends at `point`; None if that is the whole prompt."""
@@ -133,7 +137,7 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
     if max_tokens is None and needs_limit:
         raise InvalidArgumentError("must be set", field="max_tokens")
     reading = _Reading()
-    tools = _tools(body, reading)
+    tools, schema_path = _tools(body, reading)
     if model.hides(tools):
         ignored.append("tools")
     if model.ignores_strict(tools):
@@ -165,7 +169,16 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
             raise InvalidArgumentError(reason, field="messages")
         _check_prefill(reading.turns[-1])
     conversation = Conversation(request, tools, model, image_fields=reading.image_fields, options=options)
-    return MessagesJob(conversation, request.model, bool(body.flag("stream")), is_shown, reading.breakpoints, ignored)
+    guide_path = "output_config.format" if request.HasField("guided_decoding") else schema_path
+    return MessagesJob(
+        conversation,
+        request.model,
+        bool(body.flag("stream")),
+        is_shown,
+        reading.breakpoints,
+        ignored,
+        {"guided_decoding": guide_path, "token_ids": "messages"},
+    )
 
 
 def _check_prefill(turn: pb.ChatMessage) -> None:
@@ -241,8 +254,10 @@ def _output_format(body: Body, request: pb.GenerateRequest) -> None:
     request.guided_decoding.guide = json.dumps(schema)
 
 
-def _tools(body: Body, reading: _Reading) -> Tools:
+def _tools(body: Body, reading: _Reading) -> tuple[Tools, str]:
+    """Return the tools of a body, and the field with the schema that restricts their calls."""
     schemas: dict[str, Schema] = {}
+    paths: dict[str, str] = {}
     definitions: dict[str, object] = {}
     strict = set()
     for tool in body.objects("tools"):
@@ -253,13 +268,15 @@ def _tools(body: Body, reading: _Reading) -> Tools:
             raise InvalidArgumentError("must be set", field=tool.path("name"))
         if not isinstance(schema, dict):
             raise InvalidArgumentError("must be an object", field=tool.path("input_schema"))
-        schemas[name] = schema or {"type": "object"}
+        check_new_tool(name, schemas, tool.path("name"))
+        schemas[name], paths[name] = schema or {"type": "object"}, tool.path("input_schema")
         function = {"name": name, "description": tool.text("description") or "", "parameters": schema}
         definitions[name] = {"type": "function", "function": function}
         if tool.flag("strict"):
             strict.add(name)
         reading.mark(tool)
-    return _chosen(body, Tools(schemas, definitions, strict=frozenset(strict)))
+    tools = _chosen(body, Tools(schemas, definitions, strict=frozenset(strict)))
+    return tools, schema_field(tools, paths)
 
 
 def _chosen(body: Body, tools: Tools) -> Tools:

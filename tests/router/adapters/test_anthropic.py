@@ -182,6 +182,43 @@ async def test_every_error_has_its_status_and_shape(cluster: Cluster, client: an
         await client.messages.create(model="other", max_tokens=9, messages=HI)
 
 
+@pytest.mark.parametrize(
+    ("fields", "native", "name"),
+    [
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            "guided_decoding.guide",
+            "output_config.format",
+        ),
+        (
+            {"tools": [WEATHER, {**WEATHER, "name": "time"}], "tool_choice": {"type": "any"}},
+            "guided_decoding.guide",
+            "tools",
+        ),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather"}},
+            "guided_decoding.guide",
+            r"tools\[0\].input_schema",
+        ),
+        ({"stop_sequences": ["x"]}, "stopping.stop_words", "stop_sequences"),
+        ({"metadata": {"user_id": "u"}}, "client_id", "metadata.user_id"),
+        ({}, "token_ids", "messages"),
+    ],
+)
+async def test_an_error_names_the_field_of_the_client(
+    cluster: Cluster, client: anthropic.AsyncAnthropic, fields: dict[str, Any], native: str, name: str
+) -> None:
+    cluster.scheduler.submit_errors.append(InvalidArgumentError("no", field=native))
+    with pytest.raises(anthropic.BadRequestError, match=f"'{name}: no'"):
+        await client.messages.create(model="smollm2", max_tokens=9, messages=HI, **fields)
+
+
+async def test_a_count_lists_ignored_fields_as_well(client: anthropic.AsyncAnthropic) -> None:
+    effort: Any = {"effort": "low"}
+    counted = await client.messages.with_raw_response.count_tokens(model="", messages=HI, output_config=effort)
+    assert counted.headers["x-midstream-ignored"] == "output_config.effort"
+
+
 async def test_a_missing_endpoint_has_the_shape_of_anthropics_errors(client: anthropic.AsyncAnthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as refused:
         await client.messages.batches.list()
@@ -325,6 +362,7 @@ def test_blocks_become_turns() -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
         ({"thinking": {"type": "enabled", "budget_tokens": 3}}, "thinking.budget_tokens"),
