@@ -107,11 +107,6 @@ def _log_probs(request: pb.GenerateRequest, tensor: InputTensor) -> None:
         request.output.log_probs = 0
 
 
-def _ignored(request: pb.GenerateRequest, tensor: InputTensor) -> None:
-    """Check only the type of the tensor; its value is handled together with another input."""
-    _one(tensor, _INTEGERS | {"BOOL"}, "one value")
-
-
 INPUTS: Mapping[str, Field] = {
     "text_input": Field(
         "BYTES", lambda request, tensor: _set(request, "prompt", _text(tensor), tensor), is_optional=False
@@ -148,8 +143,8 @@ INPUTS: Mapping[str, Field] = {
     "beam_width": Field("INT32", _sampling("beam_width", _integer)),
     "stream": Field("BOOL", lambda request, tensor: _set(request, "streaming", _flag(tensor), tensor)),
     "prompt_embedding_table": Field("FP32", _prompt_table, dims=(-1, -1)),
-    "prompt_vocab_size": Field("INT32", _ignored),
-    # `native_request` reads these two together.
+    # `native_request` reads these three together with other inputs.
+    "prompt_vocab_size": Field("INT32", lambda request, tensor: None),
     "embedding_bias_words": Field("BYTES", lambda request, tensor: None, dims=(-1,)),
     "embedding_bias_weights": Field("FP32", lambda request, tensor: None, dims=(-1,)),
     "lora_task_id": Field("UINT64", lambda request, tensor: _set(request.lora, "name", str(_integer(tensor)), tensor)),
@@ -283,8 +278,14 @@ async def native_request(
         if alias in parts and name in parts and list(parts[alias].values) != list(parts[name].values):
             raise InvalidArgumentError(f"is another name for {name}, which has another value", field=alias)
     _fill_flags(request, parts, outputs)
+    if "prompt_vocab_size" in parts and _integer(parts["prompt_vocab_size"]) != _num_virtual_tokens(request):
+        raise InvalidArgumentError("must be the number of rows of prompt_embedding_table", field="prompt_vocab_size")
     await _fill_bias(request, parts, prompts)
     return request
+
+
+def _num_virtual_tokens(request: pb.GenerateRequest) -> int:
+    return request.prompt_tuning.table.shape[0] if request.HasField("prompt_tuning") else 0
 
 
 def _fill_flags(request: pb.GenerateRequest, parts: Mapping[str, InputTensor], outputs: Collection[str]) -> None:

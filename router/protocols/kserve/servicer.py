@@ -269,6 +269,8 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             if parameter != _EMPTY_FINAL:
                 hint = "; use the call's deadline" if parameter == "timeout" else ""
                 raise UnsupportedError(f"{parameter[:64]!r} is not supported{hint}", field="parameters")
+            if not request.parameters[parameter].HasField("bool_param"):
+                raise InvalidArgumentError("must be a boolean", field=parameter)
         wanted = check_outputs([item.name for item in request.outputs])
         tensors = [(item.name, item.parameters) for item in request.inputs]
         tensors += [(item.name, item.parameters) for item in request.outputs]

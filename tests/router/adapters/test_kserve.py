@@ -137,6 +137,12 @@ async def test_the_outputs_of_a_request_that_names_none_are_those_of_its_flags(c
     assert not native.output.return_context_logits
 
 
+async def test_a_parameter_of_another_type_is_refused(cluster: Cluster) -> None:
+    request = infer_request()
+    request.parameters["triton_enable_empty_final_response"].string_param = "true"
+    assert await refusal(cluster, request) == "triton_enable_empty_final_response: must be a boolean"
+
+
 @pytest.mark.parametrize("kind", ["inputs", "outputs"])
 async def test_a_parameter_of_a_tensor_is_refused(cluster: Cluster, kind: str) -> None:
     """Shared memory and classification would change where a tensor is, and what it contains."""
@@ -166,11 +172,21 @@ async def test_two_names_of_one_parameter_have_the_same_value_or_are_refused(clu
         ({"text_input": ("BYTES", b"Hi " * 9000)}, "text_input"),
         ({"guided_decoding_guide_type": ("BYTES", b"regex")}, "guided_decoding_guide"),
         ({"guided_decoding_guide": ("BYTES", b"a+")}, "guided_decoding_guide_type"),
+        ({"prompt_vocab_size": ("INT32", 3)}, "prompt_vocab_size"),
         ({"lora_task_id": ("UINT64", 7), "beam_width": ("INT32", 99)}, "beam_width"),
     ],
 )
 async def test_an_error_names_the_tensor_of_the_client(cluster: Cluster, inputs: Any, name: str) -> None:
     assert (await refusal(cluster, infer_request(**inputs))).startswith(f"{name}: ")
+
+
+async def test_an_error_in_a_stream_names_the_tensor_of_the_client(cluster: Cluster) -> None:
+    router = await cluster.add_router(await cluster.add_detokenizer())
+    request = infer_request("text_output", random_seed=("UINT64", 7), min_length=("INT32", 1 << 30))
+    async with grpc.aio.insecure_channel(router.address) as channel:
+        stub = cast("GRPCInferenceServiceAsyncStub", kserve_pb2_grpc.GRPCInferenceServiceStub(channel))
+        (answer,) = [item async for item in stub.ModelStreamInfer(iter([request]), timeout=60)]
+    assert answer.error_message.startswith("min_length: ")
 
 
 @pytest.mark.parametrize(
