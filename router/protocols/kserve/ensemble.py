@@ -353,8 +353,8 @@ def whole_outputs(results: list[Result]) -> list[OutputTensor]:
 def piece_outputs(chunk: Chunk, batch_index: int) -> list[OutputTensor]:
     tensors = [
         OutputTensor.of_texts("text_output", [chunk.text]),
-        OutputTensor.of_ints("batch_index", [batch_index]),
-        OutputTensor.of_ints("sequence_index", [chunk.sequence_index]),
+        OutputTensor.of_index("batch_index", batch_index),
+        OutputTensor.of_index("sequence_index", chunk.sequence_index),
     ]
     if chunk.cumulative_log_prob is not None:
         tensors.append(OutputTensor.of_floats("cum_log_probs", [1], [chunk.cumulative_log_prob]))

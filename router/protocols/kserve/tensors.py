@@ -7,6 +7,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -154,6 +155,12 @@ class OutputTensor(NamedTuple):
     def of_ints(name: str, values: Sequence[int]) -> OutputTensor:
         """Return a vector of 32-bit integers."""
         return OutputTensor(name, "INT32", (len(values),), struct.pack(f"<{len(values)}i", *values))
+
+    @staticmethod
+    @lru_cache(1024)
+    def of_index(name: str, index: int) -> OutputTensor:
+        """Return an index as a vector of one 32-bit integer; the responses of a stream repeat a few of them."""
+        return OutputTensor.of_ints(name, [index])
 
 
 def fill_outputs(response: pb.ModelInferResponse, tensors: Iterable[OutputTensor]) -> None:
