@@ -110,6 +110,8 @@ def document(model: ModelFolder) -> Part:
         {"name": "stream", "in": "query", "schema": _FLAG},
         {"name": "starting_after", "in": "query", "schema": _integer(0, 10**9 - 1)},
     )
+    order = {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
+    purpose = {"name": "purpose", "in": "query", "schema": _TEXT}
     messages = _messages_fields(names)
     counted = {name: messages[name] for name in ("model", "messages", "system", "tools", "tool_choice", "thinking")}
     tokenize = {"model": names, "prompt": _SOME_TEXT, "messages": chat["messages"], "tools": chat["tools"]}
@@ -140,16 +142,21 @@ def document(model: ModelFolder) -> Part:
             "delete": _get("Delete a stored response.") | _with(response_id),
         },
         "/v1/responses/{response_id}/cancel": {"post": _get("Cancel a background response.") | _with(response_id)},
-        "/v1/responses/{response_id}/input_items": {"get": _get("The input items of a response.") | _with(response_id)},
+        "/v1/responses/{response_id}/input_items": {
+            "get": _get("The input items of a response.") | _with(response_id, *_page(100), order)
+        },
         **_embedding_paths(names, inputs(2048)),
-        "/v1/files": {"get": _get("The caller's files, newest first."), "post": _upload()},
+        "/v1/files": {
+            "get": _get("The caller's files, newest first.") | _with(*_page(1000), order, purpose),
+            "post": _upload(),
+        },
         "/v1/files/{file_id}": {
             "get": _get("A file's description.") | _with(file_id),
             "delete": _get("Delete a file.") | _with(file_id),
         },
         "/v1/files/{file_id}/content": {"get": _get("A file's contents.", "application/octet-stream") | _with(file_id)},
         "/v1/batches": {
-            "get": _get("The caller's batches, newest first."),
+            "get": _get("The caller's batches, newest first.") | _with(*_page(100)),
             "post": _post("Create a batch.", _batch_fields(), ["input_file_id", "endpoint", "completion_window"]),
         },
         "/v1/batches/{batch_id}": {"get": _get("A batch.") | _with(batch_id)},
@@ -340,6 +347,17 @@ _ERROR = _object(
     },
     "error",
 )
+
+
+def _page(max_items: int) -> tuple[Part, Part]:
+    """Return the query parameters of a list."""
+    after = {
+        "name": "after",
+        "in": "query",
+        "schema": _TEXT,
+        "description": "Id of the last item of the previous page.",
+    }
+    return after, {"name": "limit", "in": "query", "schema": _integer(1, max_items)}
 
 
 def _with(*parameters: Part) -> Part:
