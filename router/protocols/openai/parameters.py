@@ -96,7 +96,7 @@ def _fill_sampling(body: Body, sampling: pb.SamplingConfig) -> None:
     if seed is not None:
         sampling.seed = seed % _SEED_RANGE
     sampling.min_tokens = body.integer("min_tokens") or 0
-    num_sequences = body.integer("n")
+    num_sequences = body.integer("n", 1)
     if num_sequences is not None:
         sampling.num_return_sequences = num_sequences
     if body.flag("use_beam_search"):

@@ -197,6 +197,10 @@ async def test_a_wrong_field_is_named(router: Part) -> None:
         ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
         ({"model": "other"}, 404, "model"),
         ({"seed": 1 << 70}, 400, "seed"),
+        ({"n": 0}, 400, "n"),
+        ({"n": 0, "best_of": 2}, 400, "n"),
+        ({"best_of": 200}, 400, "best_of"),
+        ({"n": 200}, 400, "n"),
     ]
     async with client_of(router) as client:
         for fields, status, param in wrong:
