@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
+# A query parameter that Azure's clients always send; the API has one version.
+_API_VERSION = "api-version"
+
 
 def mapped(endpoint: Endpoint, parameters: Collection[str] | None = None) -> Endpoint:
     """Wrap an endpoint to return errors in OpenAI's format, and to refuse query parameters other than `parameters`,
@@ -61,9 +64,9 @@ def id_header(request_id: str) -> dict[str, str]:
 
 
 def check_parameters(query: Mapping[str, str], known: Collection[str]) -> None:
-    """Raise InvalidArgumentError if a query parameter is not in `known`."""
+    """Raise InvalidArgumentError if a query parameter is neither in `known` nor the version of the API."""
     for name in query:
-        if name not in known:
+        if name not in known and name != _API_VERSION:
             raise InvalidArgumentError("is not a parameter of this endpoint; leave it out", field=name[:128])
 
 

@@ -267,6 +267,8 @@ async def test_unknown_query_parameters_are_refused(router: Part) -> None:
                 await call
             assert raised.value.param == "page"
         assert (await client.get("/models", cast_to=object, options={"params": {"limit": 2}})) is not None
+        query = {"api-version": "2024-10-21"}  # as from Azure's clients
+        assert (await client.completions.create(model="smollm2", prompt="Hi", extra_query=query)).choices
 
 
 async def test_tokenize_lists_fields_that_do_not_change_the_prompt(router: Part) -> None:
