@@ -16,7 +16,17 @@ if __name__ == "__main__":
     package.__path__ = [str(Path(__file__).parents[2] / "kernels")]
     sys.modules["kernels"] = package
 
-from kernels.build import FLAGS, ISA_FLAGS, SOURCES, library_path
+from kernels.build import (
+    FLAGS,
+    ISA_FLAGS,
+    ISA_NEEDS,
+    SOURCES,
+    BuildError,
+    build,
+    builds_for,
+    library_path,
+    processor_flags,
+)
 
 # Sources whose unnamed namespaces have names of other sources.
 _APART = ("dot_panel.cpp",)
@@ -63,10 +73,16 @@ def _path(isa: str, flags: tuple[str, ...]) -> Path:
 
 
 def main() -> None:
-    """Compile the libraries that run on any machine, and remove those of older sources."""
+    """Compile the libraries that run on any machine, and the builds that run on this one but that the service does not
+    use here; remove those of older sources.
+    """
+    flags = processor_flags()
     try:
-        made = [compiled("avx2", flags) for flags in (PAIR, SANITIZED)]
-    except (OSError, subprocess.CalledProcessError) as error:
+        made = [compiled("avx2", own_flags) for own_flags in (PAIR, SANITIZED)]
+        for isa in ISA_FLAGS:
+            if flags >= ISA_NEEDS[isa] and isa not in builds_for(flags):
+                build(isa)
+    except (OSError, subprocess.CalledProcessError, BuildError) as error:
         sys.exit(f"The tests' kernels are not compiled: {error}")
     for old in made[0].parent.glob("tests-*"):
         if old.with_suffix(".so") not in made:
