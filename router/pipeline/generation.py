@@ -28,6 +28,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
@@ -71,6 +72,7 @@ from router.pipeline.start_slots import StartSlots
 from router.pipeline.stream_limits import StreamLimits
 from router.pipeline.streams import ClientStream
 from router.pipeline.virtual_tokens import put_table_first, take_embeddings
+from router.pipeline.wakeups import Waiter, Wakeups
 
 logger = logging.getLogger(__name__)
 
@@ -260,6 +262,7 @@ class Runner:
         self.adapter_root = adapter_root
         self._grammars = GrammarChecker(model)
         self._aborting: set[asyncio.Task[None]] = set()
+        self._wakeups = Wakeups()
         self.readers = Readers()
 
     async def start(
@@ -311,7 +314,7 @@ class Runner:
             if isinstance(error, asyncio.CancelledError) and not request.detached:
                 self.abort_soon(request.request_id)
             raise
-        stream = ClientStream(request.request_id, self._max_pending_bytes, on_overflow=on_overflow)
+        stream = ClientStream(request.request_id, self._max_pending_bytes, on_overflow=on_overflow, waker=self._waker())
         return Generation(self, stream, deadline, cell, request, is_keyed=is_keyed)
 
     def resume(
@@ -337,8 +340,13 @@ class Runner:
             from_token=from_token,
             from_token_by_sequence=from_token_by_sequence,
             on_overflow=on_overflow,
+            waker=self._waker(),
         )
         return Generation(self, stream, deadline)
+
+    def _waker(self) -> Callable[[Waiter], None]:
+        """Return the function that wakes a task that waits for output of the current caller."""
+        return partial(self._wakeups.wake, current_caller.get().name)
 
     def close(self) -> None:
         """Cancel the background tasks."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from midstream.chunk import Chunk, SequenceEnds
 from midstream.errors import MidstreamError, OverloadedError, UnavailableError
 from midstream.extras import TensorCursor
+from router.pipeline.wakeups import Waiter, wake_now
 
 
 class ClientStream:
@@ -25,7 +26,7 @@ class ClientStream:
 
     __slots__ = (
         "_ends", "_error", "_from_token", "_max_pending_bytes", "_num_bytes", "_offsets", "_on_overflow",
-        "_pending", "_tensors", "_waiter", "is_final", "overflowed", "request_id",
+        "_pending", "_tensors", "_waiter", "_waker", "is_final", "overflowed", "request_id",
     )  # fmt: skip
 
     def __init__(
@@ -36,21 +37,25 @@ class ClientStream:
         from_token: int = 0,
         from_token_by_sequence: Sequence[int] = (),
         on_overflow: Callable[[], None] = lambda: None,
+        waker: Callable[[Waiter], None] = wake_now,
     ) -> None:
-        """The client has the first `from_token` tokens of each sequence, or those in `from_token_by_sequence`."""
+        """The client has the first `from_token` tokens of each sequence, or those in `from_token_by_sequence`. `waker`
+        wakes the task that waits for output.
+        """
         self.request_id = request_id
         self.is_final = False
         self.overflowed = False
         self._from_token = from_token
         self._max_pending_bytes = max_pending_bytes
         self._on_overflow = on_overflow
+        self._waker = waker
         self._offsets: dict[int, int] = dict(enumerate(from_token_by_sequence))
         self._ends = SequenceEnds()
         self._pending: dict[int, Chunk] = {}
         self._tensors: defaultdict[int, TensorCursor] = defaultdict(TensorCursor)
         self._num_bytes = 0
         self._error: MidstreamError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: Waiter | None = None
 
     @property
     def from_token(self) -> int:
@@ -128,5 +133,4 @@ class ClientStream:
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
+            self._waker(waiter)
