@@ -21,19 +21,6 @@ TEXT = "The sky is blue."
 
 
 @pytest.fixture
-async def router(cluster: Cluster) -> Part:
-    return await cluster.add_router(await cluster.add_detokenizer())
-
-
-@pytest.fixture
-async def client(router: Part) -> AsyncIterator[openai.AsyncOpenAI]:
-    assert router.http is not None
-    url = f"http://127.0.0.1:{router.http.port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
 async def model(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[None]:
     """Answer every request with the same text."""
     ids, answered = tokenizer.encode(TEXT), set[str]()

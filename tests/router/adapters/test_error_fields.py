@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -27,19 +26,6 @@ def tool(name: str, **fields: object) -> dict[str, object]:
 
 TWO = {"tools": [tool("f"), tool("g")]}
 NAMED = {"type": "function", "function": {"name": "g"}}
-
-
-@pytest.fixture
-async def router(cluster: Cluster) -> Part:
-    return await cluster.add_router(await cluster.add_detokenizer())
-
-
-@pytest.fixture
-async def client(router: Part) -> AsyncIterator[openai.AsyncOpenAI]:
-    assert router.http is not None
-    url = f"http://127.0.0.1:{router.http.port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 async def refusal(client: openai.AsyncOpenAI, path: str, fields: dict[str, Any]) -> openai.APIStatusError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import anthropic
@@ -20,22 +19,11 @@ from midstream.rpc.serving import open_channel
 from protos import generation_pb2 as pb
 from protos import openengine_pb2 as oe
 from protos import openengine_pb2_grpc, service_pb2_grpc
-from tests.router.adapters.test_responses import client_of, events_of, write
+from tests.router.adapters.test_responses import events_of, write
 from tests.router.conftest import Cluster, Part
 
 KEY = {"Idempotency-Key": "key 1"}
 METADATA = (("idempotency-key", "key 1"),)
-
-
-@pytest.fixture
-async def router(cluster: Cluster) -> Part:
-    return await cluster.add_router(await cluster.add_detokenizer())
-
-
-@pytest.fixture
-async def client(router: Part) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with client_of(router) as client:
-        yield client
 
 
 async def test_chat_completions(

@@ -24,21 +24,12 @@ from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from protos import loads_pb2
 from router.protocols.conversation import ChatModel
+from tests.router.adapters.clients import client_of
 from tests.router.adapters.sse import post_stream
 from tests.router.conftest import Cluster, Part
 from tests.router.parsers.transcripts import model_format
 
 TEXT = "Every part may die 🫠 and the text goes on: 日本語, naïve, done."
-
-
-@pytest.fixture
-async def router(cluster: Cluster) -> Part:
-    return await cluster.add_router(await cluster.add_detokenizer())
-
-
-def client_of(router: Part) -> openai.AsyncOpenAI:
-    assert router.http is not None
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{router.http.port}/v1", api_key="none", max_retries=0)
 
 
 async def answer(cluster: Cluster, request_id: str, ids: list[int]) -> None:

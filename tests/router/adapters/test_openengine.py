@@ -23,11 +23,6 @@ TEXT = "Every part may die 🫠 and the text goes on."
 
 
 @pytest.fixture
-async def router(cluster: Cluster) -> Part:
-    return await cluster.add_router(await cluster.add_detokenizer())
-
-
-@pytest.fixture
 async def channel(router: Part) -> AsyncIterator[grpc.aio.Channel]:
     async with grpc.aio.insecure_channel(router.address) as channel:
         yield channel

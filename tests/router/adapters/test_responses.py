@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -22,8 +22,9 @@ from router.protocols.openai.body import Body
 from router.protocols.responses.pieces import Pieces
 from router.protocols.responses.request import read_response
 from router.protocols.responses.stored import read_stored
+from tests.router.adapters.clients import client_of
 from tests.router.adapters.test_tool_sessions import TRANSCRIPTS, router_of
-from tests.router.conftest import Cluster, Part
+from tests.router.conftest import Cluster
 from tests.router.parsers.transcripts import SCHEMAS, model_format
 
 TOOLS: list[Any] = [
@@ -31,22 +32,6 @@ TOOLS: list[Any] = [
     for name, schema in SCHEMAS.items()
 ]
 TEXT = "Well, the sky is blue: 空は青い. And  so\non — isn't it?"
-
-
-@pytest.fixture
-async def router(cluster: Cluster) -> Part:
-    return await cluster.add_router(await cluster.add_detokenizer())
-
-
-@pytest.fixture
-async def client(router: Part) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with client_of(router) as client:
-        yield client
-
-
-def client_of(router: Part) -> openai.AsyncOpenAI:
-    assert router.http is not None
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{router.http.port}/v1", api_key="none", max_retries=0)
 
 
 async def write(cluster: Cluster, ids: Sequence[int], number: int = 0, **fields: Any) -> str:
