@@ -156,6 +156,11 @@ class ModelFormat:
     has_channels: bool = False
 
     @property
+    def reasons(self) -> bool:
+        """Whether the model may reason before it answers."""
+        return self.has_channels or self.reasoning is not None
+
+    @property
     def marks(self) -> tuple[str, ...]:
         """Markers that begin and end calls and reasoning."""
         tools = self.tools.marks if self.tools else ()

@@ -344,10 +344,6 @@ class Runner:
         )
         return Generation(self, stream, deadline)
 
-    def _waker(self) -> Callable[[Waiter], None]:
-        """Return the function that wakes a task that waits for output of the current caller."""
-        return partial(self._wakeups.wake, current_caller.get().name)
-
     def close(self) -> None:
         """Cancel the background tasks."""
         self._grammars.close()
@@ -395,6 +391,10 @@ class Runner:
         except MidstreamError as error:
             # The scheduler ends the request itself if no client is attached for a while.
             logger.warning("abort failed: %s", error, extra={"request_id": request_id})
+
+    def _waker(self) -> Callable[[Waiter], None]:
+        """Return the function that wakes a task that waits for output of the current caller."""
+        return partial(self._wakeups.wake, current_caller.get().name)
 
     async def _check(self, request: pb.GenerateRequest) -> None:
         await self._prompts.look_through(request, lambda: check_request(request, self.model, self._max_beam_width))

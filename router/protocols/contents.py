@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
+from router.pipeline.images import images_of
 
 
 def add_text(turn: pb.ChatMessage, text: str) -> None:
@@ -24,6 +26,11 @@ def add_image(turn: pb.ChatMessage, data: bytes) -> None:
         turn.parts.add(text=turn.content)
         turn.content = ""
     turn.parts.add(image=pb.Image(data=data))
+
+
+def image_names(request: pb.GenerateRequest, fields: Sequence[str]) -> dict[str, str]:
+    """Return the client's names for the native fields of a request's images, given the field of each image."""
+    return {native: sent for (native, _), sent in zip(images_of(request), fields, strict=True)}
 
 
 def image_of_url(url: str, field: str) -> bytes:

@@ -8,16 +8,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from midstream.errors import InvalidArgumentError, MidstreamError
+from midstream.errors import InvalidArgumentError
 from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
@@ -28,7 +27,6 @@ from router.parsers.guides import CallGrammar, auto_guide, calls_or_json
 from router.parsers.guides import after_thinking as json_after_thinking
 from router.parsers.machine import Machine, Offer, Schema, Script, Steps, arguments_text, parse_json
 from router.parsers.reasoning import after_thinking, plain
-from router.pipeline.images import images_of
 from router.pipeline.prompt import PromptBuilder, PromptOptions
 from router.pipeline.request_checks import fit_to_context
 
@@ -179,7 +177,6 @@ class Conversation:
         prediction: Text that the answer is expected to repeat.
         num_prompt_tokens: Length of the prompt; 0 before `prepare`, and if `prepare` need not render the prompt.
         is_thinking: Whether the prompt has opened the reasoning.
-        image_fields: For each image, the client's field that has it; empty if an error may name the native field.
         options: How the conversation is converted to tokens.
     """
 
@@ -189,7 +186,6 @@ class Conversation:
     prediction: str = ""
     num_prompt_tokens: int = 0
     is_thinking: bool = False
-    image_fields: Sequence[str] = ()
     options: PromptOptions = field(default_factory=PromptOptions)
     _is_guided: bool = False
 
@@ -209,7 +205,7 @@ class Conversation:
     def reads_text(self) -> bool:
         """Whether the output text is parsed; otherwise all of it is the answer."""
         known = self.model.format
-        if known.has_channels or known.reasoning is not None:
+        if known.reasons:
             return True
         return bool(self.tools.schemas) and (self.tools.choice != "auto" or known.tools is not None)
 
@@ -250,18 +246,6 @@ class Conversation:
             drafts.prediction_token_ids.extend(ids[: folder.max_sequence_length])
             self.request.output.return_perf_metrics = True
         self.add_guide()
-
-    @contextlib.contextmanager
-    def naming_images(self) -> Iterator[None]:
-        """Have errors of images name the client's fields."""
-        native_fields = [native_field for native_field, _ in images_of(self.request)]
-        try:
-            yield
-        except MidstreamError as error:
-            if not self.image_fields or error.field not in native_fields:
-                raise
-            named = self.image_fields[native_fields.index(error.field)]
-            raise type(error)(error.message, field=named) from None
 
     def note_prompt(self, ids: Sequence[int], tokenizer: Tokenizer) -> None:
         """Set the fields that depend on the prompt's tokens: their count, and whether the prompt ends inside

@@ -82,9 +82,8 @@ class MessagesApi:
         check_model(native.model, self._folder)
 
         async def compute() -> Response:
-            with job.conversation.naming_images():
-                options = job.conversation.options
-                ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native, options))
+            options = job.conversation.options
+            ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native, options))
             return JSONResponse({"input_tokens": len(ids)}, headers=ignored_header(job.ignored))
 
         return CompleteResponse(compute, lambda error: error_response(error, request_id, job.names))
@@ -146,8 +145,7 @@ class _Reply(StreamedResponse):
         async def prepare() -> None:
             self._num_kept = await self._prepare()
 
-        with self._job.conversation.naming_images():
-            opened = await self._front.start(self._native, None, self._key, prepare)
+        opened = await self._front.start(self._native, None, self._key, prepare)
         reader = SequenceReader(self._job.conversation, self._id, 0)
         async with opened as output:
             if not self._job.is_stream:

@@ -14,7 +14,7 @@ from protos import generation_pb2 as pb
 from router.parsers.machine import Schema
 from router.pipeline.prompt import PromptOptions
 from router.pipeline.request_checks import MAX_NAME
-from router.protocols.contents import add_image, add_text, image_of_base64
+from router.protocols.contents import add_image, add_text, image_names, image_of_base64
 from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools
 from router.protocols.fields import MESSAGES, MESSAGES_OPAQUE, MESSAGES_TYPES, check_fields
 from router.protocols.openai.body import Body
@@ -168,7 +168,7 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
             reason = "must end with a user turn, since thinking, a required call or a format begins a new answer"
             raise InvalidArgumentError(reason, field="messages")
         _check_prefill(reading.turns[-1])
-    conversation = Conversation(request, tools, model, image_fields=reading.image_fields, options=options)
+    conversation = Conversation(request, tools, model, options=options)
     guide_path = "output_config.format" if request.HasField("guided_decoding") else schema_path
     return MessagesJob(
         conversation,
@@ -177,7 +177,7 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
         is_shown,
         reading.breakpoints,
         ignored,
-        {"guided_decoding": guide_path, "token_ids": "messages"},
+        image_names(request, reading.image_fields) | {"guided_decoding": guide_path, "token_ids": "messages"},
     )
 
 
@@ -234,7 +234,7 @@ def _reasoning(body: Body, model: ChatModel, *, is_thinking: bool) -> tuple[dict
         # The effort applies to the whole answer, with and without thinking.
         variables[_EFFORT] = model.thinking_variables(effort)[_EFFORT]
     ignored = []
-    reasons = model.format.reasoning is not None or model.format.has_channels
+    reasons = model.format.reasons
     if body.has("thinking") and (not reasons and not variables if is_thinking else reasons and not has_switch):
         ignored.append("thinking")  # the model does not reason, or always does
     if effort and _EFFORT not in variables:

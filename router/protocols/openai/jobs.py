@@ -12,9 +12,9 @@ from google.protobuf.message import Message
 from midstream.errors import InvalidArgumentError
 from protos import generation_pb2 as pb
 from router.pipeline.idempotency import make_repeatable, request_id_of
-from router.pipeline.images import images_of
 from router.pipeline.prompt import PromptOptions
 from router.pipeline.request_checks import MAX_LOG_PROBS, check_name
+from router.protocols.contents import image_names
 from router.protocols.conversation import ChatModel, Conversation, keep_prefix
 from router.protocols.fields import CHAT, COMPLETIONS, check_supported
 from router.protocols.openai.body import Body, token_ids
@@ -89,8 +89,7 @@ class Job:
     @property
     def reasons(self) -> bool:
         """Whether the model may reason before it answers."""
-        known = self.conversation.model.format if self.conversation is not None else None
-        return known is not None and (known.has_channels or known.reasoning is not None)
+        return self.conversation is not None and self.conversation.model.format.reasons
 
 
 def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
@@ -144,8 +143,7 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     if body.has("prompt_logprobs"):
         names["output.prompt_log_probs"] = "prompt_logprobs"
     image_fields = _fill_chat(body, request.chat, vocabulary.chat)
-    names |= {native: sent for (native, _), sent in zip(images_of(request), image_fields, strict=True)}
-    names |= {"token_ids": "messages"}
+    names |= image_names(request, image_fields) | {"token_ids": "messages"}
     tools, schema_field = read_tools(body)
     if tools.choice != "auto" and request.HasField("guided_decoding"):
         reason = f"requires a call, which conflicts with {names['guided_decoding']}"

@@ -141,14 +141,12 @@ class ResponsesApi:
         body = await self._bodies.read(request, lambda body: body)
         context = await self._context(previous_id(body))
         job = read_response(body, self._chat, context)
-        conversation = job.conversation
-        await self._models.resolve([conversation.request])
-        check_model(conversation.request.model, self._folder)
+        native = job.conversation.request
+        await self._models.resolve([native])
+        check_model(native.model, self._folder)
 
         async def compute() -> Response:
-            native = conversation.request
-            with conversation.naming_images():
-                ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native))
+            ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native))
             return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 
         return CompleteResponse(compute, lambda error: error_response(error, job.names))
@@ -292,13 +290,10 @@ class ResponsesApi:
             await stored.job.conversation.prepare(self._prompts, self._folder, renders=True)
 
         try:
-            with stored.job.conversation.naming_images():
-                output = await self._front.start(native, None, stored.key, prepare)
+            output = await self._front.start(native, None, stored.key, prepare)
         except InvalidArgumentError as error:
             if error.field == "attachment":
                 raise InvalidArgumentError(f"{error.message}; with store=false, it is smaller", field="input") from None
-            if error.field == "prompt_tuning.table":
-                raise InvalidArgumentError(error.message, field="input") from None
             raise
         if stored.key:
             stored.created_at = await self._kept.arrival_time(stored.response_id)

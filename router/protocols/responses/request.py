@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.parsers.machine import Schema
-from router.pipeline.images import images_of
+from router.protocols.contents import image_names
 from router.protocols.conversation import ChatModel, Conversation, Tools, keep_prefix
 from router.protocols.fields import RESPONSES, RESPONSES_OPAQUE, RESPONSES_TYPES, check_fields
 from router.protocols.openai.body import Body
@@ -118,7 +118,7 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
     if tools.choice != "auto" and request.HasField("guided_decoding"):
         raise InvalidArgumentError("requires a call, which conflicts with text.format", field="tool_choice")
     return ResponseJob(
-        Conversation(request, tools, model, image_fields=turns.image_fields),
+        Conversation(request, tools, model),
         echo_of(body),
         [item.fields for item in items],
         custom,
@@ -144,9 +144,8 @@ def _fill_sampling(body: Body, request: pb.GenerateRequest) -> None:
 def _names(request: pb.GenerateRequest, turns: Turns, schema_path: str) -> dict[str, str]:
     """Return the client's names for native fields; `schema_path` is the field with the schema that restricts calls."""
     names = {"max_tokens": "max_output_tokens", **dict.fromkeys(("chat", "token_ids", "prompt_tuning.table"), "input")}
-    names |= {native: sent for (native, _), sent in zip(images_of(request), turns.image_fields, strict=True)}
     guide = "text.format" if request.HasField("guided_decoding") else schema_path
-    return names | {"guided_decoding": guide}
+    return names | image_names(request, turns.image_fields) | {"guided_decoding": guide}
 
 
 def _text_format(body: Body, request: pb.GenerateRequest) -> list[str]:
