@@ -129,6 +129,8 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
         self._take_each(batch.ended, _end)
         for ended in batch.ended:
             self._streams.pop(ended.stream, None)
+        if batch.streams and not any(batch.token_offsets):
+            self._pool.release_routers()  # first tokens are sent before the next batch is processed
 
     def _take_each(self, messages: Iterable[_PartT], take: Callable[[OutputStream, _PartT], None]) -> None:
         """Pass each message to its stream; an error fails only that stream."""

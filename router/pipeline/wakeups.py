@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-_MAX_PER_ITERATION = 64
+_MAX_PER_ITERATION = 16
 
 Waiter = asyncio.Future[None]
 

@@ -279,7 +279,11 @@ class DetokenizerFeed:
             attachment.log.is_awaited = True
 
     def collect(self) -> scheduler_pb2.FeedBatch | None:
-        """Return all new data, up to about MAX_TOKENS_PER_BATCH tokens, or None."""
+        """Return all new data, up to about MAX_TOKENS_PER_BATCH tokens, or None.
+
+        First tokens, which come first in a step's results, have a batch of their own, so that their clients do not wait
+        until the other streams' tokens have been processed.
+        """
         if not self.dirty and not self._refused:
             return None
         builder = FeedBatchBuilder(self._hub.scheduler_epoch, self._hub.clock)
@@ -287,8 +291,13 @@ class DetokenizerFeed:
             builder.add_refused(stream, request_id, error)
         self._refused.clear()
         dirty = self.dirty
+        are_first = True
         while dirty and builder.num_tokens < MAX_TOKENS_PER_BATCH and not builder.is_full:
             attachment = next(iter(dirty))
+            if are_first and attachment.cursors[0]:
+                are_first = False
+                if builder.num_tokens:
+                    break
             del dirty[attachment]
             if not builder.add(attachment):
                 self.mark(attachment)

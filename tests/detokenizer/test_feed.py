@@ -1,8 +1,11 @@
-"""One feed carries many streams; an error in one stream does not affect the others."""
+"""One feed carries many streams: an error in one does not affect the others, and first tokens overtake the others'
+tokens.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 from detokenizer.feed import FeedPool, SchedulerFeed
 from detokenizer.streams import OutputStream, RouterConnection
@@ -53,3 +56,27 @@ async def test_an_invalid_tensor_fails_only_its_own_stream() -> None:
     assert isinstance(first.error, ExecutionError)
     assert second.error is None
     assert [list(chunk.token_ids) for chunk in second.take()] == [[7]]
+
+
+async def test_first_tokens_are_sent_before_the_next_batch_of_the_same_read() -> None:
+    pool = FeedPool("127.0.0.1:1", "d", (2,), 1 << 20, lambda _: None)
+    feed = SchedulerFeed(pool, "127.0.0.1:1", "d", (2,))
+    feed.is_open, feed._connection = True, Mock()
+    pump, decoders = Mock(), Mock()
+    router = RouterConnection(lambda: pool.wake_router(pump), lambda _: None)
+    streams = [OutputStream(number, f"r{number}", number, 0, (), router, decoders, 1 << 20) for number in (1, 2)]
+    pump.run.side_effect = router.collect
+    for stream in streams:
+        feed.attach(stream)
+
+    feed.take(pb.FeedBatch(opened=[opened(1), opened(2)]).SerializeToString())
+    feed.take(pb.FeedBatch(streams=[1], token_offsets=[0], token_ids=[7]).SerializeToString())
+    assert pump.run.call_count == 1
+    feed.take(pb.FeedBatch(streams=[1], token_offsets=[1], token_ids=[8]).SerializeToString())
+    assert pump.run.call_count == 1
+    feed.take(pb.FeedBatch(streams=[2], token_offsets=[0], token_ids=[9]).SerializeToString())
+    assert pump.run.call_count == 2
+    feed.take(pb.FeedBatch(streams=[1, 2], token_offsets=[2, 1], token_ids=[8, 9]).SerializeToString())
+    assert pump.run.call_count == 2
+    feed._finish_read()
+    assert pump.run.call_count == 3
