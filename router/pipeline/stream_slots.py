@@ -53,8 +53,8 @@ class StreamSlots:
         self._min_idle_s, self._wait_s = min_idle_s, wait_s
         self._reading: dict[RequestStream[Any], None] = {}  # in order; the first has waited longest
         self._num_bytes = Counter[str]()
-        # Streams without a slot by client, in order.
-        self._waiting: dict[str, dict[RequestStream[Any], asyncio.Future[None]]] = {}
+        # Streams without a slot by client, in order. The future's result is whether the stream has got one.
+        self._waiting: dict[str, dict[RequestStream[Any], asyncio.Future[bool]]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def stream(self, messages: AsyncIterator[_MessageT]) -> RequestStream[_MessageT]:
@@ -71,13 +71,15 @@ class StreamSlots:
         self._waiting.setdefault(stream.client, {})[stream] = turn
         self._look_later()
         try:
-            await turn
+            has_slot = await turn
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._remove(stream)
-            elif turn.exception() is None:
+            elif turn.result():
                 self.end(stream)
             raise
+        if not has_slot:
+            raise OverloadedError("too many request streams are waiting for their next message")
 
     def end(self, stream: RequestStream[Any]) -> None:
         """Release the slot of a stream that has read its message."""
@@ -117,7 +119,7 @@ class StreamSlots:
                 if is_busy not in has_no_room and self._has_room(stream):
                     self._remove(stream)
                     self._take(stream)
-                    turn.set_result(None)
+                    turn.set_result(True)
                     continue
                 if is_busy not in has_no_room:
                     has_no_room.add(is_busy)
@@ -125,7 +127,7 @@ class StreamSlots:
                 if num_left and not is_busy and time.monotonic() - stream.waits_since > self._wait_s:
                     num_left -= 1
                     self._remove(stream)
-                    turn.set_exception(OverloadedError("too many request streams are waiting for their next message"))
+                    turn.set_result(False)
         for client in list(self._waiting)[:1]:  # another client is first the next time
             self._waiting[client] = self._waiting.pop(client)
             self._look_later()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Callable
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,6 +14,7 @@ from midstream.errors import OverloadedError
 from protos import kserve_pb2 as pb
 from router.authentication import Caller, current_caller
 from router.pipeline.stream_slots import StreamSlots
+from router.protocols.kserve import servicer as kserve
 
 
 class Stream:
@@ -139,3 +143,44 @@ async def test_a_cancelled_waiting_stream_releases_its_slot() -> None:
     await holding.close()
     (await last.send())(None)
     await last.close()
+
+
+class Silent(AsyncIterator[pb.ModelInferRequest]):
+    """A client that sends nothing."""
+
+    async def __anext__(self) -> pb.ModelInferRequest:
+        await asyncio.Event().wait()
+        raise StopAsyncIteration
+
+
+@pytest.mark.parametrize(("min_idle_s", "refusal"), [(60.0, "too many"), (0.0, "idle")])
+async def test_a_refused_call_is_freed_without_a_garbage_collection(
+    monkeypatch: pytest.MonkeyPatch, min_idle_s: float, refusal: str
+) -> None:
+    slots = StreamSlots(1, 1, min_idle_s=min_idle_s, wait_s=0.0 if min_idle_s else 60.0)
+    monkeypatch.setattr(kserve, "StreamSlots", lambda: slots)
+    servicer, messages, refusals = kserve.KserveServicer(Mock(), Mock()), [Silent(), Silent()], list[str]()
+
+    async def call(number: int) -> None:
+        token = current_caller.set(Caller("a"))
+        try:
+            async for _ in servicer.ModelStreamInfer(messages[number], Mock()):
+                pass
+        except OverloadedError as error:
+            refusals.append(str(error))
+        current_caller.reset(token)
+
+    first, second = asyncio.create_task(call(0)), asyncio.create_task(call(1))
+    refused, other = (second, first) if min_idle_s else (first, second)
+    sent = weakref.ref(messages[1 if min_idle_s else 0])
+    gc.disable()
+    try:
+        await asyncio.wait_for(refused, 60)
+        messages.clear()
+        await asyncio.sleep(0)
+        assert sent() is None
+    finally:
+        gc.enable()
+    assert refusal in refusals[0]
+    other.cancel()
+    await asyncio.gather(other, return_exceptions=True)

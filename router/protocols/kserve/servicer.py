@@ -164,11 +164,12 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             nonlocal failure
             try:
                 async with asyncio.TaskGroup() as group:
-                    async for request, ended in self._slots.stream(request_iterator).requests():
-                        task = group.create_task(self._stream(request, responses, context.time_remaining()))
-                        task.add_done_callback(ended)
-            except* OverloadedError as errors:
-                failure = next(error for error in errors.exceptions if isinstance(error, OverloadedError))
+                    try:
+                        async for request, ended in self._slots.stream(request_iterator).requests():
+                            task = group.create_task(self._stream(request, responses, context.time_remaining()))
+                            task.add_done_callback(ended)
+                    except OverloadedError as error:  # no request is running
+                        failure = error
             except* Exception:  # raised by gRPC: errors of requests are sent in the stream
                 logger.debug("a request stream broke", exc_info=True)
                 failure = InvalidArgumentError("the message is not a ModelInferRequest")
@@ -181,6 +182,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             if failure is not None:
                 raise failure
         finally:
+            failure = None  # its traceback holds this frame, so the call would stay in memory until a full collection
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
