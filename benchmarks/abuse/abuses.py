@@ -539,6 +539,8 @@ AS_ORDINARY: dict[str, Callable[[Abuser], Awaitable[None]]] = {
     "slow-readers": _generate(200, 16, 1000),
     "inferences": ordinary_inferences,
     "stored-responses": _generate(32, 1000, 1),
+    "guides": _generate(64, 16, 16),
+    "embeddings": _generate(256, 16, 1),
 }
 # These abuses use features that require a worker with a model.
 NEED_A_MODEL = frozenset({"guides", "embeddings"})

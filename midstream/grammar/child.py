@@ -3,7 +3,7 @@
 1. A row is opened with its guide. The guide is compiled on a thread, once for all rows that share it; compiled guides
    are kept in an LRU cache.
 2. Each message contains new tokens of rows, and the response contains bit masks of the tokens that may follow. If a
-   row's guide is still being compiled, the response is `waiting` or, after the time limit, `overrun`.
+   row's guide is still being compiled, the response is `waiting` or, beyond the time limit, `overrun`.
 3. The process ends with its connection. A row's state is a function of its guide and tokens, so a killed process can be
    replaced at any time.
 """
@@ -14,10 +14,11 @@ import os
 import resource
 import socket
 import sys
+import threading
 import time
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,33 @@ from midstream.socket_messages import receive, send
 
 MAX_COMPILED = 256
 _NUM_THREADS = 2
+_NICENESS = 10
+# Interval at which the processor time of a compilation is checked.
+_POLL_S = 0.1
 # Maximum delay of a response for guides that are being compiled.
 _GRACE_S = 0.01
 
 
-@dataclass(slots=True)
 class _Compilation:
-    future: Future[llguidance.LLMatcher]
-    started: float = field(default_factory=time.monotonic)
+    """The compilation of a guide on one of `threads`.
+
+    Its time limit counts processor time, so that a guide does not exceed it only because the machine is busy.
+    """
+
+    def __init__(self, guide: Guide, tokenizer: llguidance.LLTokenizer, threads: ThreadPoolExecutor) -> None:
+        self._clock_id: int | None = None
+        self._began_s = 0.0
+        self.future = threads.submit(self._run, guide, tokenizer)
+
+    def _run(self, guide: Guide, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+        self._began_s = time.thread_time()
+        self._clock_id = time.pthread_getcpuclockid(threading.get_ident())
+        return compile_guide(guide, tokenizer)
+
+    @property
+    def used_s(self) -> float:
+        """Processor time that the compilation has used so far, in seconds."""
+        return time.clock_gettime(self._clock_id) - self._began_s if self._clock_id is not None else 0.0
 
 
 @dataclass(slots=True)
@@ -58,7 +78,7 @@ class GrammarServer:
         self._limit_s = limit_s
         self._rows: dict[int, _Row] = {}
         self._compiled: OrderedDict[Guide, _Compilation] = OrderedDict()
-        self._threads = ThreadPoolExecutor(_NUM_THREADS)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, initializer=_lower_priority)
 
     @property
     def num_compiled(self) -> int:
@@ -66,12 +86,15 @@ class GrammarServer:
         return len(self._compiled)
 
     def check(self, guide: Guide) -> str:
-        """Return the error in a guide; empty if it is valid."""
-        try:
-            compile_guide(guide, self._tokenizer)
-        except GuideError as error:
-            return str(error) or "cannot be compiled"
-        return ""
+        """Return the error in a guide; empty if it is valid. Raises TimeoutError if it exceeds the time limit."""
+        compilation = _Compilation(guide, self._tokenizer, self._threads)
+        while not wait([compilation.future], _POLL_S).done:
+            if compilation.used_s > self._limit_s:
+                raise TimeoutError
+        error = compilation.future.exception()
+        if error is not None and not isinstance(error, GuideError):
+            raise error
+        return "" if error is None else str(error) or "cannot be compiled"
 
     def masks(self, items: list[dict[str, Any]]) -> tuple[list[str], bytes]:
         """Return READY, WAITING, OVERRUN or an error message for each item, and the masks of READY items in order."""
@@ -101,7 +124,7 @@ class GrammarServer:
     def _compilation(self, guide: Guide) -> _Compilation:
         found = self._compiled.get(guide)
         if found is None:
-            found = _Compilation(self._threads.submit(compile_guide, guide, self._tokenizer))
+            found = _Compilation(guide, self._tokenizer, self._threads)
             self._compiled[guide] = found
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)[1].future.cancel()
@@ -115,7 +138,7 @@ class GrammarServer:
             try:
                 row.matcher = compilation.future.result(max(deadline - time.monotonic(), 0)).deep_copy()
             except TimeoutError:
-                return OVERRUN if time.monotonic() - compilation.started > self._limit_s else WAITING
+                return OVERRUN if compilation.used_s > self._limit_s else WAITING
             except GuideError as error:
                 return str(error)
         for token in row.tokens:
@@ -148,6 +171,13 @@ class GrammarServer:
         return row.matcher.get_error().partition("\n")[0] or "no token follows" if is_wrong else READY
 
 
+def _lower_priority() -> None:
+    """Lower the priority of this thread, so that compilation does not slow down the model's threads on a busy
+    machine.
+    """
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
 def main() -> None:
     number, file, vocab_size, end_ids, memory_bytes, limit_s = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
@@ -159,14 +189,14 @@ def main() -> None:
     while True:
         try:
             request, _ = receive(connection)
+            assert isinstance(request, dict)
+            if "check" in request:
+                send(connection, server.check(Guide(*request["check"])))
+            else:
+                states, masks = server.masks(request["rows"])
+                send(connection, states, masks)
         except OSError:
-            break
-        assert isinstance(request, dict)
-        if "check" in request:
-            send(connection, server.check(Guide(*request["check"])))
-        else:
-            states, masks = server.masks(request["rows"])
-            send(connection, states, masks)
+            break  # the peer has closed the connection, or a guide exceeds the time limit
     os._exit(0)  # do not wait for a guide that is being compiled
 
 

@@ -15,6 +15,8 @@ from midstream.socket_messages import receive, send
 
 _MEMORY_BYTES = 2 << 30
 LIMIT_S = 2.0
+# Factor from the limit on a check's processor time to the limit on its time, which is longer on a busy machine.
+_CHECK_PATIENCE = 5
 _START_LIMIT_S = 60.0
 
 
@@ -30,7 +32,7 @@ class GrammarProcess:
         """Start the process, but do not wait until it is ready.
 
         Args:
-            limit_s: Time limit for a response, and for the compilation of a guide.
+            limit_s: Time limit for masks, and for the processor time of the compilation of a guide.
         """
         self._connection, other = socket.socketpair()
         self._limit_s = limit_s
@@ -64,6 +66,7 @@ class GrammarProcess:
         """
         if not self.is_ready(_START_LIMIT_S):
             raise TimeoutError("the grammar process does not start")
+        self._connection.settimeout(_CHECK_PATIENCE * self._limit_s)
         send(self._connection, {"check": [guide.kind, guide.text]})
         answer, _ = receive(self._connection)
         return str(answer)

@@ -9,7 +9,9 @@ loss) come first and are not charged again.
 A request with several sequences may start in parts: it stays in the queue, charged for those that started, until the
 last of them starts.
 
-A request that its worker could not run yet is held: it waits like the others, but cannot start before a given time.
+A request that its worker could not run yet is held: it waits like the others, but cannot start before a given time. If
+it has no output, its client is charged for what was computed in vain, and for the next start: otherwise requests that
+are often held, such as those with a new grammar, would keep other clients waiting.
 
 A client's requests start in order of arrival, even if a smaller one further back would fit. Placement decides which
 requests may start before a waiting head of another client.
@@ -48,13 +50,18 @@ class _FairQueue:
         self._heap: list[tuple[float, int, str]] = []
         self._now = 0.0
 
-    def push(self, request: Request) -> None:
+    def push(self, request: Request, *, is_first: bool = False) -> None:
+        """Add a request behind the client's others, or before them."""
         client = self._clients.get(request.spec.client_id)
         if client is None:
             client = self._clients[request.spec.client_id] = _Client(self._now)
-        client.requests.append(request)
-        if len(client.requests) == 1:
+        if not client.requests:
             client.virtual_time = max(client.virtual_time, self._now)
+        if is_first:
+            client.requests.appendleft(request)
+        else:
+            client.requests.append(request)
+        if client.requests[0] is request:
             self._enter(client)
 
     def head(self, waiting: dict[Request, int]) -> Request | None:
@@ -174,11 +181,7 @@ class RequestQueue:
 
     def push(self, request: Request) -> None:
         self._add(request)
-        priority = request.spec.priority
-        if priority not in self._fair:
-            self._fair[priority] = _FairQueue()
-            self._priorities = sorted(self._fair, reverse=True)
-        self._fair[priority].push(request)
+        self._fair_queue(request.spec.priority).push(request)
 
     def put_back(self, request: Request) -> None:
         """Queue a request that ran before, or all of a request of which a part is still queued.
@@ -189,15 +192,21 @@ class RequestQueue:
         self._return(request)
 
     def hold(self, request: Request, until_ns: int) -> None:
-        """Queue a request that ran before, but do not let it start until `release_due` is called with this time."""
+        """Queue a request that its worker could not run. It may start once `release_due` is called with this time."""
         self._add_again(request)
+        if not _has_output(request):
+            self.settle(request)
         self._held[request] = until_ns
 
     def release_due(self, now_ns: int) -> None:
         """Let held requests start whose time has come."""
-        for request in [request for request, until_ns in self._held.items() if until_ns <= now_ns]:
+        due = [request for request, until_ns in self._held.items() if until_ns <= now_ns]
+        for request in sorted(due, key=lambda request: request.ordinal, reverse=True):  # the oldest becomes the first
             del self._held[request]
-            self._return(request)
+            if _has_output(request):
+                self._return(request)
+            else:
+                self._fair_queue(request.spec.priority).push(request, is_first=True)
 
     def remove(self, request: Request) -> None:
         """Remove a request from any position."""
@@ -299,6 +308,12 @@ class RequestQueue:
         """Return whether a waiting request may not start yet."""
         return request in self._held
 
+    def _fair_queue(self, priority: int) -> _FairQueue:
+        if priority not in self._fair:
+            self._fair[priority] = _FairQueue()
+            self._priorities = sorted(self._fair, reverse=True)
+        return self._fair[priority]
+
     def _add_again(self, request: Request) -> None:
         if request in self._waiting:
             self.remove(request)
@@ -320,6 +335,10 @@ class RequestQueue:
             if head is not None:
                 return head
         return None
+
+
+def _has_output(request: Request) -> bool:
+    return any(sequence.output for sequence in request.sequences)
 
 
 class WaitingRequests(Sequence[Request]):

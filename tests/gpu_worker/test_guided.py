@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer
 
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import NewSequence, SamplingParams
@@ -19,7 +21,7 @@ from gpu_worker.sampling.guided import Constraints, Guides
 from gpu_worker.sampling.sampler import Sampler
 from midstream.errors import InvalidArgumentError, UnavailableError
 from midstream.grammar import child
-from midstream.grammar.compile import load_tokenizer
+from midstream.grammar.compile import compile_guide, load_tokenizer
 from midstream.grammar.messages import OVERRUN, READY, WAITING, Guide
 from midstream.grammar.process import GrammarProcess
 from midstream.model.folder import ModelFolder, open_model_folder
@@ -236,10 +238,28 @@ def test_a_guide_that_is_being_compiled_delays_no_other_request(server: child.Gr
     assert len(masks) == states.count(READY) * 49_152 // 8
 
 
-def test_compiling_for_too_long_is_said(server: child.GrammarServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_limit_s", 0.0)
-    states, _ = server.masks([opened(0, "json_schema", json.dumps({"enum": [f"word {i}" for i in range(60_000)]}))])
-    assert states == [OVERRUN]
+def test_only_guides_that_use_too_much_processor_time_overrun(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two guides occupy both threads until they exceed the limit; a third, which waits for a thread, does not."""
+    is_over = threading.Event()
+
+    def compile_slowly(guide: Guide, tokenizer: LLTokenizer) -> LLMatcher:
+        while not is_over.is_set():
+            sum(range(1000))
+        return compile_guide(guide, tokenizer)
+
+    monkeypatch.setattr(child, "compile_guide", compile_slowly)
+    tokens = load_tokenizer(folder.path / "tokenizer.json", folder.vocab_size, list(folder.end_ids))
+    server = child.GrammarServer(tokens, limit_s=0.05)
+    states, _ = server.masks([opened(row, "regex", text) for row, text in enumerate("abc")])
+    while states[:2] != [OVERRUN, OVERRUN]:
+        states, _ = server.masks([{"row": row, "is_sampled": True, "tokens": []} for row in range(3)])
+    assert states[2] == WAITING
+    is_over.set()
+    while WAITING in states:
+        states, _ = server.masks([{"row": row, "is_sampled": True, "tokens": []} for row in range(3)])
+    assert states == [READY] * 3
 
 
 def test_unique_guides_keep_the_cache_bounded(server: child.GrammarServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,9 +109,22 @@ def test_a_held_request_waits_for_its_time_and_blocks_no_other() -> None:
     assert len(queue) == 3
     queue.remove(removed)
     queue.release_due(100)
-    assert list(queue.ordered) == [held, new]
     assert drain(queue) == "hn"
     assert queue.num_tokens == 0
+
+
+def test_a_client_pays_again_for_a_held_request_unless_it_has_output() -> None:
+    queue = RequestQueue(10)
+    first, second, running = (request(name, num_prompt=4, client_id="one") for name in "abr")
+    running.sequences[0].append(7, 0)
+    for item in (first, second, running):
+        queue.push(item)
+        queue.take(item, 1)
+    queue.push(request("x", client_id="two"))
+    for item in (second, first, running):
+        queue.hold(item, 100)
+    queue.release_due(100)
+    assert drain(queue) == "raxb"  # the virtual times of both clients are equal after r
 
 
 def test_a_removed_request_is_skipped_and_its_tokens_are_not_counted() -> None:
