@@ -109,6 +109,7 @@ def test_a_held_request_waits_for_its_time_and_blocks_no_other() -> None:
     assert len(queue) == 3
     queue.remove(removed)
     queue.release_due(100)
+    assert list(queue.ordered) == [held, new]
     assert drain(queue) == "hn"
     assert queue.num_tokens == 0
 
