@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from scheduler.core.request import Request
 from scheduler.core.worker_group import StartCost, WorkerGroup
@@ -70,7 +70,7 @@ class GuaranteedNoEvict(CapacityScheduler):
 
 
 class MaxUtilization(CapacityScheduler):
-    """Admits as many requests as fit now; when blocks run short, pauses the newest requests of the lowest priority."""
+    """Admits as many requests as fit now; when blocks run short, pauses some, in the order of `next_to_pause`."""
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
         """Return whether the request's known tokens and one more token fit, with some headroom for the growth of
@@ -85,18 +85,21 @@ class MaxUtilization(CapacityScheduler):
         return _largest_part(request, lambda part: _has_room_to_grow(request, group, part))
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """Return the newest requests, as many as are needed to give every other sequence the block for its next
-        step.
+        """Return as many requests as are needed to give every other sequence the block for its next step.
+
+        Requests whose last step is in flight are not paused: they are about to release their blocks, and sequences
+        that lack one wait for them.
         """
         num_missing = _num_blocks_for_generation(group) - group.blocks.num_available
         if num_missing <= 0:
             return []
+        active = list(group.active)
+        ending = {request for request in active if _has_last_step_in_flight(request)}
         paused: list[Request] = []
-        for request in sorted(group.active, key=lambda r: r.order, reverse=True)[: len(group.active) - 1]:
+        while num_missing > 0 and (request := next_to_pause(active, group, ending)) is not None:
+            active.remove(request)
             paused.append(request)
             num_missing -= _num_blocks_given_back(request, group)
-            if num_missing <= 0:
-                break
         return paused
 
 
@@ -106,6 +109,25 @@ class StaticBatch(CapacityScheduler):
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
         """Return whether no request of the current batch has run yet and the request's longest possible output fits."""
         return group.num_on_worker == 0 and has_room_to_the_end(request, group)
+
+
+def next_to_pause(active: Sequence[Request], group: WorkerGroup, kept: Collection[Request] = ()) -> Request | None:
+    """Return the request to pause so that the other active ones can continue, or None if there is no choice.
+
+    It is one of the lowest priority; among those, one of a client that holds more than an equal share of the blocks;
+    among those, the newest. The most urgent request is never paused, so some request always runs to its end.
+
+    Args:
+        active: Requests that hold blocks.
+        group: Where they run.
+        kept: Requests that must not be paused.
+    """
+    first = min(active, key=lambda request: request.order)
+    choices = [request for request in active if request is not first and request not in kept]
+    if not choices:
+        return None
+    greedy = _clients_above_their_share(active, group)
+    return max(choices, key=lambda r: (-r.spec.priority, r.spec.client_id in greedy, r.ordinal))
 
 
 def wants_context(request: Request, group: WorkerGroup) -> bool:
@@ -176,6 +198,23 @@ def _largest_part(request: Request, fits: Callable[[int], bool]) -> int:
         middle = (fitting + too_many) // 2
         fitting, too_many = (middle, too_many) if fits(middle) else (fitting, middle)
     return fitting
+
+
+def _clients_above_their_share(active: Sequence[Request], group: WorkerGroup) -> Collection[str]:
+    """Return the clients whose active requests hold more than an equal share of the group's blocks."""
+    held: dict[str, set[int]] = {request.spec.client_id: set() for request in active}
+    if len(held) == 1:
+        return ()
+    for request in active:
+        for sequence in request.placed_sequences:
+            held[request.spec.client_id].update(sequence.held_blocks)
+    return {client_id for client_id, blocks in held.items() if len(blocks) * len(held) > group.blocks.num_blocks}
+
+
+def _has_last_step_in_flight(request: Request) -> bool:
+    """Return whether all tokens of the request's sequences on the group are planned."""
+    placed = [sequence for sequence in request.running_sequences if sequence.row is not None]
+    return all(sequence.num_computed >= sequence.max_num_tokens for sequence in placed)
 
 
 def _num_blocks_for_generation(group: WorkerGroup) -> int:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from scheduler.core.capacity_scheduler import next_to_pause
 from scheduler.core.config import CoreConfig
 from scheduler.core.effects import Effect
 from scheduler.core.events import (
@@ -256,11 +257,11 @@ class SchedulerCore:
                 continue
             if not step.num_stalled or group.in_flight or len(group.active) < 2:
                 return False
-            # A policy has admitted more requests than fit: pause the newest one, since otherwise no request would
-            # progress.
-            newest = max(group.active, key=lambda request: request.order)
-            self._pause(group, [newest])
-            paused = [*paused, newest]
+            # A policy has admitted more requests than fit: pause one, since otherwise no request would progress.
+            request = next_to_pause(list(group.active), group)
+            assert request is not None
+            self._pause(group, [request])
+            paused = [*paused, request]
         self._effects.append(step.finish())
         self._clock.num_steps += 1
         self._handovers.note_plan(group)

@@ -229,6 +229,41 @@ def test_max_utilization_pauses_the_lower_priority_before_the_newer() -> None:
     assert harness.core.lifecycle.requests["b"].counters.num_preemptions == 0
 
 
+def test_max_utilization_pauses_the_client_that_holds_more_than_its_share_before_the_newer() -> None:
+    harness = Harness(capacity="max_utilization", pipeline_depth=1)
+    harness.add_group(num_blocks=6)
+    harness.submit("a", 4, 9, client_id="heavy")
+    harness.submit("b", 4, 9, client_id="heavy")
+    assert harness.turn() == ["+a[0:4] +b[0:4]"]
+    harness.submit("c", 4, 5, client_id="light")
+    assert harness.step() == ["+c[0:4] | a b"]
+    for _ in range(3):
+        assert harness.step() == ["a b c"]
+    # Each holds two full blocks, and no block is free: the heavy client has 4 of 6.
+    assert schedule(harness)[5:] == ["a c", "+b[4:9] | a", "a b", "a b", "b"]
+
+
+def test_max_utilization_pauses_the_newest_of_clients_with_equal_shares() -> None:
+    harness = Harness(capacity="max_utilization", pipeline_depth=1)
+    harness.add_group(num_blocks=4)
+    harness.submit("a", 4, 9, client_id="one")
+    harness.submit("b", 4, 9, client_id="other")
+    assert schedule(harness) == ["+a[0:4] +b[0:4]", *["a b"] * 4, *["a"] * 4, "+b[4:9]", *["b"] * 3]
+
+
+def test_max_utilization_waits_for_the_blocks_of_a_request_whose_last_step_is_in_flight() -> None:
+    harness = Harness(capacity="max_utilization")
+    harness.add_group(num_blocks=4)
+    harness.submit("a", 4, 9)
+    harness.submit("b", 4, 5)  # 8 computed tokens: 2 blocks
+    assert harness.turn() == ["+a[0:4] +b[0:4]", "a b"]
+    for _ in range(3):
+        assert harness.step() == ["a b"]
+    assert harness.step() == []  # `a` needs a third block; all tokens of `b` are computed or in flight
+    assert schedule(harness)[5:] == ["a", "a", "a", "a"]
+    assert harness.core.totals.num_preemptions == 0
+
+
 def test_a_paused_request_recomputes_the_token_in_flight() -> None:
     harness = Harness(capacity="max_utilization")
     harness.add_group(num_blocks=4)
