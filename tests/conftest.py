@@ -23,10 +23,11 @@ _SERVICE = "the service"
 _SHARING = (
     "adapters",
     "command",
-    "doors",
-    "doors_fuzz",
+    "apis",
+    "apis_fuzz",
     "examples",
     "executor",
+    "feature_apis",
     "features",
     "mixture",
     "pressure",

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from midstream.client import AsyncClient
-from tests.faults.pressed import Pressed, running_pressed
+from tests.faults.limited_service import LimitedService, running_limited
 from tests.faults.processes import Processes, running_processes
 
 FLAGS = ("--worker-timeout-ms", "1500", "--heartbeat-interval-ms", "100", "--no-worker-timeout-s", "2")
@@ -32,7 +32,7 @@ async def processes(shared: Processes, client: AsyncClient) -> Processes:
 
 
 @pytest.fixture(scope="module")
-def pressed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pressed]:
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LimitedService]:
     """Run all components as processes, with low limits."""
-    with running_pressed(tmp_path_factory.mktemp("pressed")) as pressed:
-        yield pressed
+    with running_limited(tmp_path_factory.mktemp("limited")) as limited:
+        yield limited

@@ -19,7 +19,7 @@ from protos import generation_pb2, worker_pb2
 from scheduler.core import standing
 from tests.fakes.model import FakeModel, ProtocolError
 from tests.faults.mutation import Mutator
-from tests.scheduler.cell import MODEL, Cell, run_cell
+from tests.scheduler.running_scheduler import MODEL, RunningScheduler, run_scheduler
 from tests.scheduler.test_service import Feed
 
 _NUM_STREAMS = 8
@@ -39,14 +39,14 @@ class HostileWorker:
         seen: Requests that this worker ran; their output may be wrong.
     """
 
-    def __init__(self, address: str, seed: int, cell: Cell) -> None:
+    def __init__(self, address: str, seed: int, scheduler: RunningScheduler) -> None:
         self.num_mutated = 0
         self.paths: Counter[str] = Counter()
         self.seen: set[str] = set()
         self.stop = threading.Event()
         self.error: BaseException | None = None
         self._address = address
-        self._cell = cell
+        self._cell = scheduler
         self._dice = random.Random(seed)
         self._mutator = Mutator(self._dice, self._numbers, lambda: ("healthy", "hostile"))
         self._epoch = 0
@@ -169,32 +169,34 @@ async def run(num_messages: int, seed: int) -> Outcome:
     """Send requests until the given number of messages has been mutated."""
     outcome = Outcome()
     with mock.patch.multiple(standing, FIRST_PAUSE_NS=_SHORT_PAUSE_NS, MAX_PAUSE_NS=_SHORT_PAUSE_NS):
-        async with run_cell(worker_timeout_ms=5_000, heartbeat_interval_ms=50) as cell:
-            healthy = await cell.worker(group_id="healthy")
-            worker = HostileWorker(f"tcp://127.0.0.1:{cell.service.worker_port}", seed, cell)
+        async with run_scheduler(worker_timeout_ms=5_000, heartbeat_interval_ms=50) as scheduler:
+            healthy = await scheduler.worker(group_id="healthy")
+            worker = HostileWorker(f"tcp://127.0.0.1:{scheduler.service.worker_port}", seed, scheduler)
             worker.thread.start()
             try:
-                feed = await Feed(cell.stub).open()
+                feed = await Feed(scheduler.stub).open()
                 number = 0
                 while worker.num_mutated < num_messages and not outcome.problems and worker.error is None:
-                    await _round(cell, feed, range(number, number + _NUM_STREAMS), worker, outcome)
+                    await _round(scheduler, feed, range(number, number + _NUM_STREAMS), worker, outcome)
                     number += _NUM_STREAMS
             finally:
                 worker.stop.set()
                 await asyncio.to_thread(worker.thread.join, 10)
-            core = cell.service.engine.core
+            core = scheduler.service.engine.core
             outcome.num_mutated, outcome.paths = worker.num_mutated, worker.paths
             outcome.num_faults = core.totals.num_worker_faults
-            _judge(cell, worker, outcome)
+            _judge(scheduler, worker, outcome)
             if not healthy.is_alive():
                 outcome.problems.append("the healthy worker has ended")
     return outcome
 
 
-async def _round(cell: Cell, feed: Feed, numbers: range, worker: HostileWorker, outcome: Outcome) -> None:
+async def _round(
+    scheduler: RunningScheduler, feed: Feed, numbers: range, worker: HostileWorker, outcome: Outcome
+) -> None:
     for number in numbers:
         fields = {"output": generation_pb2.OutputConfig(), "client_id": f"client {number % 2}"}
-        await cell.submit(f"r{number}", [number % 900, 3], _MAX_TOKENS, **fields)
+        await scheduler.submit(f"r{number}", [number % 900, 3], _MAX_TOKENS, **fields)
         await feed.attach(number, f"r{number}")
     try:
         async with asyncio.timeout(_END_WITHIN_S):
@@ -212,11 +214,11 @@ async def _round(cell: Cell, feed: Feed, numbers: range, worker: HostileWorker, 
             outcome.problems.append(f"r{number} of the healthy worker returned {feed.tokens[number]}")
 
 
-def _judge(cell: Cell, worker: HostileWorker, outcome: Outcome) -> None:
-    core, problems = cell.service.engine.core, cell.service.progress.problems()
+def _judge(scheduler: RunningScheduler, worker: HostileWorker, outcome: Outcome) -> None:
+    core, problems = scheduler.service.engine.core, scheduler.service.progress.problems()
     outcome.problems += problems
-    if cell.service.engine.num_failed_events:
-        outcome.problems.append(f"the core failed to handle {cell.service.engine.num_failed_events} messages")
+    if scheduler.service.engine.num_failed_events:
+        outcome.problems.append(f"the core failed to handle {scheduler.service.engine.num_failed_events} messages")
     if core.totals.num_quarantined:
         outcome.problems.append("a request was ended because of a worker's faults")
     if core.totals.num_conservation_violations:

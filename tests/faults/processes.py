@@ -78,9 +78,9 @@ class Processes(NamedProcesses):
     async def make_whole(self, client: AsyncClient) -> None:
         """Start missing processes; return once all processes are ready and idle."""
         self.start(*(name for name in ALL if not self.is_running(name)))
-        await until(lambda: self._is_whole(client))
+        await until(lambda: self._is_complete(client))
 
-    async def _is_whole(self, client: AsyncClient) -> bool:
+    async def _is_complete(self, client: AsyncClient) -> bool:
         info = await client.server_info()
         groups = {group.group_id for group in info.worker_groups}
         names = {item.detokenizer_id for item in info.detokenizers}

@@ -21,7 +21,7 @@ from midstream.client import AsyncClient
 from midstream.errors import InvalidArgumentError
 from midstream.model.folder import ModelFolder, open_model_folder
 from midstream.model.tokenizer import Tokenizer
-from tests.faults.rig import KINDS, Rig
+from tests.faults.in_process_service import KINDS, InProcessService
 from tests.faults.small_model import make_small_model
 
 TEXTS = ["so the stream goes on", "never lost", "日本語 😀", "so the stream goes on and on, " * 12]
@@ -53,13 +53,13 @@ def model(folder: ModelFolder) -> Any:
 
 
 @pytest.fixture
-async def rig(folder: ModelFolder, tmp_path: Path) -> AsyncIterator[Rig]:
+async def service(folder: ModelFolder, tmp_path: Path) -> AsyncIterator[InProcessService]:
     gc.freeze()
-    rig = Rig(folder, tmp_path / "journal")
-    await rig.start()
-    rig.gate.open_to(1 << 30)
-    yield rig
-    await rig.close()
+    service = InProcessService(folder, tmp_path / "journal")
+    await service.start()
+    service.gate.open_to(1 << 30)
+    yield service
+    await service.close()
     gc.unfreeze()
 
 
@@ -82,17 +82,19 @@ def unit(vectors: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return scaled
 
 
-async def test_every_door_gives_what_transformers_computes(rig: Rig, model: Any, folder: ModelFolder) -> None:
-    await check_openais_client(rig, model, folder)
-    await check_scores_and_ranks(rig, model, folder)
-    await check_answers(rig, model, folder)
-    await check_key(rig)
-    await check_batch(rig, model, folder)
+async def test_every_api_gives_what_transformers_computes(
+    service: InProcessService, model: Any, folder: ModelFolder
+) -> None:
+    await check_openais_client(service, model, folder)
+    await check_scores_and_ranks(service, model, folder)
+    await check_answers(service, model, folder)
+    await check_key(service)
+    await check_batch(service, model, folder)
 
 
-async def check_openais_client(rig: Rig, model: Any, folder: ModelFolder) -> None:
+async def check_openais_client(service: InProcessService, model: Any, folder: ModelFolder) -> None:
     expected = states(model, folder, TEXTS)
-    async with openai.AsyncOpenAI(base_url=rig.next_url() + "/v1", api_key="-", max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=service.next_url() + "/v1", api_key="-", max_retries=0) as client:
         encodings: tuple[Any, ...] = ("float", "base64")
         for encoding in encodings:
             # If the format is set explicitly, OpenAI's client returns the data of the service unchanged.
@@ -120,10 +122,10 @@ async def check_openais_client(rig: Rig, model: Any, folder: ModelFolder) -> Non
             assert raised.value.param == (param or "dimensions")
 
 
-async def check_scores_and_ranks(rig: Rig, model: Any, folder: ModelFolder) -> None:
+async def check_scores_and_ranks(service: InProcessService, model: Any, folder: ModelFolder) -> None:
     vectors = unit(states(model, folder, TEXTS))
     cosines = vectors[1:] @ vectors[0]
-    async with httpx.AsyncClient(base_url=rig.next_url(), timeout=30) as http:
+    async with httpx.AsyncClient(base_url=service.next_url(), timeout=30) as http:
         for path in ("/score", "/v1/score"):
             texts = {"text_1": TEXTS[0], "text_2": TEXTS[1:], "pooling": "last"}
             answer = (await http.post(path, json=texts)).raise_for_status().json()
@@ -146,7 +148,7 @@ async def check_scores_and_ranks(rig: Rig, model: Any, folder: ModelFolder) -> N
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text_1")
 
 
-async def check_answers(rig: Rig, model: Any, folder: ModelFolder) -> None:
+async def check_answers(service: InProcessService, model: Any, folder: ModelFolder) -> None:
     """Check the scores of a model that answers yes or no, which CrossEncoder defines as the probabilities of these
     answers.
     """
@@ -157,7 +159,7 @@ async def check_answers(rig: Rig, model: Any, folder: ModelFolder) -> None:
             logits = model(torch.tensor([ids])).logits[0, -1, answer_ids(folder)]
         expected.append(float(logits.softmax(0)[0]))
     assert max(expected) - min(expected) > 100 * ATOL
-    async with httpx.AsyncClient(base_url=rig.next_url(), timeout=30) as http:
+    async with httpx.AsyncClient(base_url=service.next_url(), timeout=30) as http:
         answer = (await http.post("/score", json={"text_1": TEXTS[0], "text_2": TEXTS[1:]})).raise_for_status().json()
         np.testing.assert_allclose([item["score"] for item in answer["data"]], expected, atol=ATOL)
         answer = (
@@ -169,21 +171,21 @@ async def check_answers(rig: Rig, model: Any, folder: ModelFolder) -> None:
     assert (long.status_code, long.json()["error"]["param"]) == (400, "documents[1]")
 
 
-async def check_key(rig: Rig) -> None:
+async def check_key(service: InProcessService) -> None:
     """Check that a repeated call with the same key attaches to the first call."""
     async with httpx.AsyncClient(timeout=30, headers={"idempotency-key": "k"}) as http:
-        first = await http.post(rig.next_url() + "/v1/embeddings", json={"input": TEXTS})
-        again = await http.post(rig.next_url() + "/v1/embeddings", json={"input": TEXTS})
+        first = await http.post(service.next_url() + "/v1/embeddings", json={"input": TEXTS})
+        again = await http.post(service.next_url() + "/v1/embeddings", json={"input": TEXTS})
         assert again.json()["data"] == first.raise_for_status().json()["data"]
         assert again.headers["x-request-id"] == first.headers["x-request-id"]
-        other = await http.post(rig.next_url() + "/v1/embeddings", json={"input": TEXTS[::-1]})
+        other = await http.post(service.next_url() + "/v1/embeddings", json={"input": TEXTS[::-1]})
     assert (other.status_code, json.loads(other.text)["error"]["param"]) == (400, "Idempotency-Key")
 
 
-async def check_batch(rig: Rig, model: Any, folder: ModelFolder) -> None:
+async def check_batch(service: InProcessService, model: Any, folder: ModelFolder) -> None:
     body = {"input": TEXTS[:2], "encoding_format": "float"}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": body}
-    async with openai.AsyncOpenAI(base_url=rig.next_url() + "/v1", api_key="-", max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=service.next_url() + "/v1", api_key="-", max_retries=0) as client:
         file = await client.files.create(file=("lines.jsonl", json.dumps(line).encode()), purpose="batch")
         batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
         async with asyncio.timeout(60):
@@ -207,11 +209,11 @@ async def test_a_classifier_scores_and_ranks_by_its_head(tmp_path: Path) -> None
         with torch.no_grad():
             expected.append(float(model(**tokenizer(TEXTS[0], document, return_tensors="pt")).logits.sigmoid()))
     assert max(expected) - min(expected) > 100 * ATOL
-    rig = Rig(folder, tmp_path / "journal")
-    await rig.start()
-    rig.gate.open_to(1 << 30)
+    service = InProcessService(folder, tmp_path / "journal")
+    await service.start()
+    service.gate.open_to(1 << 30)
     try:
-        async with httpx.AsyncClient(base_url=rig.next_url(), timeout=30) as http:
+        async with httpx.AsyncClient(base_url=service.next_url(), timeout=30) as http:
             answer = await http.post("/v1/score", json={"text_1": TEXTS[0], "text_2": TEXTS[1:]})
             scores = [item["score"] for item in answer.raise_for_status().json()["data"]]
             np.testing.assert_allclose(scores, expected, atol=ATOL)
@@ -223,10 +225,12 @@ async def test_a_classifier_scores_and_ranks_by_its_head(tmp_path: Path) -> None
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
             assert "classification head" in refused.json()["error"]["message"]
     finally:
-        await rig.close()
+        await service.close()
 
 
-async def test_vectors_are_delivered_once_after_any_death(rig: Rig, model: Any, folder: ModelFolder) -> None:
+async def test_vectors_are_delivered_once_after_any_death(
+    service: InProcessService, model: Any, folder: ModelFolder
+) -> None:
     inputs: list[Any] = [*TEXTS, *IDS]
     tokenizer, expected = Tokenizer(folder.path), unit(states(model, folder, inputs, is_mean=True))
     num_tokens = [len(tokenizer.encode(item)) if isinstance(item, str) else len(item) for item in inputs]
@@ -234,16 +238,16 @@ async def test_vectors_are_delivered_once_after_any_death(rig: Rig, model: Any, 
         answers = []
 
         async def embed() -> None:
-            async with AsyncClient(rig.addresses) as client:
+            async with AsyncClient(service.addresses) as client:
                 made = await client.embed(inputs, pooling="mean", cache_salt=kind)  # noqa: B023 (it is awaited here)
                 answers.append(made)  # noqa: B023
 
-        await rig.disturb(embed(), {0: kind})
-        assert rig.num_kills[kind] == 1
+        await service.disturb(embed(), {0: kind})
+        assert service.num_kills[kind] == 1
         [answer] = answers
         np.testing.assert_allclose(np.array(answer.vectors), expected, atol=ATOL)
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (sum(num_tokens), 0)
-    async with AsyncClient(rig.addresses) as client:
+    async with AsyncClient(service.addresses) as client:
         with pytest.raises(InvalidArgumentError) as raised:
             await client.embed([[1 << 20]])
         assert raised.value.field == "inputs[0].token_ids"

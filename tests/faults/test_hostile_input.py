@@ -24,7 +24,7 @@ from midstream.rpc.serving import MAX_METADATA_BYTES
 from protos import generation_pb2 as pb
 from protos import loads_pb2, worker_pb2
 from router.protocols.http_server import HttpPort
-from tests.faults.pressed import Pressed, read
+from tests.faults.limited_service import LimitedService, read
 from tests.router.test_request_checks import BAD
 
 # These are additional inputs of the same kind. tests/router/test_request_checks.py tests all fields and their limits.
@@ -44,9 +44,9 @@ OVER_ALL_BOUNDS: list[tuple[str, pb.GenerateRequest]] = [
 ]
 
 
-async def test_requests_out_of_bounds_are_refused_by_name_before_scheduling(pressed: Pressed) -> None:
-    async with pressed.parts.stub() as stub:
-        before = await asyncio.to_thread(pressed.metric, "prompt_tokens_total")
+async def test_requests_out_of_bounds_are_refused_by_name_before_scheduling(limited: LimitedService) -> None:
+    async with limited.parts.stub() as stub:
+        before = await asyncio.to_thread(limited.metric, "prompt_tokens_total")
         for field, bad in [*OVER_ALL_BOUNDS, *BAD]:
             request = pb.GenerateRequest(prompt="fine")
             request.MergeFrom(bad)
@@ -59,12 +59,12 @@ async def test_requests_out_of_bounds_are_refused_by_name_before_scheduling(pres
             assert isinstance(error, InvalidArgumentError), (field, error)
             assert error.field == field
             assert len(error.message) < 300
-        assert await asyncio.to_thread(pressed.metric, "prompt_tokens_total") == before
-        assert await asyncio.to_thread(pressed.metric, "num_requests_waiting") == 0
+        assert await asyncio.to_thread(limited.metric, "prompt_tokens_total") == before
+        assert await asyncio.to_thread(limited.metric, "num_requests_waiting") == 0
 
 
-async def test_messages_and_metadata_beyond_their_limits_are_refused(pressed: Pressed) -> None:
-    async with pressed.parts.stub() as stub:
+async def test_messages_and_metadata_beyond_their_limits_are_refused(limited: LimitedService) -> None:
+    async with limited.parts.stub() as stub:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             async for _ in stub.Generate(pb.GenerateRequest(prompt="x" * (5 << 20)), timeout=60):
                 pass
@@ -176,7 +176,7 @@ class Bomb:
         return pytest.fail, ("the pickle was loaded",)
 
 
-async def test_garbage_on_the_worker_port_is_dropped_and_counted(pressed: Pressed) -> None:
+async def test_garbage_on_the_worker_port_is_dropped_and_counted(limited: LimitedService) -> None:
     generator = random.Random(21)
     register = worker_pb2.WorkerMessage(
         register=worker_pb2.Register(group_id="x", model_fingerprint="y" * 64, device="d" * 100)
@@ -189,45 +189,47 @@ async def test_garbage_on_the_worker_port_is_dropped_and_counted(pressed: Presse
         [register, register],
         [b"x"] * 1000,
     ]
-    async with pressed.parts.stub() as stub:
-        before = await asyncio.to_thread(pressed.metric, "num_malformed_messages_total")
-        memory = pressed.resident_bytes("scheduler")
+    async with limited.parts.stub() as stub:
+        before = await asyncio.to_thread(limited.metric, "num_malformed_messages_total")
+        memory = limited.resident_bytes("scheduler")
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
-            dealer.connect(pressed.parts.worker_address)
+            dealer.connect(limited.parts.worker_address)
             for parts in frames:
                 dealer.send_multipart(parts)
-            await _until(pressed, "num_malformed_messages_total", before + len(frames))
+            await _until(limited, "num_malformed_messages_total", before + len(frames))
             # These messages parse, but their contents are impossible.
             for _ in range(300):
                 message = worker_pb2.WorkerMessage()
                 fuzzed(generator, message)
                 dealer.send(message.SerializeToString())
             dealer.send(b"\xff")
-            await _until(pressed, "num_malformed_messages_total", before + len(frames) + 1)
+            await _until(limited, "num_malformed_messages_total", before + len(frames) + 1)
         await read(stub, 100, 50)
-        assert await asyncio.to_thread(pressed.metric, "num_worker_groups") == 1
-        assert pressed.resident_bytes("scheduler") - memory < 128 << 20
+        assert await asyncio.to_thread(limited.metric, "num_worker_groups") == 1
+        assert limited.resident_bytes("scheduler") - memory < 128 << 20
 
 
-async def test_bytes_that_are_not_zeromq_and_frames_of_a_gigabyte_cut_their_own_connection(pressed: Pressed) -> None:
+async def test_bytes_that_are_not_zeromq_and_frames_of_a_gigabyte_cut_their_own_connection(
+    limited: LimitedService,
+) -> None:
     gigabyte = b"\x02" + struct.pack(">Q", 1 << 30)
     waits = [b"GET / HTTP/1.1\r\n\r\n" * 10, random.Random(1).randbytes(10_000), greeting()]
     is_cut = [
         greeting() + b"\x06" + struct.pack(">Q", 1 << 62),
         greeting() + ready() + gigabyte + bytes(1 << 20),
     ]
-    async with pressed.parts.stub() as stub:
-        refused = await asyncio.to_thread(pressed.metric, "num_refused_connections_total")
-        memory = pressed.resident_bytes("scheduler")
+    async with limited.parts.stub() as stub:
+        refused = await asyncio.to_thread(limited.metric, "num_refused_connections_total")
+        memory = limited.resident_bytes("scheduler")
         streams = [asyncio.create_task(read(stub, 100 * i, 400)) for i in range(1, 4)]
         for data in waits:
-            await asyncio.to_thread(_send, pressed.parts.worker_address, data, is_cut=False)
+            await asyncio.to_thread(_send, limited.parts.worker_address, data, is_cut=False)
         for data in is_cut:
-            await asyncio.to_thread(_send, pressed.parts.worker_address, data, is_cut=True)
-        await _until(pressed, "num_refused_connections_total", refused + 1)
+            await asyncio.to_thread(_send, limited.parts.worker_address, data, is_cut=True)
+        await _until(limited, "num_refused_connections_total", refused + 1)
         await asyncio.gather(*streams)
-        assert pressed.resident_bytes("scheduler") - memory < 128 << 20
+        assert limited.resident_bytes("scheduler") - memory < 128 << 20
 
 
 def _send(address: str, data: bytes, *, is_cut: bool) -> None:
@@ -242,7 +244,7 @@ def _send(address: str, data: bytes, *, is_cut: bool) -> None:
             pass
 
 
-async def _until(pressed: Pressed, name: str, least: float) -> None:
+async def _until(limited: LimitedService, name: str, least: float) -> None:
     async with asyncio.timeout(60):
-        while await asyncio.to_thread(pressed.metric, name) < least:  # noqa: ASYNC110 (a process)
+        while await asyncio.to_thread(limited.metric, name) < least:  # noqa: ASYNC110 (a process)
             await asyncio.sleep(0.05)

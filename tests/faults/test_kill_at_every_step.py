@@ -25,11 +25,11 @@ from midstream.client.result import Result
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from tests.faults.forked_ranks import ForkedGroup
-from tests.faults.rig import KINDS, Rig, WorkerSettings
+from tests.faults.in_process_service import KINDS, InProcessService, WorkerSettings
 from tests.faults.small_model import make_small_model
+from tests.gpu_worker.core_with_runners import CoreWithRunners, outputs
 from tests.gpu_worker.test_families import MODELS
 from tests.gpu_worker.tiny_models import make_runner
-from tests.gpu_worker.whole import Whole, outputs
 
 MODEL = os.environ.get("MIDSTREAM_KILL_MODEL", "llama")
 ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else None
@@ -107,13 +107,13 @@ def runner(folder: ModelFolder) -> Iterator[ModelRunner]:
 
 
 @pytest.fixture
-async def rig(folder: ModelFolder, tmp_path: Path, transport: str, layout: str) -> AsyncIterator[Rig]:
+async def service(folder: ModelFolder, tmp_path: Path, transport: str, layout: str) -> AsyncIterator[InProcessService]:
     gc.freeze()  # stopping a component collects garbage, but imported modules are exempt
     (tmp_path / "kv").mkdir(mode=0o700)
-    rig = Rig(folder, tmp_path / "journal", transport, settings_of(layout, tmp_path / "kv"))
-    await rig.start()
-    yield rig
-    await rig.close()
+    service = InProcessService(folder, tmp_path / "journal", transport, settings_of(layout, tmp_path / "kv"))
+    await service.start()
+    yield service
+    await service.close()
     gc.unfreeze()
 
 
@@ -135,36 +135,36 @@ def alone(request: pb.GenerateRequest, runner: ModelRunner) -> list[list[int]]:
     """Return the tokens of a single worker without roles, tiers, kills and stop words."""
     made = pb.GenerateRequest.FromString(request.SerializeToString())
     made.request_id = "alone"
-    return outputs(Whole(runner, ()).run([made])[0])
+    return outputs(CoreWithRunners(runner, ()).run([made])[0])
 
 
 @pytest.mark.parametrize(("kind", "transport", "layout"), CASES)
 async def test_the_output_is_identical_after_any_death_at_any_token(
-    kind: str, transport: str, layout: str, rig: Rig, runner: ModelRunner
+    kind: str, transport: str, layout: str, service: InProcessService, runner: ModelRunner
 ) -> None:
-    expected = await rig.run(request_of(kind, "undisturbed"), {})
+    expected = await service.run(request_of(kind, "undisturbed"), {})
     assert len(expected.token_ids) == NUM_TOKENS or kind == "stop words"
     for found, whole in zip(expected.sequences, alone(request_of(kind, ""), runner), strict=True):
         assert found.token_ids == whole[: len(found.token_ids)]
     for rotation in ROTATIONS or (list(REQUESTS).index(kind) % 4,):
         kills = {number: KINDS[(number + rotation) % 4] for number in range(NUM_TOKENS)}
-        result = await rig.run(request_of(kind, f"disturbed {rotation}"), kills)
+        result = await service.run(request_of(kind, f"disturbed {rotation}"), kills)
         assert output(result) == output(expected)
-    assert rig.is_over_frames == (transport == "frames")
+    assert service.is_over_frames == (transport == "frames")
     # Of the undisturbed run, all tokens may have arrived together.
-    assert rig.num_streamed > len(expected.token_ids) // 2
+    assert service.num_streamed > len(expected.token_ids) // 2
     num_kills = len(expected.token_ids) * len(ROTATIONS or (0,))
-    assert sum(rig.num_kills.values()) >= num_kills
-    assert (rig.num_handovers > 0) == layout.startswith("apart")
-    assert (rig.gate.num_adopted > 0) == (layout != "together")
-    print(kind, rig.num_kills, expected.text)
+    assert sum(service.num_kills.values()) >= num_kills
+    assert (service.num_handovers > 0) == layout.startswith("apart")
+    assert (service.gate.num_adopted > 0) == (layout != "together")
+    print(kind, service.num_kills, expected.text)
 
 
 @pytest.mark.parametrize("transport", ["frames"])
 @pytest.mark.parametrize("layout", ["none"])
 @pytest.mark.parametrize("kind", ["seeded, with penalties"])
 async def test_a_group_of_ranks_that_runs_ahead_dies_at_any_step(
-    kind: str, rig: Rig, folder: ModelFolder, runner: ModelRunner
+    kind: str, service: InProcessService, folder: ModelFolder, runner: ModelRunner
 ) -> None:
     """One of the two ranks, or both, are killed when a step has just been sent, most often behind another step whose
     tokens the scheduler does not know yet.
@@ -172,7 +172,7 @@ async def test_a_group_of_ranks_that_runs_ahead_dies_at_any_step(
     By default this happens at three steps of the request, and with MIDSTREAM_ALL_KILLS=1 at every step.
     """
     expected = alone(request_of(kind, ""), runner)
-    group = ForkedGroup(folder.path, rig.worker_address, 2, *GROUP_FLAGS)
+    group = ForkedGroup(folder.path, service.worker_address, 2, *GROUP_FLAGS)
     numbers = list(range(NUM_TOKENS) if ROTATIONS else (0, 10, 20))
     waiting = numbers.copy()
     restarts: list[asyncio.Task[None]] = []
@@ -187,8 +187,8 @@ async def test_a_group_of_ranks_that_runs_ahead_dies_at_any_step(
             restarts.append(asyncio.create_task(asyncio.to_thread(group.start)))
 
     try:
-        rig.after_steps(kill)
-        result = await rig.run(request_of(kind, "disturbed"), {}, limit_s=300)
+        service.after_steps(kill)
+        result = await service.run(request_of(kind, "disturbed"), {}, limit_s=300)
         assert [item.token_ids for item in result.sequences] == expected
         assert len(in_flight) > 3 * len(numbers) // 4
         assert max(in_flight) == 2
@@ -206,9 +206,9 @@ async def test_other_models_survive_the_death_of_each_part(name: str, tmp_path: 
     runner = make_runner(small.path)
     expected = alone(request, runner)
     runner.close()
-    rig = Rig(small, tmp_path / "journal", "frames", settings_of("together", tmp_path))
-    await rig.start()
-    result = await rig.run(request, {number: KINDS[number % 4] for number in range(1, 9)})
-    await rig.close()
+    service = InProcessService(small, tmp_path / "journal", "frames", settings_of("together", tmp_path))
+    await service.start()
+    result = await service.run(request, {number: KINDS[number % 4] for number in range(1, 9)})
+    await service.close()
     assert [item.token_ids for item in result.sequences] == expected
-    assert set(rig.num_kills.values()) == {2}
+    assert set(service.num_kills.values()) == {2}

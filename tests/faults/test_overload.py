@@ -19,7 +19,7 @@ from midstream.rpc.serving import channel_options
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
 from router.pipeline.stream_limits import StreamLimits
-from tests.faults.pressed import MAX_BATCH_SIZE, MAX_QUEUE_SIZE, Pressed, Reading, read, request
+from tests.faults.limited_service import MAX_BATCH_SIZE, MAX_QUEUE_SIZE, LimitedService, Reading, read, request
 
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
@@ -45,8 +45,8 @@ async def attempt(stub: Stub, first: int) -> Reading | Refusal:
         return Refusal(mapped, time.monotonic() - start)
 
 
-async def test_ten_times_overload_is_refused_at_once_and_the_admitted_keep_their_pace(pressed: Pressed) -> None:
-    async with pressed.parts.stub() as stub:
+async def test_ten_times_overload_is_refused_at_once_and_the_admitted_keep_their_pace(limited: LimitedService) -> None:
+    async with limited.parts.stub() as stub:
         full = await asyncio.gather(*(read(stub, 1000 * i, NUM_TOKENS) for i in range(1, MAX_BATCH_SIZE + 1)))
         count = 10 * (MAX_BATCH_SIZE + MAX_QUEUE_SIZE)
         results = await asyncio.gather(*(attempt(stub, 100 * i) for i in range(1, count + 1)))
@@ -61,31 +61,31 @@ async def test_ten_times_overload_is_refused_at_once_and_the_admitted_keep_their
         await read(stub, 7, NUM_TOKENS)
 
 
-async def test_slow_readers_use_bounded_memory_and_are_disconnected(pressed: Pressed) -> None:
+async def test_slow_readers_use_bounded_memory_and_are_disconnected(limited: LimitedService) -> None:
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
-    address = f"127.0.0.1:{pressed.parts.router_port}"
+    address = f"127.0.0.1:{limited.parts.router_port}"
     long = request(5, 7500, prompt=range(1000, 1300))
     long.output.exclude_input_from_output = False
     async with (
-        pressed.parts.stub() as stub,
+        limited.parts.stub() as stub,
         grpc.aio.insecure_channel(address, options=[*channel_options(), *options]) as channel,
     ):
         slow_stub = cast("Stub", service_pb2_grpc.MidstreamStub(channel))
         alone = await asyncio.gather(*(read(stub, 1000 * i, NUM_TOKENS) for i in range(1, 5)))
-        before = {name: pressed.resident_bytes(name) for name in ("router", "detokenizer", "scheduler")}
+        before = {name: limited.resident_bytes(name) for name in ("router", "detokenizer", "scheduler")}
         slow = [slow_stub.Generate(long, timeout=170) for _ in range(4)]
         for call in slow:
             await call.read()  # the request is running; from now on the client does not read
         beside: list[Reading] = []
-        while await asyncio.to_thread(pressed.metric, "num_requests_running"):
+        while await asyncio.to_thread(limited.metric, "num_requests_running"):
             beside += await asyncio.gather(*(read(stub, 1000 * i, NUM_TOKENS) for i in range(1, 5)))
         # A client first receives data that has already arrived, and then the status.
         for call in slow:
             assert await _end(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
-        grown = {name: pressed.resident_bytes(name) - before[name] for name in before}
+        grown = {name: limited.resident_bytes(name) - before[name] for name in before}
         assert max(grown.values()) < 64 << 20, grown
         assert median(item.pace for item in beside) < PACE_FACTOR * max(item.pace for item in alone)
-        await until_idle(pressed)
+        await until_idle(limited)
 
 
 async def _end(call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]) -> grpc.StatusCode:
@@ -95,11 +95,11 @@ async def _end(call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateRes
     return await call.code()
 
 
-async def until_idle(pressed: Pressed) -> None:
+async def until_idle(limited: LimitedService) -> None:
     async with asyncio.timeout(30):
-        while await asyncio.to_thread(pressed.metric, "num_requests_running"):  # noqa: ASYNC110 (a process)
+        while await asyncio.to_thread(limited.metric, "num_requests_running"):  # noqa: ASYNC110 (a process)
             await asyncio.sleep(0.05)
-        assert await asyncio.to_thread(pressed.metric, "kv_cache_usage_perc") == 0
+        assert await asyncio.to_thread(limited.metric, "kv_cache_usage_perc") == 0
 
 
 def test_streams_are_limited_per_client_and_per_router() -> None:

@@ -19,9 +19,9 @@ import openai
 import pytest
 
 from midstream.model.folder import ModelFolder, open_model_folder
-from tests.faults.rig import KINDS, Rig
+from tests.faults.in_process_service import KINDS, InProcessService
 from tests.faults.small_model import make_small_model
-from tests.integration.doors import plain_http
+from tests.integration.api_clients import plain_http
 
 NUM_TOKENS = 24
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -43,11 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 
 
 @pytest.fixture
-async def rig(folder: ModelFolder, tmp_path: Path) -> AsyncIterator[Rig]:
-    rig = Rig(folder, tmp_path / "journal")
-    await rig.start()
-    yield rig
-    await rig.close()
+async def service(folder: ModelFolder, tmp_path: Path) -> AsyncIterator[InProcessService]:
+    service = InProcessService(folder, tmp_path / "journal")
+    await service.start()
+    yield service
+    await service.close()
 
 
 class Reader:
@@ -58,10 +58,10 @@ class Reader:
         num_breaks: Number of times the stream broke.
     """
 
-    def __init__(self, rig: Rig, *, is_background: bool) -> None:
+    def __init__(self, service: InProcessService, *, is_background: bool) -> None:
         self.events: list[dict[str, Any]] = []
         self.num_breaks = 0
-        self._rig = rig
+        self._rig = service
         self._is_background = is_background
         # A router may die before it has sent the response's id. With a key, the next call returns the same response.
         self._headers = {HEADER: str(uuid.uuid4())}
@@ -109,28 +109,30 @@ def deltas(events: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("is_background", [False, True])
-async def test_the_events_are_identical_after_any_death_at_any_token(rig: Rig, is_background: bool) -> None:
-    undisturbed = Reader(rig, is_background=is_background)
-    await rig.disturb(undisturbed.read(), {})
+async def test_the_events_are_identical_after_any_death_at_any_token(
+    service: InProcessService, is_background: bool
+) -> None:
+    undisturbed = Reader(service, is_background=is_background)
+    await service.disturb(undisturbed.read(), {})
     for rotation in ROTATIONS:
-        reader = Reader(rig, is_background=is_background)
-        await rig.disturb(reader.read(), {n: KINDS[(n + rotation) % 4] for n in range(1, NUM_TOKENS)})
+        reader = Reader(service, is_background=is_background)
+        await service.disturb(reader.read(), {n: KINDS[(n + rotation) % 4] for n in range(1, NUM_TOKENS)})
         assert [event["sequence_number"] for event in reader.events] == list(range(len(reader.events)))
         assert deltas(reader.events) == deltas(undisturbed.events)
         assert reader.events == await reader.read_again()
         assert reader.num_breaks
-    assert sum(rig.num_kills.values()) >= (NUM_TOKENS - 1) * len(ROTATIONS)
-    print(rig.num_kills, len(undisturbed.events), "".join(deltas(undisturbed.events)))
+    assert sum(service.num_kills.values()) >= (NUM_TOKENS - 1) * len(ROTATIONS)
+    print(service.num_kills, len(undisturbed.events), "".join(deltas(undisturbed.events)))
 
 
-async def test_a_message_that_is_called_again_with_its_key_is_the_same(rig: Rig) -> None:
+async def test_a_message_that_is_called_again_with_its_key_is_the_same(service: InProcessService) -> None:
     num_breaks = 0
 
     async def read(key: str) -> None:
         nonlocal num_breaks
         while key not in answers:
             async with anthropic.AsyncAnthropic(
-                base_url=rig.next_url(), api_key="none", max_retries=0, timeout=30, default_headers={HEADER: key}
+                base_url=service.next_url(), api_key="none", max_retries=0, timeout=30, default_headers={HEADER: key}
             ) as client:
                 try:
                     async with client.messages.stream(**MESSAGE) as stream:
@@ -141,12 +143,12 @@ async def test_a_message_that_is_called_again_with_its_key_is_the_same(rig: Rig)
                     num_breaks += 1
 
     answers: dict[str, Any] = {}
-    await rig.disturb(read("undisturbed"), {})
+    await service.disturb(read("undisturbed"), {})
     for rotation in ROTATIONS:
         kills = {n: KINDS[(n + rotation) % 4] for n in range(1, NUM_TOKENS, 1 if len(ROTATIONS) > 1 else 3)}
-        await rig.disturb(read(f"{rotation}"), kills)
+        await service.disturb(read(f"{rotation}"), kills)
         made, expected = answers[f"{rotation}"], answers["undisturbed"]
         assert (made.content, made.stop_reason) == (expected.content, expected.stop_reason)
         assert made.usage.output_tokens == expected.usage.output_tokens == NUM_TOKENS
     assert num_breaks
-    print(rig.num_kills, num_breaks, answers["undisturbed"].content)
+    print(service.num_kills, num_breaks, answers["undisturbed"].content)

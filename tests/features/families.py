@@ -18,8 +18,8 @@ from midstream.errors import UnsupportedError
 from midstream.model.folder import open_model_folder
 from protos import generation_pb2 as pb
 from scheduler.core.failure import Failure
+from tests.gpu_worker.core_with_runners import Contents, CoreWithRunners, contents
 from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
-from tests.gpu_worker.whole import Contents, Whole, contents
 
 VOCAB_SIZE, HIDDEN_SIZE = 49_152, 64
 PROMPT = [504, 2365, 282, 504, 2365, 282, 504, 2365]
@@ -74,7 +74,7 @@ class Family:
         Raises:
             RefusedError: The request ended in an error.
         """
-        (made,) = Whole(self.runner, (0,)).run([request])
+        (made,) = CoreWithRunners(self.runner, (0,)).run([request])
         if made.failure is not None:
             raise RefusedError(made.failure)
         return contents(made)

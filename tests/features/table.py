@@ -15,7 +15,7 @@ _HEAD = """# Features
 This page shows which features a request may use with each family of models and through each front door. It is generated
 from `tests/features/features.toml` by `python -m tests.features`. Tests verify every cell: every family with a tiny
 random model (`tests/features/test_families.py`), and every front door on a real service, whose response must equal that
-of the native call (`tests/integration/test_feature_doors.py`).
+of the native call (`tests/integration/test_feature_apis.py`).
 
 - ✓ means that the feature works.
 - ✗ means that it is rejected with `UNIMPLEMENTED`, or with the given status, and that the error names the field.
@@ -33,13 +33,13 @@ class Feature:
     """One row of the table.
 
     Attributes:
-        families, doors: Cells, by model family and by API.
+        families, apis: Cells, by model family and by API.
     """
 
     name: str
     title: str
     families: dict[str, str]
-    doors: dict[str, str]
+    apis: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,33 +47,31 @@ class Table:
     """The whole table, and the titles of its columns."""
 
     families: dict[str, str]
-    doors: dict[str, str]
+    apis: dict[str, str]
     features: dict[str, Feature]
 
 
 def read() -> Table:
     """Return the table from its data file."""
     data = tomllib.loads(DATA.read_text(encoding="utf-8"))
-    families, doors = data["families"], data["doors"]
-    return Table(
-        families, doors, {name: _feature(name, row, families, doors) for name, row in data["features"].items()}
-    )
+    families, apis = data["families"], data["apis"]
+    return Table(families, apis, {name: _feature(name, row, families, apis) for name, row in data["features"].items()})
 
 
-def _feature(name: str, row: dict[str, Any], families: dict[str, str], doors: dict[str, str]) -> Feature:
+def _feature(name: str, row: dict[str, Any], families: dict[str, str], apis: dict[str, str]) -> Feature:
     refused = row.get("refused_families", [])
     usual = row.get("families", WORKS)
     cells = {family: "refused" if family in refused else usual for family in families}
-    return Feature(name, row["title"], cells, dict(zip(doors, row["doors"], strict=True)))
+    return Feature(name, row["title"], cells, dict(zip(apis, row["apis"], strict=True)))
 
 
 def page() -> str:
     """Return docs/features.md."""
     table = read()
-    titles = [*table.families.values(), *table.doors.values()]
+    titles = [*table.families.values(), *table.apis.values()]
     lines = [f"| feature | {' | '.join(titles)} |", f"| --- |{' :---: |' * len(titles)}"]
     for feature in table.features.values():
-        cells = [*feature.families.values(), *feature.doors.values()]
+        cells = [*feature.families.values(), *feature.apis.values()]
         lines.append(f"| {feature.title} | {' | '.join(_sign(cell) for cell in cells)} |")
     return _HEAD + "\n".join(lines) + "\n"
 

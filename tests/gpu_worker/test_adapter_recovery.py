@@ -12,9 +12,9 @@ import pytest
 from gpu_worker.model_runner import ModelRunner
 from protos import generation_pb2 as pb
 from tests.gpu_worker.adapters import ALL_MODULES, make_lora, make_prompt
+from tests.gpu_worker.core_with_runners import CoreWithRunners, outputs
 from tests.gpu_worker.test_models import prompt
 from tests.gpu_worker.tiny_models import SHAPE, make_runner, make_tiny_model
-from tests.gpu_worker.whole import Whole, outputs
 
 VOCAB, HIDDEN = SHAPE["vocab_size"], SHAPE["hidden_size"]
 END_IDS = (2,)
@@ -75,40 +75,42 @@ def requests(runner: ModelRunner, folder: Path) -> list[pb.GenerateRequest]:
 
 @pytest.fixture(scope="module")
 def alone(runner: ModelRunner, folder: Path) -> list[list[list[int]]]:
-    return [outputs(Whole(runner, END_IDS).run([item])[0]) for item in requests(runner, folder)]
+    return [outputs(CoreWithRunners(runner, END_IDS).run([item])[0]) for item in requests(runner, folder)]
 
 
 def test_a_pool_too_small_pauses_them_and_changes_nothing(
     runner: ModelRunner, folder: Path, alone: list[list[list[int]]]
 ) -> None:
-    whole = Whole(runner, END_IDS, num_blocks=14)
-    found = whole.run(requests(runner, folder))
+    system = CoreWithRunners(runner, END_IDS, num_blocks=14)
+    found = system.run(requests(runner, folder))
     assert [outputs(item) for item in found] == alone
-    assert whole.core.totals.num_preemptions > 0
+    assert system.core.totals.num_preemptions > 0
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 11, 17])
 def test_the_loss_of_the_worker_changes_nothing(
     runner: ModelRunner, folder: Path, alone: list[list[list[int]]], steps: int
 ) -> None:
-    whole = Whole(runner, END_IDS)
-    made = [whole.submit(item) for item in requests(runner, folder)]
+    system = CoreWithRunners(runner, END_IDS)
+    made = [system.submit(item) for item in requests(runner, folder)]
     for _ in range(steps):
-        whole.step()
-    whole.lose_worker()
+        system.step()
+    system.lose_worker()
     for ref in ("small", "large", "soft"):  # as if a new worker had loaded no adapter yet
         runner.adapters.unload(resolved(runner, folder, ref).fingerprint)
-    whole.run([])
+    system.run([])
     assert [outputs(item) for item in made] == alone
 
 
 def test_a_prefix_is_shared_only_with_equal_adapter_and_embeddings(runner: ModelRunner, folder: Path) -> None:
-    whole, tokens = Whole(runner, END_IDS), prompt(64, seed=5)
-    first = whole.run([request(runner, folder, f"a{kind}", kind, tokens) for kind in KINDS])
+    system, tokens = CoreWithRunners(runner, END_IDS), prompt(64, seed=5)
+    first = system.run([request(runner, folder, f"a{kind}", kind, tokens) for kind in KINDS])
     assert [item.counters.num_cached_tokens for item in first] == [0] * len(KINDS)
-    again = whole.run([request(runner, folder, f"a{kind}.", kind, tokens) for kind in KINDS])
+    again = system.run([request(runner, folder, f"a{kind}.", kind, tokens) for kind in KINDS])
     assert [item.counters.num_cached_tokens for item in again] == [48, 48, 48, 64, 64, 64]
-    alone = [Whole(runner, END_IDS).run([request(runner, folder, f"a{kind}.", kind, tokens)])[0] for kind in KINDS]
+    alone = [
+        CoreWithRunners(runner, END_IDS).run([request(runner, folder, f"a{kind}.", kind, tokens)])[0] for kind in KINDS
+    ]
     assert [outputs(item) for item in again] == [outputs(item) for item in alone]
 
 
@@ -117,14 +119,14 @@ def test_no_more_adapters_run_at_a_time_than_fit(runner: ModelRunner, folder: Pa
     room = runner.adapters.device_bytes
     try:
         runner.adapters.device_bytes = max(small, large)
-        whole = Whole(runner, END_IDS)
+        system = CoreWithRunners(runner, END_IDS)
         kinds = ("small", "large", "small", "", "large")
         made = [
-            whole.submit(request(runner, folder, f"x{i}", kind, prompt(10, seed=i))) for i, kind in enumerate(kinds)
+            system.submit(request(runner, folder, f"x{i}", kind, prompt(10, seed=i))) for i, kind in enumerate(kinds)
         ]
         at_once = 0
-        while whole.step():
-            names = {item.spec.lora_name for item in whole.core.groups[0].active} - {""}
+        while system.step():
+            names = {item.spec.lora_name for item in system.core.groups[0].active} - {""}
             at_once = max(at_once, len(names))
         assert at_once == 1
         assert {len(outputs(item)) for item in made} == {1}
@@ -134,17 +136,17 @@ def test_no_more_adapters_run_at_a_time_than_fit(runner: ModelRunner, folder: Pa
 
 
 def test_an_adapter_larger_than_any_workers_room_is_refused(runner: ModelRunner, folder: Path) -> None:
-    whole = Whole(runner, END_IDS)
+    system = CoreWithRunners(runner, END_IDS)
     item = request(runner, folder, "big", "large", prompt(5))
     item.lora.resolved.num_bytes = runner.adapters.device_bytes + 1
-    (made,) = whole.run([item])
+    (made,) = system.run([item])
     assert made.failure is not None
     assert made.failure.field == "lora.name"
 
 
 def test_a_prompt_with_ids_beyond_its_table_is_refused(runner: ModelRunner, folder: Path) -> None:
-    whole = Whole(runner, END_IDS)
+    system = CoreWithRunners(runner, END_IDS)
     item = request(runner, folder, "beyond", "table", prompt(8))
     item.token_ids.values.append(VOCAB + 6)
     with pytest.raises(KeyError):
-        whole.submit(item)
+        system.submit(item)

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from gpu_worker.model_runner import ModelRunner
 from midstream.model.folder import ModelFolder, open_model_folder
 from protos import generation_pb2 as pb
+from tests.gpu_worker.core_with_runners import CoreWithRunners, contents, outputs
 from tests.gpu_worker.tiny_models import make_runner
-from tests.gpu_worker.whole import Whole, contents, outputs
 
 PROMPTS = ("The capital of France is", "1, 1, 2, 3, 5, 8,", "Roses are red,")
 SEARCHES: list[dict[str, Any]] = [
@@ -72,7 +72,7 @@ def test_sequences_and_scores_equal_those_of_transformers(
     """All prompts and searches run here in one batch, whereas transformers runs them one at a time."""
     # There are one or two prompts for each search, and two searches for each prompt.
     cases = [(prompts[i % 3], SEARCHES[i % 4]) for i in range(6)]
-    found = Whole(runner, end_ids).run([request_of(i, *case) for i, case in enumerate(cases)])
+    found = CoreWithRunners(runner, end_ids).run([request_of(i, *case) for i, case in enumerate(cases)])
     num_ended = 0
     for (prompt, search), request in zip(cases, found, strict=True):
         with torch.inference_mode():
@@ -119,17 +119,17 @@ def test_beams_are_the_same_alone_paused_moved_and_recovered(
         )
         for i, prompt in enumerate(prompts)
     ]
-    together = [outputs(request) for request in Whole(runner, end_ids).run([*requests, *others])]
-    alone = [outputs(Whole(runner, end_ids).run([request])[0]) for request in (*requests, *others)]
+    together = [outputs(request) for request in CoreWithRunners(runner, end_ids).run([*requests, *others])]
+    alone = [outputs(CoreWithRunners(runner, end_ids).run([request])[0]) for request in (*requests, *others)]
     assert alone == together
-    small = Whole(runner, end_ids, num_blocks=10)
+    small = CoreWithRunners(runner, end_ids, num_blocks=10)
     assert [outputs(request) for request in small.run([*requests, *others])] == together
     assert small.core.totals.num_preemptions > 0
-    moved = Whole(runner, end_ids)
+    moved = CoreWithRunners(runner, end_ids)
     made = [moved.submit(request) for request in (*requests, *others)]
     for _ in range(6):
         moved.step()
-    later = Whole(runner, end_ids)
+    later = CoreWithRunners(runner, end_ids)
     for request in made:
         if request.live_sequences:
             later.recover(request)
@@ -150,24 +150,24 @@ def test_prompt_outputs_are_reported_once_despite_losses(
     """The prompt takes three steps. A worker dies in each of these steps, and in each later step."""
     request = request_of(0, [7 + i % 30 for i in range(40)], SEARCHES[0])
     request.output.prompt_log_probs = 2
-    (alone,) = Whole(runner, end_ids).run([request])
+    (alone,) = CoreWithRunners(runner, end_ids).run([request])
     expected = contents(alone)
     assert len(expected[0].prompt_log_probs) == 39
-    whole = Whole(runner, end_ids, max_num_tokens=16, journal=tmp_path / "journal.sqlite")
-    made = whole.submit(request)
+    system = CoreWithRunners(runner, end_ids, max_num_tokens=16, journal=tmp_path / "journal.sqlite")
+    made = system.submit(request)
     for _ in range(num_steps):
-        assert whole.step()
-    whole.lose_worker()
-    whole.run([])
+        assert system.step()
+    system.lose_worker()
+    system.run([])
     assert contents(made) == expected
     # The scheduler is replaced in the same way.
     request.request_id = "again"
-    whole.submit(request)
+    system.submit(request)
     for _ in range(num_steps):
-        assert whole.step()
-    whole.lose_scheduler()
-    whole.run([])
-    assert contents(whole.core.lifecycle.requests["again"]) == expected
+        assert system.step()
+    system.lose_scheduler()
+    system.run([])
+    assert contents(system.core.lifecycle.requests["again"]) == expected
 
 
 def reported(number: int, prompt: list[int], **search: Any) -> pb.GenerateRequest:
@@ -206,7 +206,7 @@ def test_beam_outputs_equal_those_of_transformers_along_each_path(
     runner: ModelRunner, transformers_model: Any, prompts: list[list[int]], end_ids: tuple[int, ...]
 ) -> None:
     """A token's logits are those of the beam that it extended, not of the row in which the beam ended."""
-    found = Whole(runner, end_ids).run([reported(i, prompt) for i, prompt in enumerate(prompts)])
+    found = CoreWithRunners(runner, end_ids).run([reported(i, prompt) for i, prompt in enumerate(prompts)])
     num_parted = 0
     for prompt, request in zip(prompts, found, strict=True):
         expected = expected_way(transformers_model, prompt, end_ids)
@@ -268,7 +268,7 @@ def test_beams_follow_a_grammar_as_those_of_transformers_do(
         request.guided_decoding.guide_type = pb.GUIDE_TYPE_REGEX
         request.guided_decoding.guide = "[0-9]{2,6}"
         requests.append(request)
-    found = Whole(runner, folder.end_ids).run(requests)
+    found = CoreWithRunners(runner, folder.end_ids).run(requests)
     tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
     texts = [tokenizer.decode([token]) for token in range(folder.vocab_size)]
     for prompt, made_request in zip(prompts, found, strict=True):
@@ -308,18 +308,18 @@ def test_beam_outputs_are_identical_despite_losses(
         return request
 
     for has_tensors in (True, False):
-        (alone,) = Whole(runner, end_ids).run([make("alone", has_tensors=has_tensors)])
+        (alone,) = CoreWithRunners(runner, end_ids).run([make("alone", has_tensors=has_tensors)])
         expected = contents(alone)
         assert all(item.log_probs for item in expected)
         # The same steps follow without tensors, so one order is enough there.
         for order in (("worker", "scheduler"), ("scheduler", "worker"))[: 2 if has_tensors else 1]:
             name = f"{order[0]} first"
-            whole = Whole(runner, end_ids, max_num_tokens=16, journal=tmp_path / f"{has_tensors}{order[0]}")
-            whole.submit(make(name, has_tensors=has_tensors))
+            system = CoreWithRunners(runner, end_ids, max_num_tokens=16, journal=tmp_path / f"{has_tensors}{order[0]}")
+            system.submit(make(name, has_tensors=has_tensors))
             # One is lost during the prompt, the other during generation.
             for part, num_steps in zip(order, (2, 4), strict=True):
                 for _ in range(num_steps):
-                    whole.step()
-                getattr(whole, f"lose_{part}")()
-            whole.run([])
-            assert contents(whole.core.lifecycle.requests[name]) == expected
+                    system.step()
+                getattr(system, f"lose_{part}")()
+            system.run([])
+            assert contents(system.core.lifecycle.requests[name]) == expected

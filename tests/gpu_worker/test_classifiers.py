@@ -16,8 +16,8 @@ from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import open_model_folder
 from protos import generation_pb2 as pb
+from tests.gpu_worker.core_with_runners import CoreWithRunners, contents
 from tests.gpu_worker.tiny_models import SHAPE, make_runner
-from tests.gpu_worker.whole import Whole, contents
 
 PROMPT = list(range(3, 40))
 
@@ -56,7 +56,7 @@ def test_the_first_logits_are_those_of_the_classes(
     name = ".".join(("token_logits", *map(str, range(num_labels))))
     request = pb.GenerateRequest(request_id="r", max_tokens=1, token_ids=pb.TokenIds(values=PROMPT))
     request.output.additional_outputs.add(name=name)
-    (made,) = Whole(runner, ()).run([request])
+    (made,) = CoreWithRunners(runner, ()).run([request])
     with torch.inference_mode():
         (wanted,) = model(torch.tensor([PROMPT])).logits
     found = np.frombuffer(contents(made)[0].tensors[name], np.float32)

@@ -22,9 +22,9 @@ from gpu_worker.model_runner import ModelRunner
 from protos import generation_pb2 as pb
 from scheduler.core.events import StopWordFound
 from scheduler.core.request import FinishReason, Request
+from tests.gpu_worker.core_with_runners import Contents, CoreWithRunners, LogProb, contents
 from tests.gpu_worker.greedy import MARGIN
 from tests.gpu_worker.tiny_models import SHAPE, make_runner, make_tiny_model
-from tests.gpu_worker.whole import Contents, LogProb, Whole, contents
 
 VOCAB = SHAPE["vocab_size"]
 LETTERS = "abcd"
@@ -136,8 +136,8 @@ class Letters:
 class Readers:
     """Reads the tokens that requests emit, as a detokenizer does, and reports stop words to the scheduler."""
 
-    def __init__(self, whole: Whole, cases: list[Case], made: list[Request]) -> None:
-        self._whole = whole
+    def __init__(self, system: CoreWithRunners, cases: list[Case], made: list[Request]) -> None:
+        self._system = system
         self._texts = {
             sequence: SequenceText(TextRules(TextRules.words(case.stop_words), min_tokens=case.min_tokens), Letters())
             for case, request in zip(cases, made, strict=True)
@@ -153,7 +153,7 @@ class Readers:
                 text.push(new)
                 if text.stop_at is not None:
                     name, word = sequence.request.request_id, text.stop_word or ""
-                    self._whole.handle(StopWordFound(1, name, sequence.index, text.stop_at, word))
+                    self._system.handle(StopWordFound(1, name, sequence.index, text.stop_at, word))
 
 
 @dataclass(slots=True)
@@ -246,7 +246,7 @@ def test_features_together_give_what_transformers_does(
     model_and_runner: tuple[Any, ModelRunner], setting: Setting, cases: list[Case]
 ) -> None:
     model, runner = model_and_runner
-    whole = Whole(
+    system = CoreWithRunners(
         runner,
         (),
         num_blocks=setting.num_blocks,
@@ -256,19 +256,19 @@ def test_features_together_give_what_transformers_does(
     numbers = itertools.count(1)
     # The second half of the requests reuses blocks of the first half.
     for half in (cases[::2], cases[1::2]):
-        made = [whole.submit(case.request(f"r{next(numbers)}")) for case in half]
-        readers = Readers(whole, half, made)
+        made = [system.submit(case.request(f"r{next(numbers)}")) for case in half]
+        readers = Readers(system, half, made)
         for count in itertools.count():
-            if not whole.step():
+            if not system.step():
                 break
             readers.read()
             if count in setting.losses:
-                whole.lose_worker()
+                system.lose_worker()
         for case, request in zip(half, made, strict=True):
             compare(case, contents(request), expected_of(model, case))
     with torch.inference_mode():
         prompt_rows = model(torch.tensor([cases[0].prompt])).logits[0].log_softmax(dim=1)
-    compare_prompt(cases[0], contents(whole.core.lifecycle.requests["r1"])[0].prompt_log_probs, prompt_rows)
+    compare_prompt(cases[0], contents(system.core.lifecycle.requests["r1"])[0].prompt_log_probs, prompt_rows)
 
 
 def compare(case: Case, found: list[Contents], expected: Expected) -> None:

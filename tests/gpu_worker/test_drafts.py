@@ -19,8 +19,8 @@ from midstream.model.folder import open_model_folder
 from protos import generation_pb2 as pb
 from protos import worker_pb2
 from scheduler.core.request import Request
+from tests.gpu_worker.core_with_runners import CoreWithRunners, outputs
 from tests.gpu_worker.tiny_models import SHAPE, ints, make_runner, make_tiny_model
-from tests.gpu_worker.whole import Whole, outputs
 
 TEXT = "One two three four. One two three four. One two three"
 LOOK_UP = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP, num_draft_tokens=4)
@@ -93,26 +93,26 @@ def test_a_prediction_is_searched_first() -> None:
 
 def test_a_prediction_saves_steps_and_changes_no_token(runner: ModelRunner) -> None:
     prompt = [2000, 2001, 2002, 2003]
-    plain = Whole(runner, ()).run(requests_of(prompt, None, max_tokens=16))
+    plain = CoreWithRunners(runner, ()).run(requests_of(prompt, None, max_tokens=16))
     drafts = pb.SpeculativeConfig()
     drafts.CopyFrom(LOOK_UP)
     drafts.prediction_token_ids.extend(outputs(plain[0])[0])
-    predicted = Whole(runner, ()).run(requests_of(prompt, drafts, max_tokens=16))
+    predicted = CoreWithRunners(runner, ()).run(requests_of(prompt, drafts, max_tokens=16))
     assert [outputs(request) for request in predicted] == [outputs(request) for request in plain]
     assert predicted[0].counters.num_accepted_tokens >= 8
     assert predicted[0].counters.num_steps <= 8
 
 
 def test_tokens_and_log_probs_are_the_same_with_drafts(runner: ModelRunner, prompt: list[int]) -> None:
-    plain = Whole(runner, (0, 2)).run(requests_of(prompt, None, max_tokens=24))
-    whole = Whole(runner, (0, 2))
-    drafted = whole.run(requests_of(prompt, LOOK_UP, max_tokens=24))
+    plain = CoreWithRunners(runner, (0, 2)).run(requests_of(prompt, None, max_tokens=24))
+    system = CoreWithRunners(runner, (0, 2))
+    drafted = system.run(requests_of(prompt, LOOK_UP, max_tokens=24))
     assert [outputs(request) for request in drafted] == [outputs(request) for request in plain]
     for one, other in zip(drafted, plain, strict=True):
         assert log_probs_of(one) == log_probs_of(other)
     assert accepted(plain) == 0
     assert accepted(drafted) > 0
-    steps = [stats.step for stats in whole.stats]
+    steps = [stats.step for stats in system.stats]
     assert sum(step.num_accepted_tokens for step in steps) >= accepted(drafted)
     assert sum(step.num_draft_tokens for step in steps) >= sum(request.counters.num_draft_tokens for request in drafted)
     assert drafted[0].counters.num_steps < len(outputs(drafted[0])[0])
@@ -120,22 +120,22 @@ def test_tokens_and_log_probs_are_the_same_with_drafts(runner: ModelRunner, prom
 
 def test_an_end_within_a_run_is_the_end(runner: ModelRunner, prompt: list[int]) -> None:
     """Requests end at every length by `max_tokens`, and at each token of the output by a stop token."""
-    whole = outputs(Whole(runner, ()).run(requests_of(prompt, None, max_tokens=16)[:1])[0])[0]
+    whole = outputs(CoreWithRunners(runner, ()).run(requests_of(prompt, None, max_tokens=16)[:1])[0])[0]
     for max_tokens in range(1, 10):
-        found = Whole(runner, ()).run(requests_of(prompt, LOOK_UP, max_tokens=max_tokens)[:1])[0]
+        found = CoreWithRunners(runner, ()).run(requests_of(prompt, LOOK_UP, max_tokens=max_tokens)[:1])[0]
         assert outputs(found) == [whole[:max_tokens]]
     for stop in sorted(set(whole)):
         stopping = pb.StoppingConfig(stop_token_ids=[stop])
-        found = Whole(runner, ()).run(requests_of(prompt, LOOK_UP, max_tokens=16, stopping=stopping)[:1])[0]
+        found = CoreWithRunners(runner, ()).run(requests_of(prompt, LOOK_UP, max_tokens=16, stopping=stopping)[:1])[0]
         assert outputs(found) == [whole[: whole.index(stop) + 1]]
 
 
 def test_drafts_survive_pauses_and_a_lost_worker(runner: ModelRunner, prompt: list[int]) -> None:
-    plain = [outputs(it) for it in Whole(runner, (0, 2)).run(requests_of(prompt, None, max_tokens=24))]
-    small = Whole(runner, (0, 2), num_blocks=9)
+    plain = [outputs(it) for it in CoreWithRunners(runner, (0, 2)).run(requests_of(prompt, None, max_tokens=24))]
+    small = CoreWithRunners(runner, (0, 2), num_blocks=9)
     assert [outputs(it) for it in small.run(requests_of(prompt, LOOK_UP, max_tokens=24))] == plain
     assert small.core.totals.num_preemptions > 0
-    moved = Whole(runner, (0, 2))
+    moved = CoreWithRunners(runner, (0, 2))
     made = [moved.submit(request) for request in requests_of(prompt, LOOK_UP, max_tokens=24)]
     for _ in range(5):
         moved.step()
@@ -163,8 +163,8 @@ def test_a_draft_model_changes_no_token(tiny_folders: tuple[Path, Path], is_same
     target, draft = tiny_folders
     runner = make_runner(target, draft_model=str(target if is_same else draft), max_batch_size=32)
     prompt = np.random.default_rng(5).integers(3, SHAPE["vocab_size"], 40).tolist()
-    plain = [outputs(it) for it in Whole(runner, (2,)).run(requests_of(prompt, None, max_tokens=20))]
-    drafted = Whole(runner, (2,)).run(requests_of(prompt, DRAFT_MODEL, max_tokens=20))
+    plain = [outputs(it) for it in CoreWithRunners(runner, (2,)).run(requests_of(prompt, None, max_tokens=20))]
+    drafted = CoreWithRunners(runner, (2,)).run(requests_of(prompt, DRAFT_MODEL, max_tokens=20))
     assert [outputs(it) for it in drafted] == plain
     num_drafts = sum(request.counters.num_draft_tokens for request in drafted)
     if is_same:

@@ -16,8 +16,8 @@ from torch import Tensor
 from gpu_worker.model_runner import ModelRunner
 from midstream.model.folder import open_model_folder
 from protos import generation_pb2 as pb
+from tests.gpu_worker.core_with_runners import CoreWithRunners, contents
 from tests.gpu_worker.tiny_models import make_runner
-from tests.gpu_worker.whole import Whole, contents
 
 PROMPTS = ("One, two, three. One, two, three. One,", "Here is a short list of colors: red, green,", "The sun")
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS = 49_152, 576, 30
@@ -114,7 +114,7 @@ def test_steered_tokens_are_those_of_transformers(
         stopping = pb.StoppingConfig(end_id=END_ID, ignore_eos=name != "min tokens", **fields.get("stopping", {}))
         sampling = {"temperature": 0, **fields.get("sampling", {})}
         requests.append(request(str(i), prompt, sampling, stopping=stopping))
-    found = [contents(made)[0].tokens for made in Whole(runner, ()).run(requests)]
+    found = [contents(made)[0].tokens for made in CoreWithRunners(runner, ()).run(requests)]
     changed = set()
     for (name, prompt), output in zip(cases, found, strict=True):
         for place, logits in enumerate(logits_of(transformers_model, prompt, output)):
@@ -137,7 +137,7 @@ def test_drawn_tokens_are_among_those_that_transformers_leaves(
         for i, (name, prompt) in enumerate(cases)
     ]
     num_others: Counter[str] = Counter()
-    for (name, prompt), made in zip(cases, Whole(runner, ()).run(requests), strict=True):
+    for (name, prompt), made in zip(cases, CoreWithRunners(runner, ()).run(requests), strict=True):
         output = contents(made)[0].tokens
         logits = logits_of(transformers_model, prompt, output)
         places = torch.arange(len(output))
@@ -162,7 +162,7 @@ def test_reported_outputs_equal_those_of_transformers(
     requests = [
         request(str(i), prompt, {"seed": i, **sampling}, output=output_config) for i, prompt in enumerate(prompts)
     ]
-    for prompt, made in zip(prompts, Whole(runner, ()).run(requests), strict=True):
+    for prompt, made in zip(prompts, CoreWithRunners(runner, ()).run(requests), strict=True):
         (found,) = contents(made)
         with torch.inference_mode():
             known = transformers_model(torch.tensor([[*prompt, *found.tokens[:-1]]]), output_hidden_states=True)

@@ -36,9 +36,9 @@ from midstream.model.families import SERVED_FAMILIES
 from midstream.model.folder import open_model_folder
 from protos import generation_pb2 as pb
 from tests.gpu_worker.adapters import adapted, make_lora, ref_of
+from tests.gpu_worker.core_with_runners import CoreWithRunners, contents
 from tests.gpu_worker.test_models import Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
-from tests.gpu_worker.whole import Whole, contents
 
 # Tolerance, relative to the largest logit.
 TOLERANCE = 1e-4
@@ -397,21 +397,21 @@ def test_the_loss_of_the_worker_after_any_step_changes_no_bits(runner: ModelRunn
     MIDSTREAM_ALL_KILLS=1 there is a run for each step, and tests/faults/test_kill_at_every_step.py kills the real
     components with every model of `MODELS`.
     """
-    whole = Whole(runner, (), max_context_chunk=16)
-    undisturbed = [contents(found) for found in whole.run(kill_requests())]
-    num_steps = len(whole.stats)
+    system = CoreWithRunners(runner, (), max_context_chunk=16)
+    undisturbed = [contents(found) for found in system.run(kill_requests())]
+    num_steps = len(system.stats)
     assert num_steps >= 5
     every = [(number,) for number in range(1, num_steps)]
     for numbers in every if os.environ.get("MIDSTREAM_ALL_KILLS") else [(1, 2, 3)]:
-        whole = Whole(runner, (), max_context_chunk=16)
-        made = [whole.submit(request) for request in kill_requests()]
+        system = CoreWithRunners(runner, (), max_context_chunk=16)
+        made = [system.submit(request) for request in kill_requests()]
         for number in numbers:
             for _ in range(number):
-                assert whole.step()
+                assert system.step()
             for pool in (runner.kv.keys, runner.kv.values, runner.kv.states):
                 pool.fill_(0.5)  # the next worker's blocks have other contents
-            whole.lose_worker()
-        whole.run([])
+            system.lose_worker()
+        system.run([])
         assert [contents(found) for found in made] == undisturbed
 
 

@@ -32,10 +32,10 @@ from scheduler.core.request import Request
 from tests.adapter_folders import write_lora, write_prompt
 from tests.example_package import install
 from tests.gpu_worker.adapters import adapted
+from tests.gpu_worker.core_with_runners import Contents, CoreWithRunners, contents
 from tests.gpu_worker.mixture import HIDDEN_SIZE, PROMPTS, VOCAB_SIZE, draw, resolve
 from tests.gpu_worker.test_post_processors import EXAMPLE
 from tests.gpu_worker.tiny_models import make_runner
-from tests.gpu_worker.whole import Contents, Whole, contents
 
 # Running each request alone takes most of a minute on a slow or busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -75,8 +75,8 @@ def requests(runner: ModelRunner, folders: list[Path]) -> list[pb.GenerateReques
     return [draw(number, prompts, adapters) for number in range(NUM_REQUESTS)]
 
 
-def start(runner: ModelRunner, **limits: Any) -> Whole:
-    return Whole(runner, END_IDS, max_batch_size=NUM_ROWS, **limits)
+def start(runner: ModelRunner, **limits: Any) -> CoreWithRunners:
+    return CoreWithRunners(runner, END_IDS, max_batch_size=NUM_ROWS, **limits)
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +92,14 @@ def test_each_is_what_it_is_alone_in_whatever_order_they_arrive(
     runner: ModelRunner, requests: list[pb.GenerateRequest], alone: list[list[Contents]]
 ) -> None:
     """Most of the requests arrive at once, and the others one per step."""
-    whole = start(runner)
+    system = start(runner)
     waiting = random.Random(1).sample(requests, len(requests))
-    made = [whole.submit(waiting.pop()) for _ in range(NUM_REQUESTS * 3 // 4)]
+    made = [system.submit(waiting.pop()) for _ in range(NUM_REQUESTS * 3 // 4)]
     most = 0
-    while whole.step() or waiting:
-        most = max(most, len(whole.core.groups[0].active))
+    while system.step() or waiting:
+        most = max(most, len(system.core.groups[0].active))
         if waiting:
-            made.append(whole.submit(waiting.pop()))
+            made.append(system.submit(waiting.pop()))
     assert by_number(made) == alone
     assert most > 40
 
@@ -108,15 +108,15 @@ def test_pauses_and_the_loss_of_the_worker_change_nothing(
     runner: ModelRunner, requests: list[pb.GenerateRequest], alone: list[list[Contents]]
 ) -> None:
     """The pool is so small that requests preempt each other, and the worker is lost three times."""
-    whole = start(runner, num_blocks=40)
-    made = [whole.submit(request) for request in requests]
+    system = start(runner, num_blocks=40)
+    made = [system.submit(request) for request in requests]
     for steps in (3, 8, 12):
         for _ in range(steps):
-            assert whole.step()
-        whole.lose_worker()
-    whole.run([])
+            assert system.step()
+        system.lose_worker()
+    system.run([])
     assert by_number(made) == alone
-    assert whole.core.totals.num_preemptions > 3
+    assert system.core.totals.num_preemptions > 3
     assert sum(request.counters.num_recoveries for request in made) > 20
 
 
@@ -124,15 +124,15 @@ def test_the_loss_of_the_scheduler_changes_nothing(
     runner: ModelRunner, requests: list[pb.GenerateRequest], alone: list[list[Contents]], tmp_path: Path
 ) -> None:
     """The scheduler is replaced and recovers from its journal, even while prompts are computed in chunks."""
-    whole = start(runner, journal=tmp_path / "journal.sqlite", max_num_tokens=300)
+    system = start(runner, journal=tmp_path / "journal.sqlite", max_num_tokens=300)
     for request in requests:
-        whole.submit(request)
+        system.submit(request)
     for steps in (1, 1, 1, 2, 2, 2, 3, 3):
         for _ in range(steps):
-            assert whole.step()
-        whole.lose_scheduler()
-    whole.run([])
-    made = [whole.core.lifecycle.requests[request.request_id] for request in requests]
+            assert system.step()
+        system.lose_scheduler()
+    system.run([])
+    made = [system.core.lifecycle.requests[request.request_id] for request in requests]
     assert by_number(made) == alone
     assert sum(request.counters.num_recoveries for request in made) > 50
 
@@ -193,15 +193,17 @@ def test_tiers_and_roles_change_nothing(
     num = len(requests) if ALL_PLACES else 16
     is_apart = workers[0].kv.server is not None
     for is_restarted in (False, True):
-        whole = Whole(workers[0], END_IDS, others=workers[1:], max_batch_size=NUM_ROWS, enable_block_reuse=True)
-        made = [whole.submit(request) for request in requests[:num]]
+        system = CoreWithRunners(
+            workers[0], END_IDS, others=workers[1:], max_batch_size=NUM_ROWS, enable_block_reuse=True
+        )
+        made = [system.submit(request) for request in requests[:num]]
         for lost in () if is_restarted else (0, 1):
             for _ in range(4):
-                assert whole.step()
-            whole.lose_worker(lost)
-        whole.run([])
+                assert system.step()
+            system.lose_worker(lost)
+        system.run([])
         assert by_number(made) == alone[:num]
-        assert (whole.core.totals.num_handovers > num // 4) == is_apart
+        assert (system.core.totals.num_handovers > num // 4) == is_apart
     if workers[0].kv.tiers is not None and workers[0].kv.tiers.name:
         hits = [tier.num_hits for tier in workers[0].kv.tiers._tiers]
         assert hits[0] > num // 2

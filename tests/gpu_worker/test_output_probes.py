@@ -13,8 +13,8 @@ from gpu_worker.sampling import output_probes
 from gpu_worker.sampling.output_probes import load_output_probes
 from midstream.errors import ConfigError
 from protos import generation_pb2 as pb
+from tests.gpu_worker.core_with_runners import Contents, CoreWithRunners, contents
 from tests.gpu_worker.tiny_models import SHAPE, make_runner, make_tiny_model
-from tests.gpu_worker.whole import Contents, Whole, contents
 
 EXAMPLE = Path(__file__).parent / "example_probes"
 WIDTHS = {"TopKLogits": 3, "entropy": 2, "raises": 1}
@@ -54,7 +54,7 @@ def test_probe_values_are_reported(tiny: tuple[torch.nn.Module, ModelRunner]) ->
     4 tokens.
     """
     model, runner = tiny
-    both, plain = Whole(runner, (2,)).run([request("a", "TopKLogits", "entropy"), request("b")])
+    both, plain = CoreWithRunners(runner, (2,)).run([request("a", "TopKLogits", "entropy"), request("b")])
     (made,) = contents(both)
     assert contents(plain) == [Contents(made.tokens, made.reason, None, None)]
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_probe_values_are_reported(tiny: tuple[torch.nn.Module, ModelRunner]) ->
 
 def test_one_that_fails_fails_only_its_own_request(tiny: tuple[torch.nn.Module, ModelRunner]) -> None:
     _, runner = tiny
-    bad, good = Whole(runner, (2,)).run([request("a", "raises"), request("b", "TopKLogits")])
+    bad, good = CoreWithRunners(runner, (2,)).run([request("a", "raises"), request("b", "TopKLogits")])
     assert bad.failure is not None
     assert "RuntimeError: no idea" in bad.failure.message
     assert contents(good)[0].array("TopKLogits", 3).shape == (4, 3)
@@ -83,7 +83,7 @@ def test_one_missing_on_a_worker_is_named(tiny: tuple[torch.nn.Module, ModelRunn
     _, runner = tiny
     wanted = request("a")
     wanted.output.additional_outputs.add(name="nothing", probe_width=1)
-    (refused,) = Whole(runner, (2,)).run([wanted])
+    (refused,) = CoreWithRunners(runner, (2,)).run([wanted])
     assert refused.failure is not None
     assert refused.failure.field == "output.additional_outputs.name"
 

@@ -19,11 +19,11 @@ from gpu_worker.models.decoder import ForwardInputs, Probe
 from midstream.errors import ConfigError
 from protos import generation_pb2 as pb
 from tests.gpu_worker.adapters import ALL_MODULES, make_lora, ref_of
+from tests.gpu_worker.core_with_runners import CoreWithRunners, contents, outputs
 from tests.gpu_worker.rank_pool import RankPool
 from tests.gpu_worker.test_models import Recorder, prompt
 from tests.gpu_worker.test_running_ahead import plan, run_ahead, run_in_turn
 from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner, make_tiny_model
-from tests.gpu_worker.whole import Whole, contents, outputs
 
 VOCAB = SHAPE["vocab_size"]
 # Logits are about 10, where float32 values are 1e-6 apart; partial sums are rounded in another order.
@@ -141,17 +141,17 @@ def test_the_stages_compute_micro_batches_at_the_same_time_with_the_same_tokens(
     scheduler's connection is lost once, while passes are open.
     """
     made = requests() + reporting()
-    wanted = Whole(make_runner(tiny_folder, kernels=kernels), end_ids=(2,)).run(made)
+    wanted = CoreWithRunners(make_runner(tiny_folder, kernels=kernels), end_ids=(2,)).run(made)
     with pool.runner(tiny_folder, *grid, kernels=kernels) as runner:
         with pytest.MonkeyPatch.context() as patch:
             open_passes = note_open_passes(runner, patch)
-            whole = Whole(runner, end_ids=(2,), num_blocks=30)
-            found = [whole.submit(request) for request in made]
+            system = CoreWithRunners(runner, end_ids=(2,), num_blocks=30)
+            found = [system.submit(request) for request in made]
             while not (len(open_passes) > 20 and open_passes[-1] == grid[1]):
-                assert whole.step()
-            whole.lose_worker()
-            whole.run(())
-        assert whole.core.totals.num_preemptions > 0
+                assert system.step()
+            system.lose_worker()
+            system.run(())
+        assert system.core.totals.num_preemptions > 0
         assert runner.num_micro_batches == grid[1]
     # Most passes began before the one before had ended.
     assert max(open_passes) == grid[1]
@@ -246,7 +246,7 @@ def test_post_processors_run_on_both_ranks_of_a_stage_or_on_rank_0(
         logits_post_processors=f"one={module}:RankPlusOne,all={module}:RankPlusOneForAll",
         replicate_post_processors=is_replicated,
     ) as runner:
-        made = Whole(runner, ()).run(requests)
+        made = CoreWithRunners(runner, ()).run(requests)
     # Rank 0 chooses the token after the last one; rank 1 would choose the one after that.
     assert [outputs(request)[0] for request in made] == [
         [(request.token_ids.values[-1] + 1 + place) % VOCAB for place in range(4)] for request in requests
@@ -341,6 +341,6 @@ def requests() -> list[pb.GenerateRequest]:
 
 
 def test_beams_and_drafts_and_draws_give_the_same_tokens(runners: tuple[ModelRunner, ModelRunner]) -> None:
-    wanted, found = (Whole(runner, end_ids=(2,)).run(requests()) for runner in runners)
+    wanted, found = (CoreWithRunners(runner, end_ids=(2,)).run(requests()) for runner in runners)
     assert [outputs(request) for request in found] == [outputs(request) for request in wanted]
     assert found[2].counters.num_accepted_tokens > 0

@@ -17,10 +17,10 @@ from gpu_worker.model_runner import ModelRunner
 from kernels import recurrence
 from midstream.errors import UnsupportedError
 from protos import generation_pb2 as pb
+from tests.gpu_worker.core_with_runners import CoreWithRunners, contents, outputs
 from tests.gpu_worker.greedy import wrong_tokens
 from tests.gpu_worker.test_families import MODELS
 from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
-from tests.gpu_worker.whole import Whole, contents, outputs
 
 FAMILIES = ("qwen3_next", "mamba2", "nemotron_h")
 NUM_REQUESTS, MAX_TOKENS = 12, 24
@@ -68,7 +68,7 @@ def requests() -> list[pb.GenerateRequest]:
 
 def run_alone(runner: ModelRunner) -> list[Any]:
     """Return the output of each request when it runs alone, without reuse."""
-    return [contents(Whole(runner, (), enable_block_reuse=False).run([item])[0]) for item in requests()]
+    return [contents(CoreWithRunners(runner, (), enable_block_reuse=False).run([item])[0]) for item in requests()]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -80,29 +80,29 @@ def test_bits_depend_neither_on_the_cache_nor_on_pauses_chunks_or_the_loss_of_a_
     greedy = [pair for i, pair in enumerate(greedy) if i % 4 != 2 and i != 4]
     assert [wrong_tokens(model, prompt, found[0].tokens) for prompt, found in greedy] == [[]] * len(greedy)
 
-    pressed = Whole(runner, (), num_blocks=20, max_context_chunk=7)
+    pressed = CoreWithRunners(runner, (), num_blocks=20, max_context_chunk=7)
     assert [contents(item) for item in pressed.run(requests())] == alone
     assert pressed.core.totals.num_preemptions > 0
     assert pressed.core.groups[0].blocks.counts.reused > 0
 
-    whole = Whole(runner, ())
-    made = [whole.submit(item) for item in requests()]
+    system = CoreWithRunners(runner, ())
+    made = [system.submit(item) for item in requests()]
     for steps in (3, 9):
         for _ in range(steps):
-            whole.step()
+            system.step()
         runner.kv.states.fill_(torch.nan)
-        whole.lose_worker()
-    whole.run([])
+        system.lose_worker()
+    system.run([])
     assert [contents(item) for item in made] == alone
 
 
 def test_a_prefix_hit_ends_at_a_stored_state(folders: Any) -> None:
     """States exist at the ends of full blocks, both of prompts and of outputs."""
-    whole = Whole(make_runner(folders("qwen3_next")[1]), ())
+    system = CoreWithRunners(make_runner(folders("qwen3_next")[1]), ())
     tokens = list(range(3, 53))
 
     def run(name: str, prompt: list[int]) -> Any:
-        (found,) = whole.run(
+        (found,) = system.run(
             [
                 pb.GenerateRequest(
                     request_id=name,
@@ -125,7 +125,7 @@ def test_without_attention_blocks_are_given_back(folders: Any) -> None:
     """A Mamba 2 sequence holds only the blocks of its last tokens, so two sequences can run, but only one of them can
     restart.
     """
-    whole = Whole(make_runner(folders("mamba2")[1], max_batch_size=2), (), num_blocks=14)
+    system = CoreWithRunners(make_runner(folders("mamba2")[1], max_batch_size=2), (), num_blocks=14)
     made = [
         pb.GenerateRequest(
             request_id=f"r{i}",
@@ -135,9 +135,9 @@ def test_without_attention_blocks_are_given_back(folders: Any) -> None:
         )
         for i in range(2)
     ]
-    answers = [outputs(found)[0] for found in whole.run(made)]
+    answers = [outputs(found)[0] for found in system.run(made)]
     assert [len(answer) for answer in answers] == [180, 180]
-    assert whole.core.totals.num_preemptions == 0
+    assert system.core.totals.num_preemptions == 0
     pairs = [(list(item.token_ids.values), answer) for item, answer in zip(made, answers, strict=True)]
     assert [wrong_tokens(folders("mamba2")[0], *pair) for pair in pairs] == [[], []]
 

@@ -25,9 +25,9 @@ from scheduler.core.events import Submitted
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.service import check
 from scheduler.wire.requests import spec_from_proto
+from tests.gpu_worker.core_with_runners import CoreWithRunners, outputs
 from tests.gpu_worker.greedy import wrong_tokens
 from tests.gpu_worker.tiny_models import SHAPE, make_runner, make_tiny_model
-from tests.gpu_worker.whole import Whole, outputs
 
 NUM_COMBINATIONS, NARROW = int(os.environ.get("MIDSTREAM_COMBINATIONS", "32")), 8
 # The family and the settings of each model, and `max_attention_window`.
@@ -84,16 +84,16 @@ def draw_places(draw: random.Random, folder: Path) -> dict[str, Any]:
     return places
 
 
-def run_with_losses(whole: Whole, draw: random.Random, num_workers: int, *, has_journal: bool) -> None:
+def run_with_losses(system: CoreWithRunners, draw: random.Random, num_workers: int, *, has_journal: bool) -> None:
     """Run all steps; at random times, lose a worker and, if there is a journal, the scheduler."""
     lost_after = draw.choice((0, 5, 20))
     for count in range(1, 3000):
-        if not whole.step():
+        if not system.step():
             break
         if count == lost_after:
-            whole.lose_worker(draw.randrange(num_workers))
+            system.lose_worker(draw.randrange(num_workers))
         elif count == 2 * lost_after + 3 and has_journal:
-            whole.lose_scheduler()
+            system.lose_scheduler()
 
 
 @pytest.mark.parametrize("seed", range(NUM_COMBINATIONS))
@@ -133,7 +133,7 @@ def test_requests_end_with_the_right_tokens_under_any_settings(
     for item in (runner, *others):
         request.addfinalizer(item.close)
     names = ("max_context_chunk", "max_attention_window", "enable_block_reuse", "enable_chunked_context")
-    whole = Whole(
+    system = CoreWithRunners(
         runner,
         (),
         others=others,
@@ -150,12 +150,12 @@ def test_requests_end_with_the_right_tokens_under_any_settings(
     requests = [draw_request(draw, i, prefix) for i in range(7)]
     num_ended = 0
     for message in requests:
-        effects = whole.handle(Submitted(1, spec_from_proto(message, whole.limits, 1)))
+        effects = system.handle(Submitted(1, spec_from_proto(message, system.limits, 1)))
         refused = [effect.failure.message for effect in effects if isinstance(effect, Refused)]
         assert all(refused)
-    run_with_losses(whole, draw, len(roles), has_journal=config.journal != "off")
+    run_with_losses(system, draw, len(roles), has_journal=config.journal != "off")
     for message in requests:
-        made = whole.core.lifecycle.requests.get(message.request_id)
+        made = system.core.lifecycle.requests.get(message.request_id)
         if made is None:
             continue
         assert made.times.finished_ns, f"{message.request_id} stalled"

@@ -33,11 +33,11 @@ from midstream.model.families import SERVED_FAMILIES
 from midstream.model.folder import open_model_folder, prepare_model_folder
 from protos import generation_pb2 as pb
 from tests.gpu_worker.adapters import make_lora
+from tests.gpu_worker.core_with_runners import CoreWithRunners, outputs
 from tests.gpu_worker.launch_keys import BLOCKS_EACH, MOST_TOKENS, NUM_ROWS, VOCAB_SIZE, new_keys, trace
 from tests.gpu_worker.one_device import META, run_on_one_device
 from tests.gpu_worker.test_models import TOLERANCE, Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
-from tests.gpu_worker.whole import Whole, outputs
 
 if TYPE_CHECKING:
     from gpu_worker.parallel.links import RankLinks
@@ -153,7 +153,7 @@ def test_a_prepared_folder_generates_what_transformers_does(gemma2: tuple[Any, P
         )
         for i, tokens in enumerate(prompts)
     ]
-    answers = Whole(make_runner(prepared.path, implementation="transformers"), ()).run(requests)
+    answers = CoreWithRunners(make_runner(prepared.path, implementation="transformers"), ()).run(requests)
     for tokens, answer in zip(prompts, answers, strict=True):
         expected = model.generate(
             torch.tensor([tokens]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0

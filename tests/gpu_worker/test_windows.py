@@ -16,9 +16,9 @@ from gpu_worker.models.description import narrowed
 from gpu_worker.models.families import describe
 from midstream.errors import ConfigError, UnsupportedError
 from protos import generation_pb2 as pb
+from tests.gpu_worker.core_with_runners import CoreWithRunners, outputs
 from tests.gpu_worker.greedy import wrong_tokens
 from tests.gpu_worker.tiny_models import SHAPE, make_runner, make_tiny_model
-from tests.gpu_worker.whole import Whole, outputs
 
 WINDOW, NUM_REQUESTS, MAX_TOKENS = 16, 24, 32
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -70,11 +70,11 @@ def requests(seed: int = 0, **fields: Any) -> list[pb.GenerateRequest]:
     return made
 
 
-def num_right(model: Any, whole: Whole, made: list[pb.GenerateRequest]) -> int:
+def num_right(model: Any, system: CoreWithRunners, made: list[pb.GenerateRequest]) -> int:
     """Return the number of requests that get as many tokens as they ask for, each equal to the choice of
     transformers.
     """
-    answers = [outputs(answer)[0] for answer in whole.run(made)]
+    answers = [outputs(answer)[0] for answer in system.run(made)]
     pairs = [(list(request.token_ids.values), answer) for request, answer in zip(made, answers, strict=True)]
     return sum(len(answer) == MAX_TOKENS and not wrong_tokens(model, prompt, answer) for prompt, answer in pairs)
 
@@ -84,11 +84,11 @@ def num_right(model: Any, whole: Whole, made: list[pb.GenerateRequest]) -> int:
 def test_tokens_under_pressure_are_those_of_transformers(folders: Any, name: str, chunk: int) -> None:
     model, folder = folders(name)
     runner = make_runner(folder, kv="f32", max_kv_tokens=800, max_batch_size=32)
-    whole = Whole(runner, (), max_context_chunk=chunk)
-    assert num_right(model, whole, requests(seed=chunk)) == NUM_REQUESTS
-    group = whole.core.groups[0]
+    system = CoreWithRunners(runner, (), max_context_chunk=chunk)
+    assert num_right(model, system, requests(seed=chunk)) == NUM_REQUESTS
+    group = system.core.groups[0]
     assert group.tables.has_window == (name in ALL_WINDOWED)
-    assert whole.core.totals.num_preemptions > 0
+    assert system.core.totals.num_preemptions > 0
     assert group.blocks.counts.reused > 0
 
 
@@ -96,17 +96,17 @@ def test_tokens_under_pressure_are_those_of_transformers(folders: Any, name: str
 def test_cached_blocks_of_windowed_sequences_are_reused(folders: Any, name: str) -> None:
     """The same prompts run again after blocks outside the window were freed, and after the loss of the worker."""
     model, folder = folders(name)
-    whole = Whole(make_runner(folder, kv="f32", max_kv_tokens=2048, max_batch_size=32), ())
-    assert num_right(model, whole, requests()) == NUM_REQUESTS
+    system = CoreWithRunners(make_runner(folder, kv="f32", max_kv_tokens=2048, max_batch_size=32), ())
+    assert num_right(model, system, requests()) == NUM_REQUESTS
     again = requests()
     for request in again:
         request.request_id += " again"
-        whole.submit(request)
+        system.submit(request)
     for _ in range(20):
-        whole.step()
-    whole.lose_worker()
-    whole.run([])
-    answers = [whole.core.lifecycle.requests[request.request_id] for request in again]
+        system.step()
+    system.lose_worker()
+    system.run([])
+    answers = [system.core.lifecycle.requests[request.request_id] for request in again]
     assert sum(answer.counters.num_cached_tokens for answer in answers) > 0
     pairs = [
         (list(request.token_ids.values), outputs(answer)[0]) for request, answer in zip(again, answers, strict=True)
@@ -136,11 +136,11 @@ def test_a_setting_below_the_models_window_limits_attention(tmp_path: Path, name
         kernels = "auto"
     runner = make_runner(tmp_path, kv="f32", max_attention_window=NARROW, kernels=kernels, max_kv_tokens=800)
     assert runner.model.description.windows == (NARROW,) * 3
-    whole = Whole(runner, (), max_attention_window=NARROW)
+    system = CoreWithRunners(runner, (), max_attention_window=NARROW)
     made = requests()[:8]
-    assert num_right(model, whole, made) == len(made)
-    assert whole.core.groups[0].tables.has_window
-    assert num_right(whole_model, Whole(runner, (), max_attention_window=NARROW), made) < len(made)
+    assert num_right(model, system, made) == len(made)
+    assert system.core.groups[0].tables.has_window
+    assert num_right(whole_model, CoreWithRunners(runner, (), max_attention_window=NARROW), made) < len(made)
 
 
 class WithSinks:
@@ -169,20 +169,20 @@ def test_sink_tokens_are_attended_to_beside_the_window(
     model = make_tiny_model(tmp_path, family, **settings)
     limits: dict[str, Any] = {"max_attention_window": NARROW, "sink_token_length": num_sinks}
     runner = make_runner(tmp_path, kv="f32", implementation=implementation, max_kv_tokens=300, **limits)
-    whole = Whole(runner, (), max_context_chunk=7, **limits)
+    system = CoreWithRunners(runner, (), max_context_chunk=7, **limits)
     reference, made = WithSinks(model, num_sinks, NARROW), requests()[:12]
     for request in made:
-        whole.submit(request)
+        system.submit(request)
     for _ in range(30):
-        whole.step()
-    whole.lose_worker()
-    whole.run([])
-    answers = [outputs(whole.core.lifecycle.requests[request.request_id])[0] for request in made]
+        system.step()
+    system.lose_worker()
+    system.run([])
+    answers = [outputs(system.core.lifecycle.requests[request.request_id])[0] for request in made]
     pairs = [(list(request.token_ids.values), answer) for request, answer in zip(made, answers, strict=True)]
     assert [wrong_tokens(reference, *pair) for pair in pairs] == [[]] * len(made)
     assert any(wrong_tokens(WithSinks(model, 0, NARROW), *pair) for pair in pairs)
-    assert whole.core.totals.num_preemptions > 0
-    assert whole.core.groups[0].blocks.counts.reused > 0
+    assert system.core.totals.num_preemptions > 0
+    assert system.core.groups[0].blocks.counts.reused > 0
 
 
 @pytest.mark.parametrize(

@@ -69,18 +69,23 @@ class Parts(NamedProcesses):
             assert time.monotonic() < deadline, self.log(name)
             time.sleep(0.02)
 
+    def _check_running(self) -> None:
+        for name, process in self.processes.items():
+            assert process.poll() is None, f"{name} exited with status {process.returncode}:\n{self.log(name)}"
+
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[Stub]:
         """Return a stub of the router once it sees a worker and a detokenizer."""
         async with open_channel(f"127.0.0.1:{self.router_port}") as channel:
             stub = cast("Stub", service_pb2_grpc.MidstreamStub(channel))
             async with asyncio.timeout(START_TIMEOUT_S):
-                while not await _is_whole(stub):  # noqa: ASYNC110 (the other side is a process)
+                while not await _is_complete(stub):
+                    self._check_running()
                     await asyncio.sleep(0.05)
             yield stub
 
 
-async def _is_whole(stub: Stub) -> bool:
+async def _is_complete(stub: Stub) -> bool:
     try:
         info = await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=10)
     except grpc.aio.AioRpcError:

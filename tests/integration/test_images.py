@@ -86,7 +86,7 @@ def request(prompt: str, *images: bytes) -> pb.GenerateRequest:
     )
 
 
-async def test_each_door_gives_the_tokens_of_transformers_and_encodes_an_image_once(vision: Vision) -> None:
+async def test_each_api_gives_the_tokens_of_transformers_and_encodes_an_image_once(vision: Vision) -> None:
     wanted = vision.expected("See <image>?", [RED[0]])
     async with stub_of(vision.service.routers()[0]) as stub:
         assert (await collect(stub, request("See <image>?", RED[1]))).token_ids == wanted

@@ -37,7 +37,7 @@ MAX_MESSAGE_BYTES = 4 << 20
 Stub = Callable[..., Any]
 
 
-class Rig:
+class InteropServer:
     """A running server and a client's channel."""
 
     def __init__(self, servicer: InteropServicer, port: int, channel: grpc.Channel) -> None:
@@ -63,7 +63,7 @@ def _server_of(kind: str) -> grpc.aio.Server:
 
 
 @pytest_asyncio.fixture(params=["grpcio", "own"])
-async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+async def interop(request: pytest.FixtureRequest) -> AsyncIterator[InteropServer]:
     server = _server_of(request.param)
     servicer = InteropServicer()
     server.add_generic_rpc_handlers((handlers_of(servicer),))
@@ -71,7 +71,7 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     await server.start()
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-        yield Rig(servicer, port, channel)
+        yield InteropServer(servicer, port, channel)
     await server.stop(0)
 
 
@@ -79,43 +79,43 @@ def payload(size: int) -> JsonObject:
     return {"payload": "\0" * size}
 
 
-async def test_an_empty_message_is_answered(rig: Rig) -> None:
-    await rig.run(lambda: _equal(rig.stub("EmptyCall")({}), {}))
+async def test_an_empty_message_is_answered(interop: InteropServer) -> None:
+    await interop.run(lambda: _equal(interop.stub("EmptyCall")({}), {}))
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (1, 1), (271_828, 314_159), (1, 600_000), (600_000, 1)])
-async def test_a_large_message_arrives_whole(rig: Rig, sizes: tuple[int, int]) -> None:
+async def test_a_large_message_arrives_whole(interop: InteropServer, sizes: tuple[int, int]) -> None:
     sent, asked = sizes
 
     def case() -> None:
-        response = rig.stub("UnaryCall")(payload(sent) | {"size": asked})
+        response = interop.stub("UnaryCall")(payload(sent) | {"size": asked})
         assert (len(response["payload"]), response["received"]) == (asked, sent)
 
-    await rig.run(case)
+    await interop.run(case)
 
 
-async def test_a_stream_of_requests_is_read_to_its_end(rig: Rig) -> None:
+async def test_a_stream_of_requests_is_read_to_its_end(interop: InteropServer) -> None:
     def case() -> None:
         requests = (payload(size) for size in (27_182, 8, 1_828, 45_904))
-        assert rig.stub("StreamingInputCall", "stream_unary")(requests) == {"total": 74_922}
+        assert interop.stub("StreamingInputCall", "stream_unary")(requests) == {"total": 74_922}
 
-    await rig.run(case)
+    await interop.run(case)
 
 
 @pytest.mark.parametrize("method", ["StreamingOutputCall", "WrittenOutputCall"])
-async def test_a_stream_of_responses_arrives_in_order(rig: Rig, method: str) -> None:
+async def test_a_stream_of_responses_arrives_in_order(interop: InteropServer, method: str) -> None:
     def case() -> None:
         sizes = [31_415, 9, 2_653, 58_979]
-        responses = rig.stub(method, "unary_stream")({"sizes": sizes})
+        responses = interop.stub(method, "unary_stream")({"sizes": sizes})
         assert [len(response["payload"]) for response in responses] == sizes
 
-    await rig.run(case)
+    await interop.run(case)
 
 
-async def test_each_request_of_a_stream_is_answered_before_the_next_one_is_sent(rig: Rig) -> None:
+async def test_each_request_of_a_stream_is_answered_before_the_next_one_is_sent(interop: InteropServer) -> None:
     def case() -> None:
         requests = Requests()
-        responses = rig.stub("FullDuplexCall", "stream_stream")(requests)
+        responses = interop.stub("FullDuplexCall", "stream_stream")(requests)
         for sent, asked in ((27_182, 31_415), (8, 9), (1_828, 2_653), (45_904, 58_979)):
             requests.send(payload(sent) | {"sizes": [asked]})
             assert len(next(responses)["payload"]) == asked
@@ -123,36 +123,36 @@ async def test_each_request_of_a_stream_is_answered_before_the_next_one_is_sent(
         assert list(responses) == []
         assert responses.code() is grpc.StatusCode.OK
 
-    await rig.run(case)
+    await interop.run(case)
 
 
-async def test_a_stream_without_requests_ends_well(rig: Rig) -> None:
+async def test_a_stream_without_requests_ends_well(interop: InteropServer) -> None:
     def case() -> None:
-        responses = rig.stub("FullDuplexCall", "stream_stream")(iter(()))
+        responses = interop.stub("FullDuplexCall", "stream_stream")(iter(()))
         assert list(responses) == []
         assert responses.code() is grpc.StatusCode.OK
 
-    await rig.run(case)
+    await interop.run(case)
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-async def test_compressed_requests_are_read(rig: Rig, compression: grpc.Compression) -> None:
+async def test_compressed_requests_are_read(interop: InteropServer, compression: grpc.Compression) -> None:
     def case() -> None:
-        assert rig.stub("UnaryCall")(payload(27_182), compression=compression)["received"] == 27_182
+        assert interop.stub("UnaryCall")(payload(27_182), compression=compression)["received"] == 27_182
         requests = (payload(size) for size in (27_182, 45_904))
-        response = rig.stub("StreamingInputCall", "stream_unary")(requests, compression=compression)
+        response = interop.stub("StreamingInputCall", "stream_unary")(requests, compression=compression)
         assert response == {"total": 73_086}
 
-    await rig.run(case)
+    await interop.run(case)
 
 
-async def test_metadata_is_echoed(rig: Rig) -> None:
+async def test_metadata_is_echoed(interop: InteropServer) -> None:
     metadata = ((INITIAL_KEY, "test_initial_metadata_value"), (TRAILING_KEY, b"\xab\xab\xab"))
 
     def case() -> None:
-        _, call = rig.stub("UnaryCall").with_call({"size": 8}, metadata=metadata)  # type: ignore[attr-defined]
+        _, call = interop.stub("UnaryCall").with_call({"size": 8}, metadata=metadata)  # type: ignore[attr-defined]
         _check(call)
-        responses = rig.stub("FullDuplexCall", "stream_stream")(iter([{"sizes": [8]}]), metadata=metadata)
+        responses = interop.stub("FullDuplexCall", "stream_stream")(iter([{"sizes": [8]}]), metadata=metadata)
         assert len(list(responses)) == 1
         _check(responses)
 
@@ -160,16 +160,16 @@ async def test_metadata_is_echoed(rig: Rig) -> None:
         assert (INITIAL_KEY, "test_initial_metadata_value") in call.initial_metadata()
         assert (TRAILING_KEY, b"\xab\xab\xab") in call.trailing_metadata()
 
-    await rig.run(case)
+    await interop.run(case)
 
 
 @pytest.mark.parametrize("value", [b"", b"\0", b"\xff" * 3, bytes(range(256)), b"a,b"])
-async def test_binary_metadata_keeps_every_byte(rig: Rig, value: bytes) -> None:
+async def test_binary_metadata_keeps_every_byte(interop: InteropServer, value: bytes) -> None:
     def case() -> None:
-        _, call = rig.stub("UnaryCall").with_call({}, metadata=((TRAILING_KEY, value),))  # type: ignore[attr-defined]
+        _, call = interop.stub("UnaryCall").with_call({}, metadata=((TRAILING_KEY, value),))  # type: ignore[attr-defined]
         assert (TRAILING_KEY, value) in call.trailing_metadata()
 
-    await rig.run(case)
+    await interop.run(case)
 
 
 @pytest.mark.parametrize(
@@ -181,81 +181,81 @@ async def test_binary_metadata_keeps_every_byte(rig: Rig, value: bytes) -> None:
         "\t\ntest with whitespace\r\nand Unicode BMP ☺ and non-BMP 😈\t\n",
     ],
 )
-async def test_a_status_arrives_with_its_message(rig: Rig, message: str) -> None:
+async def test_a_status_arrives_with_its_message(interop: InteropServer, message: str) -> None:
     request = {"status": {"code": 2, "message": message}}
 
     def case() -> None:
         with pytest.raises(grpc.RpcError) as unary:
-            rig.stub("UnaryCall")(request)
+            interop.stub("UnaryCall")(request)
         with pytest.raises(grpc.RpcError) as stream:
-            list(rig.stub("FullDuplexCall", "stream_stream")(iter([{"sizes": [3]}, request])))
+            list(interop.stub("FullDuplexCall", "stream_stream")(iter([{"sizes": [3]}, request])))
         for error in (unary.value, stream.value):
             assert isinstance(error, grpc.Call)
             assert (error.code(), error.details()) == (grpc.StatusCode.UNKNOWN, message)
 
-    await rig.run(case)
+    await interop.run(case)
 
 
 @pytest.mark.parametrize(("service", "method"), [(SERVICE, "Missing"), ("midstream.test.Missing", "EmptyCall")])
-async def test_unknown_methods_are_unimplemented(rig: Rig, service: str, method: str) -> None:
+async def test_unknown_methods_are_unimplemented(interop: InteropServer, service: str, method: str) -> None:
     def case() -> None:
-        assert _code_of(lambda: rig.stub(method, service=service)({})) is grpc.StatusCode.UNIMPLEMENTED
-        call = rig.stub(method, "stream_stream", service)(iter([{}]))
+        assert _code_of(lambda: interop.stub(method, service=service)({})) is grpc.StatusCode.UNIMPLEMENTED
+        call = interop.stub(method, "stream_stream", service)(iter([{}]))
         assert _code_of(lambda: list(call)) is grpc.StatusCode.UNIMPLEMENTED
 
-    await rig.run(case)
+    await interop.run(case)
 
 
-async def test_a_call_that_is_cancelled_before_its_first_request_ends(rig: Rig) -> None:
+async def test_a_call_that_is_cancelled_before_its_first_request_ends(interop: InteropServer) -> None:
     def case() -> None:
-        call = rig.stub("StreamingInputCall", "stream_unary").future(Requests())  # type: ignore[attr-defined]
+        call = interop.stub("StreamingInputCall", "stream_unary").future(Requests())  # type: ignore[attr-defined]
         call.cancel()
         assert call.code() is grpc.StatusCode.CANCELLED
 
-    await rig.run(case)
+    await interop.run(case)
 
 
-async def test_a_call_that_is_cancelled_after_a_response_ends_on_the_server(rig: Rig) -> None:
+async def test_a_call_that_is_cancelled_after_a_response_ends_on_the_server(interop: InteropServer) -> None:
     def case() -> None:
         requests = Requests()
-        responses = rig.stub("FullDuplexCall", "stream_stream")(requests)
+        responses = interop.stub("FullDuplexCall", "stream_stream")(requests)
         requests.send(payload(27_182) | {"sizes": [31_415]})
         assert len(next(responses)["payload"]) == 31_415
         responses.cancel()
         assert responses.code() is grpc.StatusCode.CANCELLED
         requests.close()
 
-    await rig.run(case)
-    await asyncio.wait_for(rig.servicer.ended.wait(), WAIT_S)
+    await interop.run(case)
+    await asyncio.wait_for(interop.servicer.ended.wait(), WAIT_S)
 
 
-async def test_a_deadline_ends_the_call_on_both_sides(rig: Rig) -> None:
+async def test_a_deadline_ends_the_call_on_both_sides(interop: InteropServer) -> None:
     def case() -> None:
         # The call must have arrived before that, even if the machine stalls.
-        call = rig.stub("FullDuplexCall", "stream_stream")(Requests(), timeout=2)
+        call = interop.stub("FullDuplexCall", "stream_stream")(Requests(), timeout=2)
         assert _code_of(lambda: list(call)) is grpc.StatusCode.DEADLINE_EXCEEDED
-        unary = rig.stub("SleepingCall")
+        unary = interop.stub("SleepingCall")
         assert _code_of(lambda: unary({}, timeout=0.2)) is grpc.StatusCode.DEADLINE_EXCEEDED
 
-    await rig.run(case)
-    await asyncio.wait_for(rig.servicer.ended.wait(), WAIT_S)
+    await interop.run(case)
+    await asyncio.wait_for(interop.servicer.ended.wait(), WAIT_S)
 
 
-async def test_messages_over_the_limit_are_refused_and_others_are_served(rig: Rig) -> None:
+async def test_messages_over_the_limit_are_refused_and_others_are_served(interop: InteropServer) -> None:
     def case() -> None:
-        unary = rig.stub("UnaryCall")
+        unary = interop.stub("UnaryCall")
         assert _code_of(lambda: unary(payload(MAX_MESSAGE_BYTES))) is grpc.StatusCode.RESOURCE_EXHAUSTED
         compressed = {"compression": grpc.Compression.Gzip}
         too_large = payload(MAX_MESSAGE_BYTES)
         assert _code_of(lambda: unary(too_large, **compressed)) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert unary(payload(10))["received"] == 10
 
-    await rig.run(case)
+    await interop.run(case)
 
 
-async def test_many_calls_share_a_connection(rig: Rig) -> None:
+async def test_many_calls_share_a_connection(interop: InteropServer) -> None:
     def case() -> None:
-        unary, stream = rig.stub("UnaryCall"), rig.stub("StreamingOutputCall", "unary_stream")
+        unary, stream = interop.stub("UnaryCall"), interop.stub("StreamingOutputCall", "unary_stream")
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
             calls = [pool.submit(unary, payload(20_000 + number) | {"size": 30_000 + number}) for number in range(64)]
             streams = [pool.submit(lambda: list(stream({"sizes": [50_000] * 20}))) for _ in range(16)]
@@ -265,48 +265,50 @@ async def test_many_calls_share_a_connection(rig: Rig) -> None:
             for call in streams:
                 assert [len(response["payload"]) for response in call.result()] == [50_000] * 20
 
-    await rig.run(case)
+    await interop.run(case)
 
 
-async def test_a_reader_that_stands_still_does_not_delay_other_calls(rig: Rig) -> None:
+async def test_a_reader_that_stands_still_does_not_delay_other_calls(interop: InteropServer) -> None:
     def case() -> None:
-        stopped = rig.stub("StreamingOutputCall", "unary_stream")({"sizes": [100_000] * 200})
+        stopped = interop.stub("StreamingOutputCall", "unary_stream")({"sizes": [100_000] * 200})
         next(stopped)
         for _ in range(20):
-            assert len(rig.stub("UnaryCall")({"size": 10_000})["payload"]) == 10_000
+            assert len(interop.stub("UnaryCall")({"size": 10_000})["payload"]) == 10_000
         assert [len(response["payload"]) for response in stopped] == [100_000] * 199
 
-    await rig.run(case)
+    await interop.run(case)
 
 
-async def test_a_thousand_calls_in_a_row_are_answered(rig: Rig) -> None:
+async def test_a_thousand_calls_in_a_row_are_answered(interop: InteropServer) -> None:
     def case() -> None:
-        unary = rig.stub("UnaryCall")
+        unary = interop.stub("UnaryCall")
         for _ in range(1_000):
             assert unary({"size": 10})["payload"] == "\0" * 10
 
-    await rig.run(case)
+    await interop.run(case)
 
 
-async def test_calls_end_when_the_client_closes_its_connection(rig: Rig) -> None:
+async def test_calls_end_when_the_client_closes_its_connection(interop: InteropServer) -> None:
     def case() -> None:
-        with grpc.insecure_channel(f"127.0.0.1:{rig.port}", options=[("grpc.use_local_subchannel_pool", 1)]) as other:
+        with grpc.insecure_channel(
+            f"127.0.0.1:{interop.port}", options=[("grpc.use_local_subchannel_pool", 1)]
+        ) as other:
             sleeping: Any = other.unary_unary(f"/{SERVICE}/SleepingCall", request_serializer=encode)
             call = sleeping.future({})
             deadline = time.monotonic() + WAIT_S
-            while not rig.servicer.num_running:
+            while not interop.servicer.num_running:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         assert call.code() is grpc.StatusCode.CANCELLED
 
-    await rig.run(case)
-    await asyncio.wait_for(rig.servicer.ended.wait(), WAIT_S)
+    await interop.run(case)
+    await asyncio.wait_for(interop.servicer.ended.wait(), WAIT_S)
 
 
 @pytest.mark.skipif("MIDSTREAM_NODE_MODULES" not in os.environ, reason="MIDSTREAM_NODE_MODULES is not set")
-async def test_another_implementation_passes_its_cases(rig: Rig) -> None:
+async def test_another_implementation_passes_its_cases(interop: InteropServer) -> None:
     script = Path(__file__).with_name("interop_client.mjs")
-    node = await asyncio.create_subprocess_exec("node", script, str(rig.port), stdout=asyncio.subprocess.PIPE)
+    node = await asyncio.create_subprocess_exec("node", script, str(interop.port), stdout=asyncio.subprocess.PIPE)
     output, _ = await asyncio.wait_for(node.communicate(), 2 * WAIT_S)
     assert node.returncode == 0
     assert len(output.splitlines()) == 10

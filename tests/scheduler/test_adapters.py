@@ -72,14 +72,14 @@ def good(epoch: int, name: str, path: str) -> worker_pb2.LoraResult:
     )
 
 
-class Cell:
+class JournaledAdapters:
     """Adapters, with a journal in a file."""
 
     def __init__(self, path: Path, answer: Callable[[int, str, str], worker_pb2.LoraResult | None] = good) -> None:
         self.path = path
         self.workers = Workers(answer)
 
-    async def __aenter__(self) -> Cell:
+    async def __aenter__(self) -> JournaledAdapters:
         self.journal = ThreadedJournal(SqliteStore(self.path), LIMITS, "print", SteadyClock())
         contents = await self.journal.open(lambda error: None)
         self.adapters = Adapters(
@@ -102,43 +102,43 @@ def path(tmp_path: Path) -> Path:
 
 
 async def test_a_loaded_adapter_survives_a_restart_of_the_scheduler(path: Path) -> None:
-    async with Cell(path) as cell:
-        adapter = await cell.adapters.load("a", PATH)
+    async with JournaledAdapters(path) as journaled:
+        adapter = await journaled.adapters.load("a", PATH)
         assert adapter == LoadedAdapter(name="a", path=PATH, fingerprint=f"print of {PATH}", num_bytes=102, rank=8)
-        assert cell.workers.sent == [("load", 1, "a", PATH), ("load", 2, "a", PATH)]
-        assert await cell.adapters.load("a", PATH) == adapter
-        assert len(cell.workers.sent) == 2
+        assert journaled.workers.sent == [("load", 1, "a", PATH), ("load", 2, "a", PATH)]
+        assert await journaled.adapters.load("a", PATH) == adapter
+        assert len(journaled.workers.sent) == 2
         with pytest.raises(AlreadyExistsError):
-            await cell.adapters.load("a", "/adapters/b")
-        await cell.adapters.load("gone", "/adapters/gone")
-        await cell.adapters.unload("gone")
-        assert cell.workers.sent[-1] == ("unload", 2, "print of /adapters/gone")
-    async with Cell(path) as cell:
-        assert cell.adapters.loaded() == [adapter]
-        cell.adapters.on_joined(b"3", 3)
-        assert cell.workers.sent == [("load", 3, "a", PATH)]
-        await cell.adapters.unload("a")
+            await journaled.adapters.load("a", "/adapters/b")
+        await journaled.adapters.load("gone", "/adapters/gone")
+        await journaled.adapters.unload("gone")
+        assert journaled.workers.sent[-1] == ("unload", 2, "print of /adapters/gone")
+    async with JournaledAdapters(path) as journaled:
+        assert journaled.adapters.loaded() == [adapter]
+        journaled.adapters.on_joined(b"3", 3)
+        assert journaled.workers.sent == [("load", 3, "a", PATH)]
+        await journaled.adapters.unload("a")
         with pytest.raises(NotFoundError):
-            await cell.adapters.unload("a")
-    async with Cell(path) as cell:
-        assert cell.adapters.loaded() == []
+            await journaled.adapters.unload("a")
+    async with JournaledAdapters(path) as journaled:
+        assert journaled.adapters.loaded() == []
 
 
 async def test_two_names_of_one_adapter_are_forgotten_with_the_last(path: Path) -> None:
-    async with Cell(path) as cell:
-        await cell.adapters.load("a", PATH)
-        await cell.adapters.load("b", PATH)
-        await cell.adapters.unload("a")
-        assert not [item for item in cell.workers.sent if item[0] == "unload"]
-        await cell.adapters.unload("b")
-        assert [item[1] for item in cell.workers.sent if item[0] == "unload"] == [1, 2]
+    async with JournaledAdapters(path) as journaled:
+        await journaled.adapters.load("a", PATH)
+        await journaled.adapters.load("b", PATH)
+        await journaled.adapters.unload("a")
+        assert not [item for item in journaled.workers.sent if item[0] == "unload"]
+        await journaled.adapters.unload("b")
+        assert [item[1] for item in journaled.workers.sent if item[0] == "unload"] == [1, 2]
 
 
 async def test_simultaneous_equal_loads_run_once(path: Path) -> None:
-    async with Cell(path) as cell:
-        first, second = await asyncio.gather(cell.adapters.load("a", PATH), cell.adapters.load("a", PATH))
+    async with JournaledAdapters(path) as journaled:
+        first, second = await asyncio.gather(journaled.adapters.load("a", PATH), journaled.adapters.load("a", PATH))
         assert first == second
-        assert len(cell.workers.sent) == 2
+        assert len(journaled.workers.sent) == 2
 
 
 def failing(epoch: int, name: str, path: str) -> worker_pb2.LoraResult:
@@ -168,37 +168,37 @@ def different(epoch: int, name: str, path: str) -> worker_pb2.LoraResult:
 async def test_an_adapter_that_a_worker_rejects_is_not_loaded(
     path: Path, name: str, where: str, answer: Any, error: type[MidstreamError], named: str
 ) -> None:
-    async with Cell(path, answer) as cell:
+    async with JournaledAdapters(path, answer) as journaled:
         with pytest.raises(error) as raised:
-            await cell.adapters.load(name, where)
+            await journaled.adapters.load(name, where)
         assert raised.value.field == named
-        assert cell.adapters.loaded() == []
+        assert journaled.adapters.loaded() == []
         if answer is failing:
-            assert cell.workers.sent[-1] == ("unload", 1, f"print of {PATH}")
+            assert journaled.workers.sent[-1] == ("unload", 1, f"print of {PATH}")
 
 
 async def test_nothing_is_loaded_without_suitable_workers(path: Path) -> None:
-    async with Cell(path) as cell:
-        cell.workers.features = ()
+    async with JournaledAdapters(path) as journaled:
+        journaled.workers.features = ()
         with pytest.raises(UnsupportedError):
-            await cell.adapters.load("a", PATH)
-        cell.workers.epochs.clear()
+            await journaled.adapters.load("a", PATH)
+        journaled.workers.epochs.clear()
         with pytest.raises(UnavailableError):
-            await cell.adapters.load("a", PATH)
+            await journaled.adapters.load("a", PATH)
 
 
 async def test_a_worker_that_dies_in_the_meantime_is_not_awaited(path: Path) -> None:
-    async with Cell(path) as cell:
+    async with JournaledAdapters(path) as journaled:
 
         def answer(epoch: int, name: str, where: str) -> worker_pb2.LoraResult | None:
             if epoch == 1:
                 return good(epoch, name, where)
-            cell.workers.epochs[:] = [1, 7]  # 2 is gone; 7 has registered but was not asked to load the adapter
+            journaled.workers.epochs[:] = [1, 7]  # 2 is gone; 7 has registered but was not asked to load the adapter
             return None if epoch == 2 else good(epoch, name, where)
 
-        cell.workers.answer = answer
-        assert (await cell.adapters.load("a", PATH)).num_bytes == 101
-        assert cell.workers.sent[-1] == ("load", 7, "a", PATH)
+        journaled.workers.answer = answer
+        assert (await journaled.adapters.load("a", PATH)).num_bytes == 101
+        assert journaled.workers.sent[-1] == ("load", 7, "a", PATH)
 
 
 async def test_a_load_that_a_worker_does_not_answer_fails_and_may_be_repeated(
@@ -206,32 +206,34 @@ async def test_a_load_that_a_worker_does_not_answer_fails_and_may_be_repeated(
 ) -> None:
     monkeypatch.setattr(lora_registry, "_ANSWER_TIMEOUT_S", 0.0)
     monkeypatch.setattr(lora_registry, "_LOOK_INTERVAL_S", 0.001)
-    async with Cell(path, lambda epoch, name, where: good(epoch, name, where) if epoch == 1 else None) as cell:
+    async with JournaledAdapters(
+        path, lambda epoch, name, where: good(epoch, name, where) if epoch == 1 else None
+    ) as journaled:
         with pytest.raises(DeadlineError):
-            await cell.adapters.load("a", PATH)
-        assert cell.workers.sent[-1] == ("unload", 1, f"print of {PATH}")
+            await journaled.adapters.load("a", PATH)
+        assert journaled.workers.sent[-1] == ("unload", 1, f"print of {PATH}")
         late = good(2, "a", PATH)
         late.epoch, late.name = 2, "a"
-        cell.adapters.on_result(late)
-        cell.workers.answer = good
+        journaled.adapters.on_result(late)
+        journaled.workers.answer = good
         monkeypatch.setattr(lora_registry, "_ANSWER_TIMEOUT_S", 60.0)
-        assert (await cell.adapters.load("a", "/adapters/b")).path == "/adapters/b"
+        assert (await journaled.adapters.load("a", "/adapters/b")).path == "/adapters/b"
 
 
 async def test_a_request_contains_the_identity_of_its_adapters(path: Path) -> None:
-    async with Cell(path) as cell:
-        await cell.adapters.load("a", PATH)
+    async with JournaledAdapters(path) as journaled:
+        await journaled.adapters.load("a", PATH)
         request = pb.GenerateRequest(request_id="r", token_ids=pb.TokenIds(values=[1, 2]), max_tokens=3)
         request.lora.name = "a"
         request.prompt_tuning.name, request.prompt_tuning.path = "s", "/adapters/soft"  # loaded on first use
         before = spec_from_proto(request, LIMITS, 0)
-        await cell.adapters.resolve(request)
+        await journaled.adapters.resolve(request)
         spec = spec_from_proto(request, LIMITS, 0)
         assert (spec.lora_name, spec.lora_key, spec.lora_bytes) == ("a", f"print of {PATH}", 102)
         assert list(spec.prompt) == [1000, 1001, 1002, 1003, 1004, 1, 2]
         assert (spec.prompt_key, spec.num_virtual_tokens) == ("print of /adapters/soft", 5)
         assert spec.digest == before.digest
-        assert [adapter.name for adapter in cell.adapters.loaded()] == ["a", "s"]
+        assert [adapter.name for adapter in journaled.adapters.loaded()] == ["a", "s"]
         # The journal returns the same adapters.
         assert spec_from_proto(pb.GenerateRequest.FromString(spec.payload), LIMITS, 0) == spec
 
@@ -250,11 +252,11 @@ async def test_a_request_contains_the_identity_of_its_adapters(path: Path) -> No
 async def test_a_request_with_a_wrong_adapter_is_refused_by_field(
     path: Path, request_: pb.GenerateRequest, error: type[MidstreamError], named: str
 ) -> None:
-    async with Cell(path) as cell:
-        await cell.adapters.load("a", PATH)
-        await cell.adapters.load("s", "/adapters/soft")
+    async with JournaledAdapters(path) as journaled:
+        await journaled.adapters.load("a", PATH)
+        await journaled.adapters.load("s", "/adapters/soft")
         with pytest.raises(error) as raised:
-            await cell.adapters.resolve(request_)
+            await journaled.adapters.resolve(request_)
         assert raised.value.field == named
 
 

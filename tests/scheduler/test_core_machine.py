@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
-from tests.scheduler.life import NUM_BLOCKS, Life, Shape
+from tests.scheduler.core_driver import NUM_BLOCKS, CoreDriver, Shape
 
 BEGINNINGS = (
     sorted(CAPACITY_SCHEDULERS),
@@ -48,73 +48,73 @@ CHANGES = ["join", "join", "leave", "again"]
 
 
 class CoreMachine(RuleBasedStateMachine):
-    life: Life | None = None
+    driver: CoreDriver | None = None
 
     @initialize(chosen=st.tuples(*(st.sampled_from(choices) for choices in BEGINNINGS)))
     def begin(self, chosen: tuple[str, str, int, int, bool, int, bool, bool]) -> None:
-        self.life = Life(*chosen)
+        self.driver = CoreDriver(*chosen)
 
     @rule(shapes=st.lists(SHAPES, min_size=1, max_size=3))
     def submit(self, shapes: list[Shape]) -> None:
-        assert self.life is not None
-        self.life.submit(shapes)
+        assert self.driver is not None
+        self.driver.submit(shapes)
 
     @rule(pick=st.integers(0, 9), twice=st.booleans())
     def step(self, pick: int, twice: bool) -> None:
-        assert self.life is not None
-        self.life.step(pick, twice)
+        assert self.driver is not None
+        self.driver.step(pick, twice)
 
     @rule(pick=st.integers(0, 99), kind=st.sampled_from(KINDS), num_back=st.integers(0, 3))
     def somebody_comes_or_goes(self, pick: int, kind: str, num_back: int) -> None:
-        assert self.life is not None
-        self.life.somebody_comes_or_goes(pick, kind)
+        assert self.driver is not None
+        self.driver.somebody_comes_or_goes(pick, kind)
         if num_back == 3:
-            self.life.stop_word(pick, num_back)
+            self.driver.stop_word(pick, num_back)
 
     @rule(name=st.sampled_from("gh"), kind=st.sampled_from(CHANGES))
     def group_changes(self, name: str, kind: str) -> None:
-        assert self.life is not None
-        self.life.group_changes(name, kind, NUM_BLOCKS)
+        assert self.driver is not None
+        self.driver.group_changes(name, kind, NUM_BLOCKS)
 
     @rule(swap=st.booleans())
     def time_passes(self, swap: bool) -> None:
-        assert self.life is not None
+        assert self.driver is not None
         if swap:
-            self.life.results_change_places()
-        self.life.time_passes()
+            self.driver.results_change_places()
+        self.driver.time_passes()
 
     @invariant()
     def blocks_are_conserved(self) -> None:
-        if self.life is not None:
-            self.life.harness.check()
+        if self.driver is not None:
+            self.driver.harness.check()
 
     def teardown(self) -> None:
-        if self.life is not None:
-            self.life.end()
+        if self.driver is not None:
+            self.driver.end()
 
 
 def live(seed: int) -> None:
     """Run the core with all choices drawn from the seed."""
     draw = random.Random(seed)
-    life = Life(*(draw.choice(choices) for choices in BEGINNINGS))  # type: ignore[arg-type]
+    driver = CoreDriver(*(draw.choice(choices) for choices in BEGINNINGS))  # type: ignore[arg-type]
     for _ in range(30):
         what = draw.random()
         if what < 0.2:
-            life.submit([Shape(*(draw.choice(choices) for choices in SHAPE)) for _ in range(draw.randint(1, 3))])  # type: ignore[arg-type]
+            driver.submit([Shape(*(draw.choice(choices) for choices in SHAPE)) for _ in range(draw.randint(1, 3))])  # type: ignore[arg-type]
         elif what < 0.7:
-            life.step(draw.randrange(10), draw.random() < 0.1)
+            driver.step(draw.randrange(10), draw.random() < 0.1)
         elif what < 0.82:
-            life.somebody_comes_or_goes(draw.randrange(100), draw.choice(KINDS))
+            driver.somebody_comes_or_goes(draw.randrange(100), draw.choice(KINDS))
         elif what < 0.87:
-            life.stop_word(draw.randrange(100), draw.randrange(4))
+            driver.stop_word(draw.randrange(100), draw.randrange(4))
         elif what < 0.91:
-            life.group_changes(draw.choice("gh"), draw.choice(CHANGES), draw.choice([NUM_BLOCKS, 2 * NUM_BLOCKS]))
+            driver.group_changes(draw.choice("gh"), draw.choice(CHANGES), draw.choice([NUM_BLOCKS, 2 * NUM_BLOCKS]))
         elif what < 0.95:
-            life.results_change_places()
+            driver.results_change_places()
         else:
-            life.time_passes()
-        life.harness.check()
-    life.end()
+            driver.time_passes()
+        driver.harness.check()
+    driver.end()
 
 
 @pytest.mark.timeout(600)

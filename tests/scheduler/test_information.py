@@ -9,18 +9,18 @@ import grpc.aio
 import pytest
 
 from protos import loads_pb2, stats_pb2
-from tests.scheduler.cell import WAIT_S, run_cell
+from tests.scheduler.running_scheduler import WAIT_S, run_scheduler
 from tests.scheduler.test_service import Feed
 
 
 async def test_information_about_the_cell() -> None:
-    async with run_cell(name="cell one") as cell:
-        await cell.worker(group_id="one", num_blocks=100)
-        await cell.submit("a", [1] * 20, 1000)
-        feed = await Feed(cell.stub, "d1").open()
+    async with run_scheduler(name="cell one") as scheduler:
+        await scheduler.worker(group_id="one", num_blocks=100)
+        await scheduler.submit("a", [1] * 20, 1000)
+        feed = await Feed(scheduler.stub, "d1").open()
         await feed.attach(1, "a")
         await feed.read()
-        info = await cell.stub.GetServerInfo(loads_pb2.GetServerInfoRequest())
+        info = await scheduler.stub.GetServerInfo(loads_pb2.GetServerInfoRequest())
         assert [(group.group_id, group.num_blocks) for group in info.worker_groups] == [("one", 100)]
         assert [(item.detokenizer_id, item.num_attached) for item in info.detokenizers] == [("d1", 1)]
         assert (info.capacity_policy, info.batching_type, info.journal) == (
@@ -28,22 +28,22 @@ async def test_information_about_the_cell() -> None:
             "inflight_fused",
             "off",
         )
-        loads = (await cell.stub.GetLoads(loads_pb2.GetLoadsRequest())).cells
+        loads = (await scheduler.stub.GetLoads(loads_pb2.GetLoadsRequest())).cells
         assert [(load.cell, load.num_running_requests, load.num_blocks) for load in loads] == [("cell one", 1, 100)]
-        model = await cell.stub.GetModelInfo(loads_pb2.GetModelInfoRequest(model="fake"))
+        model = await scheduler.stub.GetModelInfo(loads_pb2.GetModelInfoRequest(model="fake"))
         assert (model.vocab_size, list(model.end_ids), model.fingerprint) == (1000, [999], "print")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await cell.stub.GetModelInfo(loads_pb2.GetModelInfoRequest(model="other"))
+            await scheduler.stub.GetModelInfo(loads_pb2.GetModelInfoRequest(model="other"))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_statistics_and_kv_events_can_be_followed() -> None:
-    async with run_cell() as cell:
-        iterations = cell.stub.GetIterationStats(stats_pb2.GetIterationStatsRequest(stream=True))
-        events = cell.stub.SubscribeKvEvents(stats_pb2.SubscribeKvEventsRequest(start_sequence_number=1))
+    async with run_scheduler() as scheduler:
+        iterations = scheduler.stub.GetIterationStats(stats_pb2.GetIterationStatsRequest(stream=True))
+        events = scheduler.stub.SubscribeKvEvents(stats_pb2.SubscribeKvEventsRequest(start_sequence_number=1))
         await iterations.wait_for_connection()
-        await cell.worker()
-        await cell.submit("a", list(range(40)), 2)
+        await scheduler.worker()
+        await scheduler.submit("a", list(range(40)), 2)
         first = await asyncio.wait_for(iterations.read(), WAIT_S)
         assert first.inflight_batching_stats.num_ctx_tokens == 40
         assert first.inflight_batching_stats.num_context_requests == 1
@@ -56,10 +56,10 @@ async def test_statistics_and_kv_events_can_be_followed() -> None:
             batch = await asyncio.wait_for(events.read(), WAIT_S)
             kinds += [(event.sequence_number, event.WhichOneof("event")) for event in batch.events]
         assert kinds == [(1, "cleared"), (2, "stored")]
-        late = cell.stub.SubscribeKvEvents(stats_pb2.SubscribeKvEventsRequest(include_snapshot=True))
+        late = scheduler.stub.SubscribeKvEvents(stats_pb2.SubscribeKvEventsRequest(include_snapshot=True))
         snapshot = await asyncio.wait_for(late.read(), WAIT_S)
         assert snapshot.is_snapshot
-        assert {event.sequence_number for event in snapshot.events} == {cell.service.engine.kv_events.last_number}
+        assert {event.sequence_number for event in snapshot.events} == {scheduler.service.engine.kv_events.last_number}
         assert [event.WhichOneof("event") for event in snapshot.events] == ["cleared", "stored"]
         assert set(batch.events[-1].stored.block_hashes) <= set(snapshot.events[1].stored.block_hashes)
         late.cancel()

@@ -33,7 +33,7 @@ PRINT = "print"
 CLOCK = SteadyClock()
 
 
-class Cell:
+class JournaledCore:
     """A core whose effects are written to the journal immediately, without a thread."""
 
     def __init__(self, store: Store, **config: Any) -> None:
@@ -111,22 +111,22 @@ def copy(path: Path, folder: Path) -> Path:
     return folder / path.name
 
 
-def begin(path: Path, **config: Any) -> Cell:
-    cell = Cell(store_at(path), **config)
-    cell.harness.add_group()
-    return cell
+def begin(path: Path, **config: Any) -> JournaledCore:
+    core = JournaledCore(store_at(path), **config)
+    core.harness.add_group()
+    return core
 
 
 def test_a_scheduler_killed_at_any_token_goes_on_to_the_same_output(any_path: Path, tmp_path: Path) -> None:
-    cell = begin(any_path)
-    cell.submit("a", [5, 6, 7], 48)
-    cell.submit("b", [50, 60], 48, num_sequences=2)
+    core = begin(any_path)
+    core.submit("a", [5, 6, 7], 48)
+    core.submit("b", [50, 60], 48, num_sequences=2)
     moments: list[Path] = []
     while True:
         moments.append(copy(any_path, tmp_path / str(len(moments))))
-        if not cell.step():
+        if not core.step():
             break
-    expected = {key: cell.output(*key) for key in (("a", 0), ("b", 0), ("b", 1))}
+    expected = {key: core.output(*key) for key in (("a", 0), ("b", 0), ("b", 1))}
     assert [len(tokens) for tokens in expected.values()] == [48, 48, 48]
     lengths = []
     for moment in moments:
@@ -142,15 +142,15 @@ def test_a_scheduler_killed_at_any_token_goes_on_to_the_same_output(any_path: Pa
 
 
 def test_ended_requests_are_restored_unchanged(any_path: Path) -> None:
-    cell = begin(any_path)
-    cell.submit("a", [5], 9)
-    cell.submit("b", [70], 100)
+    core = begin(any_path)
+    core.submit("a", [5], 9)
+    core.submit("b", [70], 100)
     for _ in range(4):
-        cell.step()
-    cell.handle(StopWordFound(cell.harness.now_ns, "a", 0, 2, "so"))
-    cell.handle(AbortRequested(cell.harness.now_ns, "b"))
-    before = cell.harness.core.lifecycle.requests
-    cell.store.close()
+        core.step()
+    core.handle(StopWordFound(core.harness.now_ns, "a", 0, 2, "so"))
+    core.handle(AbortRequested(core.harness.now_ns, "b"))
+    before = core.harness.core.lifecycle.requests
+    core.store.close()
     after = begin(any_path).harness.core.lifecycle.requests
     assert list(after) == ["a", "b"]
     for request_id in after:
@@ -163,52 +163,52 @@ def test_ended_requests_are_restored_unchanged(any_path: Path) -> None:
 
 
 def test_resubmitting_after_a_restart_attaches(any_path: Path) -> None:
-    cell = begin(any_path)
-    cell.submit("a", [5], 4)
-    cell.run()
-    cell.store.close()
-    cell = begin(any_path)
-    cell.submit("a", [5], 4)
-    assert cell.harness.accepted == {"a": 1}
-    assert cell.harness.core.lifecycle.num_unfinished == 0
-    cell.submit("a", [6], 4)
-    assert cell.harness.refused["a"].failure.field == "request_id"
+    core = begin(any_path)
+    core.submit("a", [5], 4)
+    core.run()
+    core.store.close()
+    core = begin(any_path)
+    core.submit("a", [5], 4)
+    assert core.harness.accepted == {"a": 1}
+    assert core.harness.core.lifecycle.num_unfinished == 0
+    core.submit("a", [6], 4)
+    assert core.harness.refused["a"].failure.field == "request_id"
 
 
 def test_extra_outputs_come_back(any_path: Path) -> None:
-    cell = begin(any_path)
-    cell.submit("a", [5], 9)
-    cell.step()
-    sequence = cell.harness.core.lifecycle.requests["a"].sequences[0]
+    core = begin(any_path)
+    core.submit("a", [5], 9)
+    core.step()
+    sequence = core.harness.core.lifecycle.requests["a"].sequences[0]
     rows = worker_pb2.RowOutputs(log_probs=generation_pb2.LogProbs()).SerializeToString()
     sequence.outputs.append(ExtraOutput(len(sequence.output), rows))
-    cell.step()
+    core.step()
     length = len(sequence.output)
-    cell.store.close()
+    core.store.close()
     again = begin(any_path).harness.core.lifecycle.requests["a"].sequences[0]
     assert again.outputs == [ExtraOutput(length - 1, rows)]
 
 
 def test_forgotten_requests_are_removed_from_the_file(any_path: Path) -> None:
-    cell = begin(any_path, max_num_finished=2)
+    core = begin(any_path, max_num_finished=2)
     for number in range(6):
-        cell.submit(str(number), [number + 1], 3)
-        cell.run()
-    cell.store.close()
+        core.submit(str(number), [number + 1], 3)
+        core.run()
+    core.store.close()
     assert sorted(begin(any_path, max_num_finished=2).harness.core.lifecycle.requests) == ["4", "5"]
 
 
 def test_compaction_keeps_the_output_and_bounds_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler.journal.writer.MIN_COMPACTION_BYTES", 2000)
-    cell = begin(path, max_num_finished=4)
+    core = begin(path, max_num_finished=4)
     for number in range(60):
-        cell.submit(str(number), [number + 1], 40)
-        cell.run()
-    assert cell.writer.num_compactions > 5
-    stored = cell.store.read()
+        core.submit(str(number), [number + 1], 40)
+        core.run()
+    assert core.writer.num_compactions > 5
+    stored = core.store.read()
     assert len(stored.requests) == 4
     assert sum(len(record) for _, record in stored.commits) < 10_000
-    cell.store.close()
+    core.store.close()
     after = begin(path, max_num_finished=4)
     assert after.output("59") == list(range(61, 101))
 
@@ -228,13 +228,13 @@ def test_epochs_grow_and_a_deposed_writer_is_refused(any_path: Path) -> None:
 
 
 def test_a_damaged_commit_ends_reading_and_the_rest_is_recomputed(path: Path) -> None:
-    cell = begin(path)
-    cell.submit("a", [5], 20)
+    core = begin(path)
+    core.submit("a", [5], 20)
     for _ in range(10):
-        cell.step()
-    cell.submit("b", [50], 3)
-    cell.step()
-    cell.store.close()
+        core.step()
+    core.submit("b", [50], 3)
+    core.step()
+    core.store.close()
     with sqlite3.connect(path) as connection:
         count = connection.execute("SELECT count(*) FROM commits").fetchone()[0]
         connection.execute("UPDATE commits SET record = x'00112233' WHERE number = 4")
@@ -248,11 +248,11 @@ def test_a_damaged_commit_ends_reading_and_the_rest_is_recomputed(path: Path) ->
 
 
 def test_only_the_damaged_request_is_skipped(path: Path) -> None:
-    cell = begin(path)
-    cell.submit("a", [5], 20)
-    cell.submit("b", [50], 20)
-    cell.step()
-    cell.store.close()
+    core = begin(path)
+    core.submit("a", [5], 20)
+    core.submit("b", [50], 20)
+    core.step()
+    core.store.close()
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE requests SET request = x'00' WHERE number = 1")
     connection.close()
@@ -262,11 +262,11 @@ def test_only_the_damaged_request_is_skipped(path: Path) -> None:
 
 
 def test_only_the_request_of_a_newer_version_is_skipped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = begin(path)
-    cell.submit("a", [5], 20)
-    cell.submit("b", [50], 20)
-    cell.step()
-    cell.store.close()
+    core = begin(path)
+    core.submit("a", [5], 20)
+    core.submit("b", [50], 20)
+    core.step()
+    core.store.close()
 
     def read(payload: generation_pb2.GenerateRequest, *arguments: Any) -> Any:
         if payload.request_id == "a":
@@ -280,29 +280,29 @@ def test_only_the_request_of_a_newer_version_is_skipped(path: Path, monkeypatch:
 
 
 def test_a_torn_tail_loses_only_its_transaction(path: Path, tmp_path: Path) -> None:
-    cell = begin(path)
-    cell.submit("a", [5], 20)
+    core = begin(path)
+    core.submit("a", [5], 20)
     for _ in range(6):
-        cell.step()
+        core.step()
     killed = copy(path, tmp_path / "killed")
     log = killed.with_name(killed.name + "-wal")
     log.write_bytes(log.read_bytes()[:-100])
     assert torn_tail_bytes(killed) > 0
     after = begin(killed)
     assert after.num_damaged == 1
-    assert len(after.output("a")) == len(cell.output("a")) - 1
+    assert len(after.output("a")) == len(core.output("a")) - 1
     after.run()
     assert after.output("a") == list(range(6, 26))
 
 
 def test_a_file_that_is_not_a_journal_is_set_aside(path: Path) -> None:
     path.write_bytes(b"nonsense" * 1000)
-    cell = begin(path)
-    assert cell.num_damaged == 1
+    core = begin(path)
+    assert core.num_damaged == 1
     assert path.with_name(path.name + ".damaged").read_bytes().startswith(b"nonsense")
-    cell.submit("a", [5], 3)
-    cell.run()
-    assert cell.output("a") == [6, 7, 8]
+    core.submit("a", [5], 3)
+    core.run()
+    assert core.output("a") == [6, 7, 8]
 
 
 def test_a_newer_journal_is_refused_and_left_alone(path: Path) -> None:
@@ -315,9 +315,9 @@ def test_a_newer_journal_is_refused_and_left_alone(path: Path) -> None:
 
 
 def test_requests_of_another_model_are_dropped(any_path: Path) -> None:
-    cell = begin(any_path)
-    cell.submit("a", [5], 3)
-    cell.store.close()
+    core = begin(any_path)
+    core.submit("a", [5], 3)
+    core.store.close()
     store = store_at(any_path)
     store.take_over(least_epoch=1)
     replayed = replay(store.read(), LIMITS, "another", CLOCK)
@@ -325,15 +325,15 @@ def test_requests_of_another_model_are_dropped(any_path: Path) -> None:
 
 
 def test_a_full_disk_fails_the_transaction_as_a_whole(path: Path) -> None:
-    cell = begin(path)
-    cell.submit("a", [5], 9)
-    cell.step()
-    assert isinstance(cell.store, SqliteStore)
-    (num_pages,) = cell.store._connected.execute("PRAGMA page_count").fetchone()
-    assert cell.store._connected.execute(f"PRAGMA max_page_count = {num_pages}").fetchone() == (num_pages,)
+    core = begin(path)
+    core.submit("a", [5], 9)
+    core.step()
+    assert isinstance(core.store, SqliteStore)
+    (num_pages,) = core.store._connected.execute("PRAGMA page_count").fetchone()
+    assert core.store._connected.execute(f"PRAGMA max_page_count = {num_pages}").fetchone() == (num_pages,)
     with pytest.raises(JournalError, match="full"):
-        cell.submit("b", list(range(1, 900)) * 4, 3)
-    cell.store.close()
+        core.submit("b", list(range(1, 900)) * 4, 3)
+    core.store.close()
     after = begin(path)
     assert list(after.harness.core.lifecycle.requests) == ["a"]
 
@@ -364,12 +364,12 @@ def test_a_deadline_outlasts_a_restart_and_on_the_same_machine_also_a_jump(
 
 def test_a_finished_request_is_kept_for_its_time_after_a_restart_whatever_the_clock_says(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "journal")
-    cell = Cell(store)
-    cell.harness.add_group()
-    cell.submit("a", [1, 2], 2)
-    while cell.step():
+    core = JournaledCore(store)
+    core.harness.add_group()
+    core.submit("a", [1, 2], 2)
+    while core.step():
         pass
-    ended_ns = cell.harness.core.lifecycle.requests["a"].times.finished_ns
+    ended_ns = core.harness.core.lifecycle.requests["a"].times.finished_ns
     (stored,) = replay(store.read(), LIMITS, PRINT, CLOCK).requests.values()
     later = Harness()
     later.now_ns = ended_ns + 3_600_000_000_000  # an hour by the wall clock
@@ -389,8 +389,8 @@ def modes(folder: Path) -> set[int]:
 def test_the_files_are_private_to_their_owner(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     store = SqliteStore(folder / "journal")
-    cell = Cell(store)
-    cell.submit("a", [1, 2], 2)
+    core = JournaledCore(store)
+    core.submit("a", [1, 2], 2)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert modes(folder) == {0o600}
     for path in folder.iterdir():  # the state in which an earlier version left the journal
@@ -406,10 +406,10 @@ def test_the_files_are_private_to_their_owner(tmp_path: Path) -> None:
 def test_the_deletion_of_a_journal_in_use_is_detected(tmp_path: Path, how: str) -> None:
     path = tmp_path / "journal"
     store = SqliteStore(path)
-    cell = Cell(store)
-    cell.harness.add_group()
-    cell.submit("a", [1, 2], 20)
-    cell.step()
+    core = JournaledCore(store)
+    core.harness.add_group()
+    core.submit("a", [1, 2], 20)
+    core.step()
     victim = path.with_name("journal-wal") if "log" in how else path
     if how.startswith("delete"):
         victim.unlink()
@@ -422,16 +422,16 @@ def test_the_deletion_of_a_journal_in_use_is_detected(tmp_path: Path, how: str) 
     with pytest.raises(LostError, match=str(victim)):
         store.check()
     with pytest.raises(LostError):
-        cell.submit("b", [1, 2], 2)
+        core.submit("b", [1, 2], 2)
     # The state in memory is written to a new journal, under the same epoch.
     store.begin_anew()
-    store.write(cell.writer.everything())
-    while cell.step():
+    store.write(core.writer.everything())
+    while core.step():
         pass
     store.close()
     later = SqliteStore(path)
     epoch = later.take_over(least_epoch=1)
-    assert epoch == cell.epoch + 1
+    assert epoch == core.epoch + 1
     known = list(replay(later.read(), LIMITS, PRINT, CLOCK).requests.values())
     assert [item.recovered.spec.request_id for item in known] == ["a", "b"]
     assert [item.outputs[0].tolist() for item in known] == [list(range(3, 23)), [3, 4]]
@@ -457,7 +457,7 @@ def test_a_journal_that_another_process_recreated_is_left_to_it(tmp_path: Path) 
 def test_a_truncated_journal_is_reported_on_opening(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "journal"
     store = SqliteStore(path)
-    Cell(store).submit("a", [1, 2], 2)
+    JournaledCore(store).submit("a", [1, 2], 2)
     store.close()
     with path.open("r+b") as file:
         file.truncate(0)

@@ -17,12 +17,12 @@ from scheduler.core.effects import RequestForgotten
 from scheduler.core.events import StopWordFound
 from scheduler.core.request import FinishReason
 from scheduler.journal.documents import DocumentKey
-from tests.scheduler.cell import Cell, run_cell, until
+from tests.scheduler.running_scheduler import RunningScheduler, run_scheduler, until
 
 
-async def read(cell: Cell, request_id: str) -> tuple[list[int], int]:
+async def read(scheduler: RunningScheduler, request_id: str) -> tuple[list[int], int]:
     """Return what a detokenizer receives for a request: its tokens, and the status code if there was an error."""
-    feed = cell.stub.TokenFeed()
+    feed = scheduler.stub.TokenFeed()
     await feed.write(scheduler_pb2.FeedCommand(hello=scheduler_pb2.FeedHello(detokenizer_id="d")))
     attach = scheduler_pb2.FeedAttach(stream=1, request_id=request_id)
     await feed.write(scheduler_pb2.FeedCommand(attach=attach))
@@ -39,19 +39,19 @@ async def read(cell: Cell, request_id: str) -> tuple[list[int], int]:
     raise AssertionError("the feed ended")
 
 
-async def get(cell: Cell, request_id: str) -> scheduler_pb2.GetRequestResponse:
-    found: scheduler_pb2.GetRequestResponse = await cell.stub.GetRequest(
+async def get(scheduler: RunningScheduler, request_id: str) -> scheduler_pb2.GetRequestResponse:
+    found: scheduler_pb2.GetRequestResponse = await scheduler.stub.GetRequest(
         scheduler_pb2.GetRequestRequest(request_id=request_id)
     )
     return found
 
 
-async def delete(cell: Cell, request_id: str) -> None:
-    await cell.stub.DeleteRequest(scheduler_pb2.DeleteRequestRequest(request_id=request_id))
+async def delete(scheduler: RunningScheduler, request_id: str) -> None:
+    await scheduler.stub.DeleteRequest(scheduler_pb2.DeleteRequestRequest(request_id=request_id))
 
 
-def forgotten(cell: Cell, request_id: str) -> bool:
-    engine = cell.service.engine
+def forgotten(scheduler: RunningScheduler, request_id: str) -> bool:
+    engine = scheduler.service.engine
     return request_id not in engine.core.lifecycle.requests and request_id not in engine.hub.logs
 
 
@@ -61,102 +61,102 @@ def settings(tmp_path: Path, **fields: Any) -> dict[str, Any]:
 
 async def test_a_kept_request_is_read_again_after_it_was_forgotten_and_after_a_restart(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"keep_s": 600, "attachment": b"beside", "detached": True}
-    async with run_cell(**settings(tmp_path)) as cell:
-        await cell.worker()
-        await cell.submit("a", [1, 2, 3], **fields)
-        await cell.submit("b", [1, 2, 3], detached=True)
-        tokens, _ = await read(cell, "a")
-        await until(lambda: forgotten(cell, "a") and forgotten(cell, "b"))
-        assert await read(cell, "a") == (tokens, 0)
-        assert await read(cell, "b") == ([], grpc.StatusCode.NOT_FOUND.value[0])
-        await until(lambda: forgotten(cell, "a"))
-    async with run_cell(**settings(tmp_path)) as cell:  # there is no worker, since nothing is recomputed
-        found = await get(cell, "a")
+    async with run_scheduler(**settings(tmp_path)) as scheduler:
+        await scheduler.worker()
+        await scheduler.submit("a", [1, 2, 3], **fields)
+        await scheduler.submit("b", [1, 2, 3], detached=True)
+        tokens, _ = await read(scheduler, "a")
+        await until(lambda: forgotten(scheduler, "a") and forgotten(scheduler, "b"))
+        assert await read(scheduler, "a") == (tokens, 0)
+        assert await read(scheduler, "b") == ([], grpc.StatusCode.NOT_FOUND.value[0])
+        await until(lambda: forgotten(scheduler, "a"))
+    async with run_scheduler(**settings(tmp_path)) as scheduler:  # there is no worker, since nothing is recomputed
+        found = await get(scheduler, "a")
         assert (found.request.attachment, found.request.keep_s) == (b"beside", 600)
         assert (found.has_started, found.has_finished) == (True, True)
-        assert await read(cell, "a") == (tokens, 0)
-        await until(lambda: forgotten(cell, "a"))
-        answer = await cell.submit("a", [1, 2, 3], **fields)
+        assert await read(scheduler, "a") == (tokens, 0)
+        await until(lambda: forgotten(scheduler, "a"))
+        answer = await scheduler.submit("a", [1, 2, 3], **fields)
         assert answer.attached
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await cell.submit("a", [1, 2, 4], **fields)
+            await scheduler.submit("a", [1, 2, 4], **fields)
         assert raised.value.code() is grpc.StatusCode.ALREADY_EXISTS
 
 
 async def test_requests_that_end_just_before_a_restart_are_kept(tmp_path: Path) -> None:
-    async with run_cell(**settings(tmp_path, finished_ttl_s=60.0)) as cell:
-        await cell.worker()
-        await cell.submit("a", [1, 2, 3], keep_s=600, detached=True)
-        tokens, _ = await read(cell, "a")
+    async with run_scheduler(**settings(tmp_path, finished_ttl_s=60.0)) as scheduler:
+        await scheduler.worker()
+        await scheduler.submit("a", [1, 2, 3], keep_s=600, detached=True)
+        tokens, _ = await read(scheduler, "a")
     for suffix in ("", "-wal", "-shm"):  # as if the scheduler had died before writing the entry
         (tmp_path / f"journal.documents{suffix}").unlink(missing_ok=True)
-    async with run_cell(**settings(tmp_path)) as cell:
-        await until(lambda: forgotten(cell, "a"))
-        assert await read(cell, "a") == (tokens, 0)
+    async with run_scheduler(**settings(tmp_path)) as scheduler:
+        await until(lambda: forgotten(scheduler, "a"))
+        assert await read(scheduler, "a") == (tokens, 0)
 
 
 async def test_a_deleted_request_is_gone_in_memory_and_after_a_restart(tmp_path: Path) -> None:
-    async with run_cell(**settings(tmp_path, finished_ttl_s=60.0)) as cell:
-        await cell.worker()
-        await cell.submit("a", [1, 2, 3], keep_s=600, detached=True)
-        await cell.submit("long", [1, 2, 3], max_tokens=2000, keep_s=600, detached=True)
-        await cell.submit("b", [1, 2, 3], detached=True)
-        await read(cell, "a")
+    async with run_scheduler(**settings(tmp_path, finished_ttl_s=60.0)) as scheduler:
+        await scheduler.worker()
+        await scheduler.submit("a", [1, 2, 3], keep_s=600, detached=True)
+        await scheduler.submit("long", [1, 2, 3], max_tokens=2000, keep_s=600, detached=True)
+        await scheduler.submit("b", [1, 2, 3], detached=True)
+        await read(scheduler, "a")
         for request_id in ("a", "long"):
-            await delete(cell, request_id)
+            await delete(scheduler, request_id)
             with pytest.raises(grpc.aio.AioRpcError, match="known"):
-                await get(cell, request_id)
-        requests = cell.service.engine.core.lifecycle.requests
+                await get(scheduler, request_id)
+        requests = scheduler.service.engine.core.lifecycle.requests
         await until(lambda: not requests["long"].live_sequences)
         with pytest.raises(grpc.aio.AioRpcError, match="kept"):
-            await delete(cell, "b")
-        assert (await get(cell, "b")).request.request_id == "b"
-    async with run_cell(**settings(tmp_path)) as cell:
-        await until(lambda: forgotten(cell, "a"))
+            await delete(scheduler, "b")
+        assert (await get(scheduler, "b")).request.request_id == "b"
+    async with run_scheduler(**settings(tmp_path)) as scheduler:
+        await until(lambda: forgotten(scheduler, "a"))
         for request_id in ("a", "long"):
-            assert await read(cell, request_id) == ([], grpc.StatusCode.NOT_FOUND.value[0])
+            assert await read(scheduler, request_id) == ([], grpc.StatusCode.NOT_FOUND.value[0])
 
 
 async def test_a_kept_request_expires(tmp_path: Path) -> None:
-    async with run_cell(**settings(tmp_path)) as cell:
-        await cell.worker()
-        await cell.submit("a", [1, 2, 3], keep_s=1, detached=True)
-        await read(cell, "a")
-        ended_ns = cell.service.clock.now_ns()
-        await until(lambda: forgotten(cell, "a") and cell.service.clock.now_ns() > ended_ns + 1_000_000_000)
-        assert await read(cell, "a") == ([], grpc.StatusCode.NOT_FOUND.value[0])
+    async with run_scheduler(**settings(tmp_path)) as scheduler:
+        await scheduler.worker()
+        await scheduler.submit("a", [1, 2, 3], keep_s=1, detached=True)
+        await read(scheduler, "a")
+        ended_ns = scheduler.service.clock.now_ns()
+        await until(lambda: forgotten(scheduler, "a") and scheduler.service.clock.now_ns() > ended_ns + 1_000_000_000)
+        assert await read(scheduler, "a") == ([], grpc.StatusCode.NOT_FOUND.value[0])
 
 
 async def test_a_stop_word_in_a_restored_request_is_accepted(tmp_path: Path) -> None:
     """No detokenizer had read the request before, so it continued to its maximum length."""
     # The request must not be forgotten again between the reading and the stop word.
-    async with run_cell(**settings(tmp_path, finished_ttl_s=1.0)) as cell:
-        await cell.worker()
-        await cell.submit("a", [1, 2, 3], max_tokens=6, keep_s=600, detached=True)
-        await until(lambda: forgotten(cell, "a"))
-        assert len((await read(cell, "a"))[0]) == 6
-        engine = cell.service.engine
+    async with run_scheduler(**settings(tmp_path, finished_ttl_s=1.0)) as scheduler:
+        await scheduler.worker()
+        await scheduler.submit("a", [1, 2, 3], max_tokens=6, keep_s=600, detached=True)
+        await until(lambda: forgotten(scheduler, "a"))
+        assert len((await read(scheduler, "a"))[0]) == 6
+        engine = scheduler.service.engine
         engine.handle(StopWordFound(engine.now_ns(), "a", 0, 2, "x"))
-        await until(lambda: forgotten(cell, "a"))
-        assert await get(cell, "a")
+        await until(lambda: forgotten(scheduler, "a"))
+        assert await get(scheduler, "a")
         end = engine.core.lifecycle.requests["a"].sequences[0].end
         assert end is not None
         assert (end.reason, end.num_tokens, end.stop_word) == (FinishReason.STOP, 2, "x")
 
 
 async def test_a_request_restored_before_its_removal_is_committed_stays(tmp_path: Path) -> None:
-    async with run_cell(**settings(tmp_path, finished_ttl_s=60.0)) as cell:
-        await cell.worker()
-        await cell.submit("a", [1, 2, 3], keep_s=600, detached=True)
-        tokens, _ = await read(cell, "a")
-        engine, key = cell.service.engine, DocumentKey("", "request", "a")
+    async with run_scheduler(**settings(tmp_path, finished_ttl_s=60.0)) as scheduler:
+        await scheduler.worker()
+        await scheduler.submit("a", [1, 2, 3], keep_s=600, detached=True)
+        tokens, _ = await read(scheduler, "a")
+        engine, key = scheduler.service.engine, DocumentKey("", "request", "a")
         async with asyncio.timeout(20):
-            while await cell.service.journal.documents.get(key) is None:  # noqa: ASYNC110 (a thread writes it)
+            while await scheduler.service.journal.documents.get(key) is None:  # noqa: ASYNC110 (a thread writes it)
                 await asyncio.sleep(0.01)
         old = engine.core.lifecycle.requests["a"]
         engine.core.lifecycle.requests.forget(old)
         engine.hub.logs.pop("a")
-        assert await get(cell, "a")
+        assert await get(scheduler, "a")
         assert engine.core.lifecycle.requests["a"] is not old
         engine.hub.publish([RequestForgotten(old)])
-        assert await read(cell, "a") == (tokens, 0)
+        assert await read(scheduler, "a") == (tokens, 0)

@@ -13,19 +13,19 @@ from protos import generation_pb2 as pb
 from protos import ledger_pb2
 from scheduler.core.events import StopWordFound
 from scheduler.journal.documents import Documents
-from tests.scheduler.cell import Cell, run_cell, until
+from tests.scheduler.running_scheduler import RunningScheduler, run_scheduler, until
 from tests.scheduler.test_kept_requests import forgotten, read, settings
 
 
-async def entries(cell: Cell, count: int) -> list[ledger_pb2.LedgerEntry]:
+async def entries(scheduler: RunningScheduler, count: int) -> list[ledger_pb2.LedgerEntry]:
     """Return all entries, once there are `count` of them."""
     async with asyncio.timeout(20):
         while True:
             found: list[ledger_pb2.LedgerEntry] = []
-            answer = await cell.stub.GetLedger(ledger_pb2.GetLedgerRequest())
+            answer = await scheduler.stub.GetLedger(ledger_pb2.GetLedgerRequest())
             while answer.next_after:
                 found += answer.entries
-                answer = await cell.stub.GetLedger(ledger_pb2.GetLedgerRequest(after=answer.next_after))
+                answer = await scheduler.stub.GetLedger(ledger_pb2.GetLedgerRequest(after=answer.next_after))
             if len(found) >= count:
                 return found
             await asyncio.sleep(0.05)
@@ -37,14 +37,14 @@ def summary(found: list[ledger_pb2.LedgerEntry]) -> dict[str, tuple[str, int, in
 
 
 async def test_an_entry_contains_the_delivered_usage(tmp_path: Path) -> None:
-    async with run_cell(**settings(tmp_path, finished_ttl_s=60.0)) as cell:
-        await cell.worker()
+    async with run_scheduler(**settings(tmp_path, finished_ttl_s=60.0)) as scheduler:
+        await scheduler.worker()
         for number in range(3):
             fields: dict[str, Any] = {"client_id": f"c{number}", "arrival_time_unix_ns": 5, "detached": True}
-            await cell.submit(f"r{number}", [1, 2, 3], max_tokens=4 + number, **fields)
-            tokens, _ = await read(cell, f"r{number}")
+            await scheduler.submit(f"r{number}", [1, 2, 3], max_tokens=4 + number, **fields)
+            tokens, _ = await read(scheduler, f"r{number}")
             assert len(tokens) == 4 + number
-        found = await entries(cell, 3)
+        found = await entries(scheduler, 3)
         assert summary(found) == {f"r{number}": (f"c{number}", 3, 4 + number) for number in range(3)}
         (first,) = (entry for entry in found if entry.request_id == "r0")
         assert (first.model, first.arrival_unix_ns, first.finish_reason) == ("fake", 5, pb.FINISH_REASON_LENGTH)
@@ -55,23 +55,23 @@ async def test_a_request_is_counted_once_when_the_scheduler_died_before_or_after
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = settings(tmp_path, finished_ttl_s=60.0)
-    async with run_cell(**values) as cell:
-        await cell.worker()
-        await cell.submit("written", [1, 2, 3], detached=True)
-        await read(cell, "written")
-        await entries(cell, 1)
+    async with run_scheduler(**values) as scheduler:
+        await scheduler.worker()
+        await scheduler.submit("written", [1, 2, 3], detached=True)
+        await read(scheduler, "written")
+        await entries(scheduler, 1)
         put = Documents.put
 
         async def fail(*_: object, **__: object) -> None:
             raise UnavailableError("dead")
 
         monkeypatch.setattr(Documents, "put", fail)
-        await cell.submit("lost", [1, 2, 3], max_tokens=6, detached=True)
-        await read(cell, "lost")
+        await scheduler.submit("lost", [1, 2, 3], max_tokens=6, detached=True)
+        await read(scheduler, "lost")
     monkeypatch.setattr(Documents, "put", put)
     for _ in range(2):
-        async with run_cell(**values) as cell:
-            assert summary(await entries(cell, 2)) == {"written": ("", 3, 4), "lost": ("", 3, 6)}
+        async with run_scheduler(**values) as scheduler:
+            assert summary(await entries(scheduler, 2)) == {"written": ("", 3, 4), "lost": ("", 3, 6)}
 
 
 async def test_a_request_that_ends_while_the_ledger_opens_is_counted_once(
@@ -86,22 +86,22 @@ async def test_a_request_that_ends_while_the_ledger_opens_is_counted_once(
         return await list_documents(*arguments, **options)
 
     monkeypatch.setattr(Documents, "list", hold)
-    async with run_cell(**settings(tmp_path)) as cell:
-        await cell.worker()
-        journal = cell.service.journal
-        await cell.submit("a", [1, 2, 3], detached=True)
+    async with run_scheduler(**settings(tmp_path)) as scheduler:
+        await scheduler.worker()
+        journal = scheduler.service.journal
+        await scheduler.submit("a", [1, 2, 3], detached=True)
         commit = journal.commit
         monkeypatch.setattr(journal, "commit", lambda *arguments: commits.append(arguments))
-        requests = cell.service.engine.core.lifecycle.requests
+        requests = scheduler.service.engine.core.lifecycle.requests
         await until(lambda: "a" not in requests or not requests["a"].live_sequences)
         is_held.set()
-        await cell.stub.GetLedger(ledger_pb2.GetLedgerRequest())
+        await scheduler.stub.GetLedger(ledger_pb2.GetLedgerRequest())
         for arguments in commits:
             commit(*arguments)
         monkeypatch.setattr(journal, "commit", commit)
-        assert summary(await entries(cell, 1)) == {"a": ("", 3, 4)}
-        await cell.submit("b", [1, 2, 3], detached=True)
-        assert set(summary(await entries(cell, 2))) == {"a", "b"}
+        assert summary(await entries(scheduler, 1)) == {"a": ("", 3, 4)}
+        await scheduler.submit("b", [1, 2, 3], detached=True)
+        assert set(summary(await entries(scheduler, 2))) == {"a", "b"}
 
 
 async def test_a_page_whose_write_was_not_confirmed_is_not_written_twice(
@@ -117,33 +117,33 @@ async def test_a_page_whose_write_was_not_confirmed_is_not_written_twice(
             raise UnavailableError("the response was lost")
         return document
 
-    async with run_cell(**settings(tmp_path)) as cell:
-        await cell.worker()
+    async with run_scheduler(**settings(tmp_path)) as scheduler:
+        await scheduler.worker()
         monkeypatch.setattr(Documents, "put", put_and_fail)
         for name in ("a", "b"):
-            await cell.submit(name, [1, 2, 3], detached=True)
-            await read(cell, name)
+            await scheduler.submit(name, [1, 2, 3], detached=True)
+            await read(scheduler, name)
         await until(lambda: num_failures == 2)
-        assert summary(await entries(cell, 2)) == {"a": ("", 3, 4), "b": ("", 3, 4)}
+        assert summary(await entries(scheduler, 2)) == {"a": ("", 3, 4), "b": ("", 3, 4)}
 
 
 async def test_an_amended_end_changes_the_ledger_entry(tmp_path: Path) -> None:
     """This also applies to a request that is read back long after it was recorded."""
     # The request must not be forgotten again between the reading and the stop word.
-    async with run_cell(**settings(tmp_path, finished_ttl_s=1.0)) as cell:
-        await cell.worker()
-        await cell.submit("a", [1, 2, 3], max_tokens=6, keep_s=600, detached=True)
-        assert summary(await entries(cell, 1)) == {"a": ("", 3, 6)}
-        await until(lambda: forgotten(cell, "a"))
-        await read(cell, "a")
-        engine = cell.service.engine
+    async with run_scheduler(**settings(tmp_path, finished_ttl_s=1.0)) as scheduler:
+        await scheduler.worker()
+        await scheduler.submit("a", [1, 2, 3], max_tokens=6, keep_s=600, detached=True)
+        assert summary(await entries(scheduler, 1)) == {"a": ("", 3, 6)}
+        await until(lambda: forgotten(scheduler, "a"))
+        await read(scheduler, "a")
+        engine = scheduler.service.engine
         engine.handle(StopWordFound(engine.now_ns(), "a", 0, 2, "x"))
         async with asyncio.timeout(20):
-            while summary(await entries(cell, 1)) != {"a": ("", 3, 2)}:  # noqa: ASYNC110 (a thread writes it)
+            while summary(await entries(scheduler, 1)) != {"a": ("", 3, 2)}:  # noqa: ASYNC110 (a thread writes it)
                 await asyncio.sleep(0.05)
 
 
 async def test_it_can_be_off(tmp_path: Path) -> None:
-    async with run_cell(ledger_ttl_s=0) as cell:
+    async with run_scheduler(ledger_ttl_s=0) as scheduler:
         with pytest.raises(Exception, match="no ledger"):
-            await cell.stub.GetLedger(ledger_pb2.GetLedgerRequest())
+            await scheduler.stub.GetLedger(ledger_pb2.GetLedgerRequest())

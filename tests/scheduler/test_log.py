@@ -36,7 +36,7 @@ from scheduler.journal.threaded import ThreadedJournal
 from scheduler.service import _file_store, make_journal
 from tests.scheduler.harness import LIMITS
 from tests.scheduler.power_cut import Disk, FolderOnDisk, PowerCut
-from tests.scheduler.test_journal import Cell, begin
+from tests.scheduler.test_journal import JournaledCore, begin
 
 CLOCK = SteadyClock()
 PRINT = "print"
@@ -373,21 +373,21 @@ def test_the_deletion_of_a_log_in_use_is_detected_and_it_is_recreated(
     tmp_path: Path, harm: Callable[[Path], object]
 ) -> None:
     path = tmp_path / "journal"
-    cell = begin(path)
-    cell.submit("a", [1, 2], 20)
-    cell.step()
+    core = begin(path)
+    core.submit("a", [1, 2], 20)
+    core.step()
     harm(path)
     with pytest.raises(LostError, match=str(path)):
-        cell.store.check()
+        core.store.check()
     with contextlib.suppress(LostError):
-        cell.submit("b", [1, 2], 2)
+        core.submit("b", [1, 2], 2)
     # The state in memory is written to a new log, under the same epoch.
-    cell.store.begin_anew()
-    cell.store.write(cell.writer.everything())
-    cell.run()
-    cell.store.close()
+    core.store.begin_anew()
+    core.store.write(core.writer.everything())
+    core.run()
+    core.store.close()
     later = begin(path)
-    assert later.epoch > cell.epoch
+    assert later.epoch > core.epoch
     assert (later.output("a"), later.output("b")) == (list(range(3, 23)), [3, 4])
     assert later.num_damaged == 0
     later.store.close()
@@ -460,20 +460,20 @@ def test_a_journal_of_version_0_1_moves_into_the_log(tmp_path: Path, path: str, 
     shutil.copy(Path(__file__).parent / "journals" / "0.1.sqlite", old)
     still_there = SqliteStore(old)
     epoch = still_there.take_over(least_epoch=1)
-    cell = Cell(journal_at(tmp_path / path))
-    cell.harness.add_group()
-    assert cell.epoch > epoch
-    assert [adapter.name for adapter in cell.adapters] == ["ada"]
-    assert (cell.output("ended"), cell.output("half way")) == ([8, 9, 10], [71, 72, 73, 74, 75])
-    assert [cell.output("two sequences", index) for index in (0, 1)] == [[61, 62, 63, 64, 65], [61, 62, 63, 64]]
+    core = JournaledCore(journal_at(tmp_path / path))
+    core.harness.add_group()
+    assert core.epoch > epoch
+    assert [adapter.name for adapter in core.adapters] == ["ada"]
+    assert (core.output("ended"), core.output("half way")) == ([8, 9, 10], [71, 72, 73, 74, 75])
+    assert [core.output("two sequences", index) for index in (0, 1)] == [[61, 62, 63, 64, 65], [61, 62, 63, 64]]
     with pytest.raises(DeposedError):
         still_there.check()
     assert (still_there.read().requests, still_there.read().adapters) == ([], [])
     still_there.close()
-    cell.run()
-    cell.store.close()
+    core.run()
+    core.store.close()
     assert (tmp_path / log).is_dir()
-    again = Cell(journal_at(tmp_path / path))
+    again = JournaledCore(journal_at(tmp_path / path))
     assert again.output("half way") == list(range(71, 91))
     assert again.num_damaged == 0
     again.store.close()
@@ -503,9 +503,9 @@ def test_a_move_that_was_cut_off_is_made_again(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(PowerCut):
             journal_at(tmp_path / "journal").take_over(1)
     assert not (tmp_path / "journal").exists()
-    cell = Cell(journal_at(tmp_path / "journal"))
-    assert cell.output("ended") == [8, 9, 10]
-    cell.store.close()
+    core = JournaledCore(journal_at(tmp_path / "journal"))
+    assert core.output("ended") == [8, 9, 10]
+    core.store.close()
 
 
 def test_a_file_that_is_not_a_journal_is_not_changed(tmp_path: Path) -> None:

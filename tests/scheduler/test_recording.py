@@ -96,7 +96,7 @@ def test_settings_are_restored_unchanged() -> None:
     assert decode_config(encode_config(config)) == config
 
 
-class RecordedLife(Harness):
+class RecordedHarness(Harness):
     """A harness whose core is recorded."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
@@ -112,12 +112,12 @@ class RecordedLife(Harness):
         return effects
 
 
-def live(path: Path, seed: int = 1, capacity: str = "max_utilization") -> RecordedLife:
+def live(path: Path, seed: int = 1, capacity: str = "max_utilization") -> RecordedHarness:
     """Run preemptions, cancellations, deadlines, the death and the shutdown of a worker, and prefix reuse on two
     groups.
     """
     rng = random.Random(seed)
-    life = RecordedLife(path, capacity=capacity, max_num_tokens=24)
+    life = RecordedHarness(path, capacity=capacity, max_num_tokens=24)
     life.add_group("g", num_blocks=24, max_batch_size=6)
     life.add_group("h", num_blocks=24, max_batch_size=6)
     for number in range(60):

@@ -24,7 +24,7 @@ from protos import generation_pb2, loads_pb2, scheduler_pb2, worker_pb2
 from scheduler.core.events import StepDone
 from scheduler.core.request import Request
 from scheduler.service import SchedulerService, core_config
-from tests.scheduler.cell import MODEL, WAIT_S, run_cell, until
+from tests.scheduler.running_scheduler import MODEL, WAIT_S, run_scheduler, until
 
 
 class Feed:
@@ -96,12 +96,12 @@ def test_every_setting_of_the_core_can_be_changed() -> None:
 
 
 async def test_from_submit_to_the_last_token() -> None:
-    async with run_cell() as cell:
-        await cell.worker()
-        answer = await cell.submit("a", [5, 6, 7], 4, output=generation_pb2.OutputConfig(return_perf_metrics=True))
+    async with run_scheduler() as scheduler:
+        await scheduler.worker()
+        answer = await scheduler.submit("a", [5, 6, 7], 4, output=generation_pb2.OutputConfig(return_perf_metrics=True))
         assert not answer.attached
         assert answer.num_sequences == 1
-        feed = await Feed(cell.stub).open()
+        feed = await Feed(scheduler.stub).open()
         await feed.attach(1, "a")
         await feed.read_until(1)
         assert feed.tokens[1] == [8, 9, 10, 11]
@@ -111,20 +111,20 @@ async def test_from_submit_to_the_last_token() -> None:
         usage = feed.ended[1].usage
         assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 4, 0)
         assert feed.ended[1].perf_metrics.first_token_unix_ns > 0
-        await cell.submit("b", [5, 6, 7], 4)
+        await scheduler.submit("b", [5, 6, 7], 4)
         await feed.attach(2, "b")
         await feed.read_until(2)
         assert not feed.ended[2].HasField("perf_metrics")
 
 
 async def test_late_readers_get_all_output_and_unknown_requests_an_error() -> None:
-    async with run_cell() as cell:
-        await cell.worker()
-        await cell.submit("a", [1], 6)
-        first = await Feed(cell.stub, "one").open()
+    async with run_scheduler() as scheduler:
+        await scheduler.worker()
+        await scheduler.submit("a", [1], 6)
+        first = await Feed(scheduler.stub, "one").open()
         await first.attach(1, "a")
         await first.read_until(1)
-        second = await Feed(cell.stub, "two").open()
+        second = await Feed(scheduler.stub, "two").open()
         await second.attach(7, "a")
         await second.attach(8, "nobody")
         await second.read_until(7)
@@ -138,15 +138,15 @@ async def test_forgotten_requests_are_freed_without_the_collector() -> None:
     def num_requests() -> int:
         return sum(type(item) is Request for item in gc.get_objects())  # isinstance() would ask other modules' proxies
 
-    async with run_cell(max_num_finished=1) as cell:
-        await cell.worker()
-        feed = await Feed(cell.stub).open()
+    async with run_scheduler(max_num_finished=1) as scheduler:
+        await scheduler.worker()
+        feed = await Feed(scheduler.stub).open()
         gc.collect()
         gc.disable()
         try:
             before = num_requests()
             for stream in range(5):
-                await cell.submit(str(stream), [5, 6, 7], 4)
+                await scheduler.submit(str(stream), [5, 6, 7], 4)
                 await feed.attach(stream, str(stream))
                 await feed.read_until(stream)
             assert num_requests() == before + 1
@@ -155,18 +155,18 @@ async def test_forgotten_requests_are_freed_without_the_collector() -> None:
 
 
 async def test_a_request_whose_reader_was_lost_is_not_taken_for_unread() -> None:
-    async with run_cell() as cell:
-        await cell.submit("a", [5, 6, 7], 4)
-        hub = cell.service.engine.hub
+    async with run_scheduler() as scheduler:
+        await scheduler.submit("a", [5, 6, 7], 4)
+        hub = scheduler.service.engine.hub
         abort = loads_pb2.AbortRequest(request_id="a", only_if_unread=True)
-        lost, leaving = [await Feed(cell.stub).open() for _ in range(2)]
+        lost, leaving = [await Feed(scheduler.stub).open() for _ in range(2)]
         await lost.attach(1, "a")
         await until(lambda: any(feed.num_attached for feed in hub.feeds))
         lost.call.cancel()
         await until(lambda: len(hub.feeds) == 1)
-        assert not (await cell.stub.Abort(abort)).was_running
+        assert not (await scheduler.stub.Abort(abort)).was_running
         # Nor does a lost feed keep the request alive when another, older feed ends.
-        another = await Feed(cell.stub).open()
+        another = await Feed(scheduler.stub).open()
         await leaving.attach(1, "a")
         await another.attach(1, "a")
         await until(lambda: len(hub.feeds) == 2 and all(feed.num_attached for feed in hub.feeds))
@@ -174,23 +174,23 @@ async def test_a_request_whose_reader_was_lost_is_not_taken_for_unread() -> None
         await until(lambda: len(hub.feeds) == 1)
         await leaving.call.write(scheduler_pb2.FeedCommand(detach=scheduler_pb2.FeedDetach(stream=1)))
         await until(lambda: hub.feeds[0].num_attached == 0)
-        assert (await cell.stub.Abort(abort)).was_running
+        assert (await scheduler.stub.Abort(abort)).was_running
 
 
 async def test_an_abort_does_not_end_a_request_that_another_client_has_submitted_again() -> None:
-    async with run_cell() as cell:
-        await cell.submit("a", [5, 6, 7], 4)
-        await cell.submit("a", [5, 6, 7], 4)
+    async with run_scheduler() as scheduler:
+        await scheduler.submit("a", [5, 6, 7], 4)
+        await scheduler.submit("a", [5, 6, 7], 4)
         abort = loads_pb2.AbortRequest(request_id="a", only_if_unread=True)
-        assert not (await cell.stub.Abort(abort)).was_running
-        assert (await cell.stub.Abort(abort)).was_running
+        assert not (await scheduler.stub.Abort(abort)).was_running
+        assert (await scheduler.stub.Abort(abort)).was_running
 
 
 async def test_an_abort_leaves_time_for_a_submission_that_has_not_been_read_yet() -> None:
-    async with run_cell() as cell:
-        await cell.submit("a", [5, 6, 7], 4)
-        abort = asyncio.ensure_future(cell.stub.Abort(loads_pb2.AbortRequest(request_id="a", only_if_unread=True)))
-        await cell.submit("a", [5, 6, 7], 4)
+    async with run_scheduler() as scheduler:
+        await scheduler.submit("a", [5, 6, 7], 4)
+        abort = asyncio.ensure_future(scheduler.stub.Abort(loads_pb2.AbortRequest(request_id="a", only_if_unread=True)))
+        await scheduler.submit("a", [5, 6, 7], 4)
         assert not (await abort).was_running
 
 
@@ -204,49 +204,49 @@ async def test_an_abort_does_not_end_a_request_submitted_again_before_its_commit
         fdatasync(file)
 
     abort = loads_pb2.AbortRequest(request_id="a", only_if_unread=True)
-    async with run_cell(journal="log", journal_path=str(tmp_path / "journal")) as cell:
+    async with run_scheduler(journal="log", journal_path=str(tmp_path / "journal")) as scheduler:
         monkeypatch.setattr(os, "fdatasync", wait_and_sync)
-        submitted = [asyncio.ensure_future(cell.submit("a", [5, 6, 7], 4)) for _ in range(2)]
-        await until(lambda: "a" in cell.service.engine.core.lifecycle.requests)
-        assert not (await cell.stub.Abort(abort)).was_running
+        submitted = [asyncio.ensure_future(scheduler.submit("a", [5, 6, 7], 4)) for _ in range(2)]
+        await until(lambda: "a" in scheduler.service.engine.core.lifecycle.requests)
+        assert not (await scheduler.stub.Abort(abort)).was_running
         is_free.set()
         assert sorted([(await item).attached for item in submitted]) == [False, True]
 
 
 async def test_a_deadline_beyond_64_bits_does_not_stop_the_journal(tmp_path: Path) -> None:
-    async with run_cell(journal="log", journal_path=str(tmp_path / "journal")) as cell:
-        await cell.submit("a", [5, 6, 7], 4, timeout_ms=1 << 60)
-        await cell.submit("b", [5, 6, 7], 4)
+    async with run_scheduler(journal="log", journal_path=str(tmp_path / "journal")) as scheduler:
+        await scheduler.submit("a", [5, 6, 7], 4, timeout_ms=1 << 60)
+        await scheduler.submit("b", [5, 6, 7], 4)
 
 
 async def test_resubmitting_attaches_but_other_contents_are_rejected() -> None:
-    async with run_cell() as cell:
-        await cell.submit("a", [1, 2], 6, timeout_ms=60_000, arrival_time_unix_ns=5)
-        again = await cell.submit("a", [1, 2], 6, timeout_ms=50_000, arrival_time_unix_ns=6)
+    async with run_scheduler() as scheduler:
+        await scheduler.submit("a", [1, 2], 6, timeout_ms=60_000, arrival_time_unix_ns=5)
+        again = await scheduler.submit("a", [1, 2], 6, timeout_ms=50_000, arrival_time_unix_ns=6)
         assert again.attached
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await cell.submit("a", [1, 3], 6)
+            await scheduler.submit("a", [1, 3], 6)
         assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
 
 
 async def test_errors_name_their_field_and_overload_a_retry_hint() -> None:
-    async with run_cell(max_queue_size=1) as cell:
+    async with run_scheduler(max_queue_size=1) as scheduler:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await cell.submit("a", [1, 5000])
+            await scheduler.submit("a", [1, 5000])
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert ("midstream-field", "token_ids") in list(caught.value.trailing_metadata() or ())
-        await cell.submit("b", [1])
+        await scheduler.submit("b", [1])
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await cell.submit("c", [1])
+            await scheduler.submit("c", [1])
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert ("retry-after-ms", "100") in list(caught.value.trailing_metadata() or ())
 
 
 async def test_a_stop_word_frees_the_blocks_and_later_tokens_do_not_count() -> None:
-    async with run_cell() as cell:
-        await cell.worker(step_ms=2)
-        await cell.submit("a", [1], 1000)
-        feed = await Feed(cell.stub).open()
+    async with run_scheduler() as scheduler:
+        await scheduler.worker(step_ms=2)
+        await scheduler.submit("a", [1], 1000)
+        feed = await Feed(scheduler.stub).open()
         await feed.attach(1, "a")
         while len(feed.tokens.get(1, [])) < 5:
             await feed.read()
@@ -256,20 +256,20 @@ async def test_a_stop_word_frees_the_blocks_and_later_tokens_do_not_count() -> N
         assert feed.ends[1].finish_reason == generation_pb2.FINISH_REASON_STOP
         assert feed.ends[1].num_tokens == 3
         assert feed.ended[1].usage.completion_tokens == 3
-        assert (await cell.stats()).kv_cache_stats.used_num_blocks == 0
+        assert (await scheduler.stats()).kv_cache_stats.used_num_blocks == 0
 
 
 async def test_abort_and_deadline_end_the_feed() -> None:
-    async with run_cell() as cell:
-        await cell.worker(step_ms=2)
-        await cell.submit("a", [1], 1000)
-        await cell.submit("b", [1], 1000, timeout_ms=60)
-        feed = await Feed(cell.stub).open()
+    async with run_scheduler() as scheduler:
+        await scheduler.worker(step_ms=2)
+        await scheduler.submit("a", [1], 1000)
+        await scheduler.submit("b", [1], 1000, timeout_ms=60)
+        feed = await Feed(scheduler.stub).open()
         await feed.attach(1, "a")
         await feed.attach(2, "b")
         await feed.read()
-        assert (await cell.stub.Abort(loads_pb2.AbortRequest(request_id="a"))).was_running
-        assert not (await cell.stub.Abort(loads_pb2.AbortRequest(request_id="a"))).was_running
+        assert (await scheduler.stub.Abort(loads_pb2.AbortRequest(request_id="a"))).was_running
+        assert not (await scheduler.stub.Abort(loads_pb2.AbortRequest(request_id="a"))).was_running
         await feed.read_until(1, 2)
         assert feed.ends[1].finish_reason == generation_pb2.FINISH_REASON_ABORT
         assert feed.ends[2].finish_reason == generation_pb2.FINISH_REASON_DEADLINE
@@ -280,13 +280,13 @@ async def test_a_worker_lost_in_the_middle_costs_no_token(how: str) -> None:
     # Only its silence reveals a frozen worker, whereas a dead worker closes its connection.
     timeout_ms = 400 if how == "freeze" else 600_000
     num_tokens = 250
-    async with run_cell(worker_timeout_ms=timeout_ms, heartbeat_interval_ms=50) as cell:
-        first = await cell.worker(group_id="one", step_ms=5)
-        feed = await Feed(cell.stub).open()
+    async with run_scheduler(worker_timeout_ms=timeout_ms, heartbeat_interval_ms=50) as scheduler:
+        first = await scheduler.worker(group_id="one", step_ms=5)
+        feed = await Feed(scheduler.stub).open()
         for stream in range(4):
-            await cell.submit(f"r{stream}", [10 * stream, 3], num_tokens)
+            await scheduler.submit(f"r{stream}", [10 * stream, 3], num_tokens)
             await feed.attach(stream, f"r{stream}")
-        await cell.worker(group_id="two")
+        await scheduler.worker(group_id="two")
         while len(feed.tokens.get(3, [])) < 10:
             await feed.read()
         getattr(first, how)()
@@ -295,78 +295,78 @@ async def test_a_worker_lost_in_the_middle_costs_no_token(how: str) -> None:
         if how == "freeze":
             first.thaw()
             await until(lambda: first.num_registrations >= 2)
-            assert cell.service.engine.core.totals.num_stale_messages > 0
-        stats = await cell.stats()
+            assert scheduler.service.engine.core.totals.num_stale_messages > 0
+        stats = await scheduler.stats()
         assert stats.kv_cache_stats.used_num_blocks == 0
         assert stats.num_conservation_violations == 0
 
 
 async def test_repeated_results_are_processed_once() -> None:
-    async with run_cell() as cell:
-        await cell.worker(repeat_results=True)
-        await cell.submit("a", [1], 30)
-        feed = await Feed(cell.stub).open()
+    async with run_scheduler() as scheduler:
+        await scheduler.worker(repeat_results=True)
+        await scheduler.submit("a", [1], 30)
+        feed = await Feed(scheduler.stub).open()
         await feed.attach(1, "a")
         await feed.read_until(1)
         assert feed.tokens[1] == list(range(2, 32))
 
 
 async def test_an_incompatible_worker_is_told_why() -> None:
-    async with run_cell() as cell:
-        worker = await cell.worker(tokens_per_block=8)
+    async with run_scheduler() as scheduler:
+        worker = await scheduler.worker(tokens_per_block=8)
         assert worker.rejected is not None
         assert worker.rejected.field == "tokens_per_block"
         assert "is 8; this scheduler requires a multiple of 16" in worker.rejected.reason
 
 
 async def test_garbage_on_the_worker_port_is_dropped_and_counted() -> None:
-    async with run_cell() as cell:
+    async with run_scheduler() as scheduler:
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(f"tcp://127.0.0.1:{cell.service.worker_port}")
+            socket.connect(f"tcp://127.0.0.1:{scheduler.service.worker_port}")
             socket.send(b"\x80\x04\x95garbage")
             socket.send(b"")
             socket.send_multipart([b"", b"two frames"])
             stale = worker_pb2.StepResult(epoch=3, step_id=1, token_ids=[1])
             socket.send(worker_pb2.WorkerMessage(step_result=stale).SerializeToString())
-            await until(lambda: cell.service.engine.core.totals.num_stale_messages == 1)
-            assert cell.service.dispatcher.num_malformed == 3
-        await cell.worker()
-        await cell.submit("a", [1], 3)
-        feed = await Feed(cell.stub).open()
+            await until(lambda: scheduler.service.engine.core.totals.num_stale_messages == 1)
+            assert scheduler.service.dispatcher.num_malformed == 3
+        await scheduler.worker()
+        await scheduler.submit("a", [1], 3)
+        feed = await Feed(scheduler.stub).open()
         await feed.attach(1, "a")
         await feed.read_until(1)
 
 
 async def test_a_huge_frame_does_not_reach_the_scheduler() -> None:
-    async with run_cell() as cell:
+    async with run_scheduler() as scheduler:
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(f"tcp://127.0.0.1:{cell.service.worker_port}")
+            socket.connect(f"tcp://127.0.0.1:{scheduler.service.worker_port}")
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             socket.send(bytes((64 << 20) + 1), copy=False)
             assert await asyncio.to_thread(monitor.poll, WAIT_S * 1000)
             socket.disable_monitor()
             monitor.close()
-        assert cell.service.dispatcher.num_malformed == 0
+        assert scheduler.service.dispatcher.num_malformed == 0
 
 
 async def test_a_drain_lets_requests_finish() -> None:
-    async with run_cell() as cell:
-        await cell.worker(step_ms=2)
-        await cell.submit("a", [1], 30)
-        feed = await Feed(cell.stub).open()
+    async with run_scheduler() as scheduler:
+        await scheduler.worker(step_ms=2)
+        await scheduler.submit("a", [1], 30)
+        feed = await Feed(scheduler.stub).open()
         await feed.attach(1, "a")
         await feed.read()
-        draining = asyncio.create_task(cell.service.drain())
+        draining = asyncio.create_task(scheduler.service.drain())
         await feed.read_until(1)
         await asyncio.wait_for(draining, WAIT_S)
         assert len(feed.tokens[1]) == 30
 
 
 async def test_a_feed_begins_with_hello() -> None:
-    async with run_cell() as cell:
-        call = cell.stub.TokenFeed()
+    async with run_scheduler() as scheduler:
+        call = scheduler.stub.TokenFeed()
         attach = scheduler_pb2.FeedAttach(stream=1, request_id="a")
         await call.write(scheduler_pb2.FeedCommand(attach=attach))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -376,9 +376,9 @@ async def test_a_feed_begins_with_hello() -> None:
 
 async def test_an_older_detokenizer_gets_no_request_that_it_cannot_serve_fully() -> None:
     output = generation_pb2.OutputConfig(prompt_log_probs=0)
-    async with run_cell() as cell:
-        await cell.submit("a", [1, 2], 0, output=output)
-        old, new = await Feed(cell.stub, "old").open(), await Feed(cell.stub, "new", ["prompt_alone"]).open()
+    async with run_scheduler() as scheduler:
+        await scheduler.submit("a", [1, 2], 0, output=output)
+        old, new = await Feed(scheduler.stub, "old").open(), await Feed(scheduler.stub, "new", ["prompt_alone"]).open()
         for feed in (old, new):
             await feed.attach(1, "a")
             await feed.read()
@@ -390,12 +390,12 @@ async def test_an_older_detokenizer_gets_no_request_that_it_cannot_serve_fully()
 
 
 async def test_a_slow_reader_costs_a_cursor_and_delays_no_other() -> None:
-    async with run_cell() as cell:
-        await cell.worker(checks=False)
-        slow = await Feed(cell.stub, "slow").open()
-        fast = await Feed(cell.stub, "fast").open()
+    async with run_scheduler() as scheduler:
+        await scheduler.worker(checks=False)
+        slow = await Feed(scheduler.stub, "slow").open()
+        fast = await Feed(scheduler.stub, "fast").open()
         for stream in range(8):
-            await cell.submit(f"r{stream}", [stream], 900)
+            await scheduler.submit(f"r{stream}", [stream], 900)
             await slow.attach(stream, f"r{stream}")
             await fast.attach(stream, f"r{stream}")
         await fast.read_until(*range(8))
@@ -407,9 +407,9 @@ async def test_a_slow_reader_costs_a_cursor_and_delays_no_other() -> None:
 async def test_an_error_in_a_workers_message_ends_only_its_epoch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with run_cell() as cell:
-        good, bad = await cell.worker(group_id="good"), await cell.worker(group_id="bad")
-        core = cell.service.engine.core
+    async with run_scheduler() as scheduler:
+        good, bad = await scheduler.worker(group_id="good"), await scheduler.worker(group_id="bad")
+        core = scheduler.service.engine.core
         handle = core.handle
 
         def fail_at_bad(event: Any) -> Any:
@@ -419,16 +419,16 @@ async def test_an_error_in_a_workers_message_ends_only_its_epoch(
             return handle(event)
 
         monkeypatch.setattr(core, "handle", fail_at_bad)
-        feed = await Feed(cell.stub).open()
+        feed = await Feed(scheduler.stub).open()
         for stream in range(6):
-            await cell.submit(f"r{stream}", [10 * stream, 3], 20)
+            await scheduler.submit(f"r{stream}", [10 * stream, 3], 20)
             await feed.attach(stream, f"r{stream}")
         await feed.read_until(*range(6))
         assert all(feed.tokens[stream] == list(range(4, 24)) for stream in range(6))
-        assert cell.service.engine.num_failed_events > 0
+        assert scheduler.service.engine.num_failed_events > 0
         assert good.num_registrations == 1
         assert bad.num_registrations > 1
-        assert cell.service.progress.problems() == []
+        assert scheduler.service.progress.problems() == []
 
 
 @pytest.mark.parametrize("what", ["planning", "the loop of worker messages"])

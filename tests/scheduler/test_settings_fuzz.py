@@ -40,9 +40,9 @@ from scheduler.journal.writer import RowWriter
 from scheduler.service import check, core_config
 from scheduler.wire.requests import spec_from_proto
 from tests.integration.postgres import is_installed, postgres_server
-from tests.scheduler.cell import MODEL
 from tests.scheduler.fake_group import FakeGroup
 from tests.scheduler.harness import LIMITS, MS, Harness
+from tests.scheduler.running_scheduler import MODEL
 
 CLOCK = SteadyClock()
 PREFIX = list(range(7, 47))

@@ -11,11 +11,11 @@ from midstream.errors import DeadlineError
 from tests.simulation.cluster import Shape
 from tests.simulation.loop import Process
 from tests.simulation.network import KEEPALIVE_S, Weather
+from tests.simulation.running_simulation import RunningSimulation
 from tests.simulation.scenarios import Scenario, scenario
-from tests.simulation.stage import Stage
 from tests.simulation.workload import jobs
 
-Fault = Callable[[Stage, random.Random], Coroutine[Any, Any, None]]
+Fault = Callable[[RunningSimulation, random.Random], Coroutine[Any, Any, None]]
 
 _SLOW_S = 0.5
 
@@ -33,24 +33,24 @@ def mixture(dice: random.Random) -> Scenario:  # noqa: C901 (one throw of the di
     kinds: tuple[Fault, ...] = (_kill, _terminate, _freeze, _part, _cut, _jump, _lie)
     faults = dice.choices(kinds, (4, 2, 2, 2, 2, 2, 2), k=dice.randint(1, 4))
 
-    async def inject(stage: Stage) -> None:
-        network = stage.cluster.network
+    async def inject(simulation: RunningSimulation) -> None:
+        network = simulation.cluster.network
         network.weather = weather
         making: list[asyncio.Task[None]] = []
         for fault in faults:
-            if not await stage.at(stage.messages(5, 90)):
+            if not await simulation.at(simulation.messages(5, 90)):
                 break
-            making.append(asyncio.ensure_future(fault(stage, dice)))
-            stage.happened[f"0 {fault.__name__.strip('_')}"] += 1
+            making.append(asyncio.ensure_future(fault(simulation, dice)))
+            simulation.happened[f"0 {fault.__name__.strip('_')}"] += 1
         if making:
             await asyncio.wait(making)
         network.weather = Weather()
         network.heal()
 
-    def judge(stage: Stage) -> None:
+    def judge(simulation: RunningSimulation) -> None:
         for job in work:
             if job.error is not None and not job.must_complete and not isinstance(job.error, DeadlineError):
-                stage.problems.append(f"{job.request.request_id} ended with {job.error!r}")
+                simulation.problems.append(f"{job.request.request_id} ended with {job.error!r}")
 
     shape = Shape(
         num_workers=dice.randint(1, 3),
@@ -78,53 +78,53 @@ def _weather(dice: random.Random) -> Weather:
     )
 
 
-def _any(stage: Stage, dice: random.Random) -> str:
-    return dice.choice([name for name in stage.cluster.processes if not name.startswith("client")])
+def _any(simulation: RunningSimulation, dice: random.Random) -> str:
+    return dice.choice([name for name in simulation.cluster.processes if not name.startswith("client")])
 
 
-async def _kill(stage: Stage, dice: random.Random) -> None:
-    name = _any(stage, dice)
-    stage.kill(name)
-    await stage.restart(name)
+async def _kill(simulation: RunningSimulation, dice: random.Random) -> None:
+    name = _any(simulation, dice)
+    simulation.kill(name)
+    await simulation.restart(name)
 
 
-async def _terminate(stage: Stage, dice: random.Random) -> None:
-    name = _any(stage, dice)
-    process = stage.process(name)
+async def _terminate(simulation: RunningSimulation, dice: random.Random) -> None:
+    name = _any(simulation, dice)
+    process = simulation.process(name)
     process.terminate()
-    await stage.until(lambda: process.is_dead, 20, f"{name} drains")
-    await stage.restart(name)
+    await simulation.until(lambda: process.is_dead, 20, f"{name} drains")
+    await simulation.restart(name)
 
 
-async def _jump(stage: Stage, dice: random.Random) -> None:
-    stage.jump(_any(stage, dice))
+async def _jump(simulation: RunningSimulation, dice: random.Random) -> None:
+    simulation.jump(_any(simulation, dice))
 
 
-async def _lie(stage: Stage, dice: random.Random) -> None:
-    name = dice.choice([name for name in stage.cluster.processes if name.startswith("worker")])
+async def _lie(simulation: RunningSimulation, dice: random.Random) -> None:
+    name = dice.choice([name for name in simulation.cluster.processes if name.startswith("worker")])
     # After six faults and repeated deaths, a worker is held off for longer than a request waits for one.
-    num_before = stage.happened["0 lie"] - 1
-    stage.cluster.workers[name].lies += (dice.randint(1, 3), 1, 0, 0)[num_before]
+    num_before = simulation.happened["0 lie"] - 1
+    simulation.cluster.workers[name].lies += (dice.randint(1, 3), 1, 0, 0)[num_before]
 
 
-async def _freeze(stage: Stage, dice: random.Random) -> None:
-    process = stage.process(_any(stage, dice))
+async def _freeze(simulation: RunningSimulation, dice: random.Random) -> None:
+    process = simulation.process(_any(simulation, dice))
     process.freeze()
-    await stage.sleep(0.1, 3.0)
+    await simulation.sleep(0.1, 3.0)
     process.thaw()
 
 
-async def _part(stage: Stage, dice: random.Random) -> None:
-    one, other = dice.sample(sorted(stage.cluster.processes), 2)
-    stage.cluster.network.part(one, other)
+async def _part(simulation: RunningSimulation, dice: random.Random) -> None:
+    one, other = dice.sample(sorted(simulation.cluster.processes), 2)
+    simulation.cluster.network.part(one, other)
     # A client that cannot reach its router for longer than this counts as disconnected.
     has_client = any(name.startswith("client") for name in (one, other))
-    await stage.sleep(0.1, KEEPALIVE_S - 1 if has_client else KEEPALIVE_S + 3)
-    stage.cluster.network.heal()
+    await simulation.sleep(0.1, KEEPALIVE_S - 1 if has_client else KEEPALIVE_S + 3)
+    simulation.cluster.network.heal()
 
 
-async def _cut(stage: Stage, dice: random.Random) -> None:
-    name, network = _any(stage, dice), stage.cluster.network
+async def _cut(simulation: RunningSimulation, dice: random.Random) -> None:
+    name, network = _any(simulation, dice), simulation.cluster.network
     # A client has half a second to reconnect, for which this network is too slow.
     spares_clients = network.weather.slow_share > 0 and network.weather.slow_s >= _SLOW_S
 

@@ -8,8 +8,8 @@ from midstream.errors import AlreadyExistsError, DeadlineError, OverloadedError
 from protos import generation_pb2 as pb
 from tests.simulation.cluster import Shape
 from tests.simulation.loop import START_S
+from tests.simulation.running_simulation import RunningSimulation
 from tests.simulation.scenarios import Scenario, scenario
-from tests.simulation.stage import Stage
 from tests.simulation.workload import Job, jobs, long_request, request
 
 # Time at which clients start, on the simulation's clock.
@@ -30,18 +30,18 @@ def client_leaves(dice: random.Random) -> Scenario:
             job.leaves_at_s = 0.5 + job.start_s + dice.uniform(0.003, 0.3)
         leaving.append(job)
 
-    def judge(stage: Stage) -> None:
-        engine = stage.cluster.engine
+    def judge(simulation: RunningSimulation) -> None:
+        engine = simulation.cluster.engine
         assert engine is not None
         for job in leaving:
             known = engine.core.lifecycle.requests.get(job.request.request_id)
             if known is None or not job.has_left:
                 continue
-            stage.happened["12"] += 1
-            if stage.checker.finishes[job.request.request_id] != ["ABORT"]:
-                stage.problems.append(f"it ended as {stage.checker.finishes[job.request.request_id]}")
+            simulation.happened["12"] += 1
+            if simulation.checker.finishes[job.request.request_id] != ["ABORT"]:
+                simulation.problems.append(f"it ended as {simulation.checker.finishes[job.request.request_id]}")
             if known.times.finished_ns / 1e9 - START_S > job.ended_s + 1.0:
-                stage.problems.append("the request of a disconnected client kept running")
+                simulation.problems.append("the request of a disconnected client kept running")
 
     shape = Shape(num_workers=1, num_blocks=256, scheduler={"max_batch_size": 3, "max_context_chunk": 8})
     return Scenario(shape=shape, jobs=[*leaving, *[Job(request(dice, 5 + i)) for i in range(2)]], judge=judge)
@@ -59,23 +59,23 @@ def deadline_passes(dice: random.Random) -> Scenario:
     ]
     others = [Job(request(dice, 5 + number)) for number in range(2)]
 
-    async def inject(stage: Stage) -> None:
+    async def inject(simulation: RunningSimulation) -> None:
         if in_queue:
-            await stage.sleep(1.0, 1.5)
-            stage.cluster.start("worker-0")
+            await simulation.sleep(1.0, 1.5)
+            simulation.cluster.start("worker-0")
 
-    def judge(stage: Stage) -> None:
-        engine = stage.cluster.engine
+    def judge(simulation: RunningSimulation) -> None:
+        engine = simulation.cluster.engine
         assert engine is not None
         for job in late:
-            stage.happened["13 queue" if in_queue else "13 decode"] += 1
+            simulation.happened["13 queue" if in_queue else "13 decode"] += 1
             if not isinstance(job.error, DeadlineError):
-                stage.problems.append(f"after its deadline it ended with {job.error!r}")
+                simulation.problems.append(f"after its deadline it ended with {job.error!r}")
             known = engine.core.lifecycle.requests.get(job.request.request_id)
             if known is not None and in_queue and known.times.first_scheduled_ns:
-                stage.problems.append("a worker ran a request after its deadline")
-            if stage.checker.finishes.get(job.request.request_id, ["DEADLINE"]) != ["DEADLINE"]:
-                stage.problems.append(f"it ended as {stage.checker.finishes[job.request.request_id]}")
+                simulation.problems.append("a worker ran a request after its deadline")
+            if simulation.checker.finishes.get(job.request.request_id, ["DEADLINE"]) != ["DEADLINE"]:
+                simulation.problems.append(f"it ended as {simulation.checker.finishes[job.request.request_id]}")
 
     shape = Shape(num_workers=0 if in_queue else 1, step_s=0.01 if in_queue else 0.05)
     return Scenario(shape=shape, jobs=[*late, *others], inject=inject, judge=judge)
@@ -86,13 +86,13 @@ def slow_reader(dice: random.Random) -> Scenario:
     """A client that reads too slowly is disconnected; others are not affected."""
     slow = Job(long_request(dice, 0, 5, 60), pause_s=dice.uniform(0.3, 0.6), must_complete=False)
 
-    def judge(stage: Stage) -> None:
-        stage.happened["14"] += isinstance(slow.error, OverloadedError)
+    def judge(simulation: RunningSimulation) -> None:
+        simulation.happened["14"] += isinstance(slow.error, OverloadedError)
         if slow.error is not None and not isinstance(slow.error, OverloadedError):
-            stage.problems.append(f"the slow reader ended with {slow.error!r}")
-        quick = max(job.ended_s for job in stage.jobs if job is not slow)
+            simulation.problems.append(f"the slow reader ended with {slow.error!r}")
+        quick = max(job.ended_s for job in simulation.jobs if job is not slow)
         if quick > 3.0:
-            stage.problems.append(f"the other clients were only served after {quick} s")
+            simulation.problems.append(f"the other clients were only served after {quick} s")
 
     shape = Shape(window=1, router={"max_pending_bytes": dice.choice((400, 500))})
     return Scenario(shape=shape, jobs=[slow, *[Job(long_request(dice, 1 + i, 6, 12)) for i in range(3)]], judge=judge)
@@ -105,17 +105,17 @@ def overload(dice: random.Random) -> Scenario:
     """
     work = [Job(request(dice, number), start_s=dice.uniform(0, 0.05), must_complete=False) for number in range(20)]
 
-    def judge(stage: Stage) -> None:
+    def judge(simulation: RunningSimulation) -> None:
         for job in work:
             if job.error is None:
                 job.check_complete()
-                stage.problems.extend(job.problems)
+                simulation.problems.extend(job.problems)
             elif not isinstance(job.error, OverloadedError) or job.error.retry_after_ms < 1:
-                stage.problems.append(f"rejected with {job.error!r}")
+                simulation.problems.append(f"rejected with {job.error!r}")
             else:
-                stage.happened["15"] += 1
+                simulation.happened["15"] += 1
                 if job.ended_s > 1.5:
-                    stage.problems.append(f"rejected only after {job.ended_s} s")
+                    simulation.problems.append(f"rejected only after {job.ended_s} s")
 
     shape = Shape(num_workers=1, scheduler={"max_queue_size": 2, "max_batch_size": 3})
     return Scenario(shape=shape, jobs=work, judge=judge)
@@ -131,12 +131,12 @@ def same_id_twice(dice: random.Random) -> Scenario:
     other = Job(_copy(first.request), start_s=dice.uniform(0.1, 0.6), must_complete=False)
     other.request.sampling.seed += 1
 
-    def judge(stage: Stage) -> None:
-        stage.happened["19"] += 1
+    def judge(simulation: RunningSimulation) -> None:
+        simulation.happened["19"] += 1
         if not isinstance(other.error, AlreadyExistsError):
-            stage.problems.append(f"a request with the same id and other contents ended with {other.error!r}")
-        if stage.checker.finishes["r0"] != ["LENGTH"]:
-            stage.problems.append(f"it ended as {stage.checker.finishes['r0']}")
+            simulation.problems.append(f"a request with the same id and other contents ended with {other.error!r}")
+        if simulation.checker.finishes["r0"] != ["LENGTH"]:
+            simulation.problems.append(f"it ended as {simulation.checker.finishes['r0']}")
 
     return Scenario(jobs=[first, again, other, *jobs(dice, 3)[1:]], judge=judge)
 
@@ -154,17 +154,17 @@ def hoarder(dice: random.Random) -> Scenario:
         job.request.client_id = "other"
     is_quiet = dice.random() < 0.5
 
-    async def inject(stage: Stage) -> None:
-        if not is_quiet and await stage.at(stage.messages(20, 200)):
+    async def inject(simulation: RunningSimulation) -> None:
+        if not is_quiet and await simulation.at(simulation.messages(20, 200)):
             name = dice.choice(("worker-0", "scheduler"))
-            stage.kill(name)
-            await stage.restart(name)
+            simulation.kill(name)
+            await simulation.restart(name)
 
-    def judge(stage: Stage) -> None:
-        stage.happened["28"] += 1
+    def judge(simulation: RunningSimulation) -> None:
+        simulation.happened["28"] += 1
         longest_s = max(job.ended_s - _CLIENTS_START_S - job.start_s for job in small)
         if is_quiet and longest_s > 0.6:  # one of the large outputs may have to end first
-            stage.problems.append(f"a small request took {longest_s:.3f} s next to large requests")
+            simulation.problems.append(f"a small request took {longest_s:.3f} s next to large requests")
 
     # 44 tokens take 11 blocks, so at most four outputs fit at a time.
     scheduler = {"capacity_policy": dice.choice(("guaranteed_no_evict", "max_utilization")), "max_worker_deaths": 100}

@@ -9,8 +9,8 @@ import random
 from midstream.errors import DeadlineError
 from tests.simulation.cluster import Shape
 from tests.simulation.model import vocabulary
+from tests.simulation.running_simulation import RunningSimulation
 from tests.simulation.scenarios import Scenario, scenario
-from tests.simulation.stage import Stage
 from tests.simulation.workload import Job, jobs, long_request, request
 
 # Time at which the first client may send its request.
@@ -26,13 +26,13 @@ def scheduler_killed(dice: random.Random) -> Scenario:
     """SIGKILL the scheduler once or more: its state is rebuilt from the journal."""
     times = dice.choice((1, 1, 2, 3))
 
-    async def inject(stage: Stage) -> None:
+    async def inject(simulation: RunningSimulation) -> None:
         for _ in range(times):
-            if not await stage.at(stage.messages(15, 130), lambda: stage.kill("scheduler")):
+            if not await simulation.at(simulation.messages(15, 130), lambda: simulation.kill("scheduler")):
                 return
-            if stage.is_streaming():
-                stage.happened["7"] += 1
-            await stage.restart("scheduler")
+            if simulation.is_streaming():
+                simulation.happened["7"] += 1
+            await simulation.restart("scheduler")
 
     return Scenario(shape=_two_of_each(), jobs=jobs(dice, 3), inject=inject)
 
@@ -42,22 +42,22 @@ def old_scheduler_returns(dice: random.Random) -> Scenario:
     """A replaced scheduler keeps running, but is fenced and exits."""
     freezes = dice.random() < 0.6
 
-    async def inject(stage: Stage) -> None:
-        old = stage.process("scheduler")
-        if not await stage.at(stage.messages(15, 110), old.freeze if freezes else lambda: None):
+    async def inject(simulation: RunningSimulation) -> None:
+        old = simulation.process("scheduler")
+        if not await simulation.at(simulation.messages(15, 110), old.freeze if freezes else lambda: None):
             return
-        await stage.sleep(0.05, 1.0)
-        new = stage.cluster.start("scheduler")
-        await stage.sleep(0.0, 1.0)
+        await simulation.sleep(0.05, 1.0)
+        new = simulation.cluster.start("scheduler")
+        await simulation.sleep(0.0, 1.0)
         if freezes or dice.random() < 0.5:
-            stage.cluster.network.cut(lambda one, other: old in (one, other))
-        await stage.sleep(0.05, 2.0)
+            simulation.cluster.network.cut(lambda one, other: old in (one, other))
+        await simulation.sleep(0.05, 2.0)
         old.thaw()
-        await stage.until(lambda: old.is_dead, 10, "the old scheduler ends")
-        if stage.cluster.disk.num_deposed:
-            stage.happened["8"] += 1
+        await simulation.until(lambda: old.is_dead, 10, "the old scheduler ends")
+        if simulation.cluster.disk.num_deposed:
+            simulation.happened["8"] += 1
         if new.is_dead:
-            stage.problems.append("the new scheduler ended")
+            simulation.problems.append("the new scheduler ended")
 
     return Scenario(shape=_two_of_each(), jobs=jobs(dice, 3), inject=inject, may_report=("the journal failed",))
 
@@ -74,17 +74,17 @@ def detokenizer_killed_in_a_character(dice: random.Random) -> Scenario:
                 return True
         return False
 
-    async def inject(stage: Stage) -> None:
+    async def inject(simulation: RunningSimulation) -> None:
         victims = ["detokenizer-0", "detokenizer-1"] if dice.random() < 0.5 else [f"detokenizer-{dice.randrange(2)}"]
 
         def kill() -> None:
             for name in victims:
-                stage.kill(name)
+                simulation.kill(name)
 
-        if await stage.at(lambda: any(map(is_torn, stage.jobs)), kill):
-            stage.happened["9"] += 1
+        if await simulation.at(lambda: any(map(is_torn, simulation.jobs)), kill):
+            simulation.happened["9"] += 1
         for name in victims:
-            await stage.restart(name)
+            await simulation.restart(name)
 
     work = [Job(long_request(dice, i, 4, dice.randint(8, 16)), start_s=dice.uniform(0, 0.2)) for i in range(3)]
     return Scenario(shape=_two_of_each(), jobs=work, inject=inject)
@@ -95,17 +95,17 @@ def detokenizers_come_and_go(dice: random.Random) -> Scenario:
     """Scale the detokenizers from one to four and back to one under load."""
     work = [Job(request(dice, i), start_s=dice.uniform(0, 5)) for i in range(5)]
 
-    async def inject(stage: Stage) -> None:
-        await stage.sleep(0.1, 0.5)
+    async def inject(simulation: RunningSimulation) -> None:
+        await simulation.sleep(0.1, 0.5)
         for number in range(1, 4):
-            stage.cluster.start(f"detokenizer-{number}")
-        await stage.sleep(2.0, 3.0)
+            simulation.cluster.start(f"detokenizer-{number}")
+        await simulation.sleep(2.0, 3.0)
         names = [f"detokenizer-{number}" for number in range(4)]
         dice.shuffle(names)
         for name in names[1:]:
-            stage.cluster.retire(name)
-            await stage.sleep(0.0, 0.4)
-        stage.happened["10"] += 1
+            simulation.cluster.retire(name)
+            await simulation.sleep(0.0, 0.4)
+        simulation.happened["10"] += 1
 
     return Scenario(jobs=work, inject=inject)
 
@@ -114,13 +114,13 @@ def detokenizers_come_and_go(dice: random.Random) -> Scenario:
 def router_killed(dice: random.Random) -> Scenario:
     """SIGKILL routers: clients resume at another router, or at the same router after its restart."""
 
-    async def inject(stage: Stage) -> None:
+    async def inject(simulation: RunningSimulation) -> None:
         for number in dice.sample(range(2), dice.choice((1, 2))):
             name = f"router-{number}"
-            if await stage.at(stage.messages(20, 90), lambda name=name: stage.kill(name)):  # type: ignore[misc]
-                if stage.is_streaming():
-                    stage.happened["11"] += 1
-                await stage.restart(name)
+            if await simulation.at(simulation.messages(20, 90), lambda name=name: simulation.kill(name)):  # type: ignore[misc]
+                if simulation.is_streaming():
+                    simulation.happened["11"] += 1
+                await simulation.restart(name)
 
     return Scenario(shape=_two_of_each(), jobs=jobs(dice, 3), inject=inject)
 
@@ -130,19 +130,19 @@ def rolling_restart(dice: random.Random) -> Scenario:
     """Replace every component under load and close old connections: no request fails."""
     work = [Job(request(dice, i), start_s=dice.uniform(0, 4)) for i in range(5)]
 
-    async def inject(stage: Stage) -> None:
-        names = [name for name in stage.cluster.processes if not name.startswith("client")]
+    async def inject(simulation: RunningSimulation) -> None:
+        names = [name for name in simulation.cluster.processes if not name.startswith("client")]
         dice.shuffle(names)
         for name in names:
-            process = stage.process(name)
+            process = simulation.process(name)
             process.terminate()
-            await stage.until(lambda process=process: process.is_dead, 15, f"{name} drains")  # type: ignore[misc]
+            await simulation.until(lambda process=process: process.is_dead, 15, f"{name} drains")  # type: ignore[misc]
             if process.exit_code != 0:
-                stage.problems.append(f"{name} exits with status {process.exit_code}")
-            await stage.restart(name, 0.05, 0.3)
+                simulation.problems.append(f"{name} exits with status {process.exit_code}")
+            await simulation.restart(name, 0.05, 0.3)
             if dice.random() < 0.3:
-                stage.cluster.network.cut(lambda *_: dice.random() < 0.3)
-        stage.happened["18"] += 1
+                simulation.cluster.network.cut(lambda *_: dice.random() < 0.3)
+        simulation.happened["18"] += 1
 
     return Scenario(shape=_two_of_each(), jobs=work, inject=inject)
 
@@ -152,26 +152,26 @@ def journal_fails(dice: random.Random) -> Scenario:
     """The disk is full, the end of the journal is torn, or a record is damaged."""
     kind = dice.choice(("full", "torn", "corrupt", "corrupt request"))
 
-    async def inject(stage: Stage) -> None:
-        disk = stage.cluster.disk
+    async def inject(simulation: RunningSimulation) -> None:
+        disk = simulation.cluster.disk
         if kind == "full":
-            if await stage.at(stage.messages(15, 110), lambda: setattr(disk, "is_full", True)):
-                stage.supervise("scheduler", 0.3)
-                await stage.sleep(0.2, 2.0)
+            if await simulation.at(simulation.messages(15, 110), lambda: setattr(disk, "is_full", True)):
+                simulation.supervise("scheduler", 0.3)
+                await simulation.sleep(0.2, 2.0)
                 disk.is_full = False
-                stage.happened["20 full"] += bool(disk.num_full)
+                simulation.happened["20 full"] += bool(disk.num_full)
             return
-        if not await stage.at(stage.messages(25, 110), lambda: stage.kill("scheduler")):
+        if not await simulation.at(simulation.messages(25, 110), lambda: simulation.kill("scheduler")):
             return
         if disk.damage(kind, dice):
-            stage.happened[f"20 {kind}"] += 1
-        await stage.restart("scheduler")
-        await stage.until(
-            lambda: stage.cluster.engine is not None, 5, "the scheduler starts with the remaining journal"
+            simulation.happened[f"20 {kind}"] += 1
+        await simulation.restart("scheduler")
+        await simulation.until(
+            lambda: simulation.cluster.engine is not None, 5, "the scheduler starts with the remaining journal"
         )
-        service = stage.cluster.service
+        service = simulation.cluster.service
         if disk.was_damaged and service is not None and not service.journal.num_damaged:
-            stage.problems.append("the damage was not reported")
+            simulation.problems.append("the damage was not reported")
 
     return Scenario(
         shape=_two_of_each(),
@@ -190,26 +190,26 @@ def clocks_jump(dice: random.Random) -> Scenario:
     ]
     dies = dice.random() < 0.5
 
-    async def inject(stage: Stage) -> None:
-        while not stage.is_over:
-            parts = [name for name, item in stage.cluster.processes.items() if not item.is_dead]
-            stage.jump(dice.choice([name for name in parts if not name.startswith("client")]))
-            stage.happened["26"] += 1
-            if dies and stage.is_streaming() and dice.random() < 0.1:
-                stage.kill("scheduler")
-                await stage.restart("scheduler", 0.05, 0.1)
+    async def inject(simulation: RunningSimulation) -> None:
+        while not simulation.is_over:
+            parts = [name for name, item in simulation.cluster.processes.items() if not item.is_dead]
+            simulation.jump(dice.choice([name for name in parts if not name.startswith("client")]))
+            simulation.happened["26"] += 1
+            if dies and simulation.is_streaming() and dice.random() < 0.1:
+                simulation.kill("scheduler")
+                await simulation.restart("scheduler", 0.05, 0.1)
             await asyncio.sleep(0.1)
 
-    def judge(stage: Stage) -> None:
+    def judge(simulation: RunningSimulation) -> None:
         for job in late:
             off_s = job.ended_s - _START_S - job.start_s - (job.timeout_s or 0)
-            if stage.happened["kill scheduler"]:
+            if simulation.happened["kill scheduler"]:
                 continue
             if not isinstance(job.error, DeadlineError):
-                stage.problems.append(f"after its deadline it ended with {job.error!r}")
+                simulation.problems.append(f"after its deadline it ended with {job.error!r}")
             elif abs(off_s) > 0.1:
-                stage.problems.append(f"it ended {off_s:+.3f} s from its deadline")
-        if stage.checker.num_deaths and not stage.happened["kill scheduler"]:
-            stage.problems.append("a worker was declared dead")
+                simulation.problems.append(f"it ended {off_s:+.3f} s from its deadline")
+        if simulation.checker.num_deaths and not simulation.happened["kill scheduler"]:
+            simulation.problems.append("a worker was declared dead")
 
     return Scenario(shape=Shape(step_s=0.05), jobs=[*late, *jobs(dice, 3)], inject=inject, judge=judge)

@@ -18,9 +18,9 @@ from tests.simulation.cluster import ROUTER_PORT, Cluster
 from tests.simulation.journal import Disk
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.network import Network
+from tests.simulation.running_simulation import RunningSimulation
 from tests.simulation.scenarios import _CYCLE, MakeScenario, Scenario, scenario_of
 from tests.simulation.sockets import Sockets
-from tests.simulation.stage import Stage
 from tests.simulation.workload import Job
 from tests.simulation.world import simulated
 
@@ -76,11 +76,11 @@ def run_seed(
     network.on_write = checker.check_fed
     cluster = Cluster(loop, network, scenario.shape, disk, checker.watch)
     outcome = Outcome(seed, scenario.name, all_kv)
-    stage = Stage(cluster, checker, dice, outcome.happened)
+    simulation = RunningSimulation(cluster, checker, dice, outcome.happened)
     with simulated(loop, network, seed, cluster.make_journal, cluster.make_engine) as errors:
         asyncio.events.set_event_loop(None)
         try:
-            loop.run_until_complete(_play(scenario, stage, outcome, faults))
+            loop.run_until_complete(_play(scenario, simulation, outcome, faults))
         except AssertionError as error:
             outcome.problems.append(f"{type(error).__name__}: {error}")
         finally:
@@ -130,34 +130,34 @@ def _bury(loop: VirtualLoop, cluster: Cluster) -> None:
     loop.close()
 
 
-async def _play(scenario: Scenario, stage: Stage, outcome: Outcome, faults: bool) -> None:
-    cluster, checker = stage.cluster, stage.checker
-    stage.jobs = scenario.jobs
+async def _play(scenario: Scenario, simulation: RunningSimulation, outcome: Outcome, faults: bool) -> None:
+    cluster, checker = simulation.cluster, simulation.checker
+    simulation.jobs = scenario.jobs
 
     cluster.start_all()
     await asyncio.sleep(0.5)
     for number, job in enumerate(scenario.jobs):
         job.watch = checker.check_shown
         cluster.run(f"client-{number}", lambda job=job: _client(cluster, job))  # type: ignore[misc]
-    injecting = asyncio.ensure_future(scenario.inject(stage)) if faults else None
+    injecting = asyncio.ensure_future(scenario.inject(simulation)) if faults else None
     try:
         async with asyncio.timeout(LIMIT_S):
-            while not all(job.is_done for job in stage.jobs) and not cluster.crashes:  # noqa: ASYNC110 (virtual time)
+            while not all(job.is_done for job in simulation.jobs) and not cluster.crashes:  # noqa: ASYNC110 (virtual time)
                 await asyncio.sleep(0.05)
             if cluster.crashes:
                 return
             if injecting is not None:
                 await injecting
-            await stage.settle()
+            await simulation.settle()
     except TimeoutError:
-        waiting = [job.request.request_id for job in stage.jobs if not job.is_done]
+        waiting = [job.request.request_id for job in simulation.jobs if not job.is_done]
         outcome.problems.append(f"it hangs: {waiting} have not finished")
         return
-    for job in stage.jobs:
+    for job in simulation.jobs:
         _judge(job, outcome)
     if faults:
-        scenario.judge(stage)
-    outcome.problems += stage.problems
+        scenario.judge(simulation)
+    outcome.problems += simulation.problems
     if cluster.engine is not None:
         checker.check_rest(cluster.engine.core)
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.cluster import Shape
-from tests.simulation.stage import Stage
+from tests.simulation.running_simulation import RunningSimulation
 from tests.simulation.workload import Job
 
 
-async def _nothing(_: Stage) -> None:
+async def _nothing(_: RunningSimulation) -> None:
     pass
 
 
-def _accept(_: Stage) -> None:
+def _accept(_: RunningSimulation) -> None:
     pass
 
 
@@ -33,8 +33,8 @@ class Scenario:
     name: str = ""
     shape: Shape = field(default_factory=Shape)
     jobs: list[Job] = field(default_factory=list)
-    inject: Callable[[Stage], Coroutine[Any, Any, None]] = _nothing
-    judge: Callable[[Stage], None] = _accept
+    inject: Callable[[RunningSimulation], Coroutine[Any, Any, None]] = _nothing
+    judge: Callable[[RunningSimulation], None] = _accept
     may_report: tuple[str, ...] = ()
 
 

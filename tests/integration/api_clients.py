@@ -80,7 +80,7 @@ class Sequence:
     reason: str = ""
 
 
-class Doors:
+class ApiClients:
     """Clients for all APIs of one router."""
 
     def __init__(self, grpc_address: str, http_address: str) -> None:

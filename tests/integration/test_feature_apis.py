@@ -12,14 +12,14 @@ from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
 from tests.adapter_folders import write_lora
 from tests.features.table import NOT_APPLICABLE, WORKS, read
-from tests.integration.doors import Doors
-from tests.integration.feature_doors import LORA, Answer, Asking, RefusedError
+from tests.integration.api_clients import ApiClients
+from tests.integration.feature_requests import LORA, Answer, Asking, RefusedError
 from tests.integration.service import Service
 
 CELLS = [
-    pytest.param(name, door, cell, id=f"{name}-{door}")
+    pytest.param(name, api, cell, id=f"{name}-{api}")
     for name, row in read().features.items()
-    for door, cell in row.doors.items()
+    for api, cell in row.apis.items()
     if cell != NOT_APPLICABLE
 ]
 # Names of additional outputs, for features that return more than text; the default is the name of the feature.
@@ -40,7 +40,7 @@ NUM_SEQUENCES = {"sequences": 2, "beams": 2}
 @pytest.fixture(scope="module")
 def executor(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GenerationExecutor]:
     """Yield an executor that is connected to the service, with an adapter loaded."""
-    folder = write_lora(tmp_path_factory.mktemp("doors") / "lora", 4, 9)
+    folder = write_lora(tmp_path_factory.mktemp("clients") / "lora", 4, 9)
     with Client(service.routers()) as client, GenerationExecutor.create(address=service.routers()[0]) as executor:
         client.load_lora(LORA, str(folder))
         yield executor
@@ -71,24 +71,24 @@ async def asking(
     tokenizer: Tokenizer,
     expected: dict[tuple[str, bool], Answer],
 ) -> AsyncIterator[Asking]:
-    doors = Doors(addresses["grpc"], addresses["http"])
-    yield Asking(doors, executor, tokenizer, addresses["grpc"], expected)
-    await doors.close()
+    clients = ApiClients(addresses["grpc"], addresses["http"])
+    yield Asking(clients, executor, tokenizer, addresses["grpc"], expected)
+    await clients.close()
 
 
-@pytest.mark.parametrize(("feature", "door", "cell"), CELLS)
-async def test_a_feature_through_each_api(asking: Asking, feature: str, door: str, cell: str) -> None:
+@pytest.mark.parametrize(("feature", "api", "cell"), CELLS)
+async def test_a_feature_through_each_api(asking: Asking, feature: str, api: str, cell: str) -> None:
     if cell != WORKS:
         with pytest.raises(RefusedError, match=cell.removeprefix("refused ")):
-            await asking.ask(door, feature)
+            await asking.ask(api, feature)
         return
-    answer = await asking.ask(door, feature)
+    answer = await asking.ask(api, feature)
     assert len(answer.texts) == NUM_SEQUENCES.get(feature, 1)
     if feature in BESIDE:
         assert BESIDE[feature] in answer.beside
     if feature == "tools":
         return
-    is_chat = door == "chat" or feature == "chat"
+    is_chat = api == "chat" or feature == "chat"
     expected = await asking.native(feature, chat=is_chat)
     assert answer.texts == expected.texts
     if not is_chat:

@@ -26,7 +26,7 @@ STEP_MS = 2.0
 LIMITS = {"MAX_PENDING_BYTES": 16384, "MAX_MESSAGE_BYTES": 4 << 20}
 
 
-class Pressed:
+class LimitedService:
     """The running components.
 
     Attributes:
@@ -55,15 +55,15 @@ class Pressed:
 
 
 @contextlib.contextmanager
-def running_pressed(folder: Path) -> Iterator[Pressed]:
+def running_limited(folder: Path) -> Iterator[LimitedService]:
     """Start all components; kill them on exit."""
     (http_port,) = free_ports(1)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in LIMITS.items():
             patch.setenv(f"MIDSTREAM_{name}", str(value))
-        pressed = Pressed(folder, http_port)
-        with running(pressed.parts):
-            yield pressed
+        limited = LimitedService(folder, http_port)
+        with running(limited.parts):
+            yield limited
 
 
 @dataclass

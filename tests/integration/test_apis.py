@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from protos import generation_pb2 as pb
 from protos import openengine_pb2 as oe
-from tests.integration.doors import Case, Doors, infer_request
+from tests.integration.api_clients import ApiClients, Case, infer_request
 from tests.integration.service import Service, chat, collect, eventually, latest_stats, tokens
 from tests.router.adapters.sse import post_stream
 
@@ -51,19 +51,23 @@ def addresses(service: Service) -> dict[str, str]:
 
 
 @pytest.fixture
-async def doors(addresses: dict[str, str]) -> AsyncIterator[Doors]:
-    doors = Doors(addresses["grpc"], addresses["http"])
-    yield doors
-    await doors.close()
+async def clients(addresses: dict[str, str]) -> AsyncIterator[ApiClients]:
+    clients = ApiClients(addresses["grpc"], addresses["http"])
+    yield clients
+    await clients.close()
 
 
-async def test_every_door_gives_the_native_calls_tokens(doors: Doors) -> None:
+async def test_every_api_gives_the_native_calls_tokens(clients: ApiClients) -> None:
     rng = random.Random(9)
     cases = [Case.draw(rng) for _ in range(NUM_CASES)]
-    expected = await asyncio.gather(*map(doors.ask_native, cases))
+    expected = await asyncio.gather(*map(clients.ask_native, cases))
     ways = (
-        doors.ask_openai, doors.ask_openai_stream, doors.ask_kserve, doors.ask_kserve_stream, doors.ask_openengine,
-    )  # fmt: skip
+        clients.ask_openai,
+        clients.ask_openai_stream,
+        clients.ask_kserve,
+        clients.ask_kserve_stream,
+        clients.ask_openengine,
+    )
     assert {sequence.reason for sequences in expected for sequence in sequences} == {"stop", "length"}
     assert len({tuple(sequence.token_ids) for sequences in expected for sequence in sequences}) > NUM_CASES
     for way in ways:
@@ -71,21 +75,21 @@ async def test_every_door_gives_the_native_calls_tokens(doors: Doors) -> None:
             assert [sequence.text for sequence in answer] == [sequence.text for sequence in right], (way, case)
             for sequence, native in zip(answer, right, strict=True):
                 assert sequence.log_probs[: len(native.log_probs)] == native.log_probs, (way, case)
-                if way not in (doors.ask_kserve, doors.ask_kserve_stream):
+                if way not in (clients.ask_kserve, clients.ask_kserve_stream):
                     assert (sequence.token_ids, sequence.reason) == (native.token_ids, native.reason), (way, case)
 
 
-async def test_every_choice_echoes_the_prompts_log_probabilities_streamed_or_not(doors: Doors) -> None:
+async def test_every_choice_echoes_the_prompts_log_probabilities_streamed_or_not(clients: ApiClients) -> None:
     native = tokens([504, 3575, 282, 4649, 314], max_tokens=3)
     native.output.prompt_log_probs = 0
     known: list[float] = []
-    async for chunk in doors.native.Generate(native, timeout=60):
+    async for chunk in clients.native.Generate(native, timeout=60):
         known += chunk.prompt_log_probs.token_log_probs
     fields: dict[str, Any] = {"model": "smollm2", "prompt": list(native.token_ids.values), "max_tokens": 3, "seed": 5}
     fields |= {"n": 2, "echo": True, "logprobs": 0}
-    whole = await doors.openai.completions.create(**fields)
+    whole = await clients.openai.completions.create(**fields)
     streamed: dict[int, list[float | None]] = {0: [], 1: []}
-    async for event in await doors.openai.completions.create(**fields, stream=True):
+    async for event in await clients.openai.completions.create(**fields, stream=True):
         for choice in event.choices:
             if choice.logprobs is not None:
                 streamed[choice.index] += choice.logprobs.token_logprobs or []
@@ -95,7 +99,7 @@ async def test_every_choice_echoes_the_prompts_log_probabilities_streamed_or_not
         assert streamed[choice.index][:5] == [None, *known]
         assert len(streamed[choice.index]) == 8
     # A client that scores prompts generates no tokens.
-    scored = await doors.openai.completions.create(**fields | {"max_tokens": 0})
+    scored = await clients.openai.completions.create(**fields | {"max_tokens": 0})
     assert scored.usage is not None
     assert (scored.usage.prompt_tokens, scored.usage.completion_tokens) == (5, 0)
     for choice in scored.choices:
@@ -104,15 +108,15 @@ async def test_every_choice_echoes_the_prompts_log_probabilities_streamed_or_not
         assert choice.text == "".join(choice.logprobs.tokens or [])
 
 
-async def test_a_conversation_gives_the_same_tokens_as_the_native_call(doors: Doors) -> None:
-    native = await collect(doors.native, chat(str(QUESTION[0].get("content")), max_tokens=12))
+async def test_a_conversation_gives_the_same_tokens_as_the_native_call(clients: ApiClients) -> None:
+    native = await collect(clients.native, chat(str(QUESTION[0].get("content")), max_tokens=12))
     extra = {"return_token_ids": True}
-    whole = await doors.openai.chat.completions.create(
+    whole = await clients.openai.chat.completions.create(
         model="smollm2", messages=QUESTION, temperature=0, max_completion_tokens=12, extra_body=extra
     )
     assert whole.choices[0].message.content == native.text
     assert (whole.choices[0].model_extra or {})["token_ids"] == native.token_ids
-    stream = await doors.openai.chat.completions.create(
+    stream = await clients.openai.chat.completions.create(
         model="smollm2", messages=QUESTION, temperature=0, max_tokens=12, stream=True,
         stream_options={"include_usage": True}, logprobs=True, top_logprobs=2,
     )  # fmt: skip
@@ -126,8 +130,8 @@ async def test_a_conversation_gives_the_same_tokens_as_the_native_call(doors: Do
     assert events[-1].usage.completion_tokens == len(native.token_ids)
 
 
-async def test_the_official_client_asks_for_tools_and_schemas(doors: Doors) -> None:
-    named = await doors.openai.chat.completions.create(
+async def test_the_official_client_asks_for_tools_and_schemas(clients: ApiClients) -> None:
+    named = await clients.openai.chat.completions.create(
         model="smollm2", messages=QUESTION, tools=[WEATHER], max_tokens=64, temperature=0,
         tool_choice={"type": "function", "function": {"name": "weather"}},
     )  # fmt: skip
@@ -136,7 +140,7 @@ async def test_the_official_client_asks_for_tools_and_schemas(doors: Doors) -> N
     (call,) = calls
     assert isinstance(call, ChatCompletionMessageFunctionToolCall)
     assert set(json.loads(call.function.arguments)) == {"city", "days"}
-    stream = await doors.openai.chat.completions.create(
+    stream = await clients.openai.chat.completions.create(
         model="smollm2", messages=QUESTION, tools=[WEATHER], max_tokens=64, temperature=0, tool_choice="required",
         parallel_tool_calls=False, stream=True,
     )  # fmt: skip
@@ -146,18 +150,18 @@ async def test_the_official_client_asks_for_tools_and_schemas(doors: Doors) -> N
     assert part.function.name == "weather"
     assert json.loads(part.function.arguments or "")["city"] in ("Paris", "Oslo")
     assert choices[-1].finish_reason == "tool_calls"
-    parsed = await doors.openai.chat.completions.parse(
+    parsed = await clients.openai.chat.completions.parse(
         model="smollm2", messages=QUESTION, response_format=City, max_tokens=64, temperature=0
     )
     assert isinstance(parsed.choices[0].message.parsed, City)
     extra = {"guided_regex": r"\d{3}-\d{2}"}
-    guided = await doors.openai.completions.create(model="smollm2", prompt="Call", max_tokens=16, extra_body=extra)
+    guided = await clients.openai.completions.create(model="smollm2", prompt="Call", max_tokens=16, extra_body=extra)
     assert [len(part) for part in guided.choices[0].text.split("-")] == [3, 2]
 
 
-async def test_the_official_synchronous_client(doors: Doors) -> None:
+async def test_the_official_synchronous_client(clients: ApiClients) -> None:
     def ask() -> tuple[list[str], str]:
-        url = f"http://127.0.0.1:{doors.http_port}/v1"
+        url = f"http://127.0.0.1:{clients.http_port}/v1"
         with openai.OpenAI(base_url=url, api_key="-", max_retries=0) as client:
             assert next(iter(client.models.list())).id == "smollm2"
             whole = client.completions.create(
@@ -173,48 +177,48 @@ async def test_the_official_synchronous_client(doors: Doors) -> None:
 
 
 LONG = Case("Once upon a time", 4000, 1, 5, 0, 4000, 1.0, 1.0, 1.0, 0.0, 0.0, ())
-Leave = Callable[[Doors], Awaitable[None]]
+Leave = Callable[[ApiClients], Awaitable[None]]
 
 
-async def leave_native(doors: Doors) -> None:
-    call = doors.native.Generate(tokens([5, 6], max_tokens=4000), timeout=60)
+async def leave_native(clients: ApiClients) -> None:
+    call = clients.native.Generate(tokens([5, 6], max_tokens=4000), timeout=60)
     assert isinstance(await call.read(), pb.GenerateResponse)
     call.cancel()
 
 
-async def leave_openai_stream(doors: Doors) -> None:
+async def leave_openai_stream(clients: ApiClients) -> None:
     body: dict[str, object] = {"prompt": [5, 6], "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    async with post_stream(doors.http_port, "/v1/completions", body) as stream:
+    async with post_stream(clients.http_port, "/v1/completions", body) as stream:
         await anext(stream.events())
 
 
-async def leave_openai(doors: Doors) -> None:
+async def leave_openai(clients: ApiClients) -> None:
     body: dict[str, object] = {"prompt": [5, 6], "max_tokens": 4000, "ignore_eos": True}
-    async with post_stream(doors.http_port, "/v1/completions", body):
-        await until_active(doors)
+    async with post_stream(clients.http_port, "/v1/completions", body):
+        await until_active(clients)
 
 
-async def leave_kserve(doors: Doors) -> None:
-    call = doors.kserve.ModelInfer(infer_request(LONG), timeout=60)
-    await until_active(doors)
+async def leave_kserve(clients: ApiClients) -> None:
+    call = clients.kserve.ModelInfer(infer_request(LONG), timeout=60)
+    await until_active(clients)
     call.cancel()
 
 
-async def leave_kserve_stream(doors: Doors) -> None:
-    call = doors.kserve.ModelStreamInfer(iter([infer_request(LONG, stream=True)]), timeout=60)
+async def leave_kserve_stream(clients: ApiClients) -> None:
+    call = clients.kserve.ModelStreamInfer(iter([infer_request(LONG, stream=True)]), timeout=60)
     await call.read()
     call.cancel()
 
 
-async def leave_openengine(doors: Doors) -> None:
+async def leave_openengine(clients: ApiClients) -> None:
     stopping = oe.StoppingOptions(max_tokens=4000, ignore_eos=True)
-    call = doors.openengine.Generate(oe.GenerateRequest(prompt="Once", stopping=stopping), timeout=60)
+    call = clients.openengine.Generate(oe.GenerateRequest(prompt="Once", stopping=stopping), timeout=60)
     assert isinstance(await call.read(), oe.GenerateResponse)
     call.cancel()
 
 
-async def until_active(doors: Doors) -> None:
-    active = await eventually(lambda: latest_stats(doors.native), lambda stats: stats.num_active_requests > 0, 60)
+async def until_active(clients: ApiClients) -> None:
+    active = await eventually(lambda: latest_stats(clients.native), lambda stats: stats.num_active_requests > 0, 60)
     assert active.num_active_requests
 
 
@@ -222,14 +226,14 @@ async def until_active(doors: Doors) -> None:
     "leave",
     [leave_native, leave_openai, leave_openai_stream, leave_kserve, leave_kserve_stream, leave_openengine],
 )
-async def test_a_disconnect_frees_the_blocks_soon(doors: Doors, leave: Leave) -> None:
+async def test_a_disconnect_frees_the_blocks_soon(clients: ApiClients, leave: Leave) -> None:
     """The request would run for much longer. The best of three attempts counts, since the machine may be busy."""
     took = []
     for _ in range(3):
-        await leave(doors)
+        await leave(clients)
         left_at = time.monotonic()
         stats = await eventually(
-            lambda: latest_stats(doors.native), lambda stats: not stats.kv_cache_stats.used_num_blocks, 60
+            lambda: latest_stats(clients.native), lambda stats: not stats.kv_cache_stats.used_num_blocks, 60
         )
         took.append(time.monotonic() - left_at)
         assert (stats.kv_cache_stats.used_num_blocks, stats.num_active_requests) == (0, 0)

@@ -19,7 +19,7 @@ from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from protos import kserve_pb2
 from protos import openengine_pb2 as oe
-from tests.integration.doors import Doors, texts_of
+from tests.integration.api_clients import ApiClients, texts_of
 from tests.router.adapters.sse import post_stream
 
 PROMPT = "One two three four. One two"
@@ -107,7 +107,7 @@ class Asking:
 
     def __init__(
         self,
-        doors: Doors,
+        clients: ApiClients,
         executor: api.GenerationExecutor,
         tokenizer: Tokenizer,
         address: str,
@@ -116,13 +116,13 @@ class Asking:
         """Create the clients. `expected` caches the answers of the native call, by feature and whether the input is a
         chat.
         """
-        self._doors = doors
+        self._clients = clients
         self._executor = executor
         self._tokenizer = tokenizer
         self._address = address
         self._expected = expected
 
-    def ask(self, door: str, feature: str) -> Awaitable[Answer]:
+    def ask(self, api_name: str, feature: str) -> Awaitable[Answer]:
         """Request the feature through the API."""
         ways: dict[str, Callable[[str], Awaitable[Answer]]] = {
             "native": self.native,
@@ -132,7 +132,7 @@ class Asking:
             "kserve": self._infer,
             "openengine": self._generate,
         }
-        return ways[door](feature)
+        return ways[api_name](feature)
 
     async def native(self, feature: str, *, chat: bool = False) -> Answer:
         """Return the answer of the native call."""
@@ -225,7 +225,7 @@ class Asking:
     async def _openai(self, path: str, body: dict[str, Any]) -> Answer:
         if body.get("stream"):
             return await self._openai_stream(path, body)
-        client = self._doors.openai
+        client = self._clients.openai
         model = body.pop("model")
         try:
             if path == "/completions":
@@ -250,7 +250,7 @@ class Asking:
 
     async def _openai_stream(self, path: str, body: dict[str, Any]) -> Answer:
         text, num_events = "", 0
-        async with post_stream(self._doors.http_port, f"/v1{path}", body) as stream:
+        async with post_stream(self._clients.http_port, f"/v1{path}", body) as stream:
             async for event in stream.events():
                 (choice,) = event["choices"]
                 text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
@@ -276,7 +276,7 @@ class Asking:
         try:
             if feature == "streaming":
                 return await self._infer_stream(request)
-            response = await self._doors.kserve.ModelInfer(request, timeout=60)
+            response = await self._clients.kserve.ModelInfer(request, timeout=60)
         except grpc.aio.AioRpcError as error:
             raise RefusedError(error.code().name) from None
         outputs = dict(zip((item.name for item in response.outputs), response.raw_output_contents, strict=True))
@@ -292,7 +292,7 @@ class Asking:
     async def _infer_stream(self, request: kserve_pb2.ModelInferRequest) -> Answer:
         found: defaultdict[int, str] = defaultdict(str)
         num_answers = 0
-        async for part in self._doors.kserve.ModelStreamInfer(iter([request]), timeout=60):
+        async for part in self._clients.kserve.ModelStreamInfer(iter([request]), timeout=60):
             assert not part.error_message
             names = (item.name for item in part.infer_response.outputs)
             outputs = dict(zip(names, part.infer_response.raw_output_contents, strict=True))
@@ -312,7 +312,7 @@ class Asking:
         metadata = [("openengine-priority", "7")] if feature == "priority" else []
         found: defaultdict[int, str] = defaultdict(str)
         answer, num_events = Answer(), 0
-        async for event in self._doors.openengine.Generate(request, timeout=60, metadata=metadata):
+        async for event in self._clients.openengine.Generate(request, timeout=60, metadata=metadata):
             assert not event.HasField("error"), event.error
             if event.HasField("token"):
                 found[event.token.output_index] += event.token.text

@@ -34,7 +34,7 @@ class Shape:
     num_draft_tokens: int = 0
 
 
-class Life:
+class CoreDriver:
     """One core with up to two groups `g` and `h`; each method is a possible event.
 
     With `are_apart`, `g` runs prefill and `h` runs decode; with `has_tiers`, they share tiers.

@@ -23,7 +23,7 @@ from midstream.model.folder import open_model_folder
 from protos import generation_pb2 as pb
 from protos import openengine_pb2 as oe
 from tests.faults.small_model import make_small_model
-from tests.integration.doors import Case, Doors, infer_request
+from tests.integration.api_clients import ApiClients, Case, infer_request
 from tests.integration.service import Service, eventually_idle
 
 CONTEXT = 64
@@ -67,25 +67,25 @@ def addresses(small_service: Service) -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture
-async def doors(addresses: dict[str, str]) -> AsyncIterator[Doors]:
-    doors = Doors(addresses["grpc"], addresses["http"])
-    yield doors
-    await doors.close()
+async def clients(addresses: dict[str, str]) -> AsyncIterator[ApiClients]:
+    clients = ApiClients(addresses["grpc"], addresses["http"])
+    yield clients
+    await clients.close()
 
 
 SANE = Case("so the stream", 20, 2, 1, 0, 0, 1.0, 1.0, 1.0, 0.0, 0.0, ())
 
 
-async def check_sane(doors: Doors) -> None:
+async def check_sane(clients: ApiClients) -> None:
     """Check that every API gives the same answer, and that no request or block has leaked."""
-    native = await doors.ask_native(SANE)
-    for answer in (await doors.ask_openai(SANE), await doors.ask_kserve(SANE), await doors.ask_openengine(SANE)):
+    native = await clients.ask_native(SANE)
+    for answer in (await clients.ask_openai(SANE), await clients.ask_kserve(SANE), await clients.ask_openengine(SANE)):
         assert [sequence.text for sequence in answer] == [sequence.text for sequence in native]
-    stats = await eventually_idle(doors.native)
+    stats = await eventually_idle(clients.native)
     assert (stats.num_active_requests, stats.kv_cache_stats.used_num_blocks) == (0, 0)
 
 
-async def test_random_bytes_on_the_http_port(doors: Doors) -> None:
+async def test_random_bytes_on_the_http_port(clients: ApiClients) -> None:
     rng = random.Random(1)
 
     def draw(number: int) -> bytes:
@@ -97,7 +97,7 @@ async def test_random_bytes_on_the_http_port(doors: Doors) -> None:
         return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode() + data
 
     async def send(data: bytes) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", doors.http_port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", clients.http_port)
         writer.write(data)
         if writer.can_write_eof():
             writer.write_eof()
@@ -111,7 +111,7 @@ async def test_random_bytes_on_the_http_port(doors: Doors) -> None:
     answers = await asyncio.gather(*map(send, map(draw, range(NUM_REQUESTS))))
     assert not [answer for answer in answers if answer.startswith(b"HTTP/1.1 5")]
     assert [answer for answer in answers if answer.startswith(b"HTTP/1.1 4")]
-    await check_sane(doors)
+    await check_sane(clients)
 
 
 def _status(request: urllib.request.Request) -> int:
@@ -138,8 +138,8 @@ def random_json(rng: random.Random, depth: int = 0) -> object:
     return [random_json(rng, depth + 1) for _ in range(rng.randrange(4))]
 
 
-async def test_random_json_in_every_field(doors: Doors) -> None:
-    rng, url = random.Random(2), f"http://127.0.0.1:{doors.http_port}"
+async def test_random_json_in_every_field(clients: ApiClients) -> None:
+    rng, url = random.Random(2), f"http://127.0.0.1:{clients.http_port}"
     with await asyncio.to_thread(urllib.request.urlopen, f"{url}/openapi.json", timeout=30) as response:
         document = json.load(response)
     bodies = {
@@ -161,7 +161,7 @@ async def test_random_json_in_every_field(doors: Doors) -> None:
     found = {status for row in statuses for status in row}
     assert {200, 400} <= found
     assert not {status for status in found if status >= 500} - {504}, found
-    await check_sane(doors)
+    await check_sane(clients)
 
 
 def fill(message: Message, rng: random.Random, depth: int = 0) -> None:
@@ -205,7 +205,7 @@ def _is_message(kind: type[Message], data: bytes) -> bool:
     return True
 
 
-async def test_random_messages_to_every_grpc_api(doors: Doors) -> None:
+async def test_random_messages_to_every_grpc_api(clients: ApiClients) -> None:
     rng = random.Random(3)
     methods = {
         "/midstream.v1.Midstream/Generate": pb.GenerateRequest(prompt="so", max_tokens=4),
@@ -225,7 +225,7 @@ async def test_random_messages_to_every_grpc_api(doors: Doors) -> None:
             fill(message, rng)
             data = message.SerializeToString()
         # There are no serializers, so that raw bytes can be sent.
-        channel: Any = doors.channel
+        channel: Any = clients.channel
         if "Stream" in method:
             call = channel.stream_stream(method)(iter([data]), timeout=30)
         else:
@@ -241,16 +241,16 @@ async def test_random_messages_to_every_grpc_api(doors: Doors) -> None:
     # Most invalid messages fail inside gRPC, before they reach our code.
     assert {code for is_message, code in answers if not is_message} <= REFUSALS | {grpc.StatusCode.UNKNOWN}
     assert (False, grpc.StatusCode.DEADLINE_EXCEEDED) not in answers
-    await check_sane(doors)
+    await check_sane(clients)
 
 
-async def test_schemathesis_finds_no_server_error(doors: Doors, tmp_path: Path) -> None:
+async def test_schemathesis_finds_no_server_error(clients: ApiClients, tmp_path: Path) -> None:
     """This is a short version of the run described in docs/adapters.md; it takes a few seconds."""
     # A timeout of 1 ms expires, so its status is an expected result.
     statuses = '["2xx", "3xx", "4xx", "504"]'
     (tmp_path / "schemathesis.toml").write_text(f"[checks]\nnot_a_server_error.expected-statuses = {statuses}\n")
     command = [
-        str(Path(sys.executable).parent / "schemathesis"), "run", f"http://127.0.0.1:{doors.http_port}/openapi.json",
+        str(Path(sys.executable).parent / "schemathesis"), "run", f"http://127.0.0.1:{clients.http_port}/openapi.json",
         "--checks", "not_a_server_error", "--max-time", str(SCHEMATHESIS_S), "--seed", "1", "--workers", "1",
         "--request-timeout", "30", "--suppress-health-check", "all", "--report-dir", str(tmp_path),
     ]  # fmt: skip
@@ -258,4 +258,4 @@ async def test_schemathesis_finds_no_server_error(doors: Doors, tmp_path: Path) 
         subprocess.run, command, check=False, capture_output=True, text=True, timeout=170, cwd=tmp_path
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    await check_sane(doors)
+    await check_sane(clients)

@@ -18,7 +18,7 @@ _POLL_S = 0.05
 
 
 @dataclass
-class Stage:
+class RunningSimulation:
     """A running simulation and its faults.
 
     Attributes:

@@ -120,7 +120,7 @@ class MortalLink(SchedulerLink):
         return super()._turn(*sockets)
 
 
-class RigWorker:
+class WorkerThread:
     """A worker in a thread. Restarts reuse the loaded model, but create a new KV pool."""
 
     def __init__(
@@ -183,7 +183,7 @@ def _end_like_a_process(runner: ModelRunner) -> None:
         os.close(kv.store._file_number)
 
 
-class Rig:
+class InProcessService:
     """All components.
 
     Attributes:
@@ -244,7 +244,7 @@ class Rig:
         """Start all components."""
         await self._start_scheduler()
         self._workers = {
-            name: RigWorker(name, self._folder, self.worker_address, self.gate, settings)
+            name: WorkerThread(name, self._folder, self.worker_address, self.gate, settings)
             for name, settings in self._settings.items()
         }
         self._detokenizers = [await self._start_detokenizer(number) for number in range(2)]

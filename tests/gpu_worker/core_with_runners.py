@@ -133,7 +133,7 @@ class Member:
         return BlocksFetched(1, self.connection, found.epoch, found.hashes, found.missing)
 
 
-class Whole:
+class CoreWithRunners:
     """A core with one or more runners.
 
     Attributes:

@@ -36,7 +36,7 @@ MODEL = ModelFolder(
 WAIT_S = 20
 
 
-class Cell:
+class RunningScheduler:
     """A scheduler, its workers and one token feed."""
 
     def __init__(self, service: SchedulerService, stub: Any) -> None:
@@ -70,18 +70,18 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def run_cell(**settings: Any) -> AsyncIterator[Cell]:
+async def run_scheduler(**settings: Any) -> AsyncIterator[RunningScheduler]:
     # The machine that runs the tests may stall for some seconds.
     values: dict[str, Any] = {"port": 0, "worker_port": 0, "journal": "off", "worker_timeout_ms": 60_000} | settings
     config = SchedulerConfig(**values)
     service = SchedulerService(config, MODEL)
     await service.start()
     async with open_channel(f"127.0.0.1:{service.port}") as channel:
-        cell = Cell(service, SchedulerStub(channel))
+        scheduler = RunningScheduler(service, SchedulerStub(channel))
         try:
-            yield cell
+            yield scheduler
         finally:
-            for worker in cell.workers:
+            for worker in scheduler.workers:
                 await asyncio.to_thread(worker.stop)
             await service.stop()
-    assert [worker.error for worker in cell.workers if worker.error is not None] == []
+    assert [worker.error for worker in scheduler.workers if worker.error is not None] == []
