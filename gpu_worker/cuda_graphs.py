@@ -259,7 +259,8 @@ class GraphDecoder:
         # The sampled tokens of the previous step, which the host may not know yet.
         self._fed = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         self._draws = RecordedDraws(device, graph_sizes(max_batch_size)) if draws else None
-        most_eager = 4 * max_num_tokens + max_batch_size * (3 + max_blocks) + 1
+        # Five numbers per token: with drafts, every token of a step may be sampled, and it may need an adapter's slot.
+        most_eager = 5 * max_num_tokens + max_batch_size * (2 + max_blocks) + 1
         self._pinned = PinnedBuffers(device, max(most_eager, self._arena.numel()))
 
     def place_adapter(self, adapter: Adapter) -> object:

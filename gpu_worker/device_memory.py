@@ -15,6 +15,14 @@ from torch import cuda
 from gpu_worker.kv.cache import KvCache, free_memory_bytes
 
 
+def empty_cache(device: torch.device) -> None:
+    """Return the allocator's unused memory to a GPU; do nothing on a CPU."""
+    if device.type == "cuda":
+        cuda.synchronize(device)
+        gc.collect()
+        cuda.empty_cache()
+
+
 class WarmUpMemory:
     """Measures memory use while the warm-up's pools exist; does nothing on a CPU.
 
@@ -28,7 +36,7 @@ class WarmUpMemory:
         self._pool_bytes = sum(pool.num_bytes for pool in pools)
         self.step_bytes = self.graph_bytes = 0
         if self._is_cuda:
-            _empty_cache(device)
+            empty_cache(device)
             cuda.reset_peak_memory_stats(device)
             self._reserved = cuda.memory_reserved(device)
 
@@ -43,21 +51,15 @@ class WarmUpMemory:
         if not self._is_cuda:
             capture()
             return
-        _empty_cache(self._device)
+        empty_cache(self._device)
         before = free_memory_bytes(self._device)
         capture()
-        _empty_cache(self._device)
+        empty_cache(self._device)
         self.graph_bytes = max(0, before - free_memory_bytes(self._device))
 
     def free_bytes(self) -> int:
         """Return the memory available for pools once the graphs and the warm-up's own pools have been dropped."""
         if not self._is_cuda:
             return free_memory_bytes(self._device)
-        _empty_cache(self._device)
+        empty_cache(self._device)
         return free_memory_bytes(self._device) + self._pool_bytes - self.step_bytes - self.graph_bytes
-
-
-def _empty_cache(device: torch.device) -> None:
-    cuda.synchronize(device)
-    gc.collect()
-    cuda.empty_cache()

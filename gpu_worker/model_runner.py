@@ -32,7 +32,7 @@ from gpu_worker.batch.rows import PendingTokens, Rows
 from gpu_worker.batch.staging import Copy, Readback
 from gpu_worker.batch.step import EMPTY, GREEDY, IntArray, RowLogProbs, Step, StepOutput
 from gpu_worker.cuda_graphs import GraphDecoder
-from gpu_worker.device_memory import WarmUpMemory
+from gpu_worker.device_memory import WarmUpMemory, empty_cache
 from gpu_worker.features import Feature
 from gpu_worker.kv.block_format import kind_digest
 from gpu_worker.kv.block_kind import block_kind
@@ -156,6 +156,7 @@ class ModelRunner:
         self.runs_ahead = may_run_ahead(config, self.model) if runs_ahead is None else runs_ahead
         self._in_flight: deque[Launched] = deque()
         self._last_end = 0.0
+        self._pools: list[KvCache] = []
         self._draft_front: GraphDecoder | None = None
         self._front = self._with_graphs() if is_gpu or self.runs_ahead else None
         self._readback = Readback(self.model.device, config.max_batch_size)
@@ -427,11 +428,11 @@ class ModelRunner:
         if self._front is None:
             num_tokens = min(CPU_NUM_TOKENS, self.max_sequence_length - 1)
             self._take_blocks(-(-(num_tokens + 1) // tokens_per_block))
-            memory = WarmUpMemory(self.model.device, [self.kv])
+            memory = WarmUpMemory(self.model.device, self._pools)
             self._run_all(warm_up_steps(num_tokens, self.kv.num_blocks))
         else:
             self._take_blocks(max(self._full_batches.num_blocks, -(-self._longest_prefill // tokens_per_block) + 1))
-            memory = WarmUpMemory(self.model.device, [self.kv])
+            memory = WarmUpMemory(self.model.device, self._pools)
             self._run_largest_steps()
             memory.record(functools.partial(self._record, self._front))
             self._front.clear()
@@ -494,11 +495,17 @@ class ModelRunner:
         if draft is None:
             return None
         kv = KvCache(draft.description, num_blocks, self._config.tokens_per_block, draft.kv_dtype, draft.device)
+        self._pools.append(kv)
         return DraftModel(draft, self._rows, kv, self.max_num_tokens)
 
     def _take_blocks(self, num_blocks: int, store: KvStore | None = None) -> None:
         model, tokens_per_block = self.model, self._config.tokens_per_block
+        # A GPU may not have room for the warm-up's pools beside the others.
+        for pool in self._pools:
+            pool.release()
+        empty_cache(model.device)
         self.kv = KvCache(model.part, num_blocks, tokens_per_block, model.kv_dtype, model.device, store)
+        self._pools = [self.kv]
         model.decoder.use_cache(self.kv)
         # Query this only once, because the call takes longer than all other overhead of a one-row step.
         self._choosing = model.decoder if isinstance(model.decoder, ChoosingDecoder) else None

@@ -381,6 +381,13 @@ def paged_attention(
     )
 
 
+def can_record_attention(head_dim: int) -> bool:
+    """Return whether attention with heads of this size on CUDA can be recorded as part of a graph. PyTorch's operations
+    cannot, since they read the lengths of sequences back.
+    """
+    return _HAS_TRITON and head_dim <= MAX_HEAD_DIM
+
+
 def can_sample(logits: Tensor) -> bool:
     """Return whether `sample` supports these logits."""
     return _takes_triton(logits)

@@ -91,8 +91,14 @@ class KvCache:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes used by keys, values and scales."""
-        return sum(part.nbytes for part in (self.keys, self.values, self.key_scales, self.value_scales))
+        """Number of bytes used by keys, values, scales and states."""
+        parts = self.keys, self.values, self.key_scales, self.value_scales, self.states
+        return sum(part.nbytes for part in parts)
+
+    def release(self) -> None:
+        """Free the pool's memory, except in a shared store. The pool must not be used afterwards."""
+        empty = self.keys.new_empty(0)
+        self.keys = self.values = self.key_scales = self.value_scales = self.states = empty
 
     def use_tiers(self, open_tiers: OpenTiers) -> None:
         """Store full blocks in tiers and fetch blocks from them; only for a pool in host memory."""

@@ -480,7 +480,7 @@ class TorchDecoder:
                 (part.to(self._device), None if order is None else order.to(self._device)) for part, order in parts
             )
             return Linear(placed[0][0].codes, bias, parts=placed)
-        if weights.weight.format == "int8":
+        if keeps_blocks and weights.weight.format == "int8":
             units, scale = int8_rows(weights.weight.source)
             return Linear(units.to(self._device), bias, scale.to(self._device))
         return Linear(self._place(weights.weight.dense()), bias)

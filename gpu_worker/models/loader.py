@@ -144,6 +144,8 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, links: RankLinks | No
     # Attention over latent vectors or with sink tokens, and recurrences, use PyTorch operations that read sizes back
     # from the device.
     can_record = not (description.latent or description.num_sink_tokens or description.state_size)
+    if device.type == "cuda":
+        can_record = can_record and kernels.can_record_attention(description.head_dim)
     whole: Decoder = decoder if links is None else as_stage(decoder, description, links, dtype)
     divided = None if links is None else shard
     return LoadedModel(

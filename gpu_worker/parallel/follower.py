@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gpu_worker.cuda_graphs import GraphDecoder
-from gpu_worker.device_memory import WarmUpMemory
+from gpu_worker.device_memory import WarmUpMemory, empty_cache
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks, may_run_ahead
 from gpu_worker.lora.adapter import Adapter, LoraPair
@@ -109,6 +109,9 @@ class RankExecutor:
 
     def _use_cache(self, num_blocks: int) -> None:
         model = self.model
+        if self._kv is not None:
+            self._kv.release()
+            empty_cache(model.device)
         self._kv = KvCache(model.part, num_blocks, self._config.tokens_per_block, model.kv_dtype, model.device)
         self._decoder.use_cache(self._kv)
         # The first pool is used for the warm-up.

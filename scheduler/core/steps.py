@@ -24,6 +24,8 @@ from scheduler.core.timers import Clock
 from scheduler.core.worker_group import WorkerGroup
 
 _SHARES_NOTHING = Failure(UNAVAILABLE, "a sequence that shares its blocks failed before computing them")
+# Rows that a step may sample even if the group's batches are smaller, for drafts; their logits take little memory.
+_MIN_SAMPLED_ROWS = 64
 End = tuple[Sequence, SequenceEnd]
 
 
@@ -251,7 +253,9 @@ class StepBuilder:
         return True
 
     def _plan_drafts(self, chosen: list[Sequence]) -> None:
-        """Let speculative sequences verify draft tokens, within the token and block budgets.
+        """Let speculative sequences verify draft tokens, within the token, row and block budgets.
+
+        A worker computes logits for each draft, and has memory for those of as many rows as a batch has.
 
         The worker makes the drafts and verifies them in the step's one forward pass; the result contains the accepted
         drafts and one more token. A sequence's table must therefore cover all its drafts. Blocks allocated for rejected
@@ -260,9 +264,11 @@ class StepBuilder:
         Args:
             chosen: Sequences of the step, whose own next token is not counted as computed yet.
         """
+        num_used = self.group.max_batch_size - self.group.num_free_rows
+        num_rows_left = max(self.group.max_batch_size, _MIN_SAMPLED_ROWS) - num_used
         for sequence in chosen:
             spec, num_own = sequence.request.spec, sequence.num_computed + 1
-            limit = min(spec.num_draft_tokens, self.num_tokens_left, spec.max_num_tokens - num_own)
+            limit = min(spec.num_draft_tokens, self.num_tokens_left, num_rows_left, spec.max_num_tokens - num_own)
             if limit <= 0:
                 continue
             limit = min(limit, self._grow_for_drafts(sequence, num_own + limit) - num_own)
@@ -273,6 +279,7 @@ class StepBuilder:
             self._plan.draft_limits.append(limit)
             self._draft_limits[sequence] = limit
             self.num_tokens_left -= limit
+            num_rows_left -= limit
 
     def _grow_for_drafts(self, sequence: Sequence, num_tokens: int) -> int:
         """Extend a table to `num_tokens` tokens unless others may need the blocks; return how many tokens it can

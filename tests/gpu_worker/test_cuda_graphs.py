@@ -12,7 +12,8 @@ from torch import Tensor
 from gpu_worker.batch.staging import PinnedBuffers
 from gpu_worker.cuda_graphs import GraphDecoder, Shape, graph_sizes, mixed_shapes
 from gpu_worker.kv.cache import KvCache
-from gpu_worker.lora.inputs import VirtualTokens
+from gpu_worker.lora.arena import PlacedAdapter
+from gpu_worker.lora.inputs import AdapterTokens, VirtualTokens
 from gpu_worker.models.decoder import ForwardInputs, Probe
 
 CPU = torch.device("cpu")
@@ -202,6 +203,22 @@ def test_steps_that_are_too_large_run_eagerly() -> None:
     graphs.forward(inputs)
     assert decoder.num_rows == [2, 2]
     assert graphs.best(2) is None
+
+
+def test_an_eager_step_in_which_every_token_is_sampled_has_room_for_its_inputs() -> None:
+    decoder, most = FakeDecoder(), torch.zeros(64, dtype=torch.int32)
+    graphs = GraphDecoder(decoder, CPU, max_batch_size=4, max_num_tokens=64, max_blocks=4, takes_adapters=True)
+    inputs = ForwardInputs(
+        token_ids=most,
+        positions=most,
+        slot_mapping=most,
+        query_starts=torch.arange(5, dtype=torch.int32) * 16,
+        context_lens=torch.full((4,), 4, dtype=torch.int32),
+        block_tables=torch.ones((4, 4), dtype=torch.int32),
+        sampled=torch.arange(64, dtype=torch.int32),
+        adapters=AdapterTokens(("a",), (PlacedAdapter(0),), most),
+    )
+    assert graphs.forward(inputs).tolist() == [[0, 4]] * 64
 
 
 def test_steps_with_probes_or_virtual_tokens_run_eagerly() -> None:

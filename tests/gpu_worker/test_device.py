@@ -17,13 +17,14 @@ import kernels
 from benchmarks.gpu.model import CONFIG_8B, random_decoder, random_runner
 from gpu_worker import device_memory
 from gpu_worker.device_memory import WarmUpMemory
+from gpu_worker.kv.cache import KvCache
 from gpu_worker.models import loader
 from gpu_worker.models.decoder import Decoder, ForwardInputs, Probe
 from gpu_worker.models.families import describe
 from gpu_worker.models.loader import LoadedModel
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.shard import shard_of
-from kernels import AttentionCase
+from kernels import AttentionCase, dispatch
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError
 from midstream.model.folder import open_model_folder
@@ -223,3 +224,29 @@ def test_the_pool_is_sized_after_full_batches_and_graphs(monkeypatch: pytest.Mon
     after = events[events.index("sized") + 1 :]
     assert after.count(6) == 13
     runner.close()
+
+
+def test_the_pool_of_the_warm_up_is_freed_before_the_final_one_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools, sizes = list[KvCache](), list[list[int]]()
+    make = KvCache.__init__
+
+    def note(pool: KvCache, *args: Any) -> None:
+        sizes.append([other.num_bytes for other in pools])
+        make(pool, *args)
+        pools.append(pool)
+
+    monkeypatch.setattr(KvCache, "__init__", note)
+    cpu = torch.device("cpu")
+    runner = random_runner(TINY, random_decoder(TINY, cpu, torch.float32), cpu, runs_ahead=True, max_kv_tokens=512)
+    assert sizes == [[], [0]]
+    assert runner.kv.num_bytes > 0
+    runner.close()
+
+
+def test_attention_is_recorded_only_if_tritons_kernels_take_its_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch, "_HAS_TRITON", True)
+    assert [kernels.can_record_attention(dim) for dim in (64, 256, 288)] == [True, True, False]
+    monkeypatch.setattr(dispatch, "_HAS_TRITON", False)
+    assert not kernels.can_record_attention(64)

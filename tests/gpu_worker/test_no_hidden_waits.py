@@ -79,6 +79,7 @@ def kernels_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
         "activate": references["torch_activate"],
         "linear": references["torch_linear"],
         "gated_linear": references["torch_gated_linear"],
+        "quantized_linear": references["torch_quantized_linear"],
         "rotate_and_store": lambda q, *args, **kwargs: q.new_empty(q.shape),
         "store_kv": lambda *args, **kwargs: None,
         "add_lora": lambda *args: None,
@@ -110,13 +111,13 @@ def test_operations_that_a_graph_cannot_record_are_refused(run: Callable[[Tensor
         run_on_one_device(lambda: run(x))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_recorded_steps_read_nothing_from_the_device(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "weights"), [*((name, "bf16") for name in NAMES), ("qwen3_moe", "int8")])
+def test_recorded_steps_read_nothing_from_the_device(tmp_path: Path, name: str, weights: str) -> None:
     family, settings = MODELS[name]
     make_tiny_model(tmp_path, family, **settings)
     folder = open_model_folder(str(tmp_path))
     description = describe(folder.config, 0)
-    decoder = TorchDecoder(description, DecoderWeights(folder, description, "bf16"), torch.bfloat16, META)
+    decoder = TorchDecoder(description, DecoderWeights(folder, description, weights), torch.bfloat16, META)
     decoder.reserve_adapters(1 << 16, 8)
     num_recorded = 0
 

@@ -275,6 +275,19 @@ def test_a_paused_request_recomputes_the_token_in_flight() -> None:
     assert harness.tokens["b", 0] == [harness.prompts["b"][-1] + 1 + i for i in range(9)]
 
 
+def test_a_step_verifies_as_many_drafts_as_a_batch_has_rows() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group(max_batch_size=80, max_num_tokens=400, num_blocks=400)
+    for number in range(6):
+        harness.submit(f"{number}", 4, 40, num_draft_tokens=16)
+    harness.turn()
+    harness.step()
+    # 6 rows are in use. Four requests verify 16 drafts, the next one 10.
+    assert harness.groups["g"].plans[-1].draft_limits == [16, 16, 16, 16, 10]
+    harness.run()
+    harness.check_is_empty()
+
+
 def test_sequences_of_a_request_share_its_prompt_and_copy_its_last_block() -> None:
     harness = Harness()
     harness.add_group()
