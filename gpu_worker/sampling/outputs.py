@@ -157,6 +157,7 @@ def _prompt_log_probs(row: int, logits: Tensor, tokens: Tensor, top_k: int) -> P
     log_probs = torch.log_softmax(logits, dim=1)
     own = log_probs.gather(1, tokens.long().to(logits.device)[:, None])
     ranks = (log_probs > own).sum(dim=1) + 1
+    top_k = min(top_k, log_probs.shape[1])
     top = torch.topk(log_probs, top_k, dim=1)
     return PromptLogProbs(
         row,
@@ -171,7 +172,7 @@ def _prompt_log_probs(row: int, logits: Tensor, tokens: Tensor, top_k: int) -> P
 def _top(
     row: int, name: str, logits: Tensor, count: int, first_row: int, *, is_last: bool = False
 ) -> Iterator[RowTensor]:
-    top = torch.topk(logits, count, dim=1)
+    top = torch.topk(logits, min(count, logits.shape[1]), dim=1)
     yield _tensor(row, name, top.values, first_row, is_last=is_last)
     yield _tensor(row, f"{name}.ids", top.indices.int(), first_row, is_last=is_last)
 

@@ -92,7 +92,8 @@ class Cell:
         self.reports = loads.cells
         self.has_workers = any(cell.num_blocks for cell in loads.cells)
         self.load = sum(cell.num_running_requests + cell.num_queued_requests for cell in loads.cells)
-        # The value is None until a worker joins; until then the scheduler itself rejects unsupported features.
+        # The value is None until a worker joins. Until then requests are accepted; a worker fails those that it cannot
+        # run, and the scheduler plans no drafts for a model that cannot take them back.
         self.features = frozenset(info.features) or None
 
     async def submit(

@@ -311,7 +311,8 @@ def _check_output(output: pb.OutputConfig, model: ModelFolder) -> None:
             if kind == "token_logits":
                 _check_ids(list(map(int, numbers)), model.vocab_size, field)
             else:
-                _at_most(int(numbers[0]), model.num_layers if kind == "hidden_states" else MAX_TOPK_LOGITS, field)
+                most = model.num_layers if kind == "hidden_states" else min(MAX_TOPK_LOGITS, model.vocab_size)
+                _at_most(int(numbers[0]), most, field)
     names = [additional.name for additional in output.additional_outputs]
     if len(set(names)) < len(names):
         raise InvalidArgumentError("must not be repeated", field="output.additional_outputs.name")

@@ -193,7 +193,8 @@ class StepBuilder:
         self._is_whole_generation = chosen is group.generating
         self._generation = list(chosen)
         self.num_tokens_left -= len(chosen)
-        if group.num_waiting:
+        # A recurrent state cannot be reset to before rejected drafts.
+        if group.num_waiting and not group.has_state:
             self._plan_drafts(chosen)
         Sequence.compute_next(chosen)
         return len(chosen)

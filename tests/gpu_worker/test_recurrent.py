@@ -169,3 +169,19 @@ def test_fold_equals_a_sum(size: int) -> None:
     x = torch.arange(3.0 * size * 5).view(3, size, 5)
     assert torch.equal(recurrence.fold(x, 1), x.sum(1))
     assert torch.equal(recurrence.fold(x, -1), x.sum(-1))
+
+
+def test_drafts_of_a_request_that_was_accepted_before_a_worker_registered_are_not_verified(folders: Any) -> None:
+    model, folder = folders("mamba2")
+    prompt = [5, 6, 7, 8] * 4
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(values=prompt),
+        max_tokens=MAX_TOKENS,
+        sampling=pb.SamplingConfig(temperature=0),
+        speculative=pb.SpeculativeConfig(
+            method=pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP, num_draft_tokens=4, max_ngram_size=1
+        ),
+    )
+    found = CoreWithRunners(make_runner(folder, kv="f32"), ()).run([request])[0]
+    assert found.counters.num_draft_tokens == 0
+    assert wrong_tokens(model, prompt, outputs(found)[0]) == []

@@ -5,6 +5,7 @@ field.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -265,6 +266,13 @@ def test_a_post_processor_that_the_workers_lack_is_refused() -> None:
     with pytest.raises(InvalidArgumentError) as raised:
         check_supported(request, frozenset(FEATURES))
     assert raised.value.field == "logits_post_processor_name"
+
+
+def test_no_more_logits_than_a_small_vocabulary_has_are_returned(folder: ModelFolder) -> None:
+    small = replace(folder, vocab_size=331)
+    check_request(output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.331")]), small)
+    with pytest.raises(InvalidArgumentError, match="is 332; must be at most 331"):
+        check_request(output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.332")]), small)
 
 
 def test_a_probe_gets_the_width_that_the_workers_have() -> None:
