@@ -217,8 +217,15 @@ class _Lora:
     def _expected(self) -> set[str]:
         """Return the paths of the modules that the configuration selects."""
         targets, only = self._config.get("target_modules"), self._config.get("layers_to_transform")
-        if not isinstance(targets, list):  # a regular expression: the file contains the modules that match it
+        excluded = self._config.get("exclude_modules") or []
+        if not isinstance(targets, list) or not isinstance(excluded, list):
+            # A regular expression of an untrusted file may take forever; the file contains the modules that it selects.
             return set()
+        suffixes = tuple(f".{name}" for name in excluded)
+
+        def is_excluded(path: str) -> bool:
+            return f".{path}".endswith(suffixes)
+
         layers = range(self._num_layers) if only is None else [only] if isinstance(only, int) else only
         paths = [
             self._layer.format(i) + suffix for i in layers for suffix in self._paths if (i, suffix) not in self._absent
@@ -227,11 +234,11 @@ class _Lora:
         for target in targets:
             matched = {path for path in paths if _is_suffix(str(target), path)}
             experts = (expert_path(self._description, module, 0) for module in self._expert_modules)
-            if not matched and not any(_is_suffix(str(target), path) for path in experts):
+            if not matched and not is_excluded(str(target)) and not any(_is_suffix(str(target), p) for p in experts):
                 known = ", ".join(suffix.rpartition(".")[2] for suffix in self._paths)
                 raise _wrong(f"{self._config_path}: target_modules: {target!r} must be one of {known}")
             expected |= matched
-        return expected
+        return {path for path in expected if not is_excluded(path)}
 
     def _pairs(self, path: str, modules: tuple[str, ...], name_a: str, name_b: str) -> dict[str, LoraPair]:
         for name in (name_a, name_b):

@@ -217,7 +217,10 @@ class TorchDecoder:
         if self._description.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         if inputs.virtual is not None:
-            hidden[inputs.virtual.places.to(self._device)] = self._place(inputs.virtual.values)
+            values = self._place(inputs.virtual.values)
+            if self._description.scales_virtual:
+                values = values * self._embedding_scale
+            hidden[inputs.virtual.places.to(self._device)] = values
         if self._positions is not None:
             hidden = hidden + functional.embedding(inputs.positions.long(), self._positions)
         return hidden

@@ -218,6 +218,8 @@ class DecoderDescription:
         has_gated_ffn: Whether feed-forward networks and experts multiply the activation by a second product.
         embedding_scale, residual_scale, logits_scale: Factors of embeddings, of additions to the residual stream, and
             of the logits.
+        scales_virtual: Whether the factor of embeddings also applies to virtual tokens, as in models that transformers
+            gives a factor of `inputs_embeds`.
         logits_softcap: Like `softcap`, but for the logits.
         has_mlp_bias: Whether plain feed-forward networks have biases.
         has_attention_bias: False if attention has no biases; None if this depends on the weights.
@@ -264,6 +266,7 @@ class DecoderDescription:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    scales_virtual: bool = False
     logits_softcap: float = 0.0
     has_mlp_bias: bool = False
     has_attention_bias: Literal[False] | None = None

@@ -179,10 +179,12 @@ class CpuDecoder:
     def embed(self, inputs: ForwardInputs) -> Tensor:
         """Return the embeddings of the tokens, [M, hidden_size]."""
         hidden = self._embedding.take(inputs.token_ids).dense().contiguous()
-        if self._description.embedding_scale != 1.0:
-            hidden = hidden * self._description.embedding_scale
+        scale = self._description.embedding_scale
+        if scale != 1.0:
+            hidden = hidden * scale
         if inputs.virtual is not None:
-            hidden[inputs.virtual.places] = inputs.virtual.values
+            values = inputs.virtual.values
+            hidden[inputs.virtual.places] = values * scale if self._description.scales_virtual else values
         return hidden
 
     def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:

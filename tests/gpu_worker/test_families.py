@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import module_paths
+from gpu_worker.lora.inputs import VirtualTokens
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.decoder import ForwardInputs, PartDecoder, TorchDecoder
 from gpu_worker.models.families import FAMILIES, describe, family_of
@@ -415,7 +416,7 @@ def test_the_loss_of_the_worker_after_any_step_changes_no_bits(runner: ModelRunn
         assert [contents(found) for found in made] == undisturbed
 
 
-def forward(decoder: PartDecoder, shard: Shard, tokens: list[int]) -> Tensor:
+def forward(decoder: PartDecoder, shard: Shard, tokens: list[int], virtual: VirtualTokens | None = None) -> Tensor:
     """Return the logits of the last token of a prompt, computed by a decoder with a new cache."""
     decoder.use_cache(KvCache(shard.part, 8, 16, torch.float32, torch.device("cpu")))
     length = len(tokens)
@@ -427,6 +428,7 @@ def forward(decoder: PartDecoder, shard: Shard, tokens: list[int]) -> Tensor:
         context_lens=torch.tensor([length], dtype=torch.int32),
         block_tables=torch.arange(8, dtype=torch.int32)[None],
         sampled=torch.tensor([length - 1], dtype=torch.int32),
+        virtual=virtual,
     )
     return decoder.forward(inputs)
 
@@ -462,10 +464,9 @@ class ThreadRank:
         return torch.cat(self._ranks.gather(self._number, x), dim=-1)
 
 
-def test_two_tensor_ranks_give_the_logits_of_transformers(
-    made: tuple[torch.nn.Module, Path],
-) -> None:
-    folder, tokens, ranks = open_model_folder(str(made[1])), prompt(40, seed=5), ThreadRanks(2)
+def on_two_tensor_ranks(path: Path, tokens: list[int], virtual: VirtualTokens | None = None) -> Tensor:
+    """Return the logits of the last token of a prompt, computed by two tensor-parallel ranks."""
+    folder, ranks = open_model_folder(str(path)), ThreadRanks(2)
 
     def run(number: int) -> Tensor:
         whole = describe(folder.config)
@@ -473,11 +474,29 @@ def test_two_tensor_ranks_give_the_logits_of_transformers(
         weights = ShardWeights(DecoderWeights(folder, whole, "auto"), shard)
         decoder = TorchDecoder(whole, weights, torch.float32, torch.device("cpu"), shard, ranks.rank(number))
         with torch.inference_mode():
-            return forward(decoder, shard, tokens)
+            return forward(decoder, shard, tokens, virtual)
 
     with ThreadPoolExecutor(2) as pool:
         found, _ = pool.map(run, range(2))
-    wanted = expected_logits(made[0], tokens)[-1:]
+    return found
+
+
+def test_two_tensor_ranks_give_the_logits_of_transformers(
+    made: tuple[torch.nn.Module, Path],
+) -> None:
+    tokens = prompt(40, seed=5)
+    found, wanted = on_two_tensor_ranks(made[1], tokens), expected_logits(made[0], tokens)[-1:]
+    assert float((found - wanted).abs().max()) <= TOLERANCE * max(1.0, float(wanted.abs().max()))
+
+
+def test_two_tensor_ranks_scale_virtual_tokens_as_transformers_does(tmp_path: Path) -> None:
+    family, settings = MODELS["granite"]
+    model, tokens = make_tiny_model(tmp_path, family, **settings), prompt(20, seed=5)
+    table = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    found = on_two_tensor_ranks(tmp_path, tokens, VirtualTokens(torch.arange(5), table))
+    with torch.no_grad():
+        real = model.get_input_embeddings()(torch.tensor(tokens[5:]))  # type: ignore[operator]
+        wanted = model(inputs_embeds=torch.cat((table, real))[None]).logits[0, -1:]
     assert float((found - wanted).abs().max()) <= TOLERANCE * max(1.0, float(wanted.abs().max()))
 
 

@@ -97,6 +97,31 @@ def test_logits_equal_pefts_in_one_batch(
     assert float((plain[5] - adapted_logits(model, folder, "few", driver.tokens[1])[5]).abs().max()) > 0.1
 
 
+@pytest.mark.parametrize(
+    ("excluded", "found"),
+    [
+        (["model.layers.0.self_attn.q_proj", "2.self_attn.v_proj", "down_proj", "lm_head"], ["v", "qv", "q"]),
+        (r"model\.layers\.[01]\..*(q|down)_proj|.*2\.mlp.*|lm_head|self_attn", ["v", "v", "qv"]),
+    ],
+)
+def test_logits_equal_pefts_without_the_modules_that_an_adapter_excludes(
+    model_folder: tuple[torch.nn.Module, Path],
+    runner: ModelRunner,
+    excluded: list[str] | str,
+    found: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    targets = ["q_proj", "v_proj", "down_proj", "lm_head"]
+    make_lora(model_folder[0], tmp_path / "some", 1, r=4, target_modules=targets, exclude_modules=excluded)
+    ref, tokens = ref_of(runner, tmp_path / "some"), prompt(20, seed=1)
+    assert ["".join(sorted(pairs)) for pairs in runner.adapters.get(ref).layers] == found
+    driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+    driver.step([sequence(driver, 0, tokens, ref)], [(0, 0, 20)])
+    wanted = adapted_logits(model_folder[0], tmp_path, "some", tokens)[-1]
+    assert float((recorder.logits[0][0] - wanted).abs().max()) <= TOLERANCE * max(1.0, float(wanted.abs().max()))
+
+
 def test_a_mixed_batch_gives_each_sequence_the_bits_that_it_has_alone(
     runner: ModelRunner, refs: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch
 ) -> None:

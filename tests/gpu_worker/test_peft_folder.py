@@ -93,6 +93,12 @@ def having(name: str, tensor: Tensor) -> Callable[[Tensors], None]:
         ({"lora_alpha": None}, None, "lora_alpha is None; must be a number"),
         ({"target_modules": ["q_proj", "lm_head"]}, None, "target_modules: 'lm_head' must be one of q_proj, k_proj"),
         ({"target_modules": ["q_proj", "v_proj"]}, None, r"v_proj.lora_A.weight is missing"),
+        (
+            {"exclude_modules": ["layers.0.self_attn.q_proj", "proj", "0"]},
+            without(Q.format(1, "B")),
+            r"layers\.1\..*lora_B.weight is missing",
+        ),
+        ({"exclude_modules": ".*v_proj"}, without(Q.format(1, "B")), r"layers\.1\..*lora_B.weight is missing"),
     ],
 )
 def test_an_ill_shaped_adapter_is_refused_by_file_and_tensor(
@@ -133,6 +139,13 @@ def test_adapter_settings_that_are_not_supported_are_named(
     folder = write(tmp_path / "x", {**CONFIG, **config}, good_tensors())
     with pytest.raises(UnsupportedError, match=next(iter(config))):
         read(folder, description)
+
+
+def test_a_regular_expression_is_not_run(tmp_path: Path, description: DecoderDescription) -> None:
+    endless = r"((\w|\.)*)*!"  # on a path, this would take years
+    for name in ("target_modules", "exclude_modules"):
+        folder = write(tmp_path / name, {**CONFIG, name: endless}, good_tensors())
+        assert [sorted(pairs) for pairs in read(folder, description).layers] == [["q"]] * 3
 
 
 def test_invalid_files(tmp_path: Path, description: DecoderDescription) -> None:

@@ -17,6 +17,7 @@ from midstream.errors import InvalidArgumentError
 from protos import generation_pb2 as pb
 from protos import worker_pb2
 from tests.gpu_worker.adapters import adapted, make_lora, make_prompt, no_adapters, ref_of
+from tests.gpu_worker.test_families import MODELS, OTHER_TYPES
 from tests.gpu_worker.test_models import TOLERANCE, Recorder, prompt
 from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner, make_tiny_model
 
@@ -60,6 +61,39 @@ def test_a_prompt_adapter_computes_what_peft_does(
         error = float((logits - wanted[position]).abs().max())
         assert error <= TOLERANCE * float(wanted[position].abs().max())
     assert driver.output(0) == Driver(runner).run_alone(plain, 2)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("granite", {}),
+        ("granitemoeshared", {}),
+        ("granitemoe", {"embedding_multiplier": 6.0}),
+        ("granite_hybrid", {}),
+        ("gemma", {}),
+        ("falcon_h1", {}),
+    ],
+)
+def test_embeddings_are_scaled_where_transformers_scales_them(
+    name: str, settings: dict[str, object], kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, shape = (MODELS | OTHER_TYPES)[name]
+    model = make_tiny_model(tmp_path / "model", family, **{**shape, **settings})
+    make_prompt(model, tmp_path / "soft", 1, NUM_VIRTUAL)
+    runner = make_runner(tmp_path / "model", kernels=kernels, kv="f32")
+    driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+    tokens, table = prompt(20, seed=1), torch.randn(12, 64, generator=torch.Generator().manual_seed(1))
+    soft = replace(driver.sequence(0, VIRTUAL + tokens), prompt=ref_of(runner, tmp_path / "soft"))
+    embedded = replace(driver.sequence(1, list(range(VOCAB, VOCAB + 12))), prompt_table=table.numpy())
+    driver.step([soft, embedded], [(0, 0, 25), (1, 0, 12)])
+    with torch.no_grad():
+        wanted = [expected((model, tmp_path), tokens)[-1], model(inputs_embeds=table[None]).logits[0, -1]]
+    for row, logits in enumerate(wanted):
+        # transformers scales only what it embeds itself for Falcon-H1, so PEFT does not even scale the real tokens.
+        if row or name != "falcon_h1":
+            error = float((recorder.logits[0][row] - logits).abs().max())
+            assert error <= TOLERANCE * max(1.0, float(logits.abs().max())), row
 
 
 def table_from(folder: Path, runner: ModelRunner) -> np.ndarray:

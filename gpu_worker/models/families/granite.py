@@ -32,6 +32,7 @@ def _scaled(s: Settings, **changes: Any) -> DecoderDescription:
         s,
         **changes,
         embedding_scale=s.number("embedding_multiplier", 1.0),
+        scales_virtual=True,
         scale=s.number("attention_multiplier", 1.0),
         residual_scale=s.number("residual_multiplier", 1.0),
         logits_scale=1.0 / s.positive("logits_scaling", 1.0),

@@ -171,6 +171,7 @@ def _read_granite(config: Mapping[str, Any]) -> DecoderDescription:
         recurrent=_mixers(s, s.layers("layer_types") or s.layers("layers_block_type") or ["mamba"] * num_layers),
         mixtures=(experts,) * num_layers,
         embedding_scale=s.number("embedding_multiplier", 1.0),
+        scales_virtual=True,
         scale=s.number("attention_multiplier", 1.0),
         residual_scale=s.number("residual_multiplier", 1.0),
         logits_scale=1.0 / s.positive("logits_scaling", 1.0),
