@@ -475,6 +475,10 @@ CASES: dict[str, Callable[[], object]] = {
     "prefill, int8 KV": lambda: _attend(16384, 8, kv=torch.int8),
     "prefill, float8 KV": lambda: _attend(16384, 8, kv=torch.float8_e4m3fn),
     "prefill, head size 256": lambda: _attend(16384, 8, heads=(16, 4, 256)),
+    "prefill, head size 256, f32": lambda: _attend(16384, 8, heads=(16, 4, 256), dtype=torch.float32),
+    "batch-invariant, head size 256, f32": lambda: _attend(
+        16384, 8, heads=(16, 4, 256), dtype=torch.float32, is_batch_invariant=True
+    ),
     "prefill, head size 80": lambda: _attend(16384, 8, heads=(16, 16, 80)),
     "prefill, group of 3": lambda: _attend(16384, 8, heads=(9, 3, 64)),
     "batch-invariant": lambda: _attend(16384, 8, is_batch_invariant=True),

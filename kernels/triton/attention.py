@@ -47,6 +47,8 @@ class Launch:
 
 def prefill_launch(group: int, head_dim: int, element_size: int) -> Launch:
     """Tiles for sequences of many queries."""
+    if element_size > 2 and head_dim > 128:
+        return _wide_float32_launch(group)
     if element_size > 2:
         return Launch(max(32, triton.next_power_of_2(group)), 32, 4, 2)
     if head_dim > 128:
@@ -54,9 +56,16 @@ def prefill_launch(group: int, head_dim: int, element_size: int) -> Launch:
     return Launch(max(128, triton.next_power_of_2(group)), 64, 8, 3)
 
 
+def _wide_float32_launch(group: int) -> Launch:
+    """Tiles of 16 keys, which fit in the shared memory of all GPUs; tiles of 32 also spill thousands of registers."""
+    return Launch(max(32, triton.next_power_of_2(group)), 16, 8, 2)
+
+
 def decode_launch(group: int, head_dim: int, element_size: int) -> Launch:
     """Tiles for sequences of one query; 16 rows are the fewest of a matrix instruction."""
     block_m = max(16, triton.next_power_of_2(group))
+    if head_dim > 128 and element_size > 2:
+        return Launch(block_m, 16, 4, 2)
     if head_dim > 128 or element_size > 2:
         return Launch(block_m, 32, 4, 2)
     return Launch(block_m, 64, 4, 3)
@@ -64,6 +73,8 @@ def decode_launch(group: int, head_dim: int, element_size: int) -> Launch:
 
 def invariant_launch(group: int, head_dim: int, element_size: int) -> Launch:
     """Tiles for all sequences alike; small enough to hold two softmax states."""
+    if element_size > 2 and head_dim > 128:
+        return _wide_float32_launch(group)
     if head_dim > 128 or element_size > 2:
         return Launch(max(32, triton.next_power_of_2(group)), 32, 4, 2)
     return Launch(max(64, triton.next_power_of_2(group)), 64, 4, 2)

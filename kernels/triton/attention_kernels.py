@@ -118,7 +118,7 @@ def attend(
         first_tile = tl.maximum(first_tile, split * SEGMENT_TILES)
         end_tile = tl.minimum(end_tile, (split + 1) * SEGMENT_TILES)
         # `combine` reads no state past the last key's segment.
-        if split * SEGMENT_TILES * BLOCK_N >= num_keys:
+        if IS_SPLIT and split * SEGMENT_TILES * BLOCK_N >= num_keys:
             return
     elif IS_SPLIT:
         tiles_each = (end_tile - first_tile + tl.num_programs(2) - 1) // tl.num_programs(2)

@@ -116,14 +116,18 @@ def test_larger_heads_are_refused() -> None:
         attend(torch.zeros(1, 1, 264), torch.zeros(9, 4, 1, 264), torch.zeros(9, 4, 1, 264), batch)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-def test_padding_rows_give_zeros(splits: int) -> None:
+@pytest.mark.parametrize(("splits", "is_batch_invariant"), [(1, False), (3, False), (1, True)])
+def test_padding_rows_give_zeros(monkeypatch: pytest.MonkeyPatch, splits: int, is_batch_invariant: bool) -> None:
     batch = paged_batch([30], [1], 4)
     k, v = random_cache(batch, 4, 2, 16, torch.float32)
     q = torch.randn(3, 4, 16)
     tables = torch.cat((batch.block_tables, torch.zeros(2, batch.block_tables.shape[1], dtype=torch.int32)))
     starts, lens = torch.arange(4, dtype=torch.int32), torch.tensor([30, 0, 0], dtype=torch.int32)
-    out = operations.paged_attention(q, k, v, tables, starts, lens, 0.25, num_shares=splits)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(7))
+    out = operations.paged_attention(
+        q, k, v, tables, starts, lens, 0.25, num_shares=splits, is_batch_invariant=is_batch_invariant
+    )
     assert exact.error(out[:1], exact.attention(q[:1], k, v, batch, 0.25)) < EPSILON[torch.float32]
     assert not out[1:].any()
 
