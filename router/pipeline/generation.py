@@ -446,13 +446,11 @@ class Output:
         metrics: RouterMetrics,
         draining: asyncio.Event,
         release: Callable[[], None],
+        admission: Admission,
         arrival: float | None = None,
         span: RequestSpan | None = None,
-        admission: Admission | None = None,
     ) -> None:
-        """`release` is called on exit; `admission` is charged for the tokens that are read, or is None if they were
-        charged before.
-        """
+        """`release` is called on exit; `admission` is charged for the tokens that are read."""
         self.request_id = request_id
         self.is_final = False
         self._generation = generation
@@ -474,11 +472,10 @@ class Output:
             MidstreamError: The stream failed and cannot continue.
         """
         chunks = await self._generation.take()
-        now, num_tokens = time.monotonic(), self._num_tokens
+        now = time.monotonic()
         for chunk in chunks:
             self._observe(chunk, now)
-        if self._admission is not None and self._num_tokens > num_tokens:
-            self._admission.charge(output=self._num_tokens - num_tokens)
+            self._admission.charge_output(self.request_id, chunk)
         if chunks[-1].is_final:
             self.is_final, self._end = True, chunks[-1]
         return chunks
@@ -499,8 +496,7 @@ class Output:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._release()
-        if self._admission is not None:
-            self._admission.release()
+        self._admission.release()
         if self._span is not None:
             self._span.end(self._end, error)
         cancelled = isinstance(error, asyncio.CancelledError)
@@ -605,8 +601,8 @@ class FrontDoor:
             raise
         if span is not None:
             span.note("submitted")
-        admission.charge(prompt=len(request.token_ids.values))
-        return Output(request_id, generation, self._metrics, self.draining, release, arrival, span, admission)
+        admission.charge_prompt(request_id, len(request.token_ids.values))
+        return Output(request_id, generation, self._metrics, self.draining, release, admission, arrival, span)
 
     async def run_unstarted(self, request: pb.GenerateRequest, work: Callable[[], Awaitable[_T]]) -> _T:
         """Return the result of `work`, which processes the prompt of a request that is not started.
@@ -654,9 +650,10 @@ class FrontDoor:
         """
         current_request_id.set(request_id)
         generation = self.runner.resume(request_id, from_token, from_token_by_sequence, timeout_s, _canceller())
-        release = self._limits.take(current_caller.get().name)
+        caller = current_caller.get()
+        release, admission = self._limits.take(caller.name), self._quotas.resume(caller)
         span = self._traces.begin("router.resume", request_id) if self._traces is not None else None
-        return Output(request_id, generation, self._metrics, self.draining, release, span=span)
+        return Output(request_id, generation, self._metrics, self.draining, release, admission, span=span)
 
     async def abort(self, request_id: str) -> bool:
         """Abort a request of the caller; return whether it was running."""

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from prometheus_client import Counter
 
+from midstream.chunk import Chunk
 from midstream.errors import OverloadedError
 from midstream.telemetry import Metrics
 from protos import status_pb2
@@ -26,6 +28,7 @@ from router.pipeline.usage_reports import UsageReports, UsageSeen
 _PERIOD_S = 60.0
 _BUSY_RETRY_MS = 1000
 _MIN_RETRY_MS = 50
+_MAX_CHARGED = 16_384
 
 
 class _Rate:
@@ -49,6 +52,28 @@ class _Rate:
     def seconds_until(self, level: float, now: float) -> float:
         """Return the number of seconds until the bucket reaches this level."""
         return max(level - self.level(now), 0.0) * _PERIOD_S / self.limit
+
+
+class ChargedTokens:
+    """The range of output tokens of each sequence of a request that its client has been charged for."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, tuple[int, int]] = {}
+
+    def add(self, chunk: Chunk) -> int:
+        """Add the tokens of a chunk; return how many of them are new.
+
+        Of two ranges with a gap between them only the later one is kept: tokens may be counted twice if a client does
+        not read them in order, but never not at all.
+        """
+        first, end = chunk.token_offset, chunk.next_offset
+        if first == end:
+            return 0
+        low, high = self._ranges.get(chunk.sequence_index, (first, first))
+        num_known = max(min(high, end) - max(low, first), 0)
+        is_adjacent = first <= high and end >= low
+        self._ranges[chunk.sequence_index] = (min(low, first), max(high, end)) if is_adjacent else (first, end)
+        return end - first - num_known
 
 
 class Account:
@@ -109,17 +134,29 @@ class Account:
 
 
 class Admission:
-    """One admitted request; call `release` once when it ends."""
+    """One admitted request, or a reader of its output; call `release` once when it ends."""
 
-    def __init__(self, quotas: Quotas, client: str) -> None:
-        """`client` is the client's name; it is empty if the client is not authenticated and therefore has no quota."""
+    def __init__(self, quotas: Quotas, client: str, *, is_running: bool = True) -> None:
+        """`client` is the client's name; it is empty if the client is not authenticated and therefore has no quota.
+        `is_running` states whether it counts as a running request.
+        """
         self._quotas = quotas
         self._client = client
-        self._is_released = False
+        self._is_released = not is_running
 
-    def charge(self, *, prompt: int = 0, output: int = 0) -> None:
+    def charge_prompt(self, request_id: str, num_tokens: int) -> None:
+        """Charge the prompt of a request that starts. An earlier request with this id does not count."""
         if self._client:
-            self._quotas.charge(self._client, prompt, output)
+            self._quotas.forget(self._client, request_id)
+            self._quotas.charge(self._client, num_tokens, 0)
+
+    def charge_output(self, request_id: str, chunk: Chunk) -> None:
+        """Charge the output tokens of a chunk, except for those that the client has been charged for at this router."""
+        if not self._client:
+            return
+        num_new = self._quotas.charged_of(self._client, request_id).add(chunk)
+        if num_new:
+            self._quotas.charge(self._client, 0, num_new)
 
     def release(self) -> None:
         """Record that the request has ended, or that its client has disconnected."""
@@ -143,6 +180,7 @@ class Quotas:
             "client_tokens", "Prompt and output tokens by authenticated client.", ("client", "kind")
         )
         self._counts: dict[str, tuple[Counter, Counter]] = {}
+        self._charged: OrderedDict[tuple[str, str], ChargedTokens] = OrderedDict()
 
     def admit(self, caller: Caller) -> Admission:
         """Count a request of `caller`. Raises OverloadedError if the caller's quota is exhausted."""
@@ -158,6 +196,29 @@ class Quotas:
         account.num_running += 1
         self._report(caller.name, account, num_requests=1)
         return Admission(self, caller.name)
+
+    def resume(self, caller: Caller) -> Admission:
+        """Return what is charged for output that `caller` reads of a request that was admitted before."""
+        if not caller.is_authenticated:
+            return Admission(self, "", is_running=False)
+        self._account(caller)
+        return Admission(self, caller.name, is_running=False)
+
+    def forget(self, client: str, request_id: str) -> None:
+        """Forget what output of a request its client has been charged for."""
+        self._charged.pop((client, request_id), None)
+
+    def charged_of(self, client: str, request_id: str) -> ChargedTokens:
+        """Return the output tokens of a request that its client has been charged for; those of old requests are
+        forgotten.
+        """
+        key = client, request_id
+        charged = self._charged.get(key)
+        if charged is None:
+            charged = self._charged[key] = ChargedTokens()
+            if len(self._charged) > _MAX_CHARGED:
+                self._charged.popitem(last=False)
+        return charged
 
     def headers(self, caller: Caller) -> dict[str, str]:
         """Return HTTP headers with the caller's remaining quota; none if it has no quota."""

@@ -25,7 +25,7 @@ class ClientStream:
     """
 
     __slots__ = (
-        "_ends", "_error", "_from_token", "_max_pending_bytes", "_num_bytes", "_offsets", "_on_overflow",
+        "_begun", "_ends", "_error", "_from_token", "_max_pending_bytes", "_num_bytes", "_offsets", "_on_overflow",
         "_pending", "_tensors", "_waiter", "_waker", "is_final", "overflowed", "request_id",
     )  # fmt: skip
 
@@ -51,6 +51,7 @@ class ClientStream:
         self._waker = waker
         self._offsets: dict[int, int] = dict(enumerate(from_token_by_sequence))
         self._ends = SequenceEnds()
+        self._begun: set[int] = set()
         self._pending: dict[int, Chunk] = {}
         self._tensors: defaultdict[int, TensorCursor] = defaultdict(TensorCursor)
         self._num_bytes = 0
@@ -81,6 +82,9 @@ class ClientStream:
             return
         if self._ends.repeats(chunk):
             return
+        is_first = index not in self._begun
+        if is_first:
+            self._begun.add(index)
         self._offsets[index] = max(next_offset, expected)
         self.is_final = chunk.is_final
         pending = self._pending.get(index)
@@ -91,7 +95,8 @@ class ClientStream:
             self._num_bytes -= pending.num_bytes
             pending.append(chunk)
             self._num_bytes += pending.num_bytes
-        if self._num_bytes > self._max_pending_bytes:
+        # A sequence that is sent at its end, or again, arrives as one chunk, however fast the client reads.
+        if self._num_bytes > self._max_pending_bytes and not (is_first or chunk.is_sequence_final):
             self.overflowed = True
             self._pending.clear()
             self.fail(OverloadedError("the client reads too slowly"))

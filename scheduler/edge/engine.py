@@ -165,7 +165,9 @@ class Engine:
             if isinstance(effect, Accepted):
                 answer = effect
         assert answer is not None
-        if spec.request_id in self.hub.logs:
+        log = self.hub.logs.get(spec.request_id)
+        # The log of an earlier request with this id remains until the journal has forgotten that request.
+        if log is not None and log.request is answer.request:
             on_committed(answer)
         else:
             self._uncommitted.setdefault(spec.request_id, []).append(partial(on_committed, answer))

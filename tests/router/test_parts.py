@@ -77,6 +77,16 @@ async def test_output_before_a_loss_is_delivered_before_the_error() -> None:
         await stream.take()
 
 
+async def test_a_chunk_that_is_a_whole_sequence_may_be_larger_than_what_a_slow_client_may_leave() -> None:
+    stream = ClientStream("r", 2_000)
+    stream.push(Chunk(0, 0, [1] * 1000, is_sequence_final=True))
+    stream.push(Chunk(1, 0, [1] * 1000))  # from the beginning, as when the stream is resumed
+    assert [len(chunk.token_ids) for chunk in await stream.take()] == [1000, 1000]
+    stream.push(Chunk(1, 1000, [1]))
+    stream.push(Chunk(1, 1001, [1] * 1000))
+    assert stream.overflowed
+
+
 async def test_too_much_unread_output_ends_the_stream() -> None:
     cuts: list[str] = []
     stream = ClientStream("r", 2_000, on_overflow=lambda: cuts.append("cut"))

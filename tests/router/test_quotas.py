@@ -14,13 +14,15 @@ import openai
 import pytest
 
 from detokenizer.incremental import DecoderFactory
+from midstream.chunk import Chunk
 from midstream.client import AsyncClient, SamplingParams
 from midstream.errors import ConfigError, DeadlineError, InvalidArgumentError, OverloadedError
 from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
+from midstream.rpc.serving import open_channel
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
-from protos import scheduler_pb2
+from protos import scheduler_pb2, service_pb2, service_pb2_grpc
 from router.authentication import Authenticator, Caller, Quota, TokenFile
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.quotas import Quotas
@@ -63,14 +65,61 @@ def test_tokens_are_counted_as_they_come_and_a_debt_is_paid_first() -> None:
     clock = Clock()
     quotas, alice = Quotas(Metrics(), clock), caller(tokens_per_minute=60)
     admission = quotas.admit(alice)
-    admission.charge(prompt=50)
-    admission.charge(output=29)
+    admission.charge_prompt("a", 50)
+    admission.charge_output("a", Chunk(0, 0, [1] * 29))
     with pytest.raises(OverloadedError, match="tokens_per_minute") as refused:
         quotas.admit(alice)
     assert refused.value.retry_after_ms == 20_000  # 19 tokens below zero, plus one to start, at one token per second
     clock.now = 20
     quotas.admit(alice)
     assert quotas.headers(alice)["x-ratelimit-remaining-tokens"] == "1"
+
+
+def test_output_is_charged_once_however_often_it_is_resumed() -> None:
+    quotas, alice = Quotas(Metrics(), Clock()), caller(tokens_per_minute=100)
+
+    def remaining() -> str:
+        return quotas.headers(alice)["x-ratelimit-remaining-tokens"]
+
+    running = quotas.admit(alice)
+    running.charge_prompt("a", 10)
+    running.charge_output("a", Chunk(0, 0, [1] * 5))
+    running.release()
+    resumed = quotas.resume(alice)
+    resumed.charge_output("a", Chunk(0, 3, [1] * 7))  # 5 of the 7 tokens are new
+    resumed.charge_output("a", Chunk(1, 0, [1] * 4))
+    quotas.resume(alice).charge_output("a", Chunk(0, 0, [1] * 10))
+    resumed.release()
+    assert remaining() == "76"
+    quotas.resume(alice).charge_output("a", Chunk(2, 8, [1] * 2))
+    quotas.resume(alice).charge_output("a", Chunk(2, 0, [1] * 8))  # before what was read
+    assert remaining() == "66"
+    quotas.admit(alice).charge_prompt("a", 1)  # another request with the same id
+    quotas.resume(alice).charge_output("a", Chunk(0, 0, [1] * 10))
+    assert remaining() == "55"
+
+
+async def test_output_that_is_read_by_resuming_a_detached_request_is_charged(cluster: Cluster, tmp_path: Path) -> None:
+    part = await router_with(cluster, tmp_path, "tokens_per_minute=100")
+    async with open_channel(part.address, token=ALICE) as channel:
+        stub: Any = service_pb2_grpc.MidstreamStub(channel)
+        call = stub.Generate(
+            pb.GenerateRequest(request_id="a", token_ids=pb.TokenIds(values=[1, 2]), max_tokens=50, detached=True)
+        )
+        await cluster.scheduler.until(lambda: bool(cluster.scheduler.requests))
+        call.cancel()
+        (request_id,) = cluster.scheduler.requests
+        cluster.scheduler.emit(request_id, [40] * 50)
+        cluster.scheduler.end(request_id)
+        num_read = 0
+        async for message in stub.Resume(service_pb2.ResumeRequest(request_id="a")):
+            num_read += len(message.token_ids)
+    assert num_read == 50
+    assert part.http is not None
+    headers = {"authorization": f"Bearer {ALICE}"}
+    url = f"http://127.0.0.1:{part.http.port}/v1/models"
+    with await asyncio.to_thread(urllib.request.urlopen, urllib.request.Request(url, headers=headers)) as answer:
+        assert 48 <= int(answer.headers["x-ratelimit-remaining-tokens"]) < 90  # it grows by 1.7 per second
 
 
 def test_concurrent_requests_are_counted_until_they_end_and_a_changed_quota_holds_at_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from midstream.chunk import Chunk
 from midstream.errors import OverloadedError
 from midstream.telemetry import Metrics
 from protos import status_pb2
@@ -75,21 +76,21 @@ def test_a_quota_holds_for_all_routers_together() -> None:
     second.learn([report_of("first", first)])
     with pytest.raises(OverloadedError, match="max_concurrent"):
         second.admit(alice)
-    running[0].charge(output=60)
+    running[0].charge_output("a", Chunk(0, 0, [1] * 60))
     running[0].release()
     second.learn([report_of("first", first)])
     with pytest.raises(OverloadedError, match="tokens_per_minute") as refused:
         second.admit(alice)
     assert refused.value.retry_after_ms == 1000
     clock.now += 1
-    second.admit(alice).charge(output=1)
+    second.admit(alice).charge_output("b", Chunk(0, 0, [1]))
 
 
 def test_a_client_that_is_new_at_a_router_has_what_it_left_at_others() -> None:
     clock = Clock()
     first, second = Quotas(Metrics(), clock), Quotas(Metrics(), clock)
     alice = caller(tokens_per_minute=60)
-    first.admit(alice).charge(output=90)
+    first.admit(alice).charge_output("a", Chunk(0, 0, [1] * 90))
     second.learn([report_of("first", first)])
     clock.now += 10
     assert second.headers(alice)["x-ratelimit-reset-tokens"] == "80.000s"  # 90 - 10 tokens are missing

@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Callable
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 from google.protobuf.message import Message
@@ -14,10 +15,16 @@ from midstream.errors import NotFoundError, OverloadedError
 from midstream.rpc.frames import FrameConnection
 from protos import generation_pb2
 from protos import scheduler_pb2 as pb
+from scheduler.core.config import CoreConfig
+from scheduler.core.core import SchedulerCore
 from scheduler.core.effects import Accepted
+from scheduler.core.events import AbortRequested
 from scheduler.core.request import Request
 from scheduler.core.request_spec import RequestSpec
+from scheduler.edge.engine import Engine
 from scheduler.edge.submissions import Submissions
+from scheduler.journal import JournalEntry
+from scheduler.plugins import load_scheduler
 
 OnCommitted = Callable[[Accepted], None]
 
@@ -130,3 +137,56 @@ async def test_nothing_is_answered_after_the_connection_was_lost() -> None:
     assert task.cancelled()
     assert not router.results
     assert not service.num_answers  # no reader is expected: the router submits the requests again
+
+
+class HeldJournal:
+    """A journal that commits when it is told to."""
+
+    def __init__(self) -> None:
+        self.held: list[Callable[[], None]] = []
+
+    def after_commits(self) -> None:
+        """Replaced by the engine."""
+
+    def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
+        self.held.append(then)
+
+    def release(self) -> None:
+        while self.held:
+            self.held.pop(0)()
+        self.after_commits()
+
+
+async def test_a_request_with_the_id_of_a_forgotten_one_is_answered_after_its_own_commit() -> None:
+    journal = HeldJournal()
+    config = CoreConfig(scheduler_epoch=1, vocab_size=100, max_sequence_length=100, max_num_finished=1)
+    core = SchedulerCore(config, load_scheduler("", "guaranteed_no_evict", "inflight"))
+    engine = Engine(core, journal=journal, dispatcher=Mock())  # type: ignore[arg-type]
+    answers: list[str] = []
+
+    def submit(request_id: str, tokens: list[int]) -> None:
+        payload = generation_pb2.GenerateRequest(
+            request_id=request_id, token_ids=generation_pb2.TokenIds(values=tokens)
+        ).SerializeToString()
+        spec = RequestSpec(request_id=request_id, prompt=array("I", tokens), max_tokens=5, payload=payload)
+        engine.submit(spec, lambda answer: answers.append(answer.request.request_id))
+
+    async def commit() -> None:
+        await asyncio.sleep(0.01)  # entries are passed to the journal at the end of an iteration
+        journal.release()
+
+    for request_id in "ab":
+        submit(request_id, [1, 2])
+        await commit()
+        engine.handle(AbortRequested(engine.now_ns(), request_id))
+        if request_id == "a":
+            await commit()
+    # The core keeps one ended request, `b`.
+    assert "a" not in core.lifecycle.requests
+    assert "a" in engine.hub.logs
+    answers.clear()
+    submit("a", [7, 8, 9])
+    assert answers == []
+    await commit()
+    assert answers == ["a"]
+    assert list(engine.hub.logs["a"].request.spec.prompt) == [7, 8, 9]
