@@ -104,6 +104,7 @@ class FrameConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._is_full = False
+        self._awaits_welcome = False
         self._is_lost = False
         self._is_closed = False
         self._error: Exception | None = None
@@ -156,11 +157,12 @@ class FrameConnection(asyncio.Protocol):
 
     def say_hello(self, token: bytes) -> None:
         """Send the first frame; only the side that connects calls this."""
+        self._awaits_welcome = True
         self._write(Kind.HELLO, token)
 
     def open(self, *, welcome: bool) -> None:
         """Accept messages from now on; with `welcome`, also notify the other side."""
-        self.is_open = True
+        self.is_open, self._awaits_welcome = True, False
         if welcome:
             self._write(Kind.WELCOME)
         self._timer = self._loop.call_later(self._keepalive_s, self._look)
@@ -242,7 +244,7 @@ class FrameConnection(asyncio.Protocol):
         if not self.is_open:
             if kind == Kind.HELLO:
                 self.on_hello(body)
-            elif kind == Kind.WELCOME:
+            elif kind == Kind.WELCOME and self._awaits_welcome:
                 self.open(welcome=False)
                 self.on_welcome()
             else:

@@ -173,6 +173,16 @@ async def test_connections_without_a_valid_hello_are_closed(monkeypatch: pytest.
         assert not server.connections
 
 
+async def test_a_welcome_does_not_open_a_connection_that_presented_no_token() -> None:
+    async with serving() as server:
+        connection, transport = server._connect(), Mock(asyncio.Transport)
+        connection.connection_made(transport)
+        connection.data_received(struct.pack(">IB", 1, frames.Kind.WELCOME))
+        assert not connection.is_open
+        transport.abort.assert_called_once()
+        connection.connection_lost(None)
+
+
 @pytest.mark.parametrize(
     "data",
     [
