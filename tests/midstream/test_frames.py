@@ -142,15 +142,26 @@ async def test_a_token_expires(monkeypatch: pytest.MonkeyPatch) -> None:
             await connect(server.offer(lambda _: Peer()), Peer())
 
 
-@pytest.mark.parametrize(("uid", "is_taken"), [(os.geteuid(), True), (0, True), (os.geteuid() + 1, False)])
-async def test_a_unix_socket_is_for_processes_of_the_same_user(
-    monkeypatch: pytest.MonkeyPatch, uid: int, *, is_taken: bool
+@pytest.mark.parametrize("seen_by", ["server", "client"])
+@pytest.mark.parametrize(("uid", "is_local"), [(os.geteuid(), True), (0, True), (os.geteuid() + 1, False)])
+async def test_processes_of_the_same_user_use_a_unix_socket_and_others_tcp(
+    monkeypatch: pytest.MonkeyPatch, uid: int, *, is_local: bool, seen_by: str
 ) -> None:
-    monkeypatch.setattr(FrameConnection, "peer_uid", lambda _: uid)
+    real, shown = FrameConnection.peer_uid, []
+
     async with serving() as server:
-        with contextlib.nullcontext() if is_taken else pytest.raises(OSError, match="rejected"):
-            await connect(server.offer(lambda _: Peer()), Peer())
-        assert len(server.connections) == is_taken
+
+        def peer_uid(connection: FrameConnection) -> int | None:
+            if real(connection) is None or (connection in server._unknown) != (seen_by == "server"):
+                return real(connection)
+            shown.append(uid)
+            return uid
+
+        monkeypatch.setattr(FrameConnection, "peer_uid", peer_uid)
+        connection = await connect(server.offer(lambda _: Peer()), Peer())
+        assert shown == [uid]
+        assert (real(connection) is not None) == is_local
+        assert len(server.connections) == 1
 
 
 async def test_connections_without_a_valid_hello_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
