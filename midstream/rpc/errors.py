@@ -30,8 +30,8 @@ TakeTurn = Callable[[], contextlib.AbstractAsyncContextManager[None]]
 RETRY_AFTER_KEY = "retry-after-ms"
 FIELD_KEY = "midstream-field"
 _MAX_FIELD_CHARACTERS = 256
-# A status message is sent as percent-encoded metadata, of which clients accept 8 KiB by default.
-_MAX_DETAIL_CHARACTERS = 800
+# A status message is sent as percent-encoded metadata. Clients accept 8 KiB of metadata by default, in total.
+_MAX_DETAIL_BYTES = 4 << 10
 _Context = grpc.aio.ServicerContext[Any, Any]
 _AdmitCall = Callable[[_Context], Callable[[], None] | None]
 
@@ -61,6 +61,17 @@ def trailing_metadata(error: MidstreamError) -> tuple[tuple[str, str], ...]:
     if isinstance(error, OverloadedError):
         metadata.append((RETRY_AFTER_KEY, str(error.retry_after_ms)))
     return tuple(metadata)
+
+
+def shorten_details(details: str) -> str:
+    """Return as much of a status message as clients accept once it is percent-encoded."""
+    num_bytes = 0
+    for place, character in enumerate(details):
+        is_plain = " " <= character <= "~" and character != "%"
+        num_bytes += 1 if is_plain else 3 * len(character.encode("utf-8", "replace"))
+        if num_bytes > _MAX_DETAIL_BYTES:
+            return details[:place]
+    return details
 
 
 class ErrorMapper(grpc.aio.ServerInterceptor):
@@ -170,7 +181,7 @@ async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any]) 
     if isinstance(error, grpc.RpcError):
         error = error_from_rpc(error)
     if isinstance(error, MidstreamError):
-        await context.abort(_STATUS_CODES[error.code], str(error)[:_MAX_DETAIL_CHARACTERS], trailing_metadata(error))
+        await context.abort(_STATUS_CODES[error.code], shorten_details(str(error)), trailing_metadata(error))
     if context.done():
         # The caller has disconnected; the failure is usually a write to it.
         logger.debug("error after the end of a call", exc_info=error)

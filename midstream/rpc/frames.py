@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from enum import IntEnum
 from typing import Protocol, cast
 
@@ -104,6 +104,7 @@ class FrameConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._is_full = False
+        self._awaits_welcome = False
         self._is_lost = False
         self._is_closed = False
         self._error: Exception | None = None
@@ -156,11 +157,12 @@ class FrameConnection(asyncio.Protocol):
 
     def say_hello(self, token: bytes) -> None:
         """Send the first frame; only the side that connects calls this."""
+        self._awaits_welcome = True
         self._write(Kind.HELLO, token)
 
     def open(self, *, welcome: bool) -> None:
         """Accept messages from now on; with `welcome`, also notify the other side."""
-        self.is_open = True
+        self.is_open, self._awaits_welcome = True, False
         if welcome:
             self._write(Kind.WELCOME)
         self._timer = self._loop.call_later(self._keepalive_s, self._look)
@@ -242,7 +244,7 @@ class FrameConnection(asyncio.Protocol):
         if not self.is_open:
             if kind == Kind.HELLO:
                 self.on_hello(body)
-            elif kind == Kind.WELCOME:
+            elif kind == Kind.WELCOME and self._awaits_welcome:
                 self.open(welcome=False)
                 self.on_welcome()
             else:
@@ -427,8 +429,12 @@ class FrameServer:
             connection.fail(TimeoutError("no hello received"))
 
     def _greet(self, connection: FrameConnection, token: bytes) -> None:
+        if not _is_own(connection):
+            # The token stays valid, because the other side now connects over TCP.
+            connection.fail(FrameError("the socket's peer is another user"))
+            return
         expires_at, accept = self._tokens.pop(token, (0.0, None))
-        if accept is None or expires_at <= asyncio.get_running_loop().time() or not _is_own(connection):
+        if accept is None or expires_at <= asyncio.get_running_loop().time():
             logger.warning("connection rejected: unknown token")
             connection.fail(FrameError("unknown token"))
             return
@@ -486,49 +492,49 @@ async def connect(
         OSError: The connection cannot be opened in time.
     """
     loop = asyncio.get_running_loop()
-    welcomed: asyncio.Future[None] = loop.create_future()
-    # A connection may be lost while no task waits for it.
-    welcomed.add_done_callback(lambda done: done.cancelled() or done.exception())
-    waiting = _Waiting(welcomed)
 
-    def make() -> FrameConnection:
-        made = FrameConnection(max_message_bytes, waiting, keepalive_s=keepalive_s, timeout_s=timeout_s)
+    async def attempt(open_transport: Callable[[Callable[[], FrameConnection]], Awaitable[object]]) -> FrameConnection:
+        waiting = _Waiting(loop.create_future())
+        connection = FrameConnection(max_message_bytes, waiting, keepalive_s=keepalive_s, timeout_s=timeout_s)
 
-        def open_() -> None:
-            made.handler = handler
-            if not welcomed.done():
-                welcomed.set_result(None)
+        def be_welcomed() -> None:
+            connection.handler = handler
+            if not waiting.welcomed.done():
+                waiting.welcomed.set_result(None)
 
-        made.on_welcome = open_
-        return made
-
-    connection: FrameConnection | None = None
-    async with asyncio.timeout(_HELLO_S):
-        if offer.unix_name:
-            with contextlib.suppress(NotImplementedError, OSError):
-                _, connection = await loop.create_unix_connection(make, f"\0{offer.unix_name}")
-                if not _is_own(connection):
-                    connection.fail(FrameError("the socket belongs to another user"))
-                    connection = None
-        if connection is None:
-            host = target.rpartition(":")[0].strip("[]")
-            context = tls.client_context() if tls is not None else None
-            name = (server_name or host) if tls is not None else None
-            _, connection = await loop.create_connection(make, host, offer.port, ssl=context, server_hostname=name)
-        connection.say_hello(offer.token)
+        connection.on_welcome = be_welcomed
+        await open_transport(lambda: connection)
+        if _is_own(connection):
+            connection.say_hello(offer.token)
+        else:
+            connection.fail(FrameError("the socket belongs to another user"))
         try:
-            await welcomed
+            await waiting.welcomed
         except BaseException:
             connection.fail(ConnectionAbortedError("given up"))
             raise
-    return connection
+        return connection
+
+    async with asyncio.timeout(_HELLO_S):
+        if offer.unix_name:
+            # It fails if the other side is on another host, or if either side does not trust the other's user.
+            with contextlib.suppress(NotImplementedError, OSError):
+                return await attempt(lambda make: loop.create_unix_connection(make, f"\0{offer.unix_name}"))
+        host = target.rpartition(":")[0].strip("[]")
+        context = tls.client_context() if tls is not None else None
+        name = (server_name or host) if tls is not None else None
+        return await attempt(
+            lambda make: loop.create_connection(make, host, offer.port, ssl=context, server_hostname=name)
+        )
 
 
 class _Waiting:
     """Handles a connection that has not been welcomed yet."""
 
     def __init__(self, welcomed: asyncio.Future[None]) -> None:
-        self._welcomed = welcomed
+        self.welcomed = welcomed
+        # A connection may be lost while no task waits for it.
+        welcomed.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def take(self, body: bytes) -> None:
         raise FrameError("a message was received before the welcome")
@@ -537,5 +543,5 @@ class _Waiting:
         pass
 
     def lose(self, error: Exception | None) -> None:
-        if not self._welcomed.done():
-            self._welcomed.set_exception(ConnectionResetError(f"connection rejected: {error}"))
+        if not self.welcomed.done():
+            self.welcomed.set_exception(ConnectionResetError(f"connection rejected: {error}"))

@@ -142,15 +142,26 @@ async def test_a_token_expires(monkeypatch: pytest.MonkeyPatch) -> None:
             await connect(server.offer(lambda _: Peer()), Peer())
 
 
-@pytest.mark.parametrize(("uid", "is_taken"), [(os.geteuid(), True), (0, True), (os.geteuid() + 1, False)])
-async def test_a_unix_socket_is_for_processes_of_the_same_user(
-    monkeypatch: pytest.MonkeyPatch, uid: int, *, is_taken: bool
+@pytest.mark.parametrize("seen_by", ["server", "client"])
+@pytest.mark.parametrize(("uid", "is_local"), [(os.geteuid(), True), (0, True), (os.geteuid() + 1, False)])
+async def test_processes_of_the_same_user_use_a_unix_socket_and_others_tcp(
+    monkeypatch: pytest.MonkeyPatch, uid: int, *, is_local: bool, seen_by: str
 ) -> None:
-    monkeypatch.setattr(FrameConnection, "peer_uid", lambda _: uid)
+    real, shown = FrameConnection.peer_uid, []
+
     async with serving() as server:
-        with contextlib.nullcontext() if is_taken else pytest.raises(OSError, match="rejected"):
-            await connect(server.offer(lambda _: Peer()), Peer())
-        assert len(server.connections) == is_taken
+
+        def peer_uid(connection: FrameConnection) -> int | None:
+            if real(connection) is None or (connection in server._unknown) != (seen_by == "server"):
+                return real(connection)
+            shown.append(uid)
+            return uid
+
+        monkeypatch.setattr(FrameConnection, "peer_uid", peer_uid)
+        connection = await connect(server.offer(lambda _: Peer()), Peer())
+        assert shown == [uid]
+        assert (real(connection) is not None) == is_local
+        assert len(server.connections) == 1
 
 
 async def test_connections_without_a_valid_hello_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +182,16 @@ async def test_connections_without_a_valid_hello_are_closed(monkeypatch: pytest.
                 assert await asyncio.wait_for(reader.read(), WAIT_S) == b"", data
             writer.close()
         assert not server.connections
+
+
+async def test_a_welcome_does_not_open_a_connection_that_presented_no_token() -> None:
+    async with serving() as server:
+        connection, transport = server._connect(), Mock(asyncio.Transport)
+        connection.connection_made(transport)
+        connection.data_received(struct.pack(">IB", 1, frames.Kind.WELCOME))
+        assert not connection.is_open
+        transport.abort.assert_called_once()
+        connection.connection_lost(None)
 
 
 @pytest.mark.parametrize(

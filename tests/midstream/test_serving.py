@@ -142,6 +142,16 @@ async def test_a_field_name_of_a_client_does_not_break_the_error(kind: str) -> N
     assert error_from_rpc(raised.value).field == "?" * 256
 
 
+@pytest.mark.parametrize(("character", "num_bytes"), [("a", 1), ("%", 3), ("é", 6), ("東", 9), ("😈", 12)])
+async def test_a_long_error_is_cut_to_what_clients_accept(kind: str, character: str, num_bytes: int) -> None:
+    server, stub = await serve(kind, raising(errors.InvalidArgumentError(character * 5000, field="x")))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub.Abort(loads_pb2.AbortRequest())
+    await server.stop()
+    assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert raised.value.details() == "x: " + character * ((4096 - len("x: ")) // num_bytes)
+
+
 async def test_an_unexpected_error_is_internal_and_reveals_nothing(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     server, stub = await serve(kind, raising(ValueError("secret path /etc/x")))
     with pytest.raises(grpc.aio.AioRpcError) as raised:

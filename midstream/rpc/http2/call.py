@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from midstream.rpc.errors import shorten_details
 from midstream.rpc.http2.limits import Limits
 from midstream.rpc.http2.messages import Messages
 from midstream.rpc.http2.metadata import Head, encode_metadata, response_block, status_block
@@ -17,7 +18,6 @@ _Items = Iterable[tuple[str, str | bytes]]
 # What a call may write before it lets others run: bytes in one iteration of the event loop, and messages.
 _MAX_BYTES_PER_TURN = 64 << 10
 _MAX_WRITES_PER_TURN = 64
-_MAX_DETAIL_CHARACTERS = 2000
 
 
 class Carrier(Protocol):
@@ -224,7 +224,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         code = code or self._code or grpc.StatusCode.OK
         text = self._details if details is None else details
         self._code, self._details = code, text
-        block = status_block(code, text[:_MAX_DETAIL_CHARACTERS], self._trailing, is_only=not self.has_response)
+        block = status_block(code, shorten_details(text), self._trailing, is_only=not self.has_response)
         self.end_with(block)
 
     def end_with(self, block: bytes) -> None:
