@@ -29,7 +29,9 @@ SERVICE = "midstream.v1.Detokenizer"
 
 
 async def serve(config: DetokenizerConfig) -> None:
-    """Run the service until SIGTERM. Raises ConfigError for an invalid folder or setting, OSError for a used port."""
+    """Run the service until SIGTERM. Raises ConfigError if the folder or a setting is invalid, or OSError if a port is
+    in use.
+    """
     folder = open_model_folder(config.model)
     decoders = decoder_factory(Tokenizer(folder.path))
     progress, metrics = Progress(), Metrics()

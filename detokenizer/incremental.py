@@ -137,7 +137,7 @@ class _ByteFallbackDecoder:
 
 
 class LibraryFactory:
-    """Decoders for all other tokenizers, also those without a decoder, by means of the tokenizers library."""
+    """Decoders for all other tokenizers, including those without a decoder, based on the tokenizers library."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

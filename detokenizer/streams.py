@@ -335,7 +335,7 @@ class RouterConnection:
 
     def mark_ready(self, stream: OutputStream) -> None:
         """Note that a stream has output to send."""
-        if not self._ready:  # otherwise `collect` is due anyway
+        if not self._ready:  # otherwise `collect` will be called anyway
             self._wake()
         self._ready[stream.number] = stream
 

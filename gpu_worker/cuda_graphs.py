@@ -5,7 +5,7 @@ fits, copied to that graph's inputs, and the graph is replayed. There are shapes
 sequence has one token and is sampled, and for mixed steps of up to 512 tokens, which combine prompts with decodes, or
 have drafts to verify. Padding rows have no keys, or no tokens, and write no slot. Each shape has a second graph for
 steps with LoRA adapters, which are identified by their slots on the device, and in models with experts a third one for
-adapters of these. Larger steps, which take the device longer to compute than the host to launch, are copied to the
+adapters of experts. Larger steps, which take the device longer to compute than the host to launch, are copied to the
 device and run eagerly. So are all steps of a model that uses the transformers implementation, if that reads anything
 back from the device. No call here waits for the device, except to reuse a pinned buffer whose last copy is still in
 progress.

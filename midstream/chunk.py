@@ -219,7 +219,9 @@ class Chunk:
 
 
 class SequenceEnds:
-    """Tracks the sequences of a stream whose end was sent. It is repeated after an attach or resume beyond it."""
+    """Tracks for which sequences of a stream the end was sent. An end is sent again after an attach or resume beyond
+    it.
+    """
 
     __slots__ = ("_shown",)
 

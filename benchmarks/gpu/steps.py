@@ -116,7 +116,7 @@ class Bench:
     """A runner with a model of random weights, and the functions that run its steps."""
 
     def __init__(self, size: Sizes, batch_size: int, tokens_each: int, runner: ModelRunner | None = None) -> None:
-        """Use a runner made with `settings_of`; None: make one."""
+        """Use a runner made with `settings_of`; None means that one is made."""
         self.size = size
         self.blocks_each = -(-tokens_each // TOKENS_PER_BLOCK)
         self.runner = runner or random_runner(
@@ -358,7 +358,7 @@ def measure_gap(report: Report) -> None:
     bench = Bench(size, batch_size, size.context + 2 * size.num_steps)
     bench.start(batch_size, size.context)
     wall_s = bench.decode_seconds()
-    # Replay the same graph with the same tables back to back, without the host.
+    # Replay the same graph with the same tables back to back, without waiting for the host.
     inputs = step_inputs(batch_size, 1, size.context + size.num_steps, size.description.vocab_size)
     device_s = _run_seconds(size, lambda: bench.runner.model.decoder.forward(inputs).argmax(dim=1))
     detail = f" ({wall_s * 1e3:.2f} ms per step, {device_s * 1e3:.2f} ms on the device)"

@@ -40,5 +40,5 @@ def processor_seconds() -> float:
 
 
 def _seconds(stat: list[str]) -> float:
-    """Return utime plus stime, including those of ended children."""
+    """Return utime plus stime of a process and of its terminated children."""
     return sum(map(int, stat[11:15])) / os.sysconf("SC_CLK_TCK")

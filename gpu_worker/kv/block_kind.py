@@ -1,4 +1,4 @@
-"""The kind of a worker's KV blocks: everything besides tokens that determines their bits."""
+"""The kind of a worker's KV blocks: everything other than the tokens that determines their contents."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class KvStore:
 
         Args:
             folder: A folder in shared memory, accessible to this user only.
-            kind: Identifies everything besides tokens that determines a block's contents.
+            kind: Identifies everything other than the tokens that determines a block's contents.
 
         Raises:
             ConfigError: The folder cannot be used, or others can access it.

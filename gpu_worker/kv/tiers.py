@@ -91,7 +91,7 @@ class TierFolder:
 
         Args:
             folder: A folder that only this user can access; kinds and workers share it.
-            kind: Identifies everything besides tokens that determines a block's contents.
+            kind: Identifies everything other than the tokens that determines a block's contents.
             max_bytes: Maximum total size of files of this kind.
             max_bytes_per_s: Maximum rate of this process's writes; 0 means no limit.
             unused_s: How long other kinds are kept after their last use.
@@ -203,7 +203,8 @@ class TierFolder:
         return True
 
     def retain(self, value: int, retention: Retention) -> None:
-        """Note that a request asked to keep a block, which is stored or will be, longer or shorter than others.
+        """Record that a request asked to keep a block, which is or will be stored, for a longer or shorter time than
+        others.
 
         As in the pool, this only raises the retention of a block that is stored. Blocks with a raised priority hold at
         most half of the tier; above it, those of the lowest priority, then the least recently used, lose theirs.
@@ -409,7 +410,7 @@ class KvTiers:
         self._wake_reader = threading.Condition()
         # Blocks that a step waits for, and where to put them.
         self._to_read: SimpleQueue[tuple[list[int], SimpleQueue[Bytes | None]] | None] = SimpleQueue()
-        # Where the blocks read at present are put, and for which of them no step waits any longer. While these are the
+        # Targets of the blocks that are being read, and those for which steps no longer wait. While the two are the
         # same, a read hangs, and steps use no tier.
         self._reading: SimpleQueue[Bytes | None] | None = None
         self._abandoned: SimpleQueue[Bytes | None] | None = None
@@ -587,7 +588,7 @@ class KvTiers:
             if value in tier:
                 tier.touch(value)
             elif tier.delay_s or (tier.is_limited and self._delayed and not is_delayed):
-                self._delayed.append((block, value))  # behind those that have waited longer
+                self._delayed.append((block, value))  # after the blocks that have waited longer
             else:
                 lacking.append(tier)
         if not lacking and self._seal is None:

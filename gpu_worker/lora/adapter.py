@@ -54,7 +54,7 @@ class PackedPairs:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The contents of an adapter's folder, on the host and with the data types of the file.
+    """The contents of an adapter's folder, in host memory and in the data types of the file.
 
     Attributes:
         layers: For each layer, LoRA pairs by module; empty for a prompt adapter.
@@ -96,7 +96,7 @@ class Adapter:
 
     @property
     def adapts_routed_experts(self) -> bool:
-        """Whether any of its pairs is for every expert of a mixture."""
+        """Whether any of its pairs applies to the experts of a mixture."""
         return any(pair.is_of_experts for pairs in self.layers for pair in pairs.values())
 
 

@@ -45,7 +45,7 @@ def token_slots(tokens: AdapterTokens[PlacedAdapter]) -> NDArray[np.int32]:
 
 
 def adapter_use(tokens: AdapterTokens[PlacedAdapter] | None) -> AdapterUse:
-    """Return what the adapters of a step change."""
+    """Return which matrices the adapters of a step change."""
     if tokens is None:
         return AdapterUse.NOTHING
     uses = {adapter.use for adapter in tokens.adapters}
@@ -116,7 +116,7 @@ class AdapterArena:
         kernels.add_lora(y, x, self._values, self._table[:, kind], slots, self._max_rank)
 
     def add_to_experts(self, slots: Tensor, layer: int, module: str, experts: Tensor, x: Tensor, y: Tensor) -> None:
-        """Do the same for experts: row i of x [P, K] and y [P, N] is for expert experts[i]; a token has P / M rows."""
+        """Like `add`, for experts: row i of x [P, K] and y [P, N] is for expert experts[i]; a token has P / M rows."""
         kind = layer * len(self._modules) + self._modules.index(module)
         slots = slots.repeat_interleave(len(experts) // len(slots))
         start, rank = self._table[slots.clamp(min=0).long(), kind].unbind(1)

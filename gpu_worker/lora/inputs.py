@@ -12,7 +12,7 @@ P = TypeVar("P")
 
 
 class AdapterUse(enum.Enum):
-    """What the LoRA adapters of a step change; each needs a graph of its own."""
+    """The matrices that the LoRA adapters of a step change; each case needs a graph of its own."""
 
     NOTHING = enum.auto()
     LINEAR_LAYERS = enum.auto()

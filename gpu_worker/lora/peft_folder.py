@@ -64,7 +64,7 @@ def read_adapter(
     Args:
         description: The model that the adapter must fit.
         max_bytes: Maximum size of the weight file, in bytes.
-        root: Folder that must contain `path`; empty: no restriction.
+        root: Folder that must contain `path`; empty means no restriction.
         takes_lora: Whether the model supports LoRA adapters and not only prompt adapters.
 
     Raises:

@@ -118,7 +118,7 @@ class ChoosingDecoder(Protocol):
 
 
 class PartDecoder(Decoder, Protocol):
-    """A decoder, perhaps of some of a model's layers; the part with the first has the embeddings and the head."""
+    """A decoder of all or some layers of a model; the part with the first layer has the embeddings and the head."""
 
     def embed(self, inputs: ForwardInputs) -> Tensor:
         """Return the first layer's input, [M, hidden_size]."""
@@ -142,7 +142,9 @@ class _Layer:
 
 
 class TorchDecoder:
-    """A decoder in `dtype` on `device`; matrices keep the values of their stored format, int8 ones their integers."""
+    """A decoder in `dtype` on `device`; matrices keep the values of their stored format, and int8 matrices their
+    integers.
+    """
 
     def __init__(
         self,
@@ -326,7 +328,7 @@ class TorchDecoder:
         stream.
 
         Args:
-            x: Its normed input.
+            x: Its normalized input.
             mixed: The output of its attention; None if it has none.
             residual: The residual stream before the layer.
         """

@@ -115,7 +115,7 @@ class Mamba:
         num_heads, head_dim: Number and size of the heads of its values.
         num_groups, state_dim: Number of groups, whose heads share B and C, and size of the state per channel.
         kernel: Number of tokens that the convolution covers.
-        has_norm: Whether gated outputs are normed in their groups.
+        has_norm: Whether gated outputs are normalized in their groups.
         scales: Factors of the projected gates, values, B, C and time steps.
     """
 
@@ -196,7 +196,7 @@ class DecoderDescription:
         position_offset: Row position_offset + position of a learned table is added to each embedding; None if there is
             no table.
         norm_place: Whether norms are before attention and the feed-forward network, after them, or both.
-        is_parallel: Whether attention and the feed-forward network read the same normed input.
+        is_parallel: Whether attention and the feed-forward network read the same normalized input.
         qk_norm: Norm of queries and keys, over each head or over all heads of a token together.
         has_unit_qk_norm: Whether rotated queries and keys are scaled to unit root mean square (Llama 4).
         rotary: Rotary embedding by layer; None if the layer has none.

@@ -115,7 +115,7 @@ class _Child:
 
 
 def _image(answer: object, pixels: bytes) -> Any:
-    """Return the image of a reader's answer, which may be anything if a file has taken over the reader. Raises
+    """Return the image of a reader's answer, which may be anything if a file has compromised the reader. Raises
     InvalidArgumentError if the reader refuses the file, or ChildProcessError if the answer is invalid.
     """
     from PIL import Image

@@ -105,7 +105,7 @@ def _processor(folder: ModelFolder) -> Any:
 
 def _load(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> Any:
     """Return transformers' model without its language model."""
-    import transformers  # imported here, because it takes a second, and most models read no images
+    import transformers  # imported here, because it takes a second, and most models do not accept images
 
     config = transformers.AutoConfig.from_pretrained(folder.path)
     with torch.device("meta"):

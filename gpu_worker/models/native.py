@@ -285,7 +285,7 @@ class CpuDecoder:
 
 
 def _alike(experts: list[FeedForwardWeights]) -> list[FeedForwardWeights]:
-    """Convert experts to a common format and input order, as grouped products require; to floats if none fits."""
+    """Convert experts to a common format and input order for grouped multiplication; to floats if no format fits."""
 
     layers = [linear.weight for expert in experts for linear in (expert.gate_up, expert.down)]
     is_plain = all(weight.input_order is None and not weight.parts for weight in layers)

@@ -382,7 +382,7 @@ def _own_attention(config: Any) -> str:
 
 
 def _replace_linears(model: nn.Module, weights: str) -> None:
-    """Replace linear layers by ones like the native layers: batch-invariant on a CPU, with int8 weights if asked."""
+    """Replace linear layers by ones like the native layers: batch-invariant on a CPU, optionally with int8 weights."""
     for module in list(model.modules()):
         child: Any
         for name, child in module.named_children():

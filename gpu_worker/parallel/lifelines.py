@@ -60,7 +60,7 @@ class Lifelines:
             call()
 
     def watch(self, is_stuck: Callable[[], bool]) -> None:
-        """Count this process as lost when `is_stuck` returns true, since a rank may be alive without responding."""
+        """Treat this process as lost when `is_stuck` returns true, since a rank may be alive without responding."""
         self._is_stuck = is_stuck
 
     def ask_drain(self) -> None:

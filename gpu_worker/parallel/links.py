@@ -126,7 +126,9 @@ class RankLinks:
 
     @property
     def share_tokens(self) -> Callable[[Tensor], None] | None:
-        """Return the operation by which rank 0 sends tokens to the ranks that embed them; None without a part in it."""
+        """Return the operation by which rank 0 sends tokens to the ranks that embed them; None if this rank has no
+        part.
+        """
         return self.share if self.ranks.stage == 0 and self.ranks.tensor_size > 1 else None
 
     def share(self, x: Tensor) -> None:

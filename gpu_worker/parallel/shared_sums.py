@@ -131,7 +131,7 @@ def offer_memory(store: Store, name: str, size: int) -> tuple[mmap.mmap, int] | 
     try:
         memory, handle, key = make_memory(size)
     except OSError as error:
-        logger.warning("no memory for sums: %s", error)
+        logger.warning("shared memory for sums cannot be allocated: %s", error)
         store.set(name, "none")
         return None
     store.set(name, f"{os.getpid()} {handle} {key.hex()}")

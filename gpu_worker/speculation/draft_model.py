@@ -132,7 +132,9 @@ class DraftModel:
         return ready
 
     def _forward(self, starts: Mapping[int, int]) -> torch.Tensor:
-        """Compute rows from these positions to their ends; return the logits there, in ascending order of rows."""
+        """Compute rows from these positions to their ends; return the logits of the last tokens, in ascending order of
+        rows.
+        """
         rows = np.array(sorted(starts), dtype=np.int32)
         ends = self._rows.lengths[rows]
         firsts = np.array([starts[row] for row in rows.tolist()], dtype=np.int32)

@@ -76,15 +76,14 @@ def settle(
     errors: Sequence[tuple[int, MidstreamError]],
     log_probs: tuple[RowLogProbs, ...],
 ) -> Answer:
-    """Append the results to the rows: one token, or the accepted tokens if the row has drafts. Nothing is appended to
-    beams.
+    """Append the results to the rows: one token, or the accepted tokens if the row has drafts; nothing to beams.
 
     Args:
         sampled_rows: Rows of context chunks that sample, then the rows that `with_shadows` returned.
-        is_run: Whether each of them ran; False if it has failed.
+        is_run: Whether each of these rows ran; False if it has failed.
         choices: The sampled tokens, one per row.
-        candidates: Candidates of beams, by place among the rows that ran.
-        errors: (row, error) of rows that failed.
+        candidates: Candidates of beams, by index among the rows that ran.
+        errors: (row, error) of each row that failed.
         log_probs: Log probabilities of rows and shadows.
     """
     failed = dict(errors)

@@ -25,5 +25,5 @@ _OF_OTHERS = {theirs: ours for ours, names in _OURS.items() for theirs in names}
 
 
 def our_flag(flag: str) -> str:
-    """Return our flag for one of another server; any other flag is returned as it is."""
+    """Return our equivalent of another server's flag; return any other flag unchanged."""
     return _OF_OTHERS.get(flag.replace("_", "-"), flag)

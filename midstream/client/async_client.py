@@ -281,8 +281,8 @@ class AsyncClient:
     async def iteration_stats(
         self, *, follow: bool = False, min_interval_ms: int = 0, on_open: Callable[[], None] = lambda: None
     ) -> AsyncIterator[dict[str, object]]:
-        """Yield the statistics of scheduler iterations under TensorRT-LLM's names: of the latest one, or with `follow`
-        of all from now on.
+        """Yield the statistics of the latest scheduler iteration, or with `follow` of all iterations from now on, under
+        TensorRT-LLM's names.
 
         `on_open` is called once no further iteration can be missed.
         """

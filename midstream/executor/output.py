@@ -99,7 +99,7 @@ class CompletionOutput:
 
 
 def logprobs_by_token(rows: LogProbs, token_ids: list[int] | tuple[int, ...] | object) -> list[dict[int, Logprob]]:
-    """Return for each row the log probabilities by token, of the chosen one (if known) and the top alternatives."""
+    """Return the log probabilities of each row's chosen token (if known) and top alternatives, by token."""
     ids = list(token_ids) if isinstance(token_ids, list | tuple) else []
     result = []
     for row, log_prob in enumerate(rows.token_log_probs):

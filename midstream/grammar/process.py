@@ -15,7 +15,7 @@ from midstream.socket_messages import receive, send
 
 _MEMORY_BYTES = 2 << 30
 LIMIT_S = 2.0
-# Factor from the limit on a check's processor time to the limit on its time, which is longer on a busy machine.
+# Ratio of the limits on a check's elapsed time and its processor time; on a busy machine, more time elapses.
 _CHECK_PATIENCE = 5
 _START_LIMIT_S = 60.0
 

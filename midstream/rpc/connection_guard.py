@@ -17,7 +17,7 @@ _DESCRIPTORS = Path("/dev/fd")
 
 
 class ConnectionGuard:
-    """Limits the connections from one address to half of all to a port of this process; newer ones are closed."""
+    """Limits each address to half of the connections that a port of this process accepts; newer ones are closed."""
 
     def __init__(self, port: int, max_connections: int) -> None:
         """Guard `port`, whose server accepts `max_connections` in total."""

@@ -61,7 +61,7 @@ class Discovery:
                     raise ConfigError(f"{one!r} is not host:port", field=field)
 
     def name_of(self, address: str) -> str:
-        """Return the host name that an address came from, which its certificate must contain; empty if from none."""
+        """Return the host name that an address was resolved from, which its certificate must contain; empty if none."""
         return self._names.get(address, "")
 
     def target_of(self, address: str) -> str:

@@ -112,7 +112,7 @@ class FrameConnection(asyncio.Protocol):
         self._posted: list[bytes] = []
         self._num_posted_bytes = 0
         self._heard_at = self._loop.time()
-        self._pinged_at: float | None = None  # time of the ping since then
+        self._pinged_at: float | None = None  # time of a ping since `_heard_at`
         self._timer: asyncio.TimerHandle | None = None
 
     @property

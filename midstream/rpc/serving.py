@@ -97,7 +97,7 @@ class Server:
 
         Raises:
             OSError: The port is in use.
-            ConfigError: `own` was asked for, but what it requires is not installed.
+            ConfigError: `own` was requested, but a package that it requires is not installed.
         """
         self.limits_addresses = _is_own(grpc_server)
         make = _own_server if self.limits_addresses else _grpcio_server

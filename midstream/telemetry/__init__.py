@@ -105,7 +105,7 @@ def configure_logging(service: str, *, level: str = "info", style: str = "json")
 class TimeHistogram(Collector):
     """A histogram of times in seconds, observed by one thread.
 
-    It holds plain numbers: prometheus_client's own takes a lock for each number that an observation changes.
+    It holds plain numbers: prometheus_client's histogram takes a lock for each number that an observation changes.
     """
 
     def __init__(self, name: str, text: str) -> None:

@@ -78,8 +78,8 @@ logger = logging.getLogger(__name__)
 
 Prepare = Callable[[], Awaitable[None]]
 _T = TypeVar("_T")
-# Requests of a client that start at the same time. If it is alone, there may be more, because the journal then commits
-# more of them together.
+# Maximum number of requests of a client that start at the same time. It is higher while no other client starts any,
+# because the journal then commits more of them together.
 _MAX_STARTS, _MAX_STARTS_ALONE = 4, 16
 _REATTACH_S = 0.05
 # The scheduler ends a request at its deadline; if it hangs, the router does so after this time.

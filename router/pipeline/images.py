@@ -51,7 +51,7 @@ def check_images(request: pb.GenerateRequest, images: Sequence[tuple[str, bytes]
 
     Raises:
         InvalidArgumentError: A field is invalid; the error names it.
-        UnsupportedError: The model reads no images.
+        UnsupportedError: The model does not accept images.
     """
     if not images:
         return

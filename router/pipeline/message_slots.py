@@ -83,7 +83,7 @@ class _Pool:
                 own.release()
 
     async def _acquire(self, own: asyncio.Semaphore) -> None:
-        """Take a slot of the client's and one of all clients'."""
+        """Take one of the client's slots and one of the slots that all clients share."""
         if not own.locked() and not self._all.locked():  # neither waits, so that no timeout is needed
             await own.acquire()
             await self._all.acquire()

@@ -30,10 +30,10 @@ class PromptOptions:
     """How an input is converted to tokens.
 
     Attributes:
-        adds_special_tokens: Whether a text gets the tokenizer's special tokens. None: a prompt does; a conversation
-            does not, since its template has them.
-        max_tokens: Number of tokens to which the prompt is truncated; its end is kept. -1: as many as leave room for
-            the output. None: no truncation.
+        adds_special_tokens: Whether a text gets the tokenizer's special tokens. None means that a prompt does, and a
+            conversation does not, since its template contains them.
+        max_tokens: Number of tokens to which the prompt is truncated, keeping its end; -1 means as many as leave room
+            for the output, None no truncation.
         continues_last: Whether the output continues the last message of a conversation.
     """
 
@@ -52,8 +52,8 @@ class PromptBuilder:
         """Load the tokenizer and the chat template.
 
         Args:
-            num_threads: Maximum number of prompts that are processed concurrently for one client, which is also limited
-                to one less than the processors.
+            num_threads: Maximum number of prompts that are processed concurrently for one client; at most one less than
+                the number of processors.
             encode_image: Has a worker encode an image; None if images are to be refused.
 
         Raises:
@@ -71,7 +71,7 @@ class PromptBuilder:
             ids = {"bos_token": folder.bos_id, "eos_token": ends[0] if ends else None, "pad_token": folder.pad_id}
             tokens = {name: self.tokenizer.token(value) or "" for name, value in ids.items() if value is not None}
             self._template = ChatTemplate(folder.chat_template, tokens, num_threads + 1)
-        # Another client finds a thread free, and also a processor: tokenizing does not hold the interpreter lock.
+        # This leaves a thread for other clients, and also a processor: tokenizing does not hold the interpreter lock.
         num_per_client = max(min(num_threads, num_compute_threads() - 1), 1)
         self._threads = FairThreads(num_threads + 1, "tokenizer", num_per_client=num_per_client)
 
@@ -88,7 +88,7 @@ class PromptBuilder:
 
         Raises:
             InvalidArgumentError: The input is missing, empty or too long, or a conversation cannot be parsed.
-            UnsupportedError: The model has no chat template for a conversation, or reads no images.
+            UnsupportedError: The model has no chat template for a conversation, or does not accept images.
             MidstreamError: An image cannot be encoded.
         """
         kind, limit = request.WhichOneof("input"), options.max_tokens
@@ -116,7 +116,7 @@ class PromptBuilder:
         return self._images.number(ids, request.prompt_tuning.table.shape[0]) if texts else ids
 
     async def look_through(self, request: pb.GenerateRequest, look: Callable[[], _T]) -> _T:
-        """Return the result of `look`, which looks at all messages of a request; in a thread if they are many."""
+        """Return the result of `look`, which examines all messages of a request; use a thread if there are many."""
         return look() if len(request.chat.messages) <= _INLINE_MESSAGES else await self._threads.run(look)
 
     async def bad_word_ids(self, words: list[str]) -> list[list[int]]:

@@ -5,7 +5,7 @@ the bucket for requests, and its prompt and output tokens from the bucket for to
 may become negative; new requests are then rejected until it is positive again. This way actual usage is counted, and no
 running request is ended.
 
-A router counts across all of its front doors. Routers of the same cells report their usage to each other through the
+A router counts across all of its APIs. Routers of the same cells report their usage to each other through the
 schedulers (usage_reports), so a quota holds for all of them together, with a delay of about two seconds.
 """
 

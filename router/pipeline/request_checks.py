@@ -135,7 +135,7 @@ def check_request(
         InvalidArgumentError: A field is invalid; the error names it.
         NotFoundError: The named model is not the served one.
     """
-    for field, value in request.ListFields():  # of the others, the defaults are valid
+    for field, value in request.ListFields():  # fields that are not set have valid defaults
         check = _CHECKS.get(field.name)
         if check is not None:
             check(value, model)
@@ -412,7 +412,7 @@ def _bounded(low: int, high: int, field: str) -> _Check:
     return lambda value, _: bounds.check(value, field)
 
 
-# What is checked of each field of a request if it is set.
+# The check for each field of a request, made if the field is set.
 _CHECKS: dict[str, _Check] = {
     **{field: _named(field) for field in ("request_id", "client_id", "cache_salt", "logits_post_processor_name")},
     "model": check_model,

@@ -29,7 +29,7 @@ class StartSlots:
         max_starts_alone: int = 0,
         hold_s: float = _HOLD_S,
     ) -> None:
-        """`max_starts_alone` is the limit, if higher, for a client while no other one starts requests."""
+        """`max_starts_alone`, if higher, is the limit for a client while no other client starts requests."""
         self._max_starts_per_client = max_starts_per_client
         self._max_starts_alone = max(max_starts_alone, max_starts_per_client)
         self._hold_s = hold_s
@@ -61,7 +61,7 @@ class StartSlots:
         return self._max_starts_alone if now >= self._alone_from else self._max_starts_per_client
 
     def leave(self, client: str) -> None:
-        """Note that a start has ended."""
+        """Record that a start has ended."""
         starts = self._by_client[client]
         starts.num_users -= 1
         if not starts.num_users:
@@ -108,7 +108,7 @@ class _Starts:
         self.num_users = 0
         self._limit = limit
         self._hold_s = hold_s
-        # Starts with a slot, with the time at which they lose it; the first one is the first to do so.
+        # Starts that hold a slot, and the time at which each loses it, earliest first.
         self._holders: dict[Start, float] = {}
         self._waiting: deque[tuple[Start, asyncio.Future[None]]] = deque()
         self._timer: asyncio.TimerHandle | None = None  # only while others wait
@@ -131,12 +131,12 @@ class _Starts:
         await turn
 
     def give_back(self, start: Start) -> None:
-        """Give back the slot that a start has, if it has one."""
+        """Release the slot of a start, if it holds one."""
         if self._holders.pop(start, None) is not None:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give free slots to those who wait."""
+        """Give free slots to waiting starts."""
         now = asyncio.get_running_loop().time()
         limit = self._limit(now)
         while self._waiting and len(self._holders) < limit:

@@ -57,7 +57,9 @@ class StreamLimits:
         self._open: Counter[str] = Counter()
 
     def take(self, client: str) -> Callable[[], None]:
-        """Count a stream of `client`; return what releases it, once. Raises OverloadedError if a limit is reached."""
+        """Count a stream of `client`; return a callable to call once when the stream ends. Raises OverloadedError if a
+        limit is reached.
+        """
         if self.num_open >= self._max_streams:
             raise OverloadedError(
                 f"this router has reached its limit of {self.num_open} such streams; try another router",

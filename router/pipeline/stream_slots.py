@@ -13,9 +13,9 @@ from google.protobuf.message import Message
 from midstream.errors import OverloadedError
 from router.authentication import current_caller
 
-# Maximum number of streams that read their next message, in total and of one client.
+# Maximum number of streams that read their next message, in total and per client.
 _MAX_READS, _MAX_READS_PER_CLIENT = 128, 32
-# Maximum bytes of running requests, in total and of one client; each request counts as its size plus a fixed amount.
+# Maximum bytes of running requests, in total and per client; each request counts as its size plus a fixed amount.
 _MAX_BYTES, _MAX_BYTES_PER_CLIENT = 256 << 20, 64 << 20
 _BYTES_PER_REQUEST = 64 << 10
 # A stream that has waited for less than this is considered in use.

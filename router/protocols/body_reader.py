@@ -47,5 +47,5 @@ class BodyReader:
             return await self._threads.run(lambda: make(Body.parse(bytes(data))))
 
     async def render(self, make: Callable[[], bytes]) -> bytes:
-        """Return the result of `make`, a long response, which is made in a thread."""
+        """Return the result of `make`, which renders a long response, in a thread."""
         return await self._threads.run(make)

@@ -40,7 +40,7 @@ _NUM_TAIL = 16
 _NUM_DRAFTS = 8
 _JSON_GUIDES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA)
 _ANY_JSON: Schema = {"anyOf": [{"type": "object"}, {"type": "array"}]}
-# A reference in a schema, as JSON text, from its root.
+# A reference relative to the root of a schema, as JSON text.
 _REFERENCE = re.compile(r'(?<!\\)"\$ref": "#')
 _SWITCHES = ("enable_thinking", "thinking")
 # Each reasoning effort with the one that templates support; some APIs have more efforts than templates.
@@ -146,8 +146,8 @@ class Tools:
         return replace(self, choice="named", named=name)
 
     def allow(self, names: Set[str], mode: Literal["auto", "required"], field_name: str) -> Tools:
-        """Return the tools in `names`. Raises InvalidArgumentError if one of these is not among the tools, or if a
-        call is required of none.
+        """Return the tools in `names`. Raises InvalidArgumentError if one of these is not among the tools, or if a call
+        is required but `names` is empty.
         """
         self._check_known(names, field_name)
         if mode == "required" and not names:
@@ -430,7 +430,7 @@ def _arguments(name: str, machine: Machine) -> Steps[None]:
 
 
 def _call_schema(name: str, parameters: Schema, pointer: str) -> dict[str, object]:
-    """Return the schema, at `pointer` of a document, of a call; references within `parameters` remain within them."""
+    """Return the schema of a call, to be placed at `pointer` in a document; adjust the references in `parameters`."""
     moved = _REFERENCE.sub(f'"$ref": "{pointer}/properties/parameters', json.dumps(parameters))
     return {
         "type": "object",

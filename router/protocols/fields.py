@@ -502,7 +502,7 @@ def check_supported(body: Body, table: Table) -> None:
 
 
 def _check_default(name: str, value: object, note: str, path: str) -> None:
-    """Raise UnsupportedError if a refused field has a value that asks for something, as `{}` may."""
+    """Raise UnsupportedError if a refused field has a value that may request something, such as `{}`."""
     if (value or isinstance(value, dict)) and value not in _DEFAULTS.get(name, ()):
         raise UnsupportedError(note or "is not supported", field=path)
 

@@ -28,7 +28,7 @@ _LOOK_INTERVAL_S = 1.0
 HEAD_TIMEOUT_S, BODY_TIMEOUT_S = 10.0, 60.0
 _MAX_CONNECTIONS = 16_384
 _BACKLOG = 2048
-# Connections that are accepted in one iteration of the event loop. Other requests wait for no more.
+# Maximum number of connections accepted per iteration of the event loop; other requests wait for no more than these.
 _MAX_ACCEPTED_PER_TURN = 8
 # Time for requests that are canceled at the end of the drain time to be rejected.
 _REJECTION_S = 1.0
@@ -252,7 +252,7 @@ def _is_from_another_site(headers: Mapping[bytes, bytes]) -> bool:
 
 
 def for_pages(app: ASGIApp, origins: str) -> ASGIApp:
-    """Return the application for calls by web pages of its own and of `origins`, which are comma-separated, or `*`.
+    """Return the application, restricted to calls from its own web pages and from `origins`, comma-separated or `*`.
 
     The answers to pages of `origins` have the headers (CORS) that let the pages read them.
     """

@@ -112,7 +112,7 @@ class StaticBatch(CapacityScheduler):
 
 
 def next_to_pause(active: Sequence[Request], group: WorkerGroup, kept: Collection[Request] = ()) -> Request | None:
-    """Return the request to pause so that the other active ones can continue, or None if there is no choice.
+    """Return the request to pause so that the other active ones can continue, or None if none may be paused.
 
     It is one of the lowest priority; among those, one of a client that holds more than an equal share of the blocks;
     among those, the newest. The most urgent request is never paused, so some request always runs to its end.

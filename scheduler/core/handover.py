@@ -7,13 +7,13 @@ rest is computed.
 
 While the prefill group has more contexts than fit in a step, it leaves the tokens after a prompt's last full block to
 the decode group, which then generates the first token too: otherwise every request would wait for a transfer after its
-first token. A transfer has the time of one step for this; then the prefill group computes the rest and generates until
-the transfer is complete, so a slow or failed one delays a request by a step at most. A prefill group that has no
-contexts to compute keeps what it generates as long as the decode group has no fewer requests; new blocks are still
-fetched, so that the request can move as soon as another prompt arrives.
+first token. The transfer has the duration of one step to complete; then the prefill group computes the rest and
+generates until the transfer is complete, so a slow or failed transfer delays a request by at most one step. A prefill
+group without contexts to compute keeps its generating requests unless the decode group has fewer requests; new blocks
+are still fetched, so that a request can move as soon as another prompt arrives.
 
-All state of this module can be lost at any moment. A request is handed over at most as often as it starts on a prefill
-group, and stays there once its blocks could not be fetched.
+All state of this module can be lost at any moment. A request is handed over at most once per start on a prefill group,
+and stays there after its blocks could not be fetched.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Handovers:
             group.lift_context_limits()
 
     def _may_leave_rest(self, transfer: Transfer) -> bool:
-        """Return whether the target may compute what follows the last full block of a context."""
+        """Return whether the target may compute the tokens after the last full block of a context."""
         source, sequence = transfer.source, transfer.sequence
         if sequence not in source.context or sequence.request.num_rows > 1 or not source.config.enable_chunked_context:
             return False

@@ -169,8 +169,8 @@ class Placement:
         return self._scheduler.num_sequences_to_start(request, group)
 
     def _is_for_others(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether a group only takes requests that are handed over to it, since a group that can do so can
-        compute this context. None is handed over to a group on trial.
+        """Return whether a group takes only requests that are handed over to it, because another group can compute this
+        context and hand the request over. No request is handed over to a group on trial.
         """
         if group.role is not Role.DECODE or group.standing.is_on_trial:
             return False

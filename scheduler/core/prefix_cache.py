@@ -91,7 +91,7 @@ class PrefixCache:
         return blocks
 
     def publish(self, block: int, value: int) -> bool:
-        """Make a block findable; return False if another block already has the same contents."""
+        """Add a block to the index; return False if another block already has the same contents."""
         if value in self._block_of:
             return False
         self._block_of[value] = block

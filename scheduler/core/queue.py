@@ -10,7 +10,7 @@ A request with several sequences may start in parts: it stays in the queue, char
 last of them starts.
 
 A request that its worker could not run yet is held: it waits like the others, but cannot start before a given time. If
-it has no output, its client is charged for what was computed in vain, and for the next start: otherwise requests that
+it has no output, its client is charged both for the wasted computation and for the next start: otherwise requests that
 are often held, such as those with a new grammar, would keep other clients waiting.
 
 A client's requests start in order of arrival, even if a smaller one further back would fit. Placement decides which
@@ -51,7 +51,7 @@ class _FairQueue:
         self._now = 0.0
 
     def push(self, request: Request, *, is_first: bool = False) -> None:
-        """Add a request behind the client's others, or before them."""
+        """Append a request to its client's queue, or prepend it if `is_first`."""
         client = self._clients.get(request.spec.client_id)
         if client is None:
             client = self._clients[request.spec.client_id] = _Client(self._now)
@@ -160,7 +160,7 @@ class RequestQueue:
         self._returned: list[tuple[tuple[int, int], int, Request]] = []
         self._num_returned = 0
         self._returned_requests: set[Request] = set()
-        self._held: dict[Request, int] = {}  # when they may start
+        self._held: dict[Request, int] = {}  # the time from which each may start
         self._fair: dict[int, _FairQueue] = {}
         self._priorities: list[int] = []  # highest first
         self._num_charged: dict[Request, int] = {}  # rows charged to each request; removed when it ends
@@ -199,7 +199,7 @@ class RequestQueue:
         self._held[request] = until_ns
 
     def release_due(self, now_ns: int) -> None:
-        """Let held requests start whose time has come."""
+        """Allow held requests to start if their time has come."""
         due = [request for request, until_ns in self._held.items() if until_ns <= now_ns]
         for request in sorted(due, key=lambda request: request.ordinal, reverse=True):  # the oldest becomes the first
             del self._held[request]

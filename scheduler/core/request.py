@@ -73,7 +73,7 @@ class Sequence:
         num_hit_blocks: Number of leading blocks that other sequences compute or have computed.
         num_reserved: Number of blocks reserved for it until its end.
         num_computed: Number of tokens whose keys and values are in the cache once all planned steps have run.
-        max_num_tokens: Number of tokens whose keys and values are computed at most.
+        max_num_tokens: Maximum number of tokens whose keys and values are computed.
         checkpoint: Value of num_computed at which generation needs another block or reaches `max_num_tokens`.
         waits_for_result: Whether its next step depends on its last result, as with beams and speculation.
         row: Its row at the worker; None if it has no row.
@@ -117,7 +117,7 @@ class Sequence:
         # Worker groups may have blocks of different sizes.
         self._block_hashes: dict[int, list[int]] = {}
         self.last_token_ns = 0
-        # Looked at for each token or block.
+        # Accessed for each token or block.
         self.stop_token_ids = request.spec.stop_token_ids
         self.max_num_tokens = request.spec.max_num_tokens
         self.waits_for_result = request.spec.beam_width > 1 or request.spec.num_draft_tokens > 0
@@ -153,7 +153,7 @@ class Sequence:
         self.outputs = list(extras)
 
     def append(self, token: int, now_ns: int) -> None:
-        """Append a token."""
+        """Append a token of this sequence's output, received at `now_ns`."""
         self.last_token_ns = now_ns
         self.output.append(token)
 

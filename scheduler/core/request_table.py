@@ -29,10 +29,10 @@ class RequestTable(Mapping[str, Request]):
         return self._requests[request_id]
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._requests  # Mapping's own raises and catches a KeyError
+        return request_id in self._requests  # Mapping.__contains__ raises and catches a KeyError
 
     def get(self, request_id: str) -> Request | None:  # type: ignore[override]  # there is only one default
-        """Return a request, or None; Mapping's own catches a KeyError for an unknown one."""
+        """Return a request, or None if it is unknown; `Mapping.get` would raise and catch a KeyError."""
         return self._requests.get(request_id)
 
     def __iter__(self) -> Iterator[str]:

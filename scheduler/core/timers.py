@@ -35,7 +35,7 @@ class Timers:
         heapq.heappush(self._heap, (time_ns, self._count, action))
 
     def turn_at(self, time_ns: int) -> None:
-        """Make a turn due at `time_ns`."""
+        """Schedule a turn at `time_ns`."""
         self.at(time_ns, lambda _: None)
 
     def run_due(self, now_ns: int) -> None:

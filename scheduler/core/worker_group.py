@@ -99,7 +99,7 @@ class AdapterRoom:
 
 
 def note_stored(stored: set[int], hashes: Iterable[int]) -> None:
-    """Add hashes of blocks in a worker's tiers to those known, unless there are too many."""
+    """Add hashes of blocks in a worker's tiers to the known hashes, unless there are too many."""
     if len(stored) < _MAX_STORED:
         stored.update(hashes)
 
@@ -327,7 +327,7 @@ class WorkerGroup:
         return total
 
     def limit_contexts(self, limits: dict[Sequence, int]) -> None:
-        """Set how many leading tokens the next step may compute of these sequences; the others have no limit."""
+        """Limit how many leading tokens of these sequences the next step may compute; others have no limit."""
         self._context_limits = limits
 
     def lift_context_limits(self) -> bool:
@@ -413,7 +413,7 @@ class WorkerGroup:
         return StartCost(len(waiting) + num_spare, num_blocks, num_next, num_to_end, num_cached, num_tokens)
 
     def start(self, request: Request, num_sequences: int) -> None:
-        """Give waiting sequences of a request rows, and allocate blocks for their known tokens.
+        """Assign rows to waiting sequences of a request, and allocate blocks for their known tokens.
 
         They ignore results of steps that were planned before. Precondition: rows and blocks as in `start_cost` are
         available; the request runs on no other group.

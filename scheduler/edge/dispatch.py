@@ -130,7 +130,7 @@ class Dispatcher:
     async def run(
         self, on_event: Callable[[WorkerEvent], None], on_read: Callable[[], None], progress: LoopProgress
     ) -> None:
-        """Pass worker messages and lost connections to `on_event`; call `on_read` after the last one waiting."""
+        """Pass worker messages and lost connections to `on_event`; call `on_read` after the last waiting one."""
         loop = asyncio.get_running_loop()
         self._on_event, self._on_read = on_event, on_read
         self._progress, self._failed = progress, loop.create_future()

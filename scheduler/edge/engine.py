@@ -139,7 +139,9 @@ class Engine:
         self._journal.know(list(self.core.lifecycle.requests.values()))
 
     def handle_worker_event(self, event: WorkerEvent) -> None:
-        """Handle a worker's event; if the core fails on it, end its epoch. Call `take_turn` after the last event."""
+        """Handle a worker's event; if the core fails on it, end the worker's epoch. Call `take_turn` after the last
+        event.
+        """
         self._is_turn_due = True
         try:
             self._apply(event)
@@ -241,7 +243,7 @@ class Engine:
             self._settle(entry)
 
     def _settle(self, entry: JournalEntry) -> None:
-        """Do what waits until an entry is committed and published."""
+        """Run the actions that had to wait until an entry was committed and published."""
         if isinstance(entry, Accepted):
             for on_committed in self._uncommitted.pop(entry.request.request_id, ()):
                 on_committed()

@@ -84,7 +84,7 @@ class Images:
         """Start with an empty cache.
 
         Args:
-            max_deaths: Number of workers that an image may cost.
+            max_deaths: Number of workers that may be lost while they encode an image.
             no_worker_timeout_s: How long an image waits if there is no worker.
             answer_timeout_s: Time within which a worker must encode an image.
         """
@@ -130,7 +130,7 @@ class Images:
         return await asyncio.shield(running)
 
     def on_result(self, result: worker_pb2.ImageEncoded) -> None:
-        """Process a message of a worker's answer.
+        """Process one message of a worker's answer.
 
         Raises:
             WrongMessageError: The answer is invalid; the caller ends the worker's epoch.

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAX_NAME = 128
 _LOOK_INTERVAL_S = 0.25
-# Large adapters on slow disks take minutes at most.
+# Loading a large adapter from a slow disk takes minutes at most.
 _ANSWER_TIMEOUT_S = 300.0
 # A worker with any of these features reads adapters, and rejects kinds that it does not support.
 _FEATURES = frozenset(("lora", "prompt_tuning"))
@@ -199,7 +199,7 @@ class Adapters:
         return adapter
 
     async def _ask(self, group: WorkerGroup, name: str, path: str) -> worker_pb2.LoraResult | None:
-        """Return a worker's answer, or None if it disconnects first; no answer in time is an error."""
+        """Return a worker's answer, an error if there is none in time, or None if the worker disconnects first."""
         key, give_up_at = (name, group.epoch), time.monotonic() + _ANSWER_TIMEOUT_S
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         self._sender.send_load_adapter(group.connection, group.epoch, name, path)

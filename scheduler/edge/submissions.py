@@ -45,7 +45,7 @@ class Submissions:
         self._is_lost = False
 
     def take(self, body: bytes) -> None:
-        """Submit a request; only those that have to wait for something need a task."""
+        """Submit a request; create a task only if the request has to wait for something."""
         submission = pb.Submission.FromString(body)
         on_committed = partial(self._on_committed, submission.number)
         try:

@@ -12,9 +12,9 @@ A commit is one write and one fdatasync. For the cost see docs/decisions/journal
 - **Size.** A segment is deleted when no request's latest row is in it. While the log is larger than twice the live
   data, the rows of its oldest segment are rewritten, a few with each commit.
 - **One writer.** See LogFolder. A successor raises the epoch, then reads the log, and starts a new segment. A writer
-  checks the epoch after each record, and reports the record as written only if no successor had raised it. So a
-  successor has read all that was reported, and what a deposed writer still appends is behind the end that the next
-  segment's header records. Files are created, renamed and deleted under the lock.
+  checks the epoch after each record, and reports the record as written only if no successor had raised it. A successor
+  has therefore read everything that was reported, and records that a deposed writer still appends are beyond the end
+  that the next segment's header records. Files are created, renamed and deleted under the lock.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SEGMENT_BYTES = 4 << 20
 # In addition to twice the live bytes.
 SLACK_BYTES = 16 << 20
 _MAX_REWRITTEN = 32
-# Before a write, the open files are checked if this much time has passed since the last check, and the names in the
-# folder, which costs more, after the second one.
+# Before a write, the open files are checked if the first interval has passed since their last check. The names in the
+# folder, which cost more to check, are checked after the second interval.
 _CHECK_INTERVAL_S, _NAMES_INTERVAL_S = 0.05, 0.5
 _SUFFIX = ".log"
 _NEW = "new"
@@ -127,7 +127,7 @@ class LogStore(Store):
     def _raise_epoch(self, least_epoch: int) -> int:
         """Become the only writer whose records count; return the epoch before that, 0 after a reboot.
 
-        The log is read after this: everything that the former writer has reported as written is in it then.
+        The log is read after this, so it contains everything that the former writer has reported as written.
         """
         former = self._folder.epoch()
         headers = [_read_header(name, self._folder.read(name), self._folder.path) for name in self._log_names()]
@@ -257,8 +257,8 @@ class LogStore(Store):
     def _is_check_due(self, num_bytes: int) -> bool:
         """Return whether the files must be checked before a record is appended.
 
-        This is always so in a file that is not preallocated: once it is written to again, its size does not show that
-        it was truncated.
+        This is always the case for a file that is not preallocated: once more is written to it, its size no longer
+        shows that it was truncated.
         """
         end = self._offset + num_bytes
         has_room = end + FRAME_BYTES <= self._current.num_bytes and end <= self._segment_bytes

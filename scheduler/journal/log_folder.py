@@ -160,7 +160,7 @@ class LogFolder:
                 return
 
     def epoch(self) -> int:
-        """Return the epoch of the writer. Without the lock, it may be raised right after."""
+        """Return the writer's epoch. Unless the lock is held, a successor may raise it immediately afterwards."""
         return int.from_bytes(os.pread(self._lock, _EPOCH_BYTES, 0), "little")
 
     def set_epoch(self, epoch: int) -> None:

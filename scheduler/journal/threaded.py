@@ -155,7 +155,9 @@ class ThreadedJournal(Journal):
         return JournalContents(epoch, requests, adapters), writer
 
     def _tidying(self, stored: StoredJournal, known: dict[int, StoredRequest], gone: list[int]) -> Transaction | None:
-        """Return a transaction that removes what could not be restored from the journal; None if there is nothing."""
+        """Return a transaction that removes what could not be restored from the journal; None if nothing is to be
+        removed.
+        """
         if self._store.folds_commits:
             if not (gone or stored.commits):
                 return None

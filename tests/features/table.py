@@ -12,9 +12,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 WORKS, NOT_APPLICABLE = "works", "-"
 _HEAD = """# Features
 
-This page shows which features a request may use with each family of models and through each front door. It is generated
+This page shows which features a request may use with each family of models and through each API. It is generated
 from `tests/features/features.toml` by `python -m tests.features`. Tests verify every cell: every family with a tiny
-random model (`tests/features/test_families.py`), and every front door on a real service, whose response must equal that
+random model (`tests/features/test_families.py`), and every API on a real service, whose response must equal that
 of the native call (`tests/integration/test_feature_apis.py`).
 
 - ✓ means that the feature works.
@@ -22,7 +22,7 @@ of the native call (`tests/integration/test_feature_apis.py`).
 - – means that it does not apply: the protocol has no field for it, or the feature does not involve the model.
 
 Families marked (t) use the transformers implementation, and the others use our own. [requests.md](requests.md)
-describes the features, and [adapters.md](adapters.md) the front doors.
+describes the features, and [adapters.md](adapters.md) the APIs.
 
 """
 _SIGNS = {WORKS: "✓", NOT_APPLICABLE: "–", "refused": "✗", "refused UNIMPLEMENTED": "✗"}

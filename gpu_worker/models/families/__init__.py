@@ -73,7 +73,7 @@ def describe(
     _check(description)
     if sink_token_length and any(description.chunks):
         raise ConfigError("cannot be used with layers that attend to chunks; use 0", field="sink_token_length")
-    # With LongRoPE all positions, including those already cached, have other angles beyond this length.
+    # Beyond this length, LongRoPE changes the angles of all positions, including those already cached.
     lengths = [
         int(rotary.settings["original_max_position_embeddings"])
         for rotary in description.rotary

@@ -40,7 +40,7 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
         nope_dim=s.size("qk_nope_head_dim"),
         rope_dim=s.size("qk_rope_head_dim"),
         value_dim=s.size("v_head_dim"),
-        norm_eps=1e-6,  # whatever `rms_norm_eps` is
+        norm_eps=1e-6,  # regardless of `rms_norm_eps`
     )
     if not is_glm:
         s.refuse(head_dim=latent.rope_dim)

@@ -1,4 +1,4 @@
-"""OLMo 2, OLMo 3, OLMoE and FlexOlmo: norms over all query and key heads and, but for OLMoE, of sublayer outputs."""
+"""OLMo 2, OLMo 3, OLMoE and FlexOlmo: norms over all query and key heads and, except in OLMoE, of sublayer outputs."""
 
 from __future__ import annotations
 

@@ -110,7 +110,9 @@ class Experts:
     def _activated(
         self, x: Tensor, inner: Tensor, experts: Tensor, num_repeats: int, add_lora: AddExpertLora | None
     ) -> Tensor:
-        """Return the inputs of the second multiplication; add the adapters' outputs to `inner`, those of the first."""
+        """Add the adapters' outputs to `inner`, the outputs of the first multiplication; return the inputs of the
+        second.
+        """
         first = self._experts[0]
         if add_lora is not None:
             inputs = x.repeat_interleave(num_repeats, dim=0)

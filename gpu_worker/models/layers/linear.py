@@ -79,7 +79,9 @@ class LinearModule(nn.Module):
     """Replaces a linear module of transformers, and uses its weights."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, weights: str) -> None:
-        """Store a weight [N, K] as `weights` says: auto and f32 unchanged, bf16 rounded to bfloat16, int8 quantized."""
+        """Store a weight [N, K] in the format `weights`: auto and f32 unchanged, bf16 rounded to bfloat16, int8
+        quantized.
+        """
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.weight, self.bias, self.scale = _constant(weight), bias, None

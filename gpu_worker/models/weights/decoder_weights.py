@@ -78,7 +78,7 @@ class DecoderWeights:
 
     def _has_own_head(self) -> bool:
         """Return whether the file has a head that differs from the embedding; then, as in transformers, they are not
-        tied, whatever config.json says.
+        tied, regardless of config.json.
         """
         head, embedding = (self._in_file(name + ".weight") for name in (self._names.head, self._names.embedding))
         if not self._file.has(head):

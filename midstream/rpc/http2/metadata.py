@@ -14,7 +14,7 @@ from midstream.rpc.http2.wire import ErrorCode, StreamError, header_block
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
-# Encodings of messages that this server reads.
+# Message encodings that this server supports.
 ENCODINGS = (b"identity", b"deflate", b"gzip")
 
 _HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
@@ -45,7 +45,7 @@ class Head:
     Attributes:
         timeout_s: Time until the deadline; None if there is none.
         encoding: Encoding of compressed messages.
-        problem: Status and description of what makes the call impossible; None if there is nothing.
+        problem: Status and description of the error that prevents the call; None if there is no error.
         http_status: HTTP status of a request that is not gRPC; otherwise empty.
     """
 

@@ -22,7 +22,8 @@ from midstream.security.tls import Tls
 
 logger = logging.getLogger(__name__)
 
-# Connections that are accepted, and calls that start, in one iteration of the event loop. Other calls wait for no more.
+# Maximum numbers of connections accepted and of calls started per iteration of the event loop; other calls wait for no
+# more than these.
 _MAX_ACCEPTED_PER_TURN = 8
 _MAX_STARTS_PER_TURN = 4
 _NO_FILES_S = 0.5

@@ -41,6 +41,6 @@ def error_body(error: MidstreamError, request_id: str = "", names: Names | None 
     param = _PARAMS.get(param, param)
     message = f"{param}: {error.message}" if param else error.message
     if isinstance(error, ContextLengthError):
-        message = f"prompt is too long: {error.message}"  # clients look for these words
+        message = f"prompt is too long: {error.message}"  # clients match this text
     body: dict[str, object] = {"type": "error", "error": {"type": kind, "message": message}}
     return {**body, "request_id": request_id} if request_id else body

@@ -38,7 +38,7 @@ def model_routes(models: Models) -> list[Route]:
 
 
 def serves_models(scope: Scope) -> bool:
-    """Whether a request is for models in Anthropic's format."""
+    """Return whether a request asks for models in Anthropic's format."""
     return scope["path"].startswith(_PATH) and _has_version(scope)
 
 
@@ -67,7 +67,7 @@ def _lifecycles(query: QueryParams) -> Sequence[str]:
     given = [*query.getlist("lifecycle"), *query.getlist("lifecycle[]")]
     stages = [stage for value in given for stage in value.split(",")]
     if not set(stages) <= set(_LIFECYCLES):
-        raise InvalidArgumentError(f"must be of {', '.join(_LIFECYCLES)}", field="lifecycle")
+        raise InvalidArgumentError(f"must be one or more of {', '.join(_LIFECYCLES)}", field="lifecycle")
     return stages or _LIFECYCLES[:2]
 
 

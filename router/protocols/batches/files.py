@@ -23,7 +23,7 @@ _FILE, _CHUNK = "file", "file_chunk"
 _CHUNK_BYTES = 1 << 20
 _CHUNKS_AT_ONCE = 4
 NS_PER_S = 1_000_000_000
-_ID = re.compile(r"[0-9a-f]{32}[oe]?")  # as `new_id` makes them; of a batch's output and errors, with a letter
+_ID = re.compile(r"[0-9a-f]{32}[oe]?")  # as from `new_id`; a letter follows for output and errors
 
 
 def new_id(prefix: str) -> str:
@@ -32,8 +32,8 @@ def new_id(prefix: str) -> str:
 
 
 def check_after(after: str, prefix: str) -> str:
-    """Return the id after which a list continues; empty for its beginning. What it names may have been deleted since.
-    Raises InvalidArgumentError if `after` cannot be an id with this prefix.
+    """Return the id after which a list continues; empty for its beginning. The item with this id may have been deleted
+    since. Raises InvalidArgumentError if `after` cannot be an id with this prefix.
     """
     if after and not (after.startswith(prefix) and _ID.fullmatch(after.removeprefix(prefix))):
         raise InvalidArgumentError(f"{after[:64]!r} is not the id of an item of this list", field="after")

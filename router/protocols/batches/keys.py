@@ -17,7 +17,7 @@ _KEEP_S = 24 * 3600
 async def claim(
     documents: ClientDocuments, cell: Cell, owner: str, key: str, call: str, new_id: str
 ) -> tuple[Cell, str]:
-    """Return the cell and id for what a call with `key` creates: those of an earlier call, otherwise `new_id`."""
+    """Return the cell and id of the object that a call with `key` creates: an earlier call's, otherwise `new_id`."""
     if not key:
         return cell, new_id
     name = request_id_of(key, call)

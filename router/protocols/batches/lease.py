@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _KIND = "batch_lease"
 _LOOK_S = 0.5
-# If the queue was empty: another router has added a batch, which it usually takes itself.
+# Interval while the queue is empty. The router that adds a batch usually takes it itself, without this delay.
 _IDLE_LOOK_S = 2.0
 _RENEW_S = 1.0
 _LEASE_S = 5.0

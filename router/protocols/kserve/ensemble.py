@@ -216,7 +216,7 @@ def tensor_of(field: str, given: Collection[str]) -> str:
 
 @contextlib.contextmanager
 def naming_tensors(given: Collection[str]) -> Iterator[None]:
-    """Have errors of native fields name the tensors that set them."""
+    """Make errors about native fields name the tensors that set these fields."""
     try:
         yield
     except (InvalidArgumentError, NotFoundError, UnsupportedError) as error:
@@ -263,7 +263,7 @@ async def native_request(
         index: The row.
         rows: Number of rows.
         prompts: Tokenizes the words of `embedding_bias_words`.
-        outputs: The outputs that the client names; naming one asks for it, as its flag does.
+        outputs: The outputs that the client names; naming an output requests it, as its flag does.
 
     Raises:
         InvalidArgumentError: A tensor is unknown, has the wrong type or size, or contradicts another one.

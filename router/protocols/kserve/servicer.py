@@ -171,7 +171,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                     except OverloadedError as error:  # no request is running
                         failure = error
             except* Exception:  # raised by gRPC: errors of requests are sent in the stream
-                logger.debug("a request stream broke", exc_info=True)
+                logger.debug("a request stream failed", exc_info=True)
                 failure = InvalidArgumentError("the message is not a ModelInferRequest")
             await responses.put(None)
 

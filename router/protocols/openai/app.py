@@ -35,16 +35,16 @@ from router.protocols.openai.openapi import document
 from router.protocols.openai.reply import Reply
 from router.protocols.streaming import CompleteResponse
 
-# The response with more tokens than this is rendered in a thread.
+# A response with more tokens than this is rendered in a thread.
 _MAX_INLINE_TOKENS = 2000
-# Fields of a conversation that decide its prompt; /tokenize ignores the others.
+# Fields of a conversation that determine its prompt; /tokenize ignores the others.
 _RENDERED = frozenset(
     (
         "model", "messages", "tools", "tool_choice", "add_special_tokens", "add_generation_prompt",
         "continue_final_message", "chat_template_kwargs", "reasoning_effort", "truncate_prompt_tokens",
     )
 )  # fmt: skip
-_LIMITS = frozenset(("max_tokens", "max_completion_tokens"))  # of the room that a truncated prompt leaves
+_LIMITS = frozenset(("max_tokens", "max_completion_tokens"))  # the room for output that a truncated prompt leaves
 
 
 class OpenAiApi:
@@ -88,7 +88,7 @@ class OpenAiApi:
             "/metrics": self._show_metrics,
             "/openapi.json": self._describe,
         }
-        routes = model_routes(self._models)  # of Anthropic's API
+        routes = model_routes(self._models)  # routes of Anthropic's API
         routes += [Route(path, mapped(endpoint, ()), methods=["POST"]) for path, endpoint in posts.items()]
         # Probes, scrapers and Anthropic's clients send parameters of their own.
         routes += [Route(path, mapped(endpoint), methods=["GET"]) for path, endpoint in gets.items()]

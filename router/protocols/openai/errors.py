@@ -68,8 +68,8 @@ def error_body(error: MidstreamError, names: Names | None = None) -> dict[str, o
 
 
 def param_of(field: str, names: Names | None = None) -> str:
-    """Return the client's name for a native field: the one in `names` of the field or of what contains it, otherwise
-    OpenAI's.
+    """Return the client's name for a native field: the entry in `names` for the field or for an enclosing field,
+    otherwise OpenAI's name.
     """
     outer = field
     while names and outer:

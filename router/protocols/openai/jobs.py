@@ -165,7 +165,7 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
 
 
 def _fill_chat(body: Body, chat: pb.ChatInput, model: ChatModel) -> list[str]:
-    """Fill the messages and what the template reads besides them; return the field of each image."""
+    """Fill in the messages and the other inputs of the template; return the field of each image."""
     messages, image_fields = chat_messages(body, model.template)
     chat.messages.extend(messages)
     for message in chat.messages:

@@ -10,12 +10,12 @@ from router.protocols.contents import add_image, add_text, image_of_url
 from router.protocols.openai.body import Body
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# What an assistant's message may have instead of content.
+# Fields that an assistant's message may have instead of content.
 _INSTEAD = ("tool_calls", "reasoning_content", "reasoning", "refusal", "function_call", "audio")
 
 
 def chat_messages(body: Body, template: str = "") -> tuple[list[pb.ChatMessage], list[str]]:
-    """Return the messages of a body, and for each of their images the field that has it.
+    """Return the messages of a body, and for each of their images the field that contains it.
 
     Args:
         template: The chat template; the roles that it names are accepted besides OpenAI's.

@@ -40,7 +40,9 @@ class Models:
         return [self._card(), *map(self._adapter_card, adapters.values())]
 
     async def card(self, name: str) -> dict[str, object]:
-        """Return a model or adapter. Raises NotFoundError if there is none, or MidstreamError without a scheduler."""
+        """Return a model or adapter. Raises NotFoundError if it does not exist, or MidstreamError if no scheduler
+        answers.
+        """
         if name == self._model.name:
             return self._card()
         adapter = await self._adapter(name)

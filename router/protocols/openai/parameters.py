@@ -19,7 +19,7 @@ TIERS = {"auto": 0, "default": 0, "flex": -50, "scale": 0, "priority": 50, "fast
 _SEED_RANGE = 1 << 64
 _GUIDES = {"json": pb.GUIDE_TYPE_JSON_SCHEMA, "regex": pb.GUIDE_TYPE_REGEX, "grammar": pb.GUIDE_TYPE_EBNF_GRAMMAR}
 _REGEX_SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
-# The client's field, and the guide that it gives.
+# The client's field, and the guide that it sets.
 _Guide = tuple[str, pb.GuidedDecodingConfig]
 
 
@@ -65,7 +65,7 @@ def read_priority(body: Body) -> int:
 
 def effort_variables(fields: Body, name: str, model: ChatModel) -> dict[str, object]:
     """Return the template variables for the reasoning effort in a field; empty if it is unset. Raises UnsupportedError
-    if the model's template has no setting for reasoning, unless the model does not reason and need not.
+    if the model's template has no setting for reasoning, unless the effort is `none` and the model does not reason.
     """
     effort = fields.choice(name, EFFORTS)
     if effort is None:

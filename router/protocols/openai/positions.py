@@ -81,7 +81,7 @@ class Position:
 
 
 def event_prefix(request_id: str) -> str:
-    """Return what precedes the positions in the ids of a job's events."""
+    """Return the prefix of the ids of a job's events, which precedes the positions."""
     return quote(request_id, safe="") + "/"
 
 

@@ -91,7 +91,7 @@ class Reply(StreamedResponse):
                     output = self._front.resume(name, 0, offsets, None)
                 else:
                     if self._job.options.max_tokens is not None and request.WhichOneof("input") == "token_ids":
-                        await self._tokenize(request)  # truncates them before their number is checked
+                        await self._tokenize(request)  # truncates the token ids before their number is checked
                     output = await self._front.start(request, None, self._job.key, self._preparation(request))
                 outputs.append(await stack.enter_async_context(output))
         except MidstreamError:

@@ -101,7 +101,9 @@ class Shape(Protocol):
         """Process text that the client already has, to restore the parser's state."""
 
     def begin_at(self, index: int, num_characters: int, partial: bytes) -> None:
-        """Unless it has begun, continue the choice after `num_characters` characters and an incomplete one's bytes."""
+        """Unless the choice has begun, continue it after `num_characters` characters and the bytes of an incomplete
+        one.
+        """
 
     def text_offset(self, index: int) -> tuple[int, bytes] | None:
         """Return the arguments of `begin_at` for the output that follows; None if offsets are not reported."""
@@ -352,7 +354,7 @@ def usage_fields(usage: Usage) -> dict[str, object]:
 
 
 def _top(log_probs: LogProbs, row: int, limit: int | None) -> list[tuple[int, float]]:
-    """Return the most likely tokens of a row with their log probabilities; at most `limit`, which None means 0."""
+    """Return the most likely tokens of a row with their log probabilities; at most `limit`, where None means 0."""
     first = row * log_probs.top_k
     part = slice(first, first + min(log_probs.top_k, limit or 0))
     return list(zip(log_probs.top_token_ids[part], map(_finite, log_probs.top_log_probs[part]), strict=True))

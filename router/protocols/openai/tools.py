@@ -49,7 +49,7 @@ def _chosen(body: Body, tools: Tools) -> Tools:
     value = body.fields.get("tool_choice")
     if isinstance(value, dict):
         return _chosen_functions(body, tools)
-    body.get("tool_choice")  # marks it as read; of an object, each field is read, so that unknown ones are found
+    body.get("tool_choice")  # marks it as read; fields of an object are read one by one, to find unknown ones
     if value not in (None, "none", "auto", "required"):
         raise InvalidArgumentError("must be none, auto, required or an object", field="tool_choice")
     if value == "required" and not tools.schemas:

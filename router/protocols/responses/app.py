@@ -303,7 +303,9 @@ class ResponsesApi:
 
 
 class _Reply(StreamedResponse):
-    """The HTTP response for a response. A dropped connection aborts the request, unless it is in the background."""
+    """The HTTP reply to a request for a response object. A dropped connection aborts the request, unless it is in the
+    background.
+    """
 
     def __init__(
         self, api: ResponsesApi, stored: StoredResponse, native: pb.GenerateRequest | None, after: int = -1

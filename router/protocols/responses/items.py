@@ -43,7 +43,7 @@ class Turns:
     """Turns of a conversation, built from consecutive items.
 
     Attributes:
-        image_fields: For each image, the client's field that has it.
+        image_fields: For each image, the client's field that contains it.
     """
 
     has_developer: bool

@@ -29,7 +29,7 @@ _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 # Tools that clients send by default and that are not offered to the model: the server's web search, and groups of
 # functions.
 _LEFT_OUT = ("web_search", "namespace")
-# What a client may ask to be included; all but the first have no effect here.
+# Values of `include`; all but the first have no effect here.
 _INCLUDABLE = (
     "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
     "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",

@@ -15,23 +15,24 @@ from router.protocols.responses.request import ResponseJob, echo_of, read_respon
 
 logger = logging.getLogger(__name__)
 
-_MAX_PATH = 128  # errors cut the paths of unknown fields
+_MAX_PATH = 128  # errors truncate the paths of unknown fields
 _ENCRYPTED = "reasoning.encrypted_content"
 
 
 def read_stored(fields: dict[str, object], model: ChatModel, context: Sequence[Item] = ()) -> ResponseJob:
     """Return the job of a body that was once accepted.
 
-    Its prompt exists already, so the job only serves to read the output. Therefore, whatever this release refuses is
-    left out, and the input is not converted again; the job still has all input items, and repeats all fields.
+    Its prompt exists already, so the job only serves to read the output. Therefore, everything that this release
+    refuses is left out, and the input is not converted again; the job still has all input items, and repeats all
+    fields.
 
     Raises:
-        MidstreamError: The body cannot be read even so.
+        MidstreamError: The body cannot be read even then.
     """
     try:
         return read_response(Body(fields), model, context)
     except (InvalidArgumentError, UnsupportedError) as error:
-        logger.debug("a stored body has what this release refuses: %s", error)
+        logger.debug("a stored body contains something that this release refuses: %s", error)
     left: dict[str, object] = json.loads(json.dumps({**fields, "input": "."}))
     while True:
         try:
@@ -49,7 +50,7 @@ def read_stored(fields: dict[str, object], model: ChatModel, context: Sequence[I
 
 
 def _remove(fields: dict[str, object], path: str) -> bool:
-    """Remove the value at `path`, or else the innermost one that should have it; return whether there was one."""
+    """Remove the value at `path`, or else the innermost value that would contain it; return whether one was found."""
     values = list(_values(fields, ""))
     exact = [value for value in values if path in (value[0], value[0][:_MAX_PATH])]
     around = [value for value in values if path.startswith((f"{value[0]}.", f"{value[0]}["))]
@@ -60,7 +61,7 @@ def _remove(fields: dict[str, object], path: str) -> bool:
 
 
 def _values(value: object, prefix: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the path of every value inside of `value`, with what removes it."""
+    """Yield the path of every value inside `value`, with a callable that removes it."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield prefix + key, partial(value.pop, key)
