@@ -165,6 +165,14 @@ class BlockManager:
             else:
                 self._discard(block)
 
+    def withdraw(self, block: int) -> None:
+        """Make a block unfindable, because it was not computed; free it if it is cached."""
+        if block in self._cached_priority:
+            self._take_cached(block)
+            self._discard(block)
+        else:
+            self.prefix_cache.withdraw(block)
+
     def retain(self, block: int, retention: Retention) -> None:
         """Set the retention of a block with new contents; it applies once the block is cached."""
         self._retention[block] = retention

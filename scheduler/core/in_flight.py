@@ -21,12 +21,15 @@ class LastGeneration:
 
 
 class ContextChunk(NamedTuple):
-    """Known tokens of a sequence that a step computes; the last chunk of a context also samples a token."""
+    """Known tokens of a sequence that a step computes; the last chunk of a context also samples a token. `blocks` are
+    the blocks that it fills, with the hashes of their contents.
+    """
 
     row: int
     sequence: Sequence
     num_tokens: int
     is_last: bool
+    blocks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)

@@ -137,11 +137,14 @@ class StepBuilder:
             self._note_first_scheduled(sequence)
         start = sequence.num_computed
         sequence.compute_to(start + length)
-        self._settle_blocks(sequence, start // group.tokens_per_block, sequence.num_computed // group.tokens_per_block)
+        first_block, end_block = start // group.tokens_per_block, sequence.num_computed // group.tokens_per_block
+        self._settle_blocks(sequence, first_block, end_block)
+        hashes = sequence.block_hashes(group.tokens_per_block)
+        filled = tuple(zip(sequence.table[first_block:end_block], hashes[first_block:end_block], strict=False))
         self._plan.context_rows.append(row)
         self._plan.context_starts.append(start)
         self._plan.context_lengths.append(length)
-        self._context.append(ContextChunk(row, sequence, length, is_last))
+        self._context.append(ContextChunk(row, sequence, length, is_last, filled))
         self._planned_now.add(sequence)
         self.num_tokens_left -= length
 
@@ -470,9 +473,9 @@ class Results:
 
     def commit(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> None:
         """Apply the result of the group's oldest step in flight, whose format has been checked."""
-        if event.outputs:
-            self._keep_outputs(step, event)
         failed = self._failed_rows(group, step, event)
+        if event.outputs:
+            self._keep_outputs(step, event, failed)
         ends: list[End] = []
         if group.num_waiting or event.num_tokens or failed:
             applied = self._apply_runs(group, step, event, failed, ends)
@@ -637,13 +640,15 @@ class Results:
         rows.update(zip(step.generation_rows, step.generation, strict=True))
         return rows
 
-    def _keep_outputs(self, step: InFlightStep, event: StepDone) -> None:
+    def _keep_outputs(self, step: InFlightStep, event: StepDone, failed: dict[Sequence, Failure]) -> None:
         rows = self._rows(step)
         sampled = {chunk.row for chunk in step.context if chunk.is_last}.union(step.generation_rows)
         nums_before: dict[Sequence, int] = {}  # a run reports its outputs token by token
         for row, data in event.outputs:
             sequence = rows.get(row)
             if sequence is None or sequence.first_ordinal > step.ordinal:
+                continue
+            if failed.get(sequence) is _SHARES_NOTHING:  # its token is computed again, with its outputs
                 continue
             offset = len(sequence.output)
             if sequence in step.draft_limits:
@@ -669,10 +674,16 @@ class Results:
             for row, failure in event.failures
             if row in rows and rows[row].first_ordinal <= step.ordinal
         }
+        codes = {row: failure.code for row, failure in event.failures}
         for chunk in step.context:
-            if chunk.sequence in failed and failed[chunk.sequence].code != UNAVAILABLE:
-                for sharer in group.sharers(chunk.sequence):
-                    failed.setdefault(sharer, _SHARES_NOTHING)
+            if codes.get(chunk.row, UNAVAILABLE) == UNAVAILABLE:
+                continue
+            if chunk.sequence in failed:
+                sharers = group.sharers(chunk.sequence)
+            else:  # it was released after the step was planned
+                sharers = group.withdraw(chunk.blocks)
+            for sharer in sharers:
+                failed.setdefault(sharer, _SHARES_NOTHING)
         return failed
 
     def _fail_rows(self, group: WorkerGroup, failed: dict[Sequence, Failure]) -> None:

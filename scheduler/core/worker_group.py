@@ -522,6 +522,23 @@ class WorkerGroup:
             if not blocks.isdisjoint(other.held_blocks)
         ]
 
+    def withdraw(self, filled: Iterable[tuple[int, int]]) -> list[Sequence]:
+        """Make blocks unfindable that a step was to fill but did not; return the sequences that hold them.
+
+        Args:
+            filled: The blocks with the hashes of their contents. Those that are used for other contents by now, or that
+                a later step will compute, are left as they are.
+        """
+        cache = self.prefix_cache
+        lost = {block for block, value in filled if cache.hash_of(block) == value and not cache.is_pending(block)}
+        if not lost:
+            return []
+        sequences = [sequence for request in self.active for sequence in request.placed_sequences]
+        holders = [sequence for sequence in sequences if not lost.isdisjoint(sequence.held_blocks)]
+        for block in lost:
+            self.blocks.withdraw(block)
+        return holders
+
     def release(self, request: Request) -> None:
         """Release the rows and blocks of all sequences of a request, so that nothing of it remains on the group."""
         for sequence in request.placed_sequences:

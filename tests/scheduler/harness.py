@@ -350,7 +350,7 @@ def describe(plan: StepPlan, group: WorkerGroup) -> str:
     step = next(step for step in group.in_flight if step.step_id == plan.step_id)
     new = {added.row for added in plan.added}
     chunks = []
-    for (row, sequence, length, _), start in zip(step.context, plan.context_starts, strict=True):
+    for (row, sequence, length, *_), start in zip(step.context, plan.context_starts, strict=True):
         chunks.append(f"{'+' if row in new else ''}{_name(sequence)}[{start}:{start + length}]")
     generation = [_name(sequence) for sequence in step.generation]
     return " ".join(chunks) + (" | " if chunks and generation else "") + " ".join(generation)
