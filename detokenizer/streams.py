@@ -45,6 +45,7 @@ class _Sequence:
     from_token: int
     pending: Chunk | None = None
     has_ended: bool = False
+    is_stop_due: bool = False  # whether the stop must be sent again, because the feed was reopened
     num_dropped: int = 0  # tokens after the stop word, which the scheduler has counted as output
     outputs: OutputCursor = field(default_factory=OutputCursor)
     early: list[tuple[int, Extras]] = field(default_factory=list)  # outputs of tokens not yet received
@@ -113,6 +114,8 @@ class OutputStream:
             for sequence in self._sequences:
                 sequence.outputs.reopen()
                 sequence.early.clear()
+                # The scheduler may not have received the stop, or may have failed before it was committed.
+                sequence.is_stop_due = sequence.text.stop_at is not None and not sequence.has_ended
             return
         self._opened = opened
         self._num_prompt = len(opened.rules.prompt_ids)
@@ -136,6 +139,7 @@ class OutputStream:
         text = sequence.text
         first = text.num_tokens
         if token_offset < first:
+            self._send_lost_stop(upstream, sequence_index, sequence, token_offset + len(token_ids))
             token_ids = token_ids[first - token_offset :]
         if not token_ids or text.stop_at is not None or sequence.has_ended:
             return
@@ -159,6 +163,13 @@ class OutputStream:
             self._add_early(sequence_index, sequence)
         if self._opened.is_streaming and sequence.pending is not None:
             self._show(sequence.pending)
+
+    def _send_lost_stop(self, upstream: Upstream, sequence_index: int, sequence: _Sequence, num_resent: int) -> None:
+        """Send a sequence's stop again once the tokens up to it were resent: the scheduler ignores an earlier one."""
+        text = sequence.text
+        if sequence.is_stop_due and text.stop_at is not None and num_resent >= text.stop_at:
+            sequence.is_stop_due = False
+            upstream.send_stop(self, sequence_index, text.stop_at, text.stop_word or "")
 
     def add_outputs(self, sequence_index: int, token_offset: int, extras: Extras) -> None:
         """Add log probabilities and tensors of the tokens from `token_offset` on."""

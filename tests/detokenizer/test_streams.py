@@ -16,10 +16,14 @@ from midstream.extras import Extras, LogProbs, Tensor
 
 
 class Feed:
-    """A stand-in for a feed that ignores all notifications."""
+    """A stand-in for a feed that records the stops that are sent."""
+
+    def __init__(self) -> None:
+        self.stops: list[tuple[int, int, str]] = []
 
     def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
-        """Do nothing."""
+        """Record a stop."""
+        self.stops.append((sequence_index, num_tokens, stop_word))
 
 
 ROUTER = RouterConnection(lambda: None, lambda _: None)
@@ -95,6 +99,33 @@ def test_outputs_of_tokens_behind_a_stop_word_are_dropped_whenever_they_come() -
         (chunk,) = stream.take()
         assert (list(chunk.token_ids), chunk.text) == ([0, 1, 2], "ab")
         assert chunk.extras == report(0) + report(1) + report(2)
+
+
+def test_a_stop_is_sent_again_once_per_new_feed_when_its_tokens_were_resent() -> None:
+    """The scheduler may have failed before the stop was committed, and ignores a stop beyond the tokens it has."""
+    opened = Opened(2, TextRules(stop_words=TextRules.words(["c"])), is_streaming=True, return_all=False)
+    stream, stop = OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20), (1, 3, "c")
+    stream.open(opened)
+    first = Feed()
+    stream.push(first, 0, 0, [0, 1])
+    stream.push(first, 1, 0, [0, 1, 2, 3])
+    assert first.stops == [stop]
+    for _ in range(2):
+        stream.open(opened)
+        upstream = Feed()
+        stream.push(upstream, 0, 0, [0, 1])
+        stream.push(upstream, 1, 0, [0, 1])
+        assert not upstream.stops
+        stream.push(upstream, 1, 2, [2])
+        assert upstream.stops == [stop]
+        stream.push(upstream, 1, 3, [3, 4, 5])
+        assert upstream.stops == [stop]
+    stream.end_sequence(SequenceEnd(1, FinishReason.STOP, 3, "c"))
+    stream.open(opened)
+    upstream = Feed()
+    stream.push(upstream, 1, 0, [0, 1, 2])
+    assert not upstream.stops
+    assert [(list(chunk.token_ids), chunk.text) for chunk in stream.take()] == [([0, 1], "ab"), ([0, 1, 2], "ab")]
 
 
 @pytest.mark.parametrize("is_reopened", [False, True])
