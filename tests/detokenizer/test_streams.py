@@ -7,6 +7,7 @@ from typing import cast
 
 import pytest
 
+from detokenizer import streams
 from detokenizer.feed_messages import Opened, SequenceEnd
 from detokenizer.incremental import DecoderFactory
 from detokenizer.sequence import TextRules
@@ -159,6 +160,47 @@ def test_each_row_of_a_block_of_log_probabilities_is_sent_with_its_token() -> No
         assert chunk.extras.log_probs is not None
         rows.append(chunk.extras.log_probs.token_log_probs)
     assert rows == [(-1.0,), (-2.0, -3.0)]
+
+
+def test_a_batch_has_a_limited_size_and_the_rest_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bytes count, those of several sequences too; the final chunk is still the last one of its stream."""
+    monkeypatch.setattr(streams, "MAX_BATCH_BYTES", 2000)
+    router = RouterConnection(lambda: None, lambda _: None)
+    for number in range(2):
+        stream = OutputStream(number, "r", number, 0, (), router, Letters(), 1 << 20)
+        router.streams[number] = stream
+        stream.open(Opened(3, TextRules(), is_streaming=True, return_all=False))
+        for index in range(3):
+            stream.push(Feed(), index, 0, [index] * 200)
+            stream.end_sequence(SequenceEnd(index, FinishReason.LENGTH, 200))
+        stream.end(Usage(1, 600, 0), None, None)
+    sent = []
+    while (batch := router.collect()) is not None:
+        chunks = [(chunk.stream, chunk.response) for chunk in batch.chunks]
+        sent.append([(number, response.text[:1], response.is_final) for number, response in chunks])
+    assert sent == [
+        [(0, "a", False), (0, "b", False)],
+        [(0, "c", True), (1, "a", False)],
+        [(1, "b", False), (1, "c", True)],
+    ]
+    assert not router.streams
+
+
+def test_the_rest_of_a_sequences_tensors_precedes_the_final_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_TENSOR_BYTES", 8)
+    stream = OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20)
+    stream.open(Opened(2, TextRules(), is_streaming=True, return_all=False))
+    for index in range(2):
+        stream.push(Feed(), index, 0, [0, 1, 2])
+        stream.end_sequence(SequenceEnd(index, FinishReason.LENGTH, 3))
+    for token in range(3):
+        stream.add_outputs(0, token, report(token))
+    stream.end(Usage(1, 6, 0), None, None)
+    sent = []
+    while not stream.is_done:
+        chunks = stream.take()
+        sent += [(chunk.sequence_index, len(chunk.extras.tensors) if chunk.extras else 0) for chunk in chunks]
+    assert sent == [(0, 2), (0, 1), (1, 0)]
 
 
 def report(token: int) -> Extras:
