@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from detokenizer import streams
 from detokenizer.feed_messages import Opened, SequenceEnd
-from detokenizer.incremental import DecoderFactory
+from detokenizer.incremental import ByteFallbackFactory, DecoderFactory
 from detokenizer.sequence import TextRules
 from detokenizer.streams import OutputStream, RouterConnection
 from midstream.chunk import FinishReason, Usage
 from midstream.extras import Extras, LogProbs, Tensor
+from midstream.model.tokenizer import Tokenizer
 
 
 class Feed:
@@ -100,6 +101,51 @@ def test_outputs_of_tokens_behind_a_stop_word_are_dropped_whenever_they_come() -
         (chunk,) = stream.take()
         assert (list(chunk.token_ids), chunk.text) == ([0, 1, 2], "ab")
         assert chunk.extras == report(0) + report(1) + report(2)
+
+
+class Pieces:
+    """A tokenizer whose decoder decodes a run of byte tokens as a whole."""
+
+    vocab_size = 5
+    special_ids = frozenset({4})
+
+    def token(self, token_id: int) -> str:
+        return ("Hi", "<0x0A>", "<0x41>", "<0xF0>", "</s>")[token_id]
+
+
+BYTES = ByteFallbackFactory(cast("Tokenizer", Pieces()), strip_first_space=False)
+AT_LIMIT, AT_END_ID = (FinishReason.LENGTH, None), (FinishReason.STOP, 4)
+FOUND = (FinishReason.STOP, "\n")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "end", "rules", "expected"),
+    [
+        ([0, 1], AT_LIMIT, {}, ("Hi", *FOUND)),
+        ([0, 1, 2], AT_LIMIT, {}, ("Hi", *FOUND)),
+        ([0, 1, 4], AT_END_ID, {}, ("Hi", *FOUND)),
+        ([0, 1], AT_LIMIT, {"include_stop": True}, ("Hi\n", *FOUND)),
+        ([0, 1], AT_LIMIT, {"min_tokens": 2}, ("Hi", *FOUND)),
+        ([0, 1], AT_LIMIT, {"min_tokens": 3}, ("Hi\n", *AT_LIMIT)),
+        ([0, 1, 3], AT_LIMIT, {}, ("Hi\ufffd\ufffd", *AT_LIMIT)),
+        ([], AT_LIMIT, {"prompt_ids": (0, 1)}, ("Hi\n", *AT_LIMIT)),
+    ],
+)
+def test_a_stop_word_in_the_last_bytes_is_found_at_the_end(
+    tokens: list[int], end: tuple[FinishReason, int | None], rules: dict[str, Any], expected: tuple[object, ...]
+) -> None:
+    found = TextRules(stop_words=TextRules.words(["\n"]), stop_ids=frozenset({4}), **rules)
+    stream = OutputStream(1, "r", 1, 0, (), ROUTER, BYTES, 1 << 20)
+    stream.open(Opened(1, found, is_streaming=True, return_all=False))
+    for offset, token in enumerate(tokens):
+        stream.push(Feed(), 0, offset, [token])
+    reason, matched_stop = end
+    stream.end_sequence(SequenceEnd(0, reason, len(tokens), matched_stop))
+    stream.end(Usage(1, len(tokens), 0), None, None)
+    (chunk,) = stream.take()
+    assert (chunk.text, chunk.finish_reason, chunk.matched_stop) == expected
+    assert list(chunk.token_ids) == [*found.prompt_ids, *tokens]
+    assert chunk.usage == Usage(1, len(tokens), 0)
 
 
 def test_a_stop_is_sent_again_once_per_new_feed_when_its_tokens_were_resent() -> None:
