@@ -88,7 +88,7 @@ class SequenceText:
         return self._shown(self._scan(token_ids, last - len(token_ids), self._decoder, self._scanner))
 
     def finish(self, *, ends_with_stop_token: bool) -> str:
-        """Return the remaining text of an ended sequence; a pending token may still complete a stop word."""
+        """Return the remaining text of an ended sequence; pending tokens may still complete a stop word."""
         if self._decoder is None or self.stop_at is not None:
             return ""
         text = ""
@@ -100,9 +100,19 @@ class SequenceText:
                 text = self._scan((held,), self.num_tokens - 1, self._decoder, self._scanner)
                 if self.stop_at is not None:
                     return self._shown(text)
-        if self._scanner is not None:
-            text += self._scanner.finish()
-        return self._shown(text + self._decoder.finish())
+        return self._shown(text + self._finish(self._decoder))
+
+    def _finish(self, decoder: TextDecoder) -> str:
+        """Return the text that the decoder and the scanner hold back; a stop word in it ends at the last token."""
+        rest, scanner = decoder.finish(), self._scanner
+        if scanner is None:
+            return rest
+        # Without an output token, the text belongs to the prompt.
+        text = scanner.scan(rest, can_stop=self.num_tokens >= max(self._rules.min_tokens, 1))
+        if scanner.match is None:
+            return text + scanner.finish()
+        self.stop_at = self.num_tokens
+        return text
 
     def _scan(self, token_ids: Sequence[int], before: int, decoder: TextDecoder, scanner: StopWordScanner) -> str:
         """Find the token that completes a match by scanning token by token; `before` tokens were processed earlier."""

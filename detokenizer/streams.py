@@ -25,9 +25,10 @@ from protos import detokenizer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-# Maximum bytes of one sequence in a message to the router, and of all sequences in it. The last request in a message
-# may exceed the latter.
+# Maximum bytes of one sequence's tensors in a message to the router, and of all chunks in it, of which the last one may
+# exceed that.
 MAX_TENSOR_BYTES = 8 << 20
+MAX_BATCH_BYTES = 8 << 20
 
 
 class Upstream(Protocol):
@@ -45,6 +46,7 @@ class _Sequence:
     from_token: int
     pending: Chunk | None = None
     has_ended: bool = False
+    is_stop_due: bool = False  # whether the stop must be sent again, because the feed was reopened
     num_dropped: int = 0  # tokens after the stop word, which the scheduler has counted as output
     outputs: OutputCursor = field(default_factory=OutputCursor)
     early: list[tuple[int, Extras]] = field(default_factory=list)  # outputs of tokens not yet received
@@ -113,6 +115,8 @@ class OutputStream:
             for sequence in self._sequences:
                 sequence.outputs.reopen()
                 sequence.early.clear()
+                # The scheduler may not have received the stop, or may have failed before it was committed.
+                sequence.is_stop_due = sequence.text.stop_at is not None and not sequence.has_ended
             return
         self._opened = opened
         self._num_prompt = len(opened.rules.prompt_ids)
@@ -136,6 +140,7 @@ class OutputStream:
         text = sequence.text
         first = text.num_tokens
         if token_offset < first:
+            self._send_lost_stop(upstream, sequence_index, sequence, token_offset + len(token_ids))
             token_ids = token_ids[first - token_offset :]
         if not token_ids or text.stop_at is not None or sequence.has_ended:
             return
@@ -159,6 +164,13 @@ class OutputStream:
             self._add_early(sequence_index, sequence)
         if self._opened.is_streaming and sequence.pending is not None:
             self._show(sequence.pending)
+
+    def _send_lost_stop(self, upstream: Upstream, sequence_index: int, sequence: _Sequence, num_resent: int) -> None:
+        """Send a sequence's stop again once the tokens up to it were resent: the scheduler ignores an earlier one."""
+        text = sequence.text
+        if sequence.is_stop_due and text.stop_at is not None and num_resent >= text.stop_at:
+            sequence.is_stop_due = False
+            upstream.send_stop(self, sequence_index, text.stop_at, text.stop_word or "")
 
     def add_outputs(self, sequence_index: int, token_offset: int, extras: Extras) -> None:
         """Add log probabilities and tensors of the tokens from `token_offset` on."""
@@ -256,20 +268,24 @@ class OutputStream:
             self.error = error
             self._connection.mark_ready(self)
 
-    def take(self) -> list[Chunk]:
-        """Return all output that is ready; set `is_done` if it includes the final chunk."""
+    def take(self, max_bytes: int = MAX_BATCH_BYTES) -> list[Chunk]:
+        """Return the output that is ready, up to about `max_bytes`; set `is_done` if it includes the final chunk."""
         if self._opened is None:
             return []
-        chunks = []
+        chunks, num_bytes, is_several = [], 0, len(self._sequences) > 1
         for sequence in self._sequences:
             if sequence.pending is None or not self._is_ready(sequence):
                 continue
             chunk, sequence.pending = sequence.pending.cut(MAX_TENSOR_BYTES)
-            if sequence.pending is not None:
-                self._connection.mark_ready(self)
             if self._opened.return_all:
                 chunk.token_offset, chunk.token_ids, chunk.text = 0, sequence.all_ids[:], sequence.all_text
             chunks.append(chunk)
+            if is_several:
+                num_bytes += chunk.num_message_bytes
+            if sequence.pending is not None or num_bytes >= max_bytes:
+                # The final chunk, which belongs to the last sequence with output, must not overtake the rest.
+                self._connection.mark_ready(self)
+                break
         # The final chunk must be the last one.
         if len(chunks) > 1:
             chunks.sort(key=lambda chunk: chunk.is_final)
@@ -340,18 +356,20 @@ class RouterConnection:
         self._ready[stream.number] = stream
 
     def collect(self) -> pb.StreamBatch | None:
-        """Return the output that is ready, one chunk per sequence, and drop finished streams; None if there is none."""
+        """Return ready output, one chunk per sequence, up to about MAX_BATCH_BYTES, and drop finished streams; None if
+        there is none.
+        """
         if not self._ready:
             return None
         ready, self._ready = self._ready, {}
         batch, batch_bytes = pb.StreamBatch(), 0
         add = batch.chunks.add
         for number, stream in ready.items():
-            if batch_bytes >= MAX_TENSOR_BYTES:
+            if batch_bytes >= MAX_BATCH_BYTES:
                 self.mark_ready(stream)
                 continue
-            for chunk in stream.take():
-                batch_bytes += chunk.extras.num_tensor_bytes if chunk.extras is not None else 0
+            for chunk in stream.take(MAX_BATCH_BYTES - batch_bytes):
+                batch_bytes += chunk.num_message_bytes
                 item = add()
                 item.stream = number
                 item.response.SetInParent()
@@ -360,7 +378,7 @@ class RouterConnection:
                 logger.info("a stream failed: %s", stream.error, extra={"request_id": stream.request_id})
                 add(stream=number, error=stream.error.to_proto())
             if stream.is_done or stream.error is not None:
-                self.streams.pop(number, None)
+                self.detach(number)
                 self._detach(stream)
         return batch if batch.chunks else None
 

@@ -114,6 +114,14 @@ class Chunk:
         """Approximate size in memory, in bytes."""
         return 256 + 4 * len(self.token_ids) + 2 * len(self.text) + (self.extras.num_bytes if self.extras else 0)
 
+    @property
+    def num_message_bytes(self) -> int:
+        """Approximate size of its message, in bytes."""
+        num_bytes = 64 + 4 * (len(self.token_ids) + len(self.text))
+        if self.extras is not None:
+            num_bytes += self.extras.num_bytes + self.extras.num_tensor_bytes
+        return num_bytes
+
     def append(self, later: Chunk) -> None:
         """Append the next chunk; a chunk that starts at or before this one (and has all tokens so far) replaces it.
 

@@ -10,7 +10,7 @@ from midstream.errors import MidstreamError
 from protos import generation_pb2, scheduler_pb2, worker_pb2
 from scheduler.core.request import Request, Sequence, SequenceEnd
 
-MAX_OUTPUT_BYTES = 8 << 20
+MAX_BYTES = 8 << 20  # of the parts of a batch other than its tokens; the last one may exceed it
 
 
 class Log(Protocol):
@@ -49,12 +49,13 @@ class FeedBatchBuilder:
         self._counts: list[int] = []
         self._tokens: array[int] = array("I")
         self._is_several = False
-        self._num_output_bytes = 0
+        self._num_prompt_tokens = 0
+        self._num_bytes = 0  # without tokens
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the batch so far."""
-        return len(self._tokens)
+        """Number of tokens in the batch so far, including prompts that begin an output."""
+        return len(self._tokens) + self._num_prompt_tokens
 
     def add_refused(self, stream: int, request_id: str, error: MidstreamError) -> None:
         """Add an error reply to an attach command."""
@@ -63,8 +64,8 @@ class FeedBatchBuilder:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no space for more extra outputs."""
-        return self._num_output_bytes >= MAX_OUTPUT_BYTES
+        """Whether there is no space for more requests or extra outputs."""
+        return self._num_bytes >= MAX_BYTES
 
     def add(self, reader: Reader) -> bool:
         """Add new data for a reader and advance its cursors; return False if some of it does not fit."""
@@ -110,6 +111,8 @@ class FeedBatchBuilder:
         reader.wants_perf_metrics = output.return_perf_metrics
         if output.HasField("exclude_input_from_output") and not output.exclude_input_from_output:
             opened.prompt_token_ids.extend(request.spec.prompt)
+            self._num_prompt_tokens += len(request.spec.prompt)
+        self._num_bytes += opened.ByteSize()
 
     def _add_run(self, stream: int, sequence: Sequence, start: int, end: int) -> None:
         count = end - start
@@ -132,7 +135,7 @@ class FeedBatchBuilder:
             if self.is_full:
                 return extra.token_offset
             reader.num_outputs[index] += 1
-            self._num_output_bytes += len(extra.data)
+            self._num_bytes += len(extra.data)
             row = worker_pb2.RowOutputs.FromString(extra.data)
             outputs = self._batch.outputs.add(
                 stream=reader.stream, sequence_index=index, token_offset=extra.token_offset, tensors=row.tensors

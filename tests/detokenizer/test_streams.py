@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+from detokenizer import streams
 from detokenizer.feed_messages import Opened, SequenceEnd
-from detokenizer.incremental import DecoderFactory
+from detokenizer.incremental import ByteFallbackFactory, DecoderFactory
 from detokenizer.sequence import TextRules
 from detokenizer.streams import OutputStream, RouterConnection
 from midstream.chunk import FinishReason, Usage
 from midstream.extras import Extras, LogProbs, Tensor
+from midstream.model.tokenizer import Tokenizer
 
 
 class Feed:
-    """A stand-in for a feed that ignores all notifications."""
+    """A stand-in for a feed that records the stops that are sent."""
+
+    def __init__(self) -> None:
+        self.stops: list[tuple[int, int, str]] = []
 
     def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
-        """Do nothing."""
+        """Record a stop."""
+        self.stops.append((sequence_index, num_tokens, stop_word))
 
 
 ROUTER = RouterConnection(lambda: None, lambda _: None)
@@ -97,6 +103,78 @@ def test_outputs_of_tokens_behind_a_stop_word_are_dropped_whenever_they_come() -
         assert chunk.extras == report(0) + report(1) + report(2)
 
 
+class Pieces:
+    """A tokenizer whose decoder decodes a run of byte tokens as a whole."""
+
+    vocab_size = 5
+    special_ids = frozenset({4})
+
+    def token(self, token_id: int) -> str:
+        return ("Hi", "<0x0A>", "<0x41>", "<0xF0>", "</s>")[token_id]
+
+
+BYTES = ByteFallbackFactory(cast("Tokenizer", Pieces()), strip_first_space=False)
+AT_LIMIT, AT_END_ID = (FinishReason.LENGTH, None), (FinishReason.STOP, 4)
+FOUND = (FinishReason.STOP, "\n")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "end", "rules", "expected"),
+    [
+        ([0, 1], AT_LIMIT, {}, ("Hi", *FOUND)),
+        ([0, 1, 2], AT_LIMIT, {}, ("Hi", *FOUND)),
+        ([0, 1, 4], AT_END_ID, {}, ("Hi", *FOUND)),
+        ([0, 1], AT_LIMIT, {"include_stop": True}, ("Hi\n", *FOUND)),
+        ([0, 1], AT_LIMIT, {"min_tokens": 2}, ("Hi", *FOUND)),
+        ([0, 1], AT_LIMIT, {"min_tokens": 3}, ("Hi\n", *AT_LIMIT)),
+        ([0, 1, 3], AT_LIMIT, {}, ("Hi\ufffd\ufffd", *AT_LIMIT)),
+        ([], AT_LIMIT, {"prompt_ids": (0, 1)}, ("Hi\n", *AT_LIMIT)),
+    ],
+)
+def test_a_stop_word_in_the_last_bytes_is_found_at_the_end(
+    tokens: list[int], end: tuple[FinishReason, int | None], rules: dict[str, Any], expected: tuple[object, ...]
+) -> None:
+    found = TextRules(stop_words=TextRules.words(["\n"]), stop_ids=frozenset({4}), **rules)
+    stream = OutputStream(1, "r", 1, 0, (), ROUTER, BYTES, 1 << 20)
+    stream.open(Opened(1, found, is_streaming=True, return_all=False))
+    for offset, token in enumerate(tokens):
+        stream.push(Feed(), 0, offset, [token])
+    reason, matched_stop = end
+    stream.end_sequence(SequenceEnd(0, reason, len(tokens), matched_stop))
+    stream.end(Usage(1, len(tokens), 0), None, None)
+    (chunk,) = stream.take()
+    assert (chunk.text, chunk.finish_reason, chunk.matched_stop) == expected
+    assert list(chunk.token_ids) == [*found.prompt_ids, *tokens]
+    assert chunk.usage == Usage(1, len(tokens), 0)
+
+
+def test_a_stop_is_sent_again_once_per_new_feed_when_its_tokens_were_resent() -> None:
+    """The scheduler may have failed before the stop was committed, and ignores a stop beyond the tokens it has."""
+    opened = Opened(2, TextRules(stop_words=TextRules.words(["c"])), is_streaming=True, return_all=False)
+    stream, stop = OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20), (1, 3, "c")
+    stream.open(opened)
+    first = Feed()
+    stream.push(first, 0, 0, [0, 1])
+    stream.push(first, 1, 0, [0, 1, 2, 3])
+    assert first.stops == [stop]
+    for _ in range(2):
+        stream.open(opened)
+        upstream = Feed()
+        stream.push(upstream, 0, 0, [0, 1])
+        stream.push(upstream, 1, 0, [0, 1])
+        assert not upstream.stops
+        stream.push(upstream, 1, 2, [2])
+        assert upstream.stops == [stop]
+        stream.push(upstream, 1, 3, [3, 4, 5])
+        assert upstream.stops == [stop]
+    stream.end_sequence(SequenceEnd(1, FinishReason.STOP, 3, "c"))
+    stream.open(opened)
+    upstream = Feed()
+    stream.push(upstream, 1, 0, [0, 1, 2])
+    assert not upstream.stops
+    assert [(list(chunk.token_ids), chunk.text) for chunk in stream.take()] == [([0, 1], "ab"), ([0, 1, 2], "ab")]
+
+
 @pytest.mark.parametrize("is_reopened", [False, True])
 def test_a_prompt_only_request_has_the_prompts_outputs(*, is_reopened: bool) -> None:
     """The outputs arrive without a token; the log probability of the sampled token is not part of the output."""
@@ -128,6 +206,47 @@ def test_each_row_of_a_block_of_log_probabilities_is_sent_with_its_token() -> No
         assert chunk.extras.log_probs is not None
         rows.append(chunk.extras.log_probs.token_log_probs)
     assert rows == [(-1.0,), (-2.0, -3.0)]
+
+
+def test_a_batch_has_a_limited_size_and_the_rest_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bytes count, those of several sequences too; the final chunk is still the last one of its stream."""
+    monkeypatch.setattr(streams, "MAX_BATCH_BYTES", 2000)
+    router = RouterConnection(lambda: None, lambda _: None)
+    for number in range(2):
+        stream = OutputStream(number, "r", number, 0, (), router, Letters(), 1 << 20)
+        router.streams[number] = stream
+        stream.open(Opened(3, TextRules(), is_streaming=True, return_all=False))
+        for index in range(3):
+            stream.push(Feed(), index, 0, [index] * 200)
+            stream.end_sequence(SequenceEnd(index, FinishReason.LENGTH, 200))
+        stream.end(Usage(1, 600, 0), None, None)
+    sent = []
+    while (batch := router.collect()) is not None:
+        chunks = [(chunk.stream, chunk.response) for chunk in batch.chunks]
+        sent.append([(number, response.text[:1], response.is_final) for number, response in chunks])
+    assert sent == [
+        [(0, "a", False), (0, "b", False)],
+        [(0, "c", True), (1, "a", False)],
+        [(1, "b", False), (1, "c", True)],
+    ]
+    assert not router.streams
+
+
+def test_the_rest_of_a_sequences_tensors_precedes_the_final_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_TENSOR_BYTES", 8)
+    stream = OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20)
+    stream.open(Opened(2, TextRules(), is_streaming=True, return_all=False))
+    for index in range(2):
+        stream.push(Feed(), index, 0, [0, 1, 2])
+        stream.end_sequence(SequenceEnd(index, FinishReason.LENGTH, 3))
+    for token in range(3):
+        stream.add_outputs(0, token, report(token))
+    stream.end(Usage(1, 6, 0), None, None)
+    sent = []
+    while not stream.is_done:
+        chunks = stream.take()
+        sent += [(chunk.sequence_index, len(chunk.extras.tensors) if chunk.extras else 0) for chunk in chunks]
+    assert sent == [(0, 2), (0, 1), (1, 0)]
 
 
 def report(token: int) -> Extras:

@@ -1,24 +1,33 @@
-"""First tokens are sent to the detokenizer before the other tokens of their step."""
+"""First tokens are sent to the detokenizer before the other tokens of their step, and batches are limited in size."""
 
 from __future__ import annotations
 
 from array import array
 
+import pytest
+
 from midstream.clock import SteadyClock
+from protos import generation_pb2, scheduler_pb2
 from scheduler.core.effects import Accepted, Emitted
 from scheduler.core.request import Request
 from scheduler.core.request_spec import RequestSpec
+from scheduler.edge import feed_batch
 from scheduler.edge.feed import DetokenizerFeed, FeedHub
 
 
 class Streams:
     """Requests whose tokens one detokenizer reads; request i is stream i."""
 
-    def __init__(self, num_requests: int) -> None:
+    def __init__(self, num_requests: int, num_prompt_tokens: int = 1, payload: bytes = b"") -> None:
         self.hub = FeedHub(1, lambda _: None, lambda _: None, SteadyClock())
         self.feed: DetokenizerFeed = self.hub.connect("d", lambda: None)
         self.requests = [
-            Request(RequestSpec(request_id=f"r{number}", prompt=array("I", [1]), max_tokens=9), number)
+            Request(
+                RequestSpec(
+                    request_id=f"r{number}", prompt=array("I", [1]) * num_prompt_tokens, max_tokens=9, payload=payload
+                ),
+                number,
+            )
             for number in range(num_requests)
         ]
         for number, request in enumerate(self.requests):
@@ -31,10 +40,11 @@ class Streams:
         for sequence in sequences:
             sequence.output.append(len(sequence.output))
         self.hub.publish([Emitted(sequences, [len(sequence.output) for sequence in sequences])])
-        sent = []
-        while (batch := self.feed.collect()) is not None:
-            sent.append(list(batch.streams))
-        return sent
+        return [list(batch.streams) for batch in self.collect()]
+
+    def collect(self) -> list[scheduler_pb2.FeedBatch]:
+        """Return the batches that are sent now."""
+        return list(iter(self.feed.collect, None))
 
 
 def test_first_tokens_have_a_batch_of_their_own() -> None:
@@ -51,3 +61,20 @@ def test_streams_without_tokens_need_no_batch_of_their_own() -> None:
     streams.feed.detach(1)
     streams.feed.attach(1, "r1")
     assert streams.step(0) == [[0]]
+
+
+def test_prompts_that_begin_the_output_count_as_tokens_of_a_batch() -> None:
+    """A new feed opens all requests at once, and the detokenizer would reject a batch that is too large."""
+    output = generation_pb2.OutputConfig(exclude_input_from_output=False)
+    payload = generation_pb2.GenerateRequest(output=output).SerializeToString()
+    batches = Streams(5, 40_000, payload).collect()
+    opened = [[(item.stream, len(item.prompt_token_ids)) for item in batch.opened] for batch in batches]
+    assert opened == [[(0, 40_000), (1, 40_000)], [(2, 40_000), (3, 40_000)], [(4, 40_000)]]
+
+
+def test_all_fields_of_opened_requests_count_as_bytes_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_batch, "MAX_BYTES", 1000)
+    stopping = generation_pb2.StoppingConfig(stop_words=["x" * 100] * 6)
+    payload = generation_pb2.GenerateRequest(stopping=stopping).SerializeToString()
+    opened = [[item.stream for item in batch.opened] for batch in Streams(5, payload=payload).collect()]
+    assert opened == [[0, 1], [2, 3], [4]]
