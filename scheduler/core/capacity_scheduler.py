@@ -172,7 +172,8 @@ def has_room_to_the_end(
     """
     cost = group.start_cost(request, num_sequences)
     num_left = group.tables.num_blocks_to_reserve - cost.num_blocks_to_end
-    if cost.num_rows > group.num_free_rows or num_left < 0:
+    # With attention windows, running sequences may hold blocks beside those that are counted for them.
+    if cost.num_rows > group.num_free_rows or num_left < 0 or cost.num_blocks_at_once > group.blocks.num_available:
         return False
     return not leave_room or _leaves_room(request, group, cost, cost.num_blocks_to_end, num_left)
 

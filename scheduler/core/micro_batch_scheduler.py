@@ -73,11 +73,14 @@ class StaticLockstep(MicroBatchScheduler):
     """Computes all contexts first, then generates in lockstep."""
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """Fill the step with context as long as there is any, and otherwise with generation."""
-        if group.context:
-            add_contexts(group, step)
-        else:
-            step.add_generation()
+        """Fill the step with context as long as there is any, and otherwise with generation.
+
+        If requests were paused so that others can generate, these do so first: otherwise the paused requests would take
+        the blocks again.
+        """
+        if (step.paused_requests or not group.context) and step.add_generation():
+            return
+        add_contexts(group, step)
 
 
 def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:

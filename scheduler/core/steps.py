@@ -292,6 +292,8 @@ class StepBuilder:
         group, block_size = self.group, self.group.tokens_per_block
         while len(sequence.table) * block_size < num_tokens and group.blocks.num_available > len(group.active):
             group.tables.free_behind_windows([sequence])
+            if group.tables.has_window and len(sequence.held_blocks) >= sequence.num_reserved:
+                break  # other blocks are reserved for other sequences
             self._grow([sequence])
         return len(sequence.table) * block_size
 
@@ -678,10 +680,8 @@ class Results:
         for chunk in step.context:
             if codes.get(chunk.row, UNAVAILABLE) == UNAVAILABLE:
                 continue
-            if chunk.sequence in failed:
-                sharers = group.sharers(chunk.sequence)
-            else:  # it was released after the step was planned
-                sharers = group.withdraw(chunk.blocks)
+            # A sequence that is not among them was released after the step was planned.
+            sharers = group.sharers(chunk.sequence) if chunk.sequence in failed else group.withdraw(chunk.blocks)
             for sharer in sharers:
                 failed.setdefault(sharer, _SHARES_NOTHING)
         return failed

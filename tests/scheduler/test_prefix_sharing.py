@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from protos import generation_pb2
@@ -256,3 +258,45 @@ def test_retention_is_read_from_a_request_and_has_defaults() -> None:
     request.ClearField("kv_retention")
     spec = spec_from_proto(request, LIMITS, 0)
     assert (spec.retention, spec.decode_priority, spec.decode_duration_ns) == ((), 35, None)
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_blocks_of_a_row_that_fails_after_its_request_was_aborted_are_not_reused(is_later: bool) -> None:
+    harness = Harness()
+    harness.add_group(fail_token=77)
+    prefix = list(range(7, 23))
+    harness.submit("bad", [*prefix, 77], 4)
+    if not is_later:
+        harness.submit("good", [*prefix, 78], 4)
+    harness.turn()
+    harness.handle(AbortRequested(harness.now_ns, "bad"))  # its step is in flight, and fails
+    harness.run()
+    if is_later:
+        harness.submit("good", [*prefix, 78], 4)
+        harness.run()
+    assert harness.tokens["good", 0] == [79, 80, 81, 82]
+    harness.check_is_empty()
+
+
+def test_extra_outputs_of_a_token_that_is_computed_again_are_kept_once() -> None:
+    """A resumed sequence shares blocks that a row of the same step fails to compute, so that its token is ignored."""
+    prefix = list(range(7, 23))
+    harness = Harness(pipeline_depth=1)
+    harness.add_group(fail_token=77)
+    harness.submit("good", [*prefix, 78], 6)
+    harness.turn()
+    harness.step()
+    harness.step()
+    harness.cut("g")
+    harness.submit("bad", [*prefix, 77], 4, priority=1)
+    harness.add_group(fail_token=77)
+    assert harness.turn() == ["+bad[0:17] +good[16:19]"]
+    sequence = harness.core.lifecycle.requests["good"].sequences[0]
+    while "good" not in harness.ended:
+        (step,) = harness.group().in_flight
+        result = harness.groups["g"].run(harness.now_ns)
+        failed = {row for row, _ in result.failures}
+        rows = [chunk.row for chunk in step.context if chunk.is_last] + list(step.generation_rows)
+        harness.handle(replace(result, outputs=tuple((row, b"a") for row in rows if row not in failed)))
+        harness.turn()
+    assert [output.token_offset for output in sequence.outputs] == [2, 3, 4, 5]

@@ -264,6 +264,43 @@ def test_max_utilization_waits_for_the_blocks_of_a_request_whose_last_step_is_in
     assert harness.core.totals.num_preemptions == 0
 
 
+def test_static_batches_generate_after_a_pause_before_the_paused_request_starts_again() -> None:
+    harness = Harness(capacity="max_utilization", batching="static")
+    harness.add_group(num_blocks=12, max_batch_size=64)
+    harness.submit("urgent", 4, 16, priority=1, client_id="u", num_sequences=2)
+    for _ in range(4):
+        harness.turn()
+        harness.step()
+    harness.submit("old", 16, 12, client_id="a", num_sequences=2)
+    harness.submit("new", 12, 12, client_id="b")
+    for _ in range(200):
+        harness.turn()
+        if not harness.groups["g"].plans:
+            break
+        harness.step()
+    assert {request_id for request_id in harness.ended} == {"urgent", "old", "new"}
+
+
+@pytest.mark.parametrize("block_size", [4, 8])
+def test_drafts_within_a_window_take_no_blocks_that_are_reserved_for_others(block_size: int) -> None:
+    harness = Harness(attention_windows=(32,), tokens_per_block=block_size)
+    blocks_each = 32 // block_size + 2
+    harness.add_group(num_blocks=6 * blocks_each, max_batch_size=16)
+    for number in range(3):
+        harness.submit(f"a{number}", [1 + number * 30, 2, 3, 4, 5], 60, num_draft_tokens=16)
+    harness.turn()
+    for _ in range(4):
+        harness.step()
+        group = harness.group()
+        assert group.blocks.num_available >= group.tables.num_blocks_to_reserve
+    for number in range(8):
+        num_tokens = group.tables.num_blocks_to_reserve * block_size // 2 - 2
+        harness.submit(f"b{number}", [100 + number * 50 + i for i in range(num_tokens)], 2)
+        harness.turn()
+    harness.run()
+    harness.check_is_empty()
+
+
 def test_a_paused_request_recomputes_the_token_in_flight() -> None:
     harness = Harness(capacity="max_utilization")
     harness.add_group(num_blocks=4)
