@@ -163,7 +163,7 @@ class OutputStream:
         if sequence.early:
             self._add_early(sequence_index, sequence)
         if self._opened.is_streaming and sequence.pending is not None:
-            self._show(sequence.pending)
+            self._show(sequence.pending, has_ended=False)
 
     def _send_lost_stop(self, upstream: Upstream, sequence_index: int, sequence: _Sequence, num_resent: int) -> None:
         """Send a sequence's stop again once the tokens up to it were resent: the scheduler ignores an earlier one."""
@@ -331,11 +331,12 @@ class OutputStream:
     def _flush(self) -> None:
         for sequence in self._sequences:
             if sequence.pending is not None and self._is_ready(sequence):
-                self._show(sequence.pending)
+                self._show(sequence.pending, has_ended=sequence.has_ended)
 
-    def _show(self, pending: Chunk) -> None:
+    def _show(self, pending: Chunk, *, has_ended: bool) -> None:
         self._connection.mark_ready(self)
-        if pending.num_bytes > self._max_pending_bytes:
+        # Without streaming, a sequence is sent as a whole at its end, however fast the router reads.
+        if not has_ended and pending.num_bytes > self._max_pending_bytes:
             self.fail(OverloadedError("the router reads too slowly"))
 
 

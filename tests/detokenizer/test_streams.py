@@ -253,3 +253,18 @@ def report(token: int) -> Extras:
     """Return the log probability and the logits of a token."""
     logits = Tensor("generation_logits", "float32", (1, 1), bytes(4), 4 * token, is_last=False)
     return Extras(LogProbs((float(token),), 0, (), (), (1,)), tensors=(logits,))
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_only_a_stream_that_grows_while_the_router_reads_slowly_is_ended(is_streaming: bool) -> None:
+    upstream = Feed()
+    stream = OutputStream(1, "r", 1, 0, (), ROUTER, cast("DecoderFactory", None), 2_000)
+    rules = TextRules(detokenize=False)
+    stream.open(Opened(num_sequences=1, rules=rules, is_streaming=is_streaming, return_all=False))
+    for offset in range(0, 1000, 10):
+        stream.push(upstream, 0, offset, [7] * 10)
+    assert (stream.error is not None) == is_streaming
+    if not is_streaming:
+        stream.end_sequence(SequenceEnd(0, FinishReason.LENGTH, 1000))
+        stream.end(Usage(1, 1000, 0), None, None)
+        assert [len(chunk.token_ids) for chunk in stream.take()] == [1000]

@@ -278,7 +278,7 @@ def test_static_batches_generate_after_a_pause_before_the_paused_request_starts_
         if not harness.groups["g"].plans:
             break
         harness.step()
-    assert {request_id for request_id in harness.ended} == {"urgent", "old", "new"}
+    assert set(harness.ended) == {"urgent", "old", "new"}
 
 
 @pytest.mark.parametrize("block_size", [4, 8])
