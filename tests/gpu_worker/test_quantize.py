@@ -23,6 +23,7 @@ from gpu_worker.quantize import quantize_folder
 from midstream.cli import prepare
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import open_model_folder
+from tests.gpu_worker.test_classifiers import make_classifier
 from tests.gpu_worker.test_models import TOLERANCE, Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
 from tests.gpu_worker.vision_model import image_processor, make_vision_model, picture
@@ -87,6 +88,14 @@ def test_vision_encoders_are_left_alone(family: str, weights: str, tmp_path: Pat
     with torch.inference_mode():
         (wanted,) = model.get_image_features(**inputs).pooler_output
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_heads_of_classifiers_are_left_alone(weights: str, tmp_path: Path) -> None:
+    make_classifier(tmp_path / "source", "Llama", 3)
+    assert quantize_folder(open_model_folder(str(tmp_path / "source")), tmp_path / "made", weights) == 3 * 7
+    score = load_file(tmp_path / "made/model.safetensors")["score.weight"]
+    assert torch.equal(score, load_file(tmp_path / "source/model.safetensors")["score.weight"])
 
 
 def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
