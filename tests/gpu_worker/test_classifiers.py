@@ -17,6 +17,7 @@ from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import open_model_folder
 from protos import generation_pb2 as pb
 from tests.gpu_worker.core_with_runners import CoreWithRunners, contents
+from tests.gpu_worker.quantized_models import quantize_model
 from tests.gpu_worker.tiny_models import SHAPE, make_runner
 
 PROMPT = list(range(3, 40))
@@ -38,6 +39,19 @@ def make_classifier(folder: Path, family: str, num_labels: int, **settings: Any)
     return model
 
 
+def check_scores(folder: Path, model: Any, num_labels: int, **settings: Any) -> None:
+    """Check that the first logits after PROMPT are the scores of transformers' `model`."""
+    runner = make_runner(folder, activations="f32", kv="f32", **settings)
+    name = ".".join(("token_logits", *map(str, range(num_labels))))
+    request = pb.GenerateRequest(request_id="r", max_tokens=1, token_ids=pb.TokenIds(values=PROMPT))
+    request.output.additional_outputs.add(name=name)
+    (made,) = CoreWithRunners(runner, ()).run([request])
+    with torch.inference_mode():
+        (wanted,) = model(torch.tensor([PROMPT])).logits
+    found = np.frombuffer(contents(made)[0].tensors[name], np.float32)
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("family", "num_labels", "settings"),
     [
@@ -52,15 +66,14 @@ def test_the_first_logits_are_those_of_the_classes(
     tmp_path: Path, family: str, num_labels: int, settings: dict[str, Any], kernels: str
 ) -> None:
     model = make_classifier(tmp_path, family, num_labels, **settings)
-    runner = make_runner(tmp_path, kernels=kernels, activations="f32", kv="f32")
-    name = ".".join(("token_logits", *map(str, range(num_labels))))
-    request = pb.GenerateRequest(request_id="r", max_tokens=1, token_ids=pb.TokenIds(values=PROMPT))
-    request.output.additional_outputs.add(name=name)
-    (made,) = CoreWithRunners(runner, ()).run([request])
-    with torch.inference_mode():
-        (wanted,) = model(torch.tensor([PROMPT])).logits
-    found = np.frombuffer(contents(made)[0].tensors[name], np.float32)
-    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-4, atol=1e-4)
+    check_scores(tmp_path, model, num_labels, kernels=kernels)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
+def test_a_quantized_head_gives_its_scores(tmp_path: Path, scheme: str) -> None:
+    model = make_classifier(tmp_path, "Llama", 3)
+    quantize_model(tmp_path, model, scheme, left_alone="embed")
+    check_scores(tmp_path, model, 3)
 
 
 def test_a_classifier_without_its_head_is_refused(tmp_path: Path) -> None:

@@ -4,14 +4,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
 import pytest
 import torch
+from gguf.constants import Keys
 
 from gpu_worker.models.families import FAMILIES
+from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.prepare.gguf_source import lay_down
 from tests.gpu_worker.test_models import Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
@@ -25,8 +30,12 @@ MODELS: dict[str, tuple[gguf.MODEL_ARCH, str, dict[str, Any]]] = {
 }
 
 
-def write_gguf(path: Path, architecture: str, model: torch.nn.Module) -> None:
-    """Write a model with float32 tensors and the tensor names of the `gguf` package."""
+def write_gguf(
+    path: Path, architecture: str, model: torch.nn.Module, rope: Mapping[str, str | float] = MappingProxyType({})
+) -> None:
+    """Write a model with float32 tensors and the tensor names of the `gguf` package; `rope` has settings by their
+    names there.
+    """
     config: Any = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -37,6 +46,12 @@ def write_gguf(path: Path, architecture: str, model: torch.nn.Module) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    for name, value in rope.items():
+        key = name.format(arch=architecture)
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
     if architecture != "qwen2":  # as in llama.cpp, the sizes of its heads follow from the hidden size
         writer.add_key_length(config.head_dim)
     if architecture == "mistral":
@@ -65,13 +80,75 @@ def test_a_gguf_file_gives_the_logits_of_transformers(
     _, family, settings = MODELS[architecture]
     model = make_tiny_model(tmp_path / "made", family, rope_parameters={"rope_theta": 500.0}, **settings)
     write_gguf(tmp_path / "file.gguf", architecture, model)
-    (tmp_path / "folder").mkdir()
-    lay_down(tmp_path / "file.gguf", tmp_path / "folder", {})
-    runner, tokens = make_runner(tmp_path / "folder", implementation="native", kv="f32"), prompt(40, seed=1)
+    check_logits(tmp_path, model, monkeypatch)
+
+
+def check_logits(path: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that path/file.gguf gives the logits of transformers' `model`."""
+    (path / "folder").mkdir()
+    lay_down(path / "file.gguf", path / "folder", {})
+    runner, tokens = make_runner(path / "folder", implementation="native", kv="f32"), prompt(40, seed=1)
     driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
     driver.step([driver.sequence(0, tokens)], [(0, 0, 40)])
     wanted = expected_logits(model, tokens)[-1:]
     assert float((recorder.logits[-1] - wanted).abs().max()) <= 1e-4 * max(1.0, float(wanted.abs().max()))
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+YARN_KEYS: dict[str, str | float] = {
+    Keys.Rope.SCALING_TYPE: "yarn",
+    Keys.Rope.SCALING_FACTOR: 4.0,
+    Keys.Rope.SCALING_ORIG_CTX_LEN: 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({Keys.Rope.SCALING_TYPE: "linear", Keys.Rope.SCALING_FACTOR: 4.0}, LINEAR),
+        ({Keys.Rope.SCALING_FACTOR: 4.0}, LINEAR),
+        # The name in older files, which the package no longer has.
+        ({"{arch}.rope.scale_linear": 4.0}, LINEAR),
+        ({Keys.Rope.SCALING_TYPE: "none", Keys.Rope.SCALING_FACTOR: 4.0}, {}),
+        ({Keys.Rope.DIMENSION_COUNT: 16, Keys.Rope.SCALING_ATTN_FACTOR: 1.0}, {}),
+        (YARN_KEYS, YARN),
+        ({**YARN_KEYS, Keys.Rope.SCALING_YARN_BETA_FAST: 8.0, Keys.Rope.SCALING_YARN_BETA_SLOW: 4.0},
+         {**YARN, "beta_fast": 8.0, "beta_slow": 4.0}),
+        # A multiple of the factor that follows from the scale, or the factor itself.
+        ({**YARN_KEYS, Keys.Rope.SCALING_ATTN_FACTOR: 1.5},
+         {**YARN, "attention_factor": 1.5 * (0.1 * math.log(4) + 1)}),
+        ({**YARN_KEYS, Keys.Rope.SCALING_YARN_ATTN_FACTOR: 1.5}, {**YARN, "attention_factor": 1.5}),
+    ],
+)  # fmt: skip
+def test_the_scaling_of_rotary_frequencies(
+    keys: dict[str, str | float], wanted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = {"rope_type": "default", "rope_theta": 500.0, **wanted}
+    model = make_tiny_model(tmp_path / "made", "Qwen2", tie_word_embeddings=True, rope_parameters=parameters)
+    write_gguf(tmp_path / "file.gguf", "qwen2", model, keys)
+    check_logits(tmp_path, model, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({Keys.Rope.DIMENSION_COUNT: 8}, r"qwen2\.rope\.dimension_count 8 is not supported; must be 16, a whole head"),
+        (
+            {Keys.Rope.SCALING_FACTOR: 4.0, Keys.Rope.SCALING_ATTN_FACTOR: 1.5},
+            r"attn_factor 1\.5 is supported only with yarn",
+        ),
+        ({Keys.Rope.SCALING_TYPE: "longrope"}, "rope scaling 'longrope' is not known"),
+        ({Keys.Rope.SCALING_TYPE: "yarn"}, r"lacks qwen2\.rope\.scaling\.factor"),
+        ({Keys.Rope.SCALING_FACTOR: "4"}, r"qwen2\.rope\.scaling\.factor must be a number; got '4'"),
+    ],
+)
+def test_other_rotary_settings_are_refused(keys: dict[str, str | float], message: str, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "made", "Qwen2", tie_word_embeddings=True)
+    write_gguf(tmp_path / "file.gguf", "qwen2", model, keys)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
+        lay_down(tmp_path / "file.gguf", tmp_path / "folder", {})
 
 
 def test_every_family_that_reads_gguf_is_tested() -> None:

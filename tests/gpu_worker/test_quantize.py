@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,16 @@ from safetensors.torch import load_file
 
 from gpu_worker import quantize
 from gpu_worker.models.families import describe
+from gpu_worker.models.images import ImageEncoder
 from gpu_worker.models.weights.decoder_weights import open_weights
 from gpu_worker.quantize import quantize_folder
 from midstream.cli import prepare
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import open_model_folder
-from tests.gpu_worker.tiny_models import make_tiny_model
+from tests.gpu_worker.test_classifiers import make_classifier
+from tests.gpu_worker.test_models import TOLERANCE, Recorder, expected_logits, prompt
+from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
+from tests.gpu_worker.vision_model import image_processor, make_vision_model, picture
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])
@@ -52,6 +57,45 @@ def test_the_library_reads_what_we_write(weights: str, tmp_path: Path, monkeypat
         # The error is half a quantization step, or more at the ends of a group because the zero point is rounded.
         step = scale.repeat_interleave(original.shape[1] // scale.shape[1], dim=1)
         assert bool(((values - original).abs() <= step * (1.01 if weights == "int4" else 0.51)).all())
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_position_tables_and_transposed_matrices_are_left_alone(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-2 stores all matrices of its layers as [inputs, outputs], so rows and groups would be those of inputs."""
+    model = make_tiny_model(tmp_path / "source", "GPT2")
+    assert quantize_folder(open_model_folder(str(tmp_path / "source")), tmp_path / "made", weights) == 0
+    runner, tokens = make_runner(tmp_path / "made", kv="f32", activations="f32"), prompt(30, seed=1)
+    driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+    driver.step([driver.sequence(0, tokens)], [(0, 0, 30)])
+    wanted = expected_logits(model, tokens)[-1:]
+    assert float((recorder.logits[-1] - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("family", ["Idefics3", "SmolVLM"])
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_vision_encoders_are_left_alone(family: str, weights: str, tmp_path: Path) -> None:
+    model, _ = make_vision_model(tmp_path / "source", family)
+    # The language model has two layers.
+    assert quantize_folder(open_model_folder(str(tmp_path / "source")), tmp_path / "made", weights) == 2 * 7
+    image, data = picture(20, 30)
+    with closing(
+        ImageEncoder(open_model_folder(str(tmp_path / "made")), torch.device("cpu"), torch.float32)
+    ) as encoder:
+        found = encoder.encode(data).embeddings
+    inputs = image_processor(family)(images=[image], return_tensors="pt")
+    with torch.inference_mode():
+        (wanted,) = model.get_image_features(**inputs).pooler_output
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_heads_of_classifiers_are_left_alone(weights: str, tmp_path: Path) -> None:
+    make_classifier(tmp_path / "source", "Llama", 3)
+    assert quantize_folder(open_model_folder(str(tmp_path / "source")), tmp_path / "made", weights) == 3 * 7
+    score = load_file(tmp_path / "made/model.safetensors")["score.weight"]
+    assert torch.equal(score, load_file(tmp_path / "source/model.safetensors")["score.weight"])
 
 
 def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:

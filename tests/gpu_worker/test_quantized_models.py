@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -58,6 +61,16 @@ def test_every_scheme_stands_for_what_its_definition_says(name: str, tmp_path: P
     # The product of a scale and a level is rounded once, and the contribution of the zero point once more.
     error = (found.dense().double() - expected.double()).abs()
     assert bool((error <= 3e-7 * expected.double().abs() + 3e-7 * float(weight.abs().max())).all())
+
+
+@pytest.mark.parametrize("shape", [(1, 192), (1, 320), (2, 192), (1, 128)])
+def test_blocks_may_end_before_their_last_row_and_column(shape: tuple[int, int], tmp_path: Path) -> None:
+    quantize, settings = SCHEMES["fp8-blocks"]
+    tensors, expected = quantize(torch.randn(shape) * torch.logspace(-2, 0, shape[1]))
+    save_file({f"a.{part}": tensor.contiguous() for part, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    scheme = Scheme("fp8", {**settings, "block": [128, 128]})
+    found = SafetensorsFiles([tmp_path / "a.safetensors"], scheme).matrix("a.weight")
+    assert torch.equal(found.dense(), expected)
 
 
 @pytest.fixture(scope="module")
@@ -229,3 +242,36 @@ def test_damaged_tensors_are_named(
     save_file({f"a.{part}": tensor.contiguous() for part, tensor in tensors.items()}, tmp_path / "a.safetensors")
     with pytest.raises((ConfigError, UnsupportedError), match=message):
         SafetensorsFiles([tmp_path / "a.safetensors"], scheme).matrix("a.weight")
+
+
+def declare(folder: Path, settings: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+
+
+@pytest.mark.parametrize(("form", "num_bits"), [("pack-quantized", 4), ("int-quantized", 8)])
+def test_groups_that_do_not_divide_the_columns_are_refused(form: str, num_bits: int, tmp_path: Path) -> None:
+    """As in compressed-tensors, two groups of 128 for 192 columns are not read as groups of 96."""
+    args = QuantizationArgs(num_bits=num_bits, type="int", strategy="group", group_size=128)
+    levels, scale = torch.randint(-8, 8, (64, 192), dtype=torch.int8), torch.rand(64, 2)
+    with pytest.raises(ValueError, match="group_size 128 but got 192"):
+        dequantize(levels, scale, torch.zeros_like(scale, dtype=torch.int8), args)
+    parts = {"weight": levels}
+    if form == "pack-quantized":
+        parts = {"weight_packed": pack_to_int32(levels, num_bits), "weight_shape": torch.tensor(levels.shape)}
+    make_tiny_model(tmp_path, "Llama")
+    tensors = {f"a.{name}": tensor for name, tensor in {**parts, "weight_scale": scale}.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    groups = {"group_0": {"targets": ["Linear"], "weights": args.model_dump(mode="json")}}
+    declare(tmp_path, {"quant_method": "compressed-tensors", "format": form, "config_groups": groups})
+    with pytest.raises(ConfigError, match=r"2 scales for 192 columns; config\.json declares groups of 128"):
+        read(tmp_path, "a.weight")
+
+
+@pytest.mark.parametrize("name", ["gptq-v2", "awq"])
+def test_groups_of_another_size_than_declared_are_refused(name: str, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, "Llama", **SIZES)
+    quantize_model(tmp_path, model, name)
+    declare(tmp_path, {**SCHEMES[name][1], "group_size": 96})
+    with pytest.raises(ConfigError, match=r"3 scales for 192 columns; config\.json declares groups of 96"):
+        read(tmp_path, "model.layers.0.mlp.down_proj.weight")

@@ -66,11 +66,12 @@ class DecoderWeights:
         """
         d = self._description
         if self._num_labels is not None:
-            rows, shape = self._file.tensor("score.weight"), (self._num_labels, d.hidden_size)
+            rows, shape = self._file.matrix("score.weight"), (self._num_labels, d.hidden_size)
             if rows.shape != shape or self._num_labels > d.vocab_size:
-                raise ConfigError(f"score.weight is {tuple(rows.shape)}; must be {shape}", field="model")
-            head = rows.new_zeros(d.vocab_size, d.hidden_size)
-            head[: self._num_labels] = rows
+                raise ConfigError(f"score.weight is {rows.shape}; must be {shape}", field="model")
+            dtype = torch.bfloat16 if rows.format == "bf16" else torch.float32
+            head = torch.zeros(d.vocab_size, d.hidden_size, dtype=dtype)
+            head[: self._num_labels] = rows.dense()
             return self._float_weight(head)
         if d.ties_embeddings and not self._has_own_head():
             return None

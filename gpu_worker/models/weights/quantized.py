@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -107,8 +107,7 @@ def _gptq(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         _refuse(f"{place} has GPTQ with settings for single modules (dynamic)")
     if settings.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
         _refuse(f"{place} has GPTQ in the format {settings.get('checkpoint_format', 'marlin')!r}")
-    _check_group(place, settings.get("group_size", -1))
-    return dict(settings)
+    return {**settings, "group_sizes": _group_sizes(place, [settings.get("group_size", -1)])}
 
 
 def _awq(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,8 +116,8 @@ def _awq(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         _refuse(f"{place} has AWQ with {bits} bits; only 4 is supported")
     if version != "gemm":
         _refuse(f"{place} has AWQ in the layout {version!r}; only gemm is supported")
-    _check_group(place, settings.get("group_size", settings.get("q_group_size", -1)))
-    return dict(settings)
+    size = settings.get("group_size", settings.get("q_group_size", -1))
+    return {**settings, "group_sizes": _group_sizes(place, [size])}
 
 
 def _compressed(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,19 +131,24 @@ def _compressed(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         _refuse(f"{place} has sparse weights ({sparsity!r})")
-    block: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    sizes: list[int] = []
     for group in groups.values():
         weights = group.get("weights") or {}
         if weights.get("group_size") is not None:
-            _check_group(place, weights["group_size"])
+            sizes.append(weights["group_size"])
         if weights.get("block_structure"):
-            block = {"block": [int(size) for size in weights["block_structure"]]}
-    return block
+            found["block"] = [int(size) for size in weights["block_structure"]]
+    return {**found, "group_sizes": _group_sizes(place, sizes)}
 
 
-def _check_group(place: str, size: int) -> None:
-    if size > 0 and size % 32:
-        _refuse(f"{place} has groups of {size} weights; only multiples of 32 are supported")
+def _group_sizes(place: str, sizes: Iterable[int]) -> list[int]:
+    """Return the sizes of groups; others mean that all columns of a row are one group."""
+    found = [size for size in sizes if size > 0]
+    for size in found:
+        if size % 32:
+            _refuse(f"{place} has groups of {size} weights; only multiples of 32 are supported")
+    return found
 
 
 _METHODS: dict[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] = {

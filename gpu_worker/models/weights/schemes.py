@@ -1,6 +1,6 @@
 """Reads matrices of quantized checkpoints: GPTQ, AWQ, compressed-tensors, float8 and MXFP4. A module's format follows
 from its tensors, so lists of unquantized modules need not be read: unquantized modules have a plain weight. Bits and
-group sizes follow from tensor shapes where possible.
+group sizes follow from tensor shapes where possible; a group size must be one that config.json declares, if it does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The contents of `quantization_config`."""
+    """The contents of `quantization_config`.
+
+    Attributes:
+        settings: Those that the method needs. `block` has the rows and columns of a block, `group_sizes` the sizes of
+            the groups of columns in any of the modules.
+    """
 
     method: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -64,9 +69,9 @@ def read_matrix(module: Module, scheme: Scheme | None) -> Weight:
                 f"the weights of {module.name} are quantized, but config.json does not name a method", field="model"
             )
         if module.has("qweight"):
-            return _awq(module) if scheme.method == "awq" else _gptq(module, scheme)
+            return _awq(module, scheme) if scheme.method == "awq" else _gptq(module, scheme)
         if module.has("weight_packed"):
-            return _compressed(module)
+            return _compressed(module, scheme)
         return _scaled(module, scheme)
     except (ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(
@@ -80,13 +85,22 @@ def _unpacked(words: Tensor, num_bits: int) -> Tensor:
     return (words[..., None] >> shifts & (1 << num_bits) - 1).to(torch.uint8).flatten(1)
 
 
-def _awq(module: Module) -> Weight:
+def _check_groups(scale: Tensor, num_columns: int, scheme: Scheme) -> None:
+    """Raise ValueError if scales [N, groups] do not cover groups of a size that the settings declare."""
+    sizes, num_groups = scheme.settings.get("group_sizes"), scale.shape[1]
+    if num_groups > 1 and sizes and all(size * num_groups != num_columns for size in sizes):
+        declared = " or ".join(map(str, sizes))
+        raise ValueError(f"{num_groups} scales for {num_columns} columns; config.json declares groups of {declared}")
+
+
+def _awq(module: Module, scheme: Scheme) -> Weight:
     # Weights [K, N / 8]; for each group of inputs, zeros [groups, N / 8] and scales [groups, N].
     def columns(words: Tensor) -> Tensor:
         return torch.unflatten(_unpacked(words, 4), 1, (-1, 8))[..., list(_AWQ_PLACES)].flatten(1)
 
     levels, scale = columns(module.get("qweight")).t().contiguous(), module.get("scales").t()
     zero = columns(module.get("qzeros")).t() if module.has("qzeros") else torch.full(scale.shape, 8)
+    _check_groups(scale, levels.shape[1], scheme)
     return int4_weight(levels, scale, zero)
 
 
@@ -100,6 +114,7 @@ def _gptq(module: Module, scheme: Scheme) -> Weight:
     if scheme.settings.get("checkpoint_format", "gptq") != "gptq_v2":
         zero = zero + 1
     num_columns, num_groups = levels.shape[1], scale.shape[1]
+    _check_groups(scale, num_columns, scheme)
     groups = module.first("g_idx")
     order = None
     if groups is not None and not torch.equal(groups.long(), torch.arange(num_columns) * num_groups // num_columns):
@@ -110,7 +125,7 @@ def _gptq(module: Module, scheme: Scheme) -> Weight:
     return (int4_weight if num_bits == 4 else affine8_weight)(levels, scale, zero, order)
 
 
-def _compressed(module: Module) -> Weight:
+def _compressed(module: Module, scheme: Scheme) -> Weight:
     packed, scale = module.get("weight_packed"), module.get("weight_scale")
     if packed.dtype == torch.uint8:
         if scale.dtype != torch.uint8:
@@ -122,6 +137,7 @@ def _compressed(module: Module) -> Weight:
         raise UnsupportedError(f"{module.name}: weights of {num_bits} bits; supported are 4 and 8", field="model")
     levels = _unpacked(packed, num_bits)[:, :num_columns]
     scale = scale.view(num_rows, -1) if scale.numel() > 1 else scale.view(1, 1).expand(num_rows, 1)
+    _check_groups(scale, num_columns, scheme)
     zero = torch.full(scale.shape, 1 << (num_bits - 1))
     if module.has("weight_zero_point"):
         zero = _unpacked(module.get("weight_zero_point").t().contiguous(), num_bits).t()[:num_rows].int()
@@ -164,10 +180,12 @@ def _by_row(scale: Tensor, num_rows: int, num_columns: int, scheme: Scheme) -> T
     if scale.numel() == 1:
         return scale.view(1, 1).expand(num_rows, 1)
     scale = scale.view(scale.shape[0], -1)
-    if scale.shape[0] == num_rows:
-        return scale
     rows, columns = scheme.settings.get("block", (0, 0))
+    # Blocks come first: those of a matrix with one row have as many rows of scales as per-group scales.
     if not rows or scale.shape != (-(-num_rows // rows), -(-num_columns // columns)):
+        if scale.shape[0] == num_rows:
+            _check_groups(scale, num_columns, scheme)
+            return scale
         raise ValueError(f"scales {list(scale.shape)} for a matrix [{num_rows}, {num_columns}]")
     if columns % 32:
         raise UnsupportedError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -26,7 +27,6 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-_ROPE_TYPES = {"linear": "linear", "yarn": "yarn"}
 
 
 def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> None:
@@ -77,6 +77,7 @@ def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object
         raise ConfigError(
             f"{architecture}.attention.head_count must be a positive integer; got {num_heads}", field="model"
         )
+    head_dim = get("attention.key_length", hidden_size // num_heads)
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     assert not isinstance(tokens, (int, float))
     config: dict[str, object] = {
@@ -88,7 +89,7 @@ def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": get("attention.head_count_kv", num_heads),
-        "head_dim": get("attention.key_length", hidden_size // num_heads),
+        "head_dim": head_dim,
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base", 10000.0),
@@ -100,15 +101,55 @@ def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object
     }
     # The setting is also written if there is no window: a missing setting would get a default.
     config["sliding_window"] = metadata.get(f"{architecture}.attention.sliding_window") or None
-    scaling = str(metadata.get(f"{architecture}.rope.scaling.type", "none"))
-    if scaling in _ROPE_TYPES:
-        config["rope_scaling"] = {"rope_type": _ROPE_TYPES[scaling], "factor": get("rope.scaling.factor")}
-        original = metadata.get(f"{architecture}.rope.scaling.original_context_length")
-        if original:
-            config["rope_scaling"]["original_max_position_embeddings"] = original  # type: ignore[index]
-    elif scaling != "none":
-        raise UnsupportedError(f"rope scaling {scaling!r} is not known", field="model")
+    if (scaling := _rope_scaling(metadata, f"{architecture}.rope.")) is not None:
+        config["rope_scaling"] = scaling
+    rotated = get("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise UnsupportedError(
+            f"{architecture}.rope.dimension_count {rotated} is not supported; must be {head_dim}, a whole head",
+            field="model",
+        )
     return config
+
+
+def _rope_scaling(metadata: Metadata, prefix: str) -> dict[str, object] | None:
+    """Return `rope_scaling` of config.json; None if rotary frequencies are not scaled. Missing settings have the
+    defaults of llama.cpp.
+    """
+
+    def number(name: str) -> float | None:
+        value = metadata.get(prefix + name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"{prefix}{name} must be a number; got {value!r}", field="model")
+        return value
+
+    # Older files have the factor of linear scaling under another name.
+    factor = number("scaling.factor") or number("scale_linear")
+    kind = metadata.get(f"{prefix}scaling.type", "linear" if factor else "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedError(f"rope scaling {kind!r} is not known", field="model")
+    multiplier = number("scaling.attn_factor")
+    if kind != "yarn" and multiplier not in (None, 1):
+        raise UnsupportedError(f"{prefix}scaling.attn_factor {multiplier} is supported only with yarn", field="model")
+    if kind == "none":
+        return None
+    if factor is None:
+        raise ConfigError(f"the GGUF file lacks {prefix}scaling.factor", field="model")
+    scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
+    if original := metadata.get(f"{prefix}scaling.original_context_length"):
+        scaling["original_max_position_embeddings"] = original
+    if kind == "yarn":
+        magnitude = number("scaling.yarn_attn_factor")
+        # llama.cpp's attn_factor multiplies the factor that follows from the scale; that of transformers replaces it.
+        if multiplier is not None:
+            magnitude = multiplier * (magnitude or 1 + 0.1 * math.log(max(factor, 1)))
+        found = {
+            "attention_factor": magnitude,
+            "beta_fast": number("scaling.yarn_beta_fast"),
+            "beta_slow": number("scaling.yarn_beta_slow"),
+        }
+        scaling |= {name: value for name, value in found.items() if value is not None}
+    return scaling
 
 
 def _sampling(metadata: Metadata) -> dict[str, object]:
