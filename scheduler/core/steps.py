@@ -680,8 +680,9 @@ class Results:
         for chunk in step.context:
             if codes.get(chunk.row, UNAVAILABLE) == UNAVAILABLE:
                 continue
-            # A sequence that is not among them was released after the step was planned.
-            sharers = group.sharers(chunk.sequence) if chunk.sequence in failed else group.withdraw(chunk.blocks)
+            sharers = group.withdraw(chunk.blocks)
+            if chunk.sequence in failed:  # and not released after the step was planned
+                sharers += group.sharers(chunk.sequence)
             for sharer in sharers:
                 failed.setdefault(sharer, _SHARES_NOTHING)
         return failed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -522,8 +522,8 @@ class WorkerGroup:
             if not blocks.isdisjoint(other.held_blocks)
         ]
 
-    def withdraw(self, filled: Iterable[tuple[int, int]]) -> list[Sequence]:
-        """Make blocks unfindable that a step was to fill but did not; return the sequences that hold them.
+    def withdraw(self, filled: Collection[tuple[int, int]]) -> list[Sequence]:
+        """Make blocks unfindable that a step was to fill but did not; return the sequences that use their contents.
 
         Args:
             filled: The blocks with the hashes of their contents. Those that are used for other contents by now, or that
@@ -531,13 +531,15 @@ class WorkerGroup:
         """
         cache = self.prefix_cache
         lost = {block for block, value in filled if cache.hash_of(block) == value and not cache.is_pending(block)}
-        if not lost:
-            return []
         sequences = [sequence for request in self.active for sequence in request.placed_sequences]
-        holders = [sequence for sequence in sequences if not lost.isdisjoint(sequence.held_blocks)]
+        users = [sequence for sequence in sequences if not lost.isdisjoint(sequence.held_blocks)]
+        if self.tables.has_window:  # they may have released the blocks since, so look for the contents
+            values = {value for _, value in filled}
+            sharing = [sequence for sequence in sequences if self.tables.reuses(sequence.request)]
+            users += [s for s in sharing if not values.isdisjoint(s.block_hashes(self.tokens_per_block))]
         for block in lost:
             self.blocks.withdraw(block)
-        return holders
+        return users
 
     def release(self, request: Request) -> None:
         """Release the rows and blocks of all sequences of a request, so that nothing of it remains on the group."""

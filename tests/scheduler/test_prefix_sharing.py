@@ -300,3 +300,15 @@ def test_extra_outputs_of_a_token_that_is_computed_again_are_kept_once() -> None
         harness.handle(replace(result, outputs=tuple((row, b"a") for row in rows if row not in failed)))
         harness.turn()
     assert [output.token_offset for output in sequence.outputs] == [2, 3, 4, 5]
+
+
+def test_a_request_that_shares_blocks_of_a_failed_row_restarts_after_they_have_left_its_window() -> None:
+    harness = Harness(attention_windows=(6,))
+    harness.add_group(fail_token=77)
+    shared = list(range(7, 17))
+    harness.submit("bad", [*shared, 100, 77, *range(101, 109)], 9)
+    harness.submit("good", [*shared, 200, 201, 202, 203], 4)
+    assert harness.turn() == ["+bad[0:20] +good[8:14]", "bad good"]  # the second step releases the first blocks
+    harness.run()
+    assert harness.tokens["good", 0] == [204, 205, 206, 207]
+    harness.check_is_empty()
