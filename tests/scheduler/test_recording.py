@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from array import array
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,25 @@ def test_a_recording_replays_bit_for_bit(tmp_path: Path) -> None:
     assert replayed.num_plans == len(life.plans)
     assert replayed.measures.num_by_reason == life.core.totals.num_finished_by_reason
     assert run_replay([str(tmp_path / "life")]) == 0
+
+
+def test_an_end_is_recorded_as_it_was_before_a_stop_word_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorder's thread takes the events from its queue only when everything has happened."""
+    path, is_over = tmp_path / "life", threading.Event()
+    life = RecordedHarness(path, capacity="max_utilization")
+    waiting, take = life.recorder._waiting, life.recorder._waiting.get
+    monkeypatch.setattr(waiting, "get", lambda: is_over.wait() and take())
+    life.add_group()
+    life.submit("a", 5, 4, is_detached=True)
+    life.run()
+    life.handle(StopWordFound(life.now_ns, "a", 0, 3, "stop"))
+    is_over.set()
+    life.recorder.close()
+    (end,) = (end for record in read_recording(path) for ended in record.ends for end in ended.sequences)
+    assert (end.reason, end.num_tokens, end.stop_word) == (FinishReason.LENGTH, 4, "")
+    assert replay(path).difference == ""
 
 
 def test_the_first_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
