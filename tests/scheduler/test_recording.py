@@ -246,6 +246,24 @@ def test_what_if_simulates_other_policies_and_pools(tmp_path: Path) -> None:
     assert roomy.max_kv_use < same.max_kv_use
 
 
+def test_what_if_simulates_beam_searches_of_the_recorded_length(tmp_path: Path) -> None:
+    path = tmp_path / "life"
+    life = RecordedHarness(path, capacity="max_utilization")
+    life.add_group(num_blocks=60, max_batch_size=8)
+    for number in range(12):
+        width = 1 + number % 4
+        spec = {"beam_width": width, "early_stopping": number % 3, "stop_token_ids": frozenset({999})}
+        life.submit(f"r{number}", [5, 6, 7 + number], 20, is_detached=True, **spec)
+    life.run()
+    life.recorder.close()
+    recorded = replay(path, keep_outside=True)
+    assert recorded.measures.num_by_reason == {"length": 3, "stop": 9}
+    for changes in (Changes(), Changes(policy="guaranteed_no_evict", num_blocks=400), Changes(max_batch_size=4)):
+        simulated = simulate(recorded, changes)
+        assert simulated.num_by_reason == recorded.measures.num_by_reason
+        assert simulated.num_output_tokens == recorded.measures.num_output_tokens
+
+
 def test_a_changed_policy_gives_a_table_and_a_plot(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path, picture = tmp_path / "life", tmp_path / "plot.svg"
     live(path)
