@@ -57,19 +57,20 @@ class Beam:
     probabilities.
 
     Attributes:
-        places: For each token, the index of the step's entry that appended it.
+        places: For each token, the index of the step's entry that appended it (array type 'I').
     """
 
     tokens: array[int]
     log_probs: array[float]
+    places: array[int]
     cumulative: float = 0.0
-    places: tuple[int, ...] = ()
 
     def extended(self, token: int, log_prob: float, place: int) -> Beam:
-        tokens, log_probs = self.tokens[:], self.log_probs[:]
+        tokens, log_probs, places = self.tokens[:], self.log_probs[:], self.places[:]
         tokens.append(token)
         log_probs.append(log_prob)
-        return Beam(tokens, log_probs, self.cumulative + log_prob, (*self.places, place))
+        places.append(place)
+        return Beam(tokens, log_probs, places, self.cumulative + log_prob)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +97,24 @@ class BeamSearch:
 
     def __init__(self, spec: RequestSpec) -> None:
         self.steps: list[BeamStep] = []
-        self.running = [Beam(array("I"), array("f"))]
+        self.running = [Beam(array("I"), array("f"), array("I"))]
         self.ended: list[EndedBeam] = []
         self.is_over = False
         self.decided, self.num_decided = self.running[0], 0
         self.spec = spec
+
+    @classmethod
+    def restored(cls, spec: RequestSpec, steps: TypingSequence[BeamStep]) -> BeamSearch:
+        """Return the search after these steps."""
+        search = cls(spec)
+        for step in steps[:-1]:
+            search._extend(step)
+        # Decided tokens stay decided, so those of earlier states need not be found. A last step that leaves no beams
+        # changes nothing, hence the state before it counts too.
+        search._decide()
+        for step in steps[-1:]:
+            search.apply(step)
+        return search
 
     @property
     def num_candidates(self) -> int:
@@ -151,6 +165,12 @@ class BeamSearch:
         Returns:
             For each running beam, the previous rank of the beam or of its parent.
         """
+        parents = self._extend(step)
+        self._decide()
+        return parents
+
+    def _extend(self, step: BeamStep) -> list[int]:
+        """Apply a step as `apply` does, but do not update the decided tokens."""
         before, self.running = self.running, []
         parents: list[int] = []
         entries = zip(step.parents, step.token_ids, step.log_probs, strict=True)
@@ -165,7 +185,6 @@ class BeamSearch:
         del self.ended[self.spec.beam_width :]
         self.steps.append(step)
         self.is_over = self._is_over()
-        self._decide()
         return parents
 
     def _decide(self) -> None:
@@ -174,11 +193,10 @@ class BeamSearch:
         if not self.is_over:
             beams += [beam for beam in self.running if self._can_be_best(beam)]
         if beams:
-            # The common prefix of the lexically first and last beams is common to all.
-            first, last = min(beam.tokens for beam in beams), max(beam.tokens for beam in beams)
-            pairs = enumerate(zip(first, last, strict=False))
-            num_common = next((i for i, (one, other) in pairs if one != other), min(len(first), len(last)))
-            self.decided, self.num_decided = beams[0], max(self.num_decided, num_common)
+            # All these beams begin with the decided tokens, so only later tokens are compared. The common prefix of the
+            # lexically first and last beams is common to all.
+            tails = [beam.tokens[self.num_decided :] for beam in beams]
+            self.decided, self.num_decided = beams[0], self.num_decided + _num_common(min(tails), max(tails))
 
     def _can_be_best(self, beam: Beam) -> bool:
         """Return whether a running beam may still end with a better score than the best ended one."""
@@ -216,3 +234,9 @@ class BeamSearch:
         if spec.early_stopping != STOP_BY_PRESENT_LENGTH and spec.length_penalty > 0:
             length = spec.max_tokens
         return self._score(self.running[0].cumulative, length) <= self.ended[-1].score
+
+
+def _num_common(one: array[int], other: array[int]) -> int:
+    """Return the length of the common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))

@@ -361,9 +361,9 @@ class BeamLanes:
 
         A finished search whose outputs were not kept repeats its last step.
         """
-        self.search = _search(self.search.spec, steps)
+        self.search = BeamSearch.restored(self.search.spec, steps)
         if self.search.is_over:
-            self.search = _search(self.search.spec, steps[:-1])
+            self.search = BeamSearch.restored(self.search.spec, steps[:-1])
         self._take_tokens()
         self._forget_prompt()
 
@@ -697,10 +697,3 @@ class Request:
     def num_output_tokens(self) -> int:
         """Number of output tokens over all sequences, not counting tokens beyond the sequences' ends."""
         return sum(s.end.num_tokens if s.end else len(s.output) for s in self.sequences)
-
-
-def _search(spec: RequestSpec, steps: TypingSequence[BeamStep]) -> BeamSearch:
-    search = BeamSearch(spec)
-    for step in steps:
-        search.apply(step)
-    return search

@@ -1,6 +1,6 @@
 """Recordings of a core: a file of frames, written by a dedicated thread and read up to its last complete frame.
 
-The engine queues each event with its effects; the thread encodes all queued events and appends them in one write, so
+The engine queues each event with its outcome; the thread encodes all queued events and appends them in one write, so
 everything written before the process was killed is in the file. A recording with a gap could not be replayed. If the
 disk fails or falls behind by `_MAX_WAITING` events, recording therefore stops, and serving continues.
 """
@@ -22,7 +22,7 @@ from midstream.errors import ConfigError
 from protos import recording_pb2 as pb
 from scheduler.core.effects import Effect
 from scheduler.core.events import Event
-from scheduler.replay.recording_codec import encode_event
+from scheduler.replay.recording_codec import Outcome, encode_record
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Recorder:
             self._file.write(frame(pb.Record(time_ns=time_ns, started=started)))
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}", field="record") from None
-        self._waiting: queue.Queue[tuple[Event, Sequence[Effect]] | None] = queue.Queue(_MAX_WAITING)
+        self._waiting: queue.Queue[tuple[Event, Outcome] | None] = queue.Queue(_MAX_WAITING)
         self._is_on = True
         self._thread = threading.Thread(target=self._write, name="recorder", daemon=True)
         self._thread.start()
@@ -58,7 +58,7 @@ class Recorder:
         """Queue an event and its effects; return immediately."""
         if self._is_on:
             try:
-                self._waiting.put_nowait((event, effects))
+                self._waiting.put_nowait((event, Outcome.of(effects)))
             except queue.Full:
                 self._stop("the disk is too slow")
 
@@ -79,7 +79,7 @@ class Recorder:
             items = [self._waiting.get()]
             while len(items) < _MAX_EVENTS_PER_WRITE and not self._waiting.empty():
                 items.append(self._waiting.get())
-            frames = b"".join(frame(encode_event(*item)) for item in items if item is not None)
+            frames = b"".join(frame(encode_record(*item)) for item in items if item is not None)
             is_open = None not in items
             try:
                 while frames and self._is_on:

@@ -52,7 +52,36 @@ _WITH_ONE_FIELD: dict[type[AbortRequested | Attached | Detached | WorkerLost], s
 _PLAN_LISTS = tuple(name for name in STEP_LISTS if name in pb.RecordedPlan.DESCRIPTOR.fields_by_name)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """The part of an event's effects that is recorded: plans, and the ends of ended requests' sequences by index.
+
+    A stop word may change an end later, so an outcome must be taken before the next event.
+    """
+
+    plans: list[StepPlan]
+    ends: list[tuple[str, list[tuple[int, SequenceEnd]]]]
+
+    @classmethod
+    def of(cls, effects: TypingSequence[Effect]) -> Outcome:
+        """Return the outcome of an event with these effects."""
+        outcome = cls([], [])
+        for effect in effects:
+            if isinstance(effect, StepPlan):
+                outcome.plans.append(effect)
+            elif isinstance(effect, RequestEnded):
+                ends = [(sequence.index, sequence.end) for sequence in effect.sequences if sequence.end is not None]
+                outcome.ends.append((effect.request.request_id, ends))
+        return outcome
+
+
 def encode_event(event: Event, effects: TypingSequence[Effect]) -> pb.Record:
+    """Return the record of an event that was just applied."""
+    return encode_record(event, Outcome.of(effects))
+
+
+def encode_record(event: Event, outcome: Outcome) -> pb.Record:
+    """Return the record of an event with this outcome."""
     record = pb.Record(time_ns=event.time_ns)
     if isinstance(event, Turn):
         record.turn = True
@@ -73,20 +102,18 @@ def encode_event(event: Event, effects: TypingSequence[Effect]) -> pb.Record:
             setattr(record.stop_word_found, name, getattr(event, name))
     else:
         record.drain_started = True
-    encode_outcome(effects, record)
+    encode_outcome(outcome, record)
     return record
 
 
-def encode_outcome(effects: TypingSequence[Effect], record: pb.Record) -> None:
-    """Add the plans and ends among `effects` to a record."""
-    for effect in effects:
-        if isinstance(effect, StepPlan):
-            _encode_plan(effect, record.plans.add())
-        elif isinstance(effect, RequestEnded):
-            end = record.ends.add(request_id=effect.request.request_id)
-            for sequence in effect.sequences:
-                assert sequence.end is not None
-                _encode_end(sequence.index, sequence.end, end.sequences.add())
+def encode_outcome(outcome: Outcome, record: pb.Record) -> None:
+    """Add an outcome to a record."""
+    for plan in outcome.plans:
+        _encode_plan(plan, record.plans.add())
+    for request_id, ends in outcome.ends:
+        message = record.ends.add(request_id=request_id)
+        for index, end in ends:
+            _encode_end(index, end, message.sequences.add())
 
 
 def decode_event(record: pb.Record) -> Event:

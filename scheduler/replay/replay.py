@@ -28,7 +28,7 @@ from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.plugins import load_scheduler
 from scheduler.replay.measures import Measures, plot, table
 from scheduler.replay.recording import read_recording
-from scheduler.replay.recording_codec import decode_config, decode_event, encode_outcome
+from scheduler.replay.recording_codec import Outcome, decode_config, decode_event, encode_outcome
 from scheduler.replay.simulation import Script, Simulation, from_outside
 
 
@@ -95,7 +95,7 @@ def _difference(record: pb.Record, effects: list[Effect]) -> str:
     if not (record.plans or record.ends) and not any(isinstance(effect, StepPlan | RequestEnded) for effect in effects):
         return ""
     replayed = pb.Record()
-    encode_outcome(effects, replayed)
+    encode_outcome(Outcome.of(effects), replayed)
     if replayed.plans == record.plans and replayed.ends == record.ends:
         return ""
     for was, now in zip(record.plans, replayed.plans, strict=False):

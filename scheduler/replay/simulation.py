@@ -11,8 +11,11 @@ import heapq
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
+from itertools import islice
 
+from scheduler.core.beams import Candidate
 from scheduler.core.core import SchedulerCore
 from scheduler.core.cost_model import CostModel
 from scheduler.core.effects import Effect, Emitted, EpochEnded, FetchBlocks, GroupJoined, StepPlan
@@ -33,6 +36,8 @@ from scheduler.replay.measures import Measures
 
 _BEAT_NS = 500_000_000
 _NS_PER_US = 1_000
+# Difference between log probabilities that exceeds the differences between beams.
+_UNLIKELY = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +49,33 @@ class Script:
 
 
 class _Row:
-    __slots__ = ("filler", "num_known", "num_output", "script")
+    """The state of a row. A beam's row reports `num_candidates` candidates instead of a token; others have 0."""
 
-    def __init__(self, sequence: Sequence, num_output: int, script: Script | None) -> None:
+    __slots__ = ("fillers", "num_candidates", "num_known", "num_output", "script", "stop_token_ids")
+
+    def __init__(self, sequence: Sequence, num_output: int, script: Script | None, vocab_size: int) -> None:
+        request = sequence.request
         self.num_output = num_output
-        self.num_known = len(sequence.request.spec.prompt) + num_output
+        self.num_known = len(request.spec.prompt) + num_output
         self.script = script.tokens if script else array("I")
-        self.filler = next(token for token in range(3, 1 << 20) if token not in sequence.request.spec.stop_token_ids)
+        self.stop_token_ids = request.spec.stop_token_ids
+        self.num_candidates = request.beams.search.num_candidates if request.beams is not None else 0
+        ordinary = (token for token in range(3, vocab_size) if token not in self.stop_token_ids)
+        self.fillers = list(islice(ordinary, max(self.num_candidates, 1)))
 
     def sample(self) -> int:
         position = self.num_output
         self.num_output += 1
         self.num_known += 1
-        return self.script[position] if position < len(self.script) else self.filler
+        return self.script[position] if position < len(self.script) else self.fillers[0]
+
+    def candidates(self) -> list[Candidate]:
+        """Return distinct tokens, the scripted one first, with decreasing log probabilities."""
+        first = self.sample()
+        others = [token for token in self.fillers if token != first]
+        # A scripted stop token must end all beams, so that the search is over as in the recording.
+        gap = _UNLIKELY if first in self.stop_token_ids else 1.0
+        return [(token, -gap * rank) for rank, token in enumerate([first, *others][: self.num_candidates])]
 
 
 class SimulatedWorker:
@@ -88,15 +107,25 @@ class SimulatedWorker:
     def run(self, plan: StepPlan, now_ns: int) -> StepDone:
         """Run a plan that was sent at `now_ns`; return the result and its completion time."""
         self._update_rows(plan)
+        rows = self._rows
+        chunks = zip(plan.context_rows, plan.context_starts, plan.context_lengths, strict=True)
+        sampled = [rows[number] for number, start, length in chunks if start + length == rows[number].num_known]
+        sampled += [rows[number] for number in self._generating]
         tokens: list[int] = []
-        for number, start, length in zip(plan.context_rows, plan.context_starts, plan.context_lengths, strict=True):
-            row = self._rows[number]
-            if start + length == row.num_known:
+        num_tokens: list[int] = []
+        log_probs: list[float] = []
+        for row in sampled:
+            if row.num_candidates:
+                found = row.candidates()
+                tokens += [token for token, _ in found]
+                log_probs += [log_prob for _, log_prob in found]
+                num_tokens.append(len(found))
+            else:
                 tokens.append(row.sample())
+                num_tokens.append(1)
         asked = zip(plan.adopted_blocks, plan.adopted_hashes, strict=True)
         missing = frozenset(block for block, value in asked if value not in self._fetched)
         self._fetched.difference_update(plan.adopted_hashes)
-        tokens += [self._rows[number].sample() for number in self._generating]
         wire_ns = int(self._cost.wire_us * _NS_PER_US)
         duration_ns = self._cost.step_ns(sum(plan.context_lengths), len(self._generating))
         self._free_ns = max(self._free_ns, now_ns + wire_ns // 2) + duration_ns
@@ -106,7 +135,9 @@ class SimulatedWorker:
             plan.epoch,
             plan.step_id,
             tokens,
+            num_tokens if log_probs else [],
             forward_us=duration_ns // _NS_PER_US,
+            candidate_log_probs=log_probs,
             missing_blocks=missing,
         )
 
@@ -114,15 +145,25 @@ class SimulatedWorker:
         for number in plan.released_rows:
             del self._rows[number]
         for added in plan.added:
-            sequence = added.sequence
-            script = self._scripts.get((sequence.request.request_id, sequence.index))
-            self._rows[added.row] = _Row(sequence, added.num_output_tokens, script)
+            script = self._script_of(added.sequence)
+            vocab_size = self.registration.vocab_size
+            self._rows[added.row] = _Row(added.sequence, added.num_output_tokens, script, vocab_size)
+        for fork in plan.forks:
+            self._rows[fork.to_row] = copy(self._rows[fork.from_row])
         if not plan.repeats_generation:
             self._generating = sorted(plan.generation_rows)
         elif plan.generation_rows or plan.idle_rows or plan.released_rows:
             gone = {*plan.released_rows, *plan.idle_rows}
             rows = [number for number in self._generating if number not in gone]
             self._generating = sorted([*rows, *plan.generation_rows])
+
+    def _script_of(self, sequence: Sequence) -> Script | None:
+        request = sequence.request
+        if request.beams is None:
+            return self._scripts.get((request.request_id, sequence.index))
+        # All beams follow the longest output, so that the search takes about as many steps as recorded.
+        found = (self._scripts.get((request.request_id, output.index)) for output in request.sequences)
+        return max((script for script in found if script), key=lambda script: len(script.tokens), default=None)
 
 
 class Simulation:

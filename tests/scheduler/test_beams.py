@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from protos import generation_pb2 as pb
 from protos import worker_pb2
+from scheduler.core import beams
 from scheduler.core.beams import BeamSearch
 from scheduler.core.effects import BeamsAdvanced, Fork, StepPlan
 from scheduler.core.events import AbortRequested, Recovered, StopWordFound
@@ -262,6 +263,57 @@ def one_step(search: BeamSearch, rng: Random) -> None:
         tokens = rng.sample([1, 2, 3, 4, 5, 999], rng.choice([6, 6, 6, 1, 0]))
         found.append([(token, -rng.choice([0.0, 0.25, 0.25, 1.0, 3.0])) for token in tokens])
     search.apply(search.choose(found))
+
+
+@given(
+    width=st.integers(2, 4),
+    max_tokens=st.integers(1, 6),
+    penalty=st.sampled_from([0.0, 0.7, 2.0, -0.5]),
+    stopping=st.integers(0, 2),
+    rng=st.randoms(use_true_random=False),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_restored_search_equals_the_original(
+    width: int, max_tokens: int, penalty: float, stopping: int, rng: Random
+) -> None:
+    spec = spec_of(
+        max_tokens=max_tokens,
+        beam_width=width,
+        length_penalty=penalty,
+        early_stopping=stopping,
+        stop_token_ids=STOPS,
+    )
+    search = BeamSearch(spec)
+    assert vars(BeamSearch.restored(spec, [])) == vars(search)
+    while not search.is_over:
+        one_step(search, rng)
+        assert vars(BeamSearch.restored(spec, search.steps)) == vars(search)
+
+
+def test_each_token_is_decided_once_and_a_restored_search_decides_after_its_last_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_compared: list[int] = []
+    num_common = beams._num_common
+
+    def count(one: array[int], other: array[int]) -> int:
+        common = num_common(one, other)
+        num_compared.append(common + 1)
+        return common
+
+    monkeypatch.setattr(beams, "_num_common", count)
+    request = Request(spec_of(max_tokens=600), 1)
+    assert request.beams is not None
+    search = request.beams.search
+    for _ in range(500):
+        search.apply(search.choose([[(5, -1.0), (6, -2.0)] for _ in search.running]))
+    assert search.num_decided == 499
+    assert sum(num_compared) == 499 + 500  # each step also compares the first tokens that differ
+    num_compared.clear()
+    request.beams.restore(search.steps)
+    assert vars(request.beams.search) == vars(search)
+    assert len(num_compared) == 2
+    assert sum(num_compared) <= 499 + 2
 
 
 def test_a_best_beam_that_nothing_can_surpass_is_shown_before_the_search_is_over() -> None:

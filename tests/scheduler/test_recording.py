@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from array import array
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,25 @@ def test_a_recording_replays_bit_for_bit(tmp_path: Path) -> None:
     assert run_replay([str(tmp_path / "life")]) == 0
 
 
+def test_an_end_is_recorded_as_it_was_before_a_stop_word_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorder's thread takes the events from its queue only when everything has happened."""
+    path, is_over = tmp_path / "life", threading.Event()
+    life = RecordedHarness(path, capacity="max_utilization")
+    waiting, take = life.recorder._waiting, life.recorder._waiting.get
+    monkeypatch.setattr(waiting, "get", lambda: is_over.wait() and take())
+    life.add_group()
+    life.submit("a", 5, 4, is_detached=True)
+    life.run()
+    life.handle(StopWordFound(life.now_ns, "a", 0, 3, "stop"))
+    is_over.set()
+    life.recorder.close()
+    (end,) = (end for record in read_recording(path) for ended in record.ends for end in ended.sequences)
+    assert (end.reason, end.num_tokens, end.stop_word) == (FinishReason.LENGTH, 4, "")
+    assert replay(path).difference == ""
+
+
 def test_the_first_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, other = tmp_path / "life", tmp_path / "other"
     live(path)
@@ -224,6 +244,24 @@ def test_what_if_simulates_other_policies_and_pools(tmp_path: Path) -> None:
     assert roomy.num_preemptions == 0 < same.num_preemptions
     assert sum(roomy.num_by_reason.values()) == sum(recorded.measures.num_by_reason.values()) == 60
     assert roomy.max_kv_use < same.max_kv_use
+
+
+def test_what_if_simulates_beam_searches_of_the_recorded_length(tmp_path: Path) -> None:
+    path = tmp_path / "life"
+    life = RecordedHarness(path, capacity="max_utilization")
+    life.add_group(num_blocks=60, max_batch_size=8)
+    for number in range(12):
+        width = 1 + number % 4
+        spec = {"beam_width": width, "early_stopping": number % 3, "stop_token_ids": frozenset({999})}
+        life.submit(f"r{number}", [5, 6, 7 + number], 20, is_detached=True, **spec)
+    life.run()
+    life.recorder.close()
+    recorded = replay(path, keep_outside=True)
+    assert recorded.measures.num_by_reason == {"length": 3, "stop": 9}
+    for changes in (Changes(), Changes(policy="guaranteed_no_evict", num_blocks=400), Changes(max_batch_size=4)):
+        simulated = simulate(recorded, changes)
+        assert simulated.num_by_reason == recorded.measures.num_by_reason
+        assert simulated.num_output_tokens == recorded.measures.num_output_tokens
 
 
 def test_a_changed_policy_gives_a_table_and_a_plot(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

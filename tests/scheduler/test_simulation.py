@@ -12,9 +12,10 @@ import pytest
 from scheduler.core.core import SchedulerCore
 from scheduler.core.cost_model import CostFit, CostModel
 from scheduler.core.events import Event, Submitted
+from scheduler.core.request_spec import RequestSpec
 from scheduler.plugins import load_scheduler
 from scheduler.replay.measures import Measures
-from scheduler.replay.simulation import Simulation
+from scheduler.replay.simulation import Script, Simulation
 from scheduler.replay.simulator import Fleet, Load, events_of
 from scheduler.replay.simulator import main as simulate
 
@@ -34,6 +35,29 @@ def test_one_request_takes_the_time_of_the_cost_model() -> None:
     assert measures.first_token_ns == [1_000_000 + 10_000 * len(arrival.spec.prompt)]
     assert measures.tokens_ns == [1_100_000]
     assert measures.num_output_tokens == arrival.spec.max_tokens
+
+
+@pytest.mark.parametrize("stop_token_ids", [frozenset[int](), frozenset({2, 3, 5})], ids=str)
+def test_a_beam_search_is_simulated_without_faults(stop_token_ids: frozenset[int]) -> None:
+    fleet, prompt = Fleet(), array("I", range(100, 140))
+    core = fleet.core("guaranteed_no_evict", "inflight_fused")
+    spec = RequestSpec(
+        request_id="b",
+        prompt=prompt,
+        max_tokens=5,
+        num_sequences=2,
+        stop_token_ids=stop_token_ids,
+        beam_width=3,
+        is_detached=True,
+    )
+    (registered,) = events_of(fleet)
+    scripts = {("b", 0): Script(array("I", [9, 8])), ("b", 1): Script(array("I", [9, 8, 7]))}
+    Simulation(core, [registered, Submitted(registered.time_ns + 1, spec)], cost=CostModel(), scripts=scripts).run()
+    assert core.totals.num_worker_faults == 0
+    best, second = core.lifecycle.requests["b"].sequences
+    filler, other = (4, 6) if stop_token_ids else (3, 4)
+    assert best.output.tolist() == [9, 8, 7, filler, filler]
+    assert second.output.tolist() == [9, 8, 7, filler, other]
 
 
 def test_prefill_workers_keep_prompts_from_delaying_tokens() -> None:
