@@ -302,13 +302,15 @@ def test_extra_outputs_of_a_token_that_is_computed_again_are_kept_once() -> None
     assert [output.token_offset for output in sequence.outputs] == [2, 3, 4, 5]
 
 
-def test_a_request_that_shares_blocks_of_a_failed_row_restarts_after_they_have_left_its_window() -> None:
+@pytest.mark.parametrize("num_own", [4, 6])
+def test_a_request_that_used_blocks_of_a_failed_row_restarts_after_they_have_left_a_window(num_own: int) -> None:
+    """The second step releases the first blocks of `bad` and, with 16 tokens, those of `good`."""
     harness = Harness(attention_windows=(6,))
     harness.add_group(fail_token=77)
-    shared = list(range(7, 17))
+    shared, end = list(range(7, 17)), 10 + num_own
     harness.submit("bad", [*shared, 100, 77, *range(101, 109)], 9)
-    harness.submit("good", [*shared, 200, 201, 202, 203], 4)
-    assert harness.turn() == ["+bad[0:20] +good[8:14]", "bad good"]  # the second step releases the first blocks
+    harness.submit("good", [*shared, *range(200, 200 + num_own)], 4)
+    assert harness.turn() == [f"+bad[0:20] +good[8:{end}]", "bad good"]
     harness.run()
-    assert harness.tokens["good", 0] == [204, 205, 206, 207]
+    assert harness.tokens["good", 0] == list(range(200 + num_own, 204 + num_own))
     harness.check_is_empty()
