@@ -25,6 +25,10 @@ class ThinkTags:
         """Return whether the reasoning is open at the end of a prompt."""
         return self.is_always_open or prompt.rstrip().endswith(self.opening.rstrip())
 
+    def is_open_in(self, message: str) -> bool:
+        """Return whether the reasoning is open at the end of a message that the model continues."""
+        return message.rfind(self.opening.strip()) > message.rfind(self.closing.strip())
+
 
 def plain(machine: Machine) -> Steps[None]:
     """Treat all text as the answer."""

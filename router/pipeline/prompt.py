@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -43,6 +44,8 @@ class PromptOptions:
 
 
 _DEFAULT_OPTIONS = PromptOptions()
+# Marks the end of a message's content in a rendered conversation; templates leave private characters as they are.
+_END_MARK = "\ue0f1end\ue0f2"
 
 
 class PromptBuilder:
@@ -156,14 +159,24 @@ class PromptBuilder:
         tools = _parse(chat.tools_json, list, "chat.tools_json")
         variables = _parse(chat.template_variables_json, dict, "chat.template_variables_json")
         default = not options.continues_last
-        text = self._template.render(
-            [_message(message, i, in_parts=self._images.has_parts) for i, message in enumerate(chat.messages)],
+        render = partial(
+            self._template.render,
             tools=tools,
             add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else default,
             variables=variables,
         )
+        has_parts = self._images.has_parts
+        messages = [_message(message, i, in_parts=has_parts) for i, message in enumerate(chat.messages)]
+        text = render(messages)
         if options.continues_last:
-            text = _cut_after(text, chat.messages[-1], len(chat.messages) - 1)
+            last = len(messages) - 1
+            content = text_of(chat.messages[last])
+            if not content.strip():
+                raise InvalidArgumentError(
+                    "must have text that the output can continue", field=f"chat.messages[{last}].content"
+                )
+            marked = render([*messages[:last], _message(_with_mark(chat.messages[last]), last, in_parts=has_parts)])
+            text = _cut_after(text, marked, content, f"chat.messages[{last}].content")
         text = self._images.expand(text, image_texts, "chat")
         self._check_length(text, "chat")
         return self._text_ids(text, limit, adds_special_tokens=options.adds_special_tokens is True)
@@ -207,17 +220,42 @@ def _message(message: pb.ChatMessage, index: int, *, in_parts: bool) -> dict[str
     return turn
 
 
-def _cut_after(text: str, message: pb.ChatMessage, index: int) -> str:
-    """Return a rendered conversation up to the content of its last message."""
-    path = f"chat.messages[{index}].content"
+def text_of(message: pb.ChatMessage) -> str:
+    """Return the text that ends a message's content."""
     texts = [part.text for part in message.parts if part.HasField("text")]
-    content = texts[-1] if texts else message.content
-    if not content.strip():
-        raise InvalidArgumentError("must have text that the output can continue", field=path)
+    return texts[-1] if texts else message.content
+
+
+def _with_mark(message: pb.ChatMessage) -> pb.ChatMessage:
+    """Return a message whose text ends with _END_MARK."""
+    marked = pb.ChatMessage()
+    marked.CopyFrom(message)
+    texts = [part for part in marked.parts if part.HasField("text")]
+    if texts:
+        texts[-1].text += _END_MARK
+    else:
+        marked.content += _END_MARK
+    return marked
+
+
+def _cut_after(text: str, marked: str, content: str, path: str) -> str:
+    """Return a rendered conversation up to the content of its last message.
+
+    Args:
+        text: The conversation.
+        marked: The conversation, rendered with _END_MARK at the end of the content.
+        content: The content.
+        path: Its field in the request.
+    """
+    before = marked[: max(marked.rfind(_END_MARK), 0)]
+    # Some templates remove white space at the end.
+    for kept in (before, before.rstrip()):
+        if kept and text.startswith(kept):
+            return kept
+    # The template changes the content, depending on its end.
     start = text.rfind(content.strip())
     if start < 0:
         raise InvalidArgumentError("cannot be continued: the chat template changes it", field=path)
-    # Some templates remove white space at the end.
     kept = content.lstrip()
     return text[: start + len(kept if text.startswith(kept, start) else content.strip())]
 

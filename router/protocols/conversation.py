@@ -27,7 +27,7 @@ from router.parsers.guides import CallGrammar, auto_guide, calls_or_json
 from router.parsers.guides import after_thinking as json_after_thinking
 from router.parsers.machine import Machine, Offer, Schema, Script, Steps, arguments_text, parse_json
 from router.parsers.reasoning import after_thinking, plain
-from router.pipeline.prompt import PromptBuilder, PromptOptions
+from router.pipeline.prompt import PromptBuilder, PromptOptions, text_of
 from router.pipeline.request_checks import fit_to_context
 
 logger = logging.getLogger(__name__)
@@ -252,8 +252,13 @@ class Conversation:
         reasoning.
         """
         tags = self.model.format.reasoning
-        tail = tokenizer.decode(list(ids[-_NUM_TAIL:]), skip_special_tokens=False)
-        self.is_thinking = tags is not None and tags.is_open_after(tail)
+        if tags is None:
+            self.is_thinking = False
+        elif self.options.continues_last:
+            self.is_thinking = tags.is_open_in(text_of(self.request.chat.messages[-1]))
+        else:
+            tail = tokenizer.decode(list(ids[-_NUM_TAIL:]), skip_special_tokens=False)
+            self.is_thinking = tags.is_open_after(tail)
         self.num_prompt_tokens = len(ids)
 
     def add_guide(self) -> None:

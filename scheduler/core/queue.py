@@ -28,15 +28,18 @@ from scheduler.core.request import Request
 
 # Number of idle clients to remember, in addition to two per waiting request.
 _MAX_IDLE_CLIENTS = 64
+# Number of entries of requests that do not wait any longer to keep, in addition to one per waiting request.
+_MAX_REMOVED = 64
 
 
 class _Client:
-    """The waiting requests of one client with one priority."""
+    """The waiting requests of one client with one priority. `num_removed` of them, or fewer, do not wait any longer."""
 
-    __slots__ = ("requests", "virtual_time")
+    __slots__ = ("num_removed", "requests", "virtual_time")
 
     def __init__(self, virtual_time: float) -> None:
         self.virtual_time = virtual_time
+        self.num_removed = 0
         self.requests: deque[Request] = deque()
 
 
@@ -96,6 +99,14 @@ class _FairQueue:
     def withdraw(self, request: Request) -> None:
         """Remove a request from any position."""
         self._clients[request.spec.client_id].requests.remove(request)
+
+    def note_removed(self, request: Request, waiting: dict[Request, int]) -> None:
+        """Note that a request does not wait any longer; forget such requests once they are more than the others."""
+        client = self._clients[request.spec.client_id]
+        client.num_removed += 1
+        if client.num_removed > len(client.requests) // 2 + _MAX_REMOVED:
+            client.requests = deque(other for other in client.requests if other in waiting)
+            client.num_removed = 0
 
     def charge(self, client_id: str, cost: float) -> None:
         """Charge a client for a request that has started: its first request, or one that a policy selected."""
@@ -215,8 +226,18 @@ class RequestQueue:
             del self._held[request]
         elif request in self._returned_requests:
             self._returned_requests.discard(request)
+            self._forget_returned()
         elif request in self._num_charged:  # the request may be put back before its entry here reaches the head
             self._fair[request.spec.priority].withdraw(request)
+        else:
+            self._fair[request.spec.priority].note_removed(request, self._waiting)
+
+    def _forget_returned(self) -> None:
+        """Forget entries of requests that were removed or started, once they are more than the others."""
+        if len(self._returned) > 2 * len(self._returned_requests) + _MAX_REMOVED:
+            entries = {entry[2]: entry for entry in self._returned if entry[2] in self._returned_requests}
+            self._returned = list(entries.values())
+            heapq.heapify(self._returned)
 
     def head(self) -> Request | None:
         """The request to serve next."""
@@ -251,7 +272,9 @@ class RequestQueue:
             self._fair[request.spec.priority].charge(request.spec.client_id, cost)
         if is_whole:
             self.num_tokens -= self._waiting.pop(request)
-            self._returned_requests.discard(request)
+            if request in self._returned_requests:
+                self._returned_requests.discard(request)
+                self._forget_returned()
             self._held.pop(request, None)
             return
         num_tokens = sum(sequence.num_tokens for sequence in request.waiting_sequences[num_sequences:])

@@ -253,8 +253,10 @@ class Engine:
     def _on_attach(self, request_id: str) -> None:
         self._apply(Attached(self.now_ns(), request_id))  # leaves nothing to plan
 
-    def _on_detach(self, request_id: str) -> None:
-        self._apply(Detached(self.now_ns(), request_id))  # may start a timer, but leaves nothing to plan
+    def _on_detach(self, request: Request) -> None:
+        # The reader may have stayed longer than its request, whose id another request may have now.
+        if self.core.lifecycle.requests.get(request.request_id) is request:
+            self._apply(Detached(self.now_ns(), request.request_id))  # may start a timer, but leaves nothing to plan
         self._check_idle()
         self._arm()
 

@@ -70,7 +70,7 @@ class FeedHub:
         self,
         scheduler_epoch: int,
         on_attach: Callable[[str], None],
-        on_detach: Callable[[str], None],
+        on_detach: Callable[[Request], None],
         clock: SteadyClock,
     ) -> None:
         """Create a hub without requests.
@@ -78,7 +78,7 @@ class FeedHub:
         Args:
             scheduler_epoch: The epoch to send with every batch.
             on_attach: Called with the id of a request that gained a reader.
-            on_detach: Called with the id of a request that lost a reader.
+            on_detach: Called with a request that lost a reader.
         """
         self.clock = clock
         self.scheduler_epoch = scheduler_epoch
@@ -262,7 +262,7 @@ class DetokenizerFeed:
             attachment.log.readers.discard(attachment)
             attachment.log.is_awaited = False
             self.dirty.pop(attachment, None)
-            self._hub.on_detach(attachment.log.request.request_id)
+            self._hub.on_detach(attachment.log.request)
 
     def request_of(self, stream: int) -> Request | None:
         attachment = self._attachments.get(stream)

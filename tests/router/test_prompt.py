@@ -105,6 +105,16 @@ async def test_the_output_can_continue_the_last_message(builder: PromptBuilder, 
     assert raised.value.field == "chat.messages[1].content"
 
 
+@pytest.mark.parametrize("content", ["<", "|", "end", "im_end|>", "user"])
+async def test_a_continued_message_may_have_the_text_of_the_templates_marks(
+    builder: PromptBuilder, tokenizer: Tokenizer, content: str
+) -> None:
+    turns = [pb.ChatMessage(role="user", content="Hi"), pb.ChatMessage(role="assistant", content=content)]
+    options = PromptOptions(continues_last=True)
+    ids = await builder.token_ids(pb.GenerateRequest(chat=pb.ChatInput(messages=turns)), options)
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith(f"Hi<|im_end|>\n<|im_start|>assistant\n{content}")
+
+
 async def test_a_prompt_is_truncated_to_its_end(builder: PromptBuilder, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("one two three four five")
     request = pb.GenerateRequest(prompt="one two three four five", max_tokens=8190)

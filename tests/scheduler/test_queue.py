@@ -140,6 +140,25 @@ def test_a_removed_request_is_skipped_and_its_tokens_are_not_counted() -> None:
     assert queue.num_tokens == 0
 
 
+def test_removed_requests_are_freed_behind_a_more_urgent_one_that_waits() -> None:
+    queue = RequestQueue(10)
+    queue.push(request("urgent", priority=1))
+    returned = request("returned")
+    for _ in range(1000):
+        item = request("x")
+        queue.push(item)
+        queue.remove(item)
+        queue.put_back(returned)
+        queue.remove(returned)
+    assert len(queue._fair[0]._clients[""].requests) < 100
+    assert len(queue._returned) < 100
+    assert len(queue) == 1
+    last = request("last")
+    queue.push(last)
+    queue.take(queue.head() or last, 1)
+    assert queue.head() is last
+
+
 def test_clients_that_are_gone_are_forgotten() -> None:
     queue = RequestQueue(10)
     for number in range(1000):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 from midstream.errors import InvalidArgumentError
 from router.parsers.machine import refuse_constant
 from router.protocols.batches.batch import Batch
+from router.protocols.openai.body import check_texts
 
 MAX_LINES = 50_000
 _MAX_ERRORS = 100
@@ -46,10 +47,7 @@ class Outcome:
 
 def read_line(number: int, data: bytes, endpoint: str) -> Line:
     """Parse a line of the input file. Raises InvalidArgumentError if it is not a request to the batch's endpoint."""
-    try:
-        fields = json.loads(data, parse_constant=refuse_constant)
-    except (ValueError, RecursionError):
-        raise InvalidArgumentError("is not JSON", field="") from None
+    fields = _parse(data)
     if not isinstance(fields, dict):
         raise InvalidArgumentError("must be an object")
     unknown = sorted(fields.keys() - _FIELDS)
@@ -68,6 +66,17 @@ def read_line(number: int, data: bytes, endpoint: str) -> Line:
         if body.get(name):
             raise InvalidArgumentError("must not be set in a batch", field=f"body.{name}")
     return Line(number, custom_id, body)
+
+
+def _parse(data: bytes) -> object:
+    try:
+        value: object = json.loads(data, parse_constant=refuse_constant)
+        # A lone surrogate is valid JSON, but not valid text.
+        if b"\\ud" in data.lower():
+            check_texts(value)
+    except (ValueError, RecursionError):
+        raise InvalidArgumentError("is not JSON", field="") from None
+    return value
 
 
 async def check_lines(lines: AsyncIterator[bytes], endpoint: str) -> tuple[int, list[dict[str, object]]]:
@@ -101,7 +110,13 @@ def _error(code: str, message: str, param: str, line: int | None) -> dict[str, o
 def answered(batch: Batch, line: Line, status: int, request_id: str, body: dict[str, object]) -> Outcome:
     """Return the outcome of a line whose request was answered, with a result or an error."""
     response = {"status_code": status, "request_id": request_id, "body": body}
-    return Outcome(_text(batch, line, response, None), status != 200, usage_of(body) if status == 200 else {})
+    is_error = status != 200 or has_failed(body)
+    return Outcome(_text(batch, line, response, None), is_error, usage_of(body) if status == 200 else {})
+
+
+def has_failed(body: Mapping[str, object]) -> bool:
+    """Return whether a body is a response of `/v1/responses` that failed, which has HTTP's status 200."""
+    return body.get("object") == "response" and body.get("status") == "failed"
 
 
 def unanswered(batch: Batch, line: Line, code: str, message: str) -> Outcome:

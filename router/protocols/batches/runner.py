@@ -34,7 +34,7 @@ from router.protocols.batches.batch import ENDED, Batch, Batches
 from router.protocols.batches.calls import post
 from router.protocols.batches.files import FileInfo, Files
 from router.protocols.batches.lease import Lease, Leases
-from router.protocols.batches.lines import Line, Outcome, answered, check_lines, read_line, unanswered
+from router.protocols.batches.lines import Line, Outcome, answered, check_lines, has_failed, read_line, unanswered
 
 logger = logging.getLogger(__name__)
 
@@ -205,9 +205,9 @@ class BatchRunner:
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY_S)
         self._lines.labels(str(answer.status)).inc()
-        if answer.status == 504 and time.time() >= batch.expires_at - _CLOCK_S:
-            return None
         found = json.loads(answer.body)
+        if (answer.status == 504 or has_failed(found)) and time.time() >= batch.expires_at - _CLOCK_S:
+            return None
         name = answer.headers.get("x-request-id", found.get("id", ""))
         return answered(batch, line, answer.status, name, found)
 

@@ -13,7 +13,7 @@ from midstream.chunk import Chunk
 from midstream.client.result import Result
 from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnsupportedError
 from protos import generation_pb2 as pb
-from router.pipeline.prompt import PromptBuilder
+from router.pipeline.prompt import PromptBuilder, PromptOptions
 from router.protocols.kserve.tensors import InputTensor, OutputTensor
 
 _INTEGERS = frozenset({"INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"})
@@ -310,9 +310,14 @@ async def _fill_bias(request: pb.GenerateRequest, parts: Mapping[str, InputTenso
         raise InvalidArgumentError("must have one weight for each word", field="embedding_bias_weights")
     if weights.datatype != "FP32":
         raise InvalidArgumentError("must be FP32", field="embedding_bias_weights")
-    for word, weight in zip(_texts(words), weights.values, strict=False):
+    if words.datatype != "BYTES":
+        raise InvalidArgumentError("must be texts (BYTES)", field=words.name)
+    for word, weight in zip(words.values, weights.values, strict=True):
+        if not word:  # the padding of a batch
+            continue
+        request_of_word = pb.GenerateRequest(prompt=_decode(words, word))
         try:
-            ids = await prompts.token_ids(pb.GenerateRequest(prompt=word))
+            ids = await prompts.token_ids(request_of_word, PromptOptions(adds_special_tokens=False))
         except MidstreamError as error:
             raise InvalidArgumentError(error.message, field="embedding_bias_words") from None
         for token in ids:

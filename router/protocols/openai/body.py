@@ -30,7 +30,7 @@ class Body:
             value = parse_long_json(data)
             # A lone surrogate is valid JSON, but not valid text.
             if b"\\ud" in data.lower():
-                _check_texts(value)
+                check_texts(value)
         except (ValueError, RecursionError) as error:
             raise InvalidArgumentError(f"the body is not JSON: {error}") from None
         if not isinstance(value, dict):
@@ -143,7 +143,7 @@ class Body:
         raise InvalidArgumentError(f"must be {expected}", field=self.path(name))
 
 
-def _check_texts(value: object) -> None:
+def check_texts(value: object) -> None:
     """Raise UnicodeEncodeError if any text in a JSON value is not valid text."""
     left = [value]
     while left:

@@ -106,7 +106,7 @@ def _guide(guided: oe.GuidedDecoding) -> pb.GuidedDecodingConfig:
         if not guided.choice.choices:
             raise InvalidArgumentError("must not be empty", field="guided.choice.choices")
         # A JSON string is also an EBNF literal.
-        rule = " | ".join(json.dumps(choice) for choice in guided.choice.choices)
+        rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in guided.choice.choices)
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=f"root ::= {rule}")
     if kind is None:
         raise InvalidArgumentError("must be set", field="guided.guide")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
 
+from midstream.errors import InvalidArgumentError
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
+from router.protocols.batches.batch import Batch
 from router.protocols.batches.lease import Leases
-from router.protocols.batches.lines import Outcome, answered
+from router.protocols.batches.lines import Line, Outcome, answered, read_line
 from tests.router.conftest import Cluster, Part
 
 CHAT = "/v1/chat/completions"
@@ -221,3 +224,16 @@ async def test_a_batch_whose_router_dies_is_taken_over(
         assert batch.status == "completed"
         assert [row["custom_id"] for row in await rows(client, batch.output_file_id)] == [f"line {i}" for i in range(4)]
     assert len(cluster.scheduler.requests) == 4
+
+
+def test_a_failed_response_is_an_error_although_its_status_is_200() -> None:
+    batch, line = cast("Batch", SimpleNamespace(id="batch_a")), Line(0, "a", {})
+    failed: dict[str, object] = {"object": "response", "status": "failed", "error": {"message": "the deadline passed"}}
+    assert answered(batch, line, 200, "resp_a", failed).is_error
+    assert not answered(batch, line, 200, "resp_a", {"object": "response", "status": "incomplete"}).is_error
+
+
+def test_a_line_with_half_a_surrogate_pair_is_not_json() -> None:
+    for data in (b'{"\\ud800": 1}', b'{"custom_id": "\\uD83D"}'):
+        with pytest.raises(InvalidArgumentError, match="is not JSON"):
+            read_line(0, data, "/v1/completions")

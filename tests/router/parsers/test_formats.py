@@ -168,6 +168,15 @@ def test_a_prompt_tells_whether_the_model_thinks() -> None:
     assert not think.is_open_after("<|im_start|>assistant\n")
 
 
+def test_a_continued_message_tells_whether_the_model_thinks() -> None:
+    for name in ("think", "deepseek_r1"):
+        tags = REASONING_FORMATS[name]
+        assert tags is not None
+        assert tags.is_open_in("<think>\nI should")
+        assert not tags.is_open_in("<think>\nI should say hi.\n</think>\n\nHi")
+        assert not tags.is_open_in("The answer is")
+
+
 def test_call_ids_are_deterministic_and_valid_in_templates() -> None:
     for name, tools in TOOL_FORMATS.items():
         ids = [ModelFormat(tools).call_id(request, 0, index, "time") for request in "ab" for index in range(3)]
