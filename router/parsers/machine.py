@@ -27,6 +27,10 @@ Steps = Generator[None, None, _T]
 Schema = Mapping[str, object]
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in ('"', "'")}
 _SPACE = re.compile(r"\s*")
+# An escape in a JSON string; the group is half of a surrogate pair without its other half.
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,16 +287,25 @@ def refuse_constant(name: str) -> object:
 
 
 def parse_json(text: str) -> object:
-    """Return the JSON value in `text`. Raises ValueError if `text` is not JSON."""
+    """Return the JSON value in `text`, with U+FFFD for each lone surrogate. Raises ValueError if `text` is not JSON."""
     try:
-        return json.loads(text, parse_constant=refuse_constant)
+        return json.loads(_without_lone_surrogates(text), parse_constant=refuse_constant)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
 
 
+def _without_lone_surrogates(text: str) -> str:
+    """Replace the escapes of lone surrogates in a JSON text: they are valid JSON, but their value is not valid text."""
+    if "\\u" not in text:
+        return text
+    return _ESCAPE.sub(lambda found: r"\ufffd" if found[1] else found[0], text)
+
+
 def arguments_text(text: str) -> str | None:
-    """Return `text` without surrounding white space if it is a JSON object, otherwise None."""
-    text = text.strip()
+    """Return `text` without surrounding white space, and with U+FFFD for each lone surrogate, if it is a JSON object;
+    otherwise None.
+    """
+    text = _without_lone_surrogates(text.strip())
     try:
         return text if isinstance(parse_json(text), dict) else None
     except ValueError:

@@ -30,6 +30,11 @@ NOW: Named = ("time", {})
 CODE: Named = ("write-file", {"path": "a.py", "text": 'if x < 3:\n    print("{[<b>]}")\n'})
 
 
+# Half of a surrogate pair is valid JSON, but not valid text.
+LONE = r'{"path": "\ud83d\uD83D\ude00", "text": "\\ud83d", "\udc00": "\ude00\ud83d"}'
+MENDED: Named = ("write-file", {"path": "\ufffd😀", "text": "\\ud83d", "\ufffd": "\ufffd\ufffd"})
+
+
 @dataclass(frozen=True)
 class Transcript:
     """The text that a model writes, and its parsed contents.
@@ -73,6 +78,11 @@ def _json(call: Named, key: str = "arguments") -> str:
     return json.dumps({"name": call[0], key: call[1]}, ensure_ascii=False)
 
 
+def _call(arguments: str) -> str:
+    """Return a call of `write-file` whose arguments are JSON text."""
+    return f'{{"name": "write-file", "arguments": {arguments}}}'
+
+
 def _hermes(*calls: Named) -> str:
     return "\n".join(f"<tool_call>\n{_json(call)}\n</tool_call>" for call in calls)
 
@@ -82,6 +92,19 @@ GOOD = [
     Transcript("hermes", "See:\n\n" + _hermes(OSLO, TOKYO), "See:", [OSLO, TOKYO]),
     Transcript("hermes", _hermes(CODE) + "\nDone.", "Done.", [CODE]),
     Transcript("hermes", f"<tool_call>{_json(NOW)}", "", [NOW]),
+    Transcript("hermes", f"<tool_call>{_call(LONE)}</tool_call>", "", [MENDED]),
+    Transcript(
+        "hermes", f'<tool_call>{{"name": "write-file", "arguments": {json.dumps(LONE)}}}</tool_call>', "", [MENDED]
+    ),
+    Transcript("llama3_json", f"[{_call(LONE)}, ", "", [MENDED]),
+    Transcript("mistral", f"[TOOL_CALLS]write-file[ARGS]{LONE}", "", [MENDED]),
+    Transcript("openai", f"<|channel|>commentary to=functions.write-file<|message|>{LONE}<|call|>", "", [MENDED]),
+    Transcript(
+        "qwen3_coder",
+        '<function=weather>\n<parameter=near>\n["\\udE00\\uD83d"]\n</parameter>\n</function>',
+        "",
+        [("weather", {"near": ["\ufffd\ufffd"]})],
+    ),
     Transcript(
         "hermes",
         '<tool_call>\n{"name": "write-file", "arguments": {"path": "x", "text": "</tool_call>"}}\n</tool_call>',
