@@ -14,6 +14,7 @@ the text is split. A call is held until it is complete, because a malformed one 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -286,10 +287,20 @@ def refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not valid in JSON")
 
 
+def finite_float(text: str) -> float:
+    """Return the value of a JSON number. Raises ValueError if it is too large for a float, which Python's json module
+    would make infinite; for use as a `parse_float` callback.
+    """
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError("a number is too large")
+    return value
+
+
 def parse_json(text: str) -> object:
     """Return the JSON value in `text`, with U+FFFD for each lone surrogate. Raises ValueError if `text` is not JSON."""
     try:
-        return json.loads(_without_lone_surrogates(text), parse_constant=refuse_constant)
+        return json.loads(_without_lone_surrogates(text), parse_constant=refuse_constant, parse_float=finite_float)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
 
