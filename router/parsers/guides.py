@@ -124,7 +124,7 @@ def _calls(
         # A name may itself contain NUMBER.
         parts = [spell(part.replace("NAME", name)) for part in grammar.opening.split("NUMBER")]
         opening = " /[0-9]+/ ".join(parts)
-        parameters = _json(schema if name in strict else {"type": "object"})
+        parameters = _json({"type": "object", **(schema if name in strict else {})})
         calls.append(f"{opening} {parameters} {spell(grammar.closing)}".strip())
     section = "call"
     if grammar.separator is not None and max_calls != 1:
