@@ -170,6 +170,13 @@ GOOD = [
         is_thinking=True,
     ),
     Transcript("qwen3_coder", "<function=time>\n</function>\n", "", [NOW]),
+    Transcript("qwen3_coder", "See:\n<function=time>\n</function>\n</tool_call>\nOn.", "See:On.", [NOW]),
+    Transcript(
+        "qwen3_coder",
+        "<tool_call>\n<function=time>\n</function>\n<function=time>\n</function>\n</tool_call>",
+        "",
+        [NOW, NOW],
+    ),
     Transcript(
         "glm45",
         "\n<think>Both.</think>\nI look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>東京 🗼</arg_value>"
