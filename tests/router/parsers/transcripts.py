@@ -226,6 +226,15 @@ GOOD = [
         [OSLO],
     ),
     Transcript(
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="time">\n<｜DSML｜parameter name="zone" string="true">007'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="at" string="false">7</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="on" string="true">12</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        "",
+        [("time", {"zone": "007", "at": 7, "on": "12"})],
+    ),
+    Transcript(
         "kimi_k2",
         "<think>A city.</think>I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
         '<|tool_call_argument_begin|>{"city": "東京 🗼", "near": ["横浜", "a ] b"]}<|tool_call_end|><|tool_call_begin|>'
