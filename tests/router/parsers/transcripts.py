@@ -92,6 +92,12 @@ GOOD = [
     Transcript("hermes", "See:\n\n" + _hermes(OSLO, TOKYO), "See:", [OSLO, TOKYO]),
     Transcript("hermes", _hermes(CODE) + "\nDone.", "Done.", [CODE]),
     Transcript("hermes", f"<tool_call>{_json(NOW)}", "", [NOW]),
+    Transcript(
+        "hermes",
+        f'<tool_call>{{"name": "rm", "arguments": {{"x": "y}}}}</tool_call>\n{_hermes(OSLO, CODE)}\nDone.',
+        '<tool_call>{"name": "rm", "arguments": {"x": "y}}</tool_call>Done.',
+        [OSLO, CODE],
+    ),
     Transcript("hermes", f"<tool_call>{_call(LONE)}</tool_call>", "", [MENDED]),
     Transcript(
         "hermes", f'<tool_call>{{"name": "write-file", "arguments": {json.dumps(LONE)}}}</tool_call>', "", [MENDED]
