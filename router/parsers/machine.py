@@ -75,7 +75,7 @@ class Machine:
         self._held = ""
         self._is_ended = False
         self._has_finished = False
-        self._space = ""  # white space trimmed before the last marker
+        self._space = ""  # white space of the answer trimmed before the last marker
         self._num_calls = 0
         self._events: list[Event] = []
         self._script = script(self)
@@ -168,7 +168,8 @@ class Machine:
             end = len(self._held[:end].rstrip()) if marker or not self._is_ended else len(self._held)
             emit(self._held[:end])
             if marker:
-                self._space = self._held[end:position]
+                # White space after reasoning is not part of the answer.
+                self._space = self._held[end:position] if emit == self.text else ""
                 self._held = self._held[position + len(marker) :]
                 return marker
             self._held = self._held[end:]

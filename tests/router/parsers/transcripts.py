@@ -132,6 +132,9 @@ GOOD = [
     Transcript("llama3_json", f"\n[{_json(NOW)}, {_json(CODE)}]\n", "", [NOW, CODE]),
     Transcript("llama3_json", f"Let me see.<|python_tag|>{_json(NOW)}", "Let me see.", [NOW]),
     Transcript("llama3_json", '{"answer": 42} is it.', '{"answer": 42} is it.'),
+    Transcript("llama3_json", '<think>a \n\n</think>{"answer": 1}', '{"answer": 1}', [], "a", "think"),
+    Transcript("pythonic", "<think>a\n\n</think>[1] foo", "[1] foo", [], "a", "think"),
+    Transcript("mistral", '[THINK]a\n[/THINK]{"answer": 1}', '{"answer": 1}', [], "a", "mistral"),
     Transcript("pythonic", "Just text [1].", "Just text [1]."),
     Transcript("pythonic", '[weather(city="Oslo", days=3, hourly=True)]', "", [OSLO]),
     Transcript(
