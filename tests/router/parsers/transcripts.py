@@ -104,6 +104,16 @@ GOOD = [
     ),
     Transcript("llama3_json", f"[{_call(LONE)}, ", "", [MENDED]),
     Transcript("mistral", f"[TOOL_CALLS]write-file[ARGS]{LONE}", "", [MENDED]),
+    Transcript(
+        "openai",
+        "<|channel|>analysis<|message|>One. <|end|><|start|>assistant<|channel|>analysis<|message|><|end|><|start|>"
+        "assistant<|channel|>analysis<|message|>Two.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+        "<|end|><|start|>assistant<|channel|>final<|message|>Done.\n<|end|><|start|>assistant to=functions.rm"
+        "<|channel|>commentary<|message|>{}<|call|>",
+        "I look.\n\nDone.\n\n{}",
+        [],
+        "One.\n\nTwo.",
+    ),
     Transcript("openai", f"<|channel|>commentary to=functions.write-file<|message|>{LONE}<|call|>", "", [MENDED]),
     Transcript(
         "qwen3_coder",
