@@ -121,8 +121,10 @@ def _calls(
     strict = frozenset(strict)
     calls = []
     for name, schema in tools.items():
-        opening = spell(grammar.opening.replace("NAME", name))
-        parameters = _json(schema if name in strict else {"type": "object"})
+        # A name may itself contain NUMBER.
+        parts = [spell(part.replace("NAME", name)) for part in grammar.opening.split("NUMBER")]
+        opening = " /[0-9]+/ ".join(parts)
+        parameters = _json({"type": "object", **(schema if name in strict else {})})
         calls.append(f"{opening} {parameters} {spell(grammar.closing)}".strip())
     section = "call"
     if grammar.separator is not None and max_calls != 1:
@@ -145,7 +147,8 @@ class _Speller:
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = tokens
         marks = sorted(map(re.escape, tokens), key=len, reverse=True)
-        self._split = re.compile("|".join([*marks, "NUMBER"]))
+        # Without marks, the pattern must match nothing.
+        self._split = re.compile("|".join(marks) or r"(?!)")
 
     def first_token(self, text: str) -> int | None:
         """Return the id of the special token that `text` begins with."""
@@ -157,7 +160,7 @@ class _Speller:
         terms, position = [], 0
         for found in self._split.finditer(text):
             terms.append(_literal(text[position : found.start()]))
-            terms.append("/[0-9]+/" if found[0] == "NUMBER" else f"<[{self._tokens[found[0]]}]>")
+            terms.append(f"<[{self._tokens[found[0]]}]>")
             position = found.end()
         return " ".join(filter(None, [*terms, _literal(text[position:])]))
 

@@ -21,6 +21,7 @@ _HEADER = re.compile(r"[\w.\s=]*(<\|(channel|constrain)\|>[\w.\s=]*)*")
 
 def script(machine: Machine) -> Steps[None]:
     """Parse a sequence of messages."""
+    last = ""
     while True:
         space = yield from machine.take_space()
         begin = yield from machine.accept(START, CHANNEL, "to=functions.")
@@ -34,22 +35,39 @@ def script(machine: Machine) -> Steps[None]:
             continue
         header, mark = yield from machine.take_until(MESSAGE, *ENDS)
         if mark == MESSAGE:
-            yield from _body(machine, begin + header)
+            last = yield from _body(machine, begin + header, last)
         elif mark or not _HEADER.fullmatch(header):
             machine.settle(None, begin + header + mark)
 
 
-def _body(machine: Machine, header: str) -> Steps[None]:
+def _body(machine: Machine, header: str, last: str) -> Steps[str]:
+    """Parse the body of a message, and return the kind of output that it is; `last` is the previous output's.
+
+    A paragraph break separates messages of the same kind, which would otherwise be one text.
+    """
     channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+    kind = "reasoning" if channel and channel[1] == "analysis" and not recipient else "text"
+    emit = machine.reasoning if kind == "reasoning" else machine.text
+    gap = "\n\n" if kind == last else ""
+    is_empty = True
+
+    def add(text: str) -> None:
+        nonlocal is_empty
+        if text:
+            emit(gap + text if is_empty else text)
+            is_empty = False
+
     mark: str | None
     if recipient:
         body, mark = yield from machine.take_until(*ENDS, START)
         arguments = arguments_text(body or "{}")
         # Emit the body of a malformed call as text, but not its header, which is markup.
-        machine.settle(None if arguments is None else [Call(recipient[1], arguments)], body)
-    elif channel and channel[1] == "analysis":
-        mark = yield from machine.copy_until(machine.reasoning, *ENDS, START)
+        if machine.settle(None if arguments is None else [Call(recipient[1], arguments)], ""):
+            kind, is_empty = "call", False
+        else:
+            add(body)
     else:
-        mark = yield from machine.text_until(*ENDS, START)
+        mark = yield from machine.copy_until(add, *ENDS, START)
     if mark == START:
         machine.unread(mark)
+    return last if is_empty else kind

@@ -10,13 +10,22 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 def script(machine: Machine) -> Steps[None]:
     """Parse text and calls."""
+    has_put_back = False
     while (yield from machine.text_until(OPENING)):
         # A closing tag inside a string of the arguments does not end the call.
         space = yield from machine.take_space()
-        body, is_complete = "", False
-        if (yield from machine.peek()) == "{":
-            body, is_complete = yield from machine.take_balanced(CLOSING)
+        is_object = (yield from machine.peek()) == "{"
+        body = ""
+        if is_object and not has_put_back:
+            body, _ = yield from machine.take_balanced(CLOSING)
         rest, closing = yield from machine.take_until(CLOSING)
-        calls = read_calls(body) if is_complete and not rest.strip() else None
-        if machine.settle(calls, OPENING + space + body + rest + closing):
+        body += rest
+        calls = read_calls(body) if is_object else None
+        if calls is None:
+            # Without one of its quotes, a call seems to go on into later ones, which may be valid. These end at their
+            # first closing tag, so that each text is read twice at most.
+            body, closing, later = (body + closing).partition(CLOSING)
+            machine.unread(later)
+            has_put_back = has_put_back or bool(later)
+        if machine.settle(calls, OPENING + space + body + closing):
             yield from machine.take_space()

@@ -13,18 +13,21 @@ def invocations(prefix: str, begin: str, end: str) -> Script:
     """Return the parser for tags that begin with `prefix`, in sections between `begin` and `end`."""
     tag = re.escape(prefix)
     parameter = re.compile(
-        rf'\s*<{tag}parameter name="([^">]+)"(?: string="(?:true|false)")?>(.*?)</{tag}parameter>', re.DOTALL
+        rf'\s*<{tag}parameter name="([^">]+)"(?: string="(true|false)")?>(.*?)</{tag}parameter>', re.DOTALL
     )
 
     def read(body: str, offer: Offer) -> Call | None:
         name, opening, rest = body.partition('">')
-        values, position = [], 0
+        values, texts, position = [], set(), 0
         while found := parameter.match(rest, position):
-            values.append((found[1].strip(), found[2]))
+            key = found[1].strip()
+            values.append((key, found[3]))
+            if found[2] == "true":
+                texts.add(key)
             position = found.end()
         if not opening or rest[position:].strip() or name not in offer.tools:
             return None
-        return Call(name, arguments_of(values, offer.tools[name]))
+        return Call(name, arguments_of(values, offer.tools[name], texts))
 
     return section(begin, end, f'<{prefix}invoke name="', f"</{prefix}invoke>", read)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 
-from router.parsers.machine import Call, parse_json, refuse_constant
+from router.parsers.machine import Call, parse_json
 
 _SPACE = re.compile(r"\s*")
-_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
+_DECODER = json.JSONDecoder()
 
 
 def read_call(value: object) -> Call | None:
@@ -53,7 +53,8 @@ def split_calls(text: str) -> tuple[list[Call], str]:
     while text.startswith(mark, position):
         position = _after_space(text, position + 1)
         try:
-            value, end = _DECODER.raw_decode(text, position)
+            _, end = _DECODER.raw_decode(text, position)
+            value = parse_json(text[position:end])
         except (ValueError, RecursionError):
             break
         call = read_call(value)

@@ -14,6 +14,7 @@ the text is split. A call is held until it is complete, because a malformed one 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ Steps = Generator[None, None, _T]
 Schema = Mapping[str, object]
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in ('"', "'")}
 _SPACE = re.compile(r"\s*")
+# An escape in a JSON string; the group is half of a surrogate pair without its other half.
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class Machine:
         self._held = ""
         self._is_ended = False
         self._has_finished = False
-        self._space = ""  # white space trimmed before the last marker
+        self._space = ""  # white space of the answer trimmed before the last marker
         self._num_calls = 0
         self._events: list[Event] = []
         self._script = script(self)
@@ -163,7 +168,8 @@ class Machine:
             end = len(self._held[:end].rstrip()) if marker or not self._is_ended else len(self._held)
             emit(self._held[:end])
             if marker:
-                self._space = self._held[end:position]
+                # White space after reasoning is not part of the answer.
+                self._space = self._held[end:position] if emit == self.text else ""
                 self._held = self._held[position + len(marker) :]
                 return marker
             self._held = self._held[end:]
@@ -282,17 +288,36 @@ def refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not valid in JSON")
 
 
+def finite_float(text: str) -> float:
+    """Return the value of a JSON number. Raises ValueError if it is too large for a float, which Python's json module
+    would make infinite; for use as a `parse_float` callback.
+    """
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError("a number is too large")
+    return value
+
+
 def parse_json(text: str) -> object:
-    """Return the JSON value in `text`. Raises ValueError if `text` is not JSON."""
+    """Return the JSON value in `text`, with U+FFFD for each lone surrogate. Raises ValueError if `text` is not JSON."""
     try:
-        return json.loads(text, parse_constant=refuse_constant)
+        return json.loads(_without_lone_surrogates(text), parse_constant=refuse_constant, parse_float=finite_float)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
 
 
+def _without_lone_surrogates(text: str) -> str:
+    """Replace the escapes of lone surrogates in a JSON text: they are valid JSON, but their value is not valid text."""
+    if "\\u" not in text:
+        return text
+    return _ESCAPE.sub(lambda found: r"\ufffd" if found[1] else found[0], text)
+
+
 def arguments_text(text: str) -> str | None:
-    """Return `text` without surrounding white space if it is a JSON object, otherwise None."""
-    text = text.strip()
+    """Return `text` without surrounding white space, and with U+FFFD for each lone surrogate, if it is a JSON object;
+    otherwise None.
+    """
+    text = _without_lone_surrogates(text.strip())
     try:
         return text if isinstance(parse_json(text), dict) else None
     except ValueError:

@@ -29,7 +29,8 @@ def script(machine: Machine) -> Steps[None]:
         if not machine.settle([call] if call else None, raw):
             continue
         yield from machine.take_space()
-        if mark == _OPENING and (yield from machine.accept(_CLOSING)):
+        # The closing tag may follow without an opening one, or after several functions.
+        if (yield from machine.accept(_CLOSING)):
             yield from machine.take_space()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from router.parsers.machine import Schema, parse_json
 
@@ -19,11 +19,11 @@ _KINDS_OF: dict[type, set[str]] = {
 _WORDS: dict[str, object] = {"true": True, "false": False, "null": None, "none": None}
 
 
-def arguments_of(values: Iterable[tuple[str, str]], schema: Schema) -> str:
-    """Return a call's arguments as a JSON object."""
+def arguments_of(values: Iterable[tuple[str, str]], schema: Schema, texts: Collection[str] = ()) -> str:
+    """Return a call's arguments as a JSON object; those named in `texts` are strings whatever the schema says."""
     properties = schema.get("properties")
     known = properties if isinstance(properties, Mapping) else {}
-    arguments = {name: _value(text, known.get(name)) for name, text in values}
+    arguments = {name: text if name in texts else _value(text, known.get(name)) for name, text in values}
     return json.dumps(arguments, ensure_ascii=False)
 
 

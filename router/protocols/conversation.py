@@ -275,7 +275,7 @@ class Conversation:
         if not tools.schemas:
             return None
         if tools.choice == "named":
-            return self._json_guide(tools.schemas[tools.named])
+            return self._json_guide({"type": "object", **tools.schemas[tools.named]})
         if tools.choice == "required":
             calls = [_call_schema(*tool, f"#/items/anyOf/{i}") for i, tool in enumerate(tools.schemas.items())]
             array: dict[str, object] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
@@ -436,7 +436,9 @@ def _arguments(name: str, machine: Machine) -> Steps[None]:
 
 def _call_schema(name: str, parameters: Schema, pointer: str) -> dict[str, object]:
     """Return the schema of a call, to be placed at `pointer` in a document; adjust the references in `parameters`."""
-    moved = _REFERENCE.sub(f'"$ref": "{pointer}/properties/parameters', json.dumps(parameters))
+    # Arguments are an object even if their schema does not say so.
+    text = json.dumps({"type": "object", **parameters})
+    moved = _REFERENCE.sub(f'"$ref": "{pointer}/properties/parameters', text)
     return {
         "type": "object",
         "properties": {"name": {"const": name}, "parameters": json.loads(moved)},

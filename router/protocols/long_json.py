@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from json import decoder, scanner
 from typing import Any
 
-from router.parsers.machine import refuse_constant
+from router.parsers.machine import finite_float, refuse_constant
 
 # With no more separators than this, `json.loads` takes a few milliseconds; long texts of escapes take up to 70.
 _MAX_SEPARATORS = 20_000
@@ -28,11 +28,11 @@ _Scan = Callable[[str, int], tuple[object, int]]
 
 
 def parse_long_json(data: bytes) -> object:
-    """Return the JSON value in `data`. Raises ValueError if `data` is not JSON, or has too many values, or
-    RecursionError if it is nested too deeply.
+    """Return the JSON value in `data`. Raises ValueError if `data` is not JSON, or has too many values or a
+    number that is too large for a float, or RecursionError if it is nested too deeply.
     """
     if data.count(b",") + data.count(b"[") + data.count(b"{") <= _MAX_SEPARATORS:
-        return json.loads(data, parse_constant=refuse_constant)
+        return json.loads(data, parse_constant=refuse_constant, parse_float=finite_float)
     return _Decoder().decode(data.decode())
 
 
@@ -54,7 +54,7 @@ def _render(value: object) -> str:
 
 class _Decoder(json.JSONDecoder):
     def __init__(self) -> None:
-        super().__init__(parse_constant=refuse_constant)
+        super().__init__(parse_constant=refuse_constant, parse_float=finite_float)
         self._num_values = 0
         self.parse_object = self._object
         self.parse_array = self._array
@@ -96,7 +96,7 @@ def _numbers(text: str, start: int) -> tuple[list[Any], int] | None:
     if end - start < _MIN_PIECE or text.startswith("]", _SPACES.match(text, end + 1).end()):  # type: ignore[union-attr]
         return None
     try:
-        numbers = json.loads(f"[{text[start:end]}]")
+        numbers = json.loads(f"[{text[start:end]}]", parse_float=finite_float)
     except ValueError:
         return None
     return (numbers, end + 1) if numbers else None

@@ -137,6 +137,32 @@ def test_schemas_of_required_calls_may_have_references() -> None:
             assert (all(map(matcher.consume_token, tokens)) and matcher.is_accepting()) == fits
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"properties": {"city": {"type": "string"}}, "required": ["city"]},
+        {"anyOf": [{"required": ["city"]}, {"type": "string"}]},
+        {"$ref": "#/$defs/Place", "$defs": {"Place": {"properties": {"city": {"type": "string"}}}}},
+    ],
+)
+def test_arguments_are_an_object_even_if_their_schema_has_no_type(schema: dict[str, object]) -> None:
+    named = Tools({"find": schema}, choice="named", named="find")
+    required = Tools({"find": schema}, choice="required")
+    strict = Tools({"find": schema}, strict=frozenset({"find"}))
+    for tools, kind, before, after in (
+        (named, "json_schema", "", ""),
+        (required, "json_schema", '[{"name": "find", "parameters": ', "}]"),
+        (strict, "ebnf", '<tool_call>\n{"name": "find", "arguments": ', "}\n</tool_call>"),
+    ):
+        guide = conversation(model(), tools, None).request.guided_decoding
+        for arguments, fits in (('{"city": "Oslo"}', True), ("3", False), ('"Oslo"', False), ("[]", False)):
+            library = llguidance.LLTokenizer("byte")
+            matcher = compile_guide(Guide(kind, guide.guide), library)
+            tokens = library.tokenize_str(before + arguments + after)
+            assert (all(map(matcher.consume_token, tokens)) and matcher.is_accepting()) == fits
+
+
 def test_complete_calls_are_read_if_required_ones_are_cut_off() -> None:
     required = Tools(TOOLS.schemas, choice="required")
     text = '[{"name": "weather", "parameters": {"city": "Oslo"}}, {"name": "ti'

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.parsers.machine import refuse_constant
+from router.parsers.machine import finite_float, refuse_constant
 from router.protocols import long_json
 from router.protocols.long_json import parse_long_json, render_long_json
 
@@ -48,7 +48,13 @@ def test_a_long_text_has_the_value_or_the_error_that_the_standard_parser_gives(t
         patch.setattr(long_json, "_MIN_PIECE", 2)
         patch.setattr(long_json, "_NUMBERS", re.compile(r"[-+.eE0-9, \t\n\r]{0,9}"))
         found = outcome(lambda: parse_long_json(text.encode()))
-    assert found == outcome(lambda: json.loads(text, parse_constant=refuse_constant))
+    assert found == outcome(lambda: json.loads(text, parse_constant=refuse_constant, parse_float=finite_float))
+
+
+def test_a_number_that_is_too_large_is_refused() -> None:
+    for numbers in ("1e999", f"{'1, ' * 30_000}-1e999", f"1e999{', 1' * 30_000}"):
+        with pytest.raises(ValueError, match="a number is too large"):
+            parse_long_json(f"[{numbers}]".encode())
 
 
 def test_the_lock_is_held_for_a_small_piece_of_the_text_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Iterable
 
 from midstream.chunk import Chunk, FinishReason, Usage
 from router.parsers.events import CallArguments, CallBegin, CallEnd, Event, ReasoningDelta, TextDelta
+from router.parsers.machine import parse_json
 
 Fields = dict[str, object]
 
@@ -117,7 +117,7 @@ class MessageWriter:
             block["signature"] = base64.b64encode(digest).decode()
             written.append(self._shown_delta("signature_delta", "signature", block["signature"]))
         elif block["type"] == "tool_use":
-            block["input"] = json.loads(self._input) if _is_object(self._input) else {}
+            block["input"] = _object(self._input)
         return [*written, {"type": "content_block_stop", "index": index}]
 
     def _delta(self, field: str, kind: str, text: str) -> Fields:
@@ -143,9 +143,10 @@ def usage_fields(usage: Usage, num_kept: int) -> Fields:
     }
 
 
-def _is_object(text: str) -> bool:
-    """Return whether a call's arguments are complete; max_tokens may have truncated them."""
+def _object(text: str) -> Fields:
+    """Return a call's arguments; empty if they are incomplete, as max_tokens may have truncated them."""
     try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+        value = parse_json(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

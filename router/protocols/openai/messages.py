@@ -6,6 +6,7 @@ import json
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
+from router.parsers.machine import parse_json
 from router.protocols.contents import add_image, add_text, image_of_url
 from router.protocols.openai.body import Body
 
@@ -85,8 +86,8 @@ def _tool_call(call: Body) -> dict[str, object]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
+            arguments = parse_json(arguments or "{}")
+        except ValueError:
             raise InvalidArgumentError("is not JSON", field=function.path("arguments")) from None
     function_fields = {"name": function.text("name") or "", "arguments": arguments}
     return {"id": call.text("id") or "", "type": "function", "function": function_fields}

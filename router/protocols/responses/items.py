@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
+from router.parsers.machine import parse_json
 from router.protocols.contents import add_image, add_text, image_of_url
 from router.protocols.openai.body import Body
 
@@ -181,6 +182,6 @@ def _call_id(item: Body) -> str:
 def _arguments(item: Body) -> object:
     """Parse a call's arguments to an object, which templates expect."""
     try:
-        return json.loads(item.text("arguments") or "{}")
-    except (ValueError, RecursionError):
+        return parse_json(item.text("arguments") or "{}")
+    except ValueError:
         raise InvalidArgumentError("is not JSON", field=item.path("arguments")) from None

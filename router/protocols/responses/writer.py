@@ -13,6 +13,7 @@ from typing import Literal
 
 from midstream.chunk import Chunk, FinishReason
 from router.parsers.events import CallArguments, CallBegin, CallEnd, Event, ReasoningDelta, TextDelta
+from router.parsers.machine import parse_json
 from router.protocols.responses.items import Item, hide_reasoning
 from router.protocols.responses.pieces import Pieces
 
@@ -208,7 +209,7 @@ def _custom_input(arguments: str) -> str:
     arguments unchanged.
     """
     try:
-        value = json.loads(arguments)
+        value = parse_json(arguments)
     except ValueError:
         return _cut_off_input(arguments)
     found = value.get("input") if isinstance(value, dict) else None
@@ -220,9 +221,9 @@ def _cut_off_input(arguments: str) -> str:
     # The end may be in the middle of an escaped character, which has up to two sequences of six characters.
     for end in range(len(text), max(len(text) - 12, -1), -1):
         try:
-            found = str(json.loads(f'"{text[:end]}"'))
-            found.encode()
+            last = str(json.loads(f'"{text[:end]}"'))[-1:]
+            if not "\ud800" <= last < "\udc00":
+                return str(parse_json(f'"{text[:end]}"'))
         except ValueError:
             continue
-        return found
     return ""

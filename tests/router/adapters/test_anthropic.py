@@ -255,6 +255,12 @@ def test_nothing_is_written_for_empty_text() -> None:
     ]  # fmt: skip
 
 
+def test_half_of_a_surrogate_pair_in_arguments_is_replaced() -> None:
+    writer = MessageWriter("r", "m", shows_thinking=True)
+    writer.add([CallBegin(0, "weather", "c"), CallArguments(0, r'{"city": "\ud83d"}'), CallEnd(0)])
+    assert writer.blocks[0]["input"] == {"city": "\ufffd"}
+
+
 async def test_the_version_must_be_known(router: Part) -> None:
     assert router.http is not None
     for headers in ({}, {"anthropic-version": "1999-01-01"}):

@@ -305,12 +305,35 @@ async def test_custom_tools_take_free_text(cluster: Cluster, tokenizer: Tokenize
         assert (await answered(cluster, follow, tokenizer.encode("x."), 1)).output_text == "x."
 
 
+async def test_half_of_a_surrogate_pair_in_arguments_is_replaced(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(r'{"input": "a \ud83d"}')
+    tools: Any = [{"type": "custom", "name": "run"}]
+    create = client.responses.create(model="smollm2", input="x", tools=tools, tool_choice=tools[0])
+    (item,) = (await answered(cluster, create, ids)).output
+    assert item.input == "a \ufffd"
+    arguments = r'{"city": "\ud83d"}'
+    call: dict[str, Any] = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": arguments}
+    items: list[Any] = [call, {"type": "function_call_output", "call_id": "c", "output": "x"}]
+    follow = client.responses.create(model="smollm2", input=items)
+    assert (await answered(cluster, follow, tokenizer.encode("Hi"), 1)).output_text == "Hi"
+    function: Any = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages: list[Any] = [
+        {"role": "assistant", "tool_calls": [function]},
+        {"role": "tool", "tool_call_id": "c", "content": "x"},
+    ]
+    chat = client.chat.completions.create(model="smollm2", messages=messages)
+    assert (await answered(cluster, chat, tokenizer.encode("Hi"), 2)).choices[0].message.content == "Hi"
+
+
 @pytest.mark.parametrize(
     ("tool", "text", "shown"),
     [
         ({"type": "function", "parameters": {}}, '{"a": "x', {"arguments": '{"a": "x'}),
         ({"type": "custom"}, '{"input": "ls', {"input": "ls"}),
         ({"type": "custom"}, '{"input": "a\\"b\\ud83e', {"input": 'a"b'}),
+        ({"type": "custom"}, '{"input": "\\ud83ea', {"input": "\ufffda"}),
         ({"type": "custom"}, '{"inp', {"input": ""}),
     ],
 )

@@ -150,6 +150,22 @@ def test_beside_json_there_may_be_a_limit_of_one_call(
         assert accepts(library, guide, filled(one, BAD))  # the tool is not strict
 
 
+@pytest.mark.parametrize("name", GUIDED)
+def test_a_tool_may_be_named_like_a_placeholder(
+    tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]], name: str
+) -> None:
+    library, tokens = tokenizer
+    template, text = GUIDED[name]
+    make = TOOL_FORMATS[name.split()[0]].grammar
+    assert make is not None
+    tool = "NUMBER_NAME"
+    guide = auto_guide(make(template), {**TOOLS, tool: SCHEMA}, [tool], tokens, max_calls=None, thinking=None)
+    call = filled(text, GOOD)
+    assert accepts(library, guide, call.replace("weather", tool))
+    for other in ("42_NAME", "NUMBER_weather"):
+        assert not accepts(library, guide, call.replace("weather", other))
+
+
 def test_json_comes_after_open_reasoning(tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]]) -> None:
     library, tokens = tokenizer
     guide = after_thinking(SCHEMA, "</think>", tokens)

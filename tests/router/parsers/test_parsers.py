@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -65,6 +66,15 @@ def test_events_depend_on_the_text_so_far_alone(tools: str) -> None:
                 events = joined(events + parser.feed(text[begin:place]))
                 assert events == known[place]
             assert joined(events + parser.finish()) == end
+
+
+def test_many_malformed_calls_are_read_fast() -> None:
+    """Within a string, an escaped quote does not end it, so each call seems to go on to the end."""
+    for end in ("", '"</tool_call>'):
+        text = '<tool_call>{\\"</tool_call>' * 20_000 + end
+        begin = time.process_time()
+        assert whole(model_format("hermes").parser(OFFER), text) == [TextDelta(text)]
+        assert time.process_time() - begin < 5
 
 
 @pytest.mark.parametrize("tools", FORMATS)

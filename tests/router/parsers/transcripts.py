@@ -30,6 +30,11 @@ NOW: Named = ("time", {})
 CODE: Named = ("write-file", {"path": "a.py", "text": 'if x < 3:\n    print("{[<b>]}")\n'})
 
 
+# Half of a surrogate pair is valid JSON, but not valid text.
+LONE = r'{"path": "\ud83d\uD83D\ude00", "text": "\\ud83d", "\udc00": "\ude00\ud83d"}'
+MENDED: Named = ("write-file", {"path": "\ufffd😀", "text": "\\ud83d", "\ufffd": "\ufffd\ufffd"})
+
+
 @dataclass(frozen=True)
 class Transcript:
     """The text that a model writes, and its parsed contents.
@@ -73,6 +78,11 @@ def _json(call: Named, key: str = "arguments") -> str:
     return json.dumps({"name": call[0], key: call[1]}, ensure_ascii=False)
 
 
+def _call(arguments: str) -> str:
+    """Return a call of `write-file` whose arguments are JSON text."""
+    return f'{{"name": "write-file", "arguments": {arguments}}}'
+
+
 def _hermes(*calls: Named) -> str:
     return "\n".join(f"<tool_call>\n{_json(call)}\n</tool_call>" for call in calls)
 
@@ -82,6 +92,35 @@ GOOD = [
     Transcript("hermes", "See:\n\n" + _hermes(OSLO, TOKYO), "See:", [OSLO, TOKYO]),
     Transcript("hermes", _hermes(CODE) + "\nDone.", "Done.", [CODE]),
     Transcript("hermes", f"<tool_call>{_json(NOW)}", "", [NOW]),
+    Transcript(
+        "hermes",
+        f'<tool_call>{{"name": "rm", "arguments": {{"x": "y}}}}</tool_call>\n{_hermes(OSLO, CODE)}\nDone.',
+        '<tool_call>{"name": "rm", "arguments": {"x": "y}}</tool_call>Done.',
+        [OSLO, CODE],
+    ),
+    Transcript("hermes", f"<tool_call>{_call(LONE)}</tool_call>", "", [MENDED]),
+    Transcript(
+        "hermes", f'<tool_call>{{"name": "write-file", "arguments": {json.dumps(LONE)}}}</tool_call>', "", [MENDED]
+    ),
+    Transcript("llama3_json", f"[{_call(LONE)}, ", "", [MENDED]),
+    Transcript("mistral", f"[TOOL_CALLS]write-file[ARGS]{LONE}", "", [MENDED]),
+    Transcript(
+        "openai",
+        "<|channel|>analysis<|message|>One. <|end|><|start|>assistant<|channel|>analysis<|message|><|end|><|start|>"
+        "assistant<|channel|>analysis<|message|>Two.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+        "<|end|><|start|>assistant<|channel|>final<|message|>Done.\n<|end|><|start|>assistant to=functions.rm"
+        "<|channel|>commentary<|message|>{}<|call|>",
+        "I look.\n\nDone.\n\n{}",
+        [],
+        "One.\n\nTwo.",
+    ),
+    Transcript("openai", f"<|channel|>commentary to=functions.write-file<|message|>{LONE}<|call|>", "", [MENDED]),
+    Transcript(
+        "qwen3_coder",
+        '<function=weather>\n<parameter=near>\n["\\udE00\\uD83d"]\n</parameter>\n</function>',
+        "",
+        [("weather", {"near": ["\ufffd\ufffd"]})],
+    ),
     Transcript(
         "hermes",
         '<tool_call>\n{"name": "write-file", "arguments": {"path": "x", "text": "</tool_call>"}}\n</tool_call>',
@@ -103,6 +142,9 @@ GOOD = [
     Transcript("llama3_json", f"\n[{_json(NOW)}, {_json(CODE)}]\n", "", [NOW, CODE]),
     Transcript("llama3_json", f"Let me see.<|python_tag|>{_json(NOW)}", "Let me see.", [NOW]),
     Transcript("llama3_json", '{"answer": 42} is it.', '{"answer": 42} is it.'),
+    Transcript("llama3_json", '<think>a \n\n</think>{"answer": 1}', '{"answer": 1}', [], "a", "think"),
+    Transcript("pythonic", "<think>a\n\n</think>[1] foo", "[1] foo", [], "a", "think"),
+    Transcript("mistral", '[THINK]a\n[/THINK]{"answer": 1}', '{"answer": 1}', [], "a", "mistral"),
     Transcript("pythonic", "Just text [1].", "Just text [1]."),
     Transcript("pythonic", '[weather(city="Oslo", days=3, hourly=True)]', "", [OSLO]),
     Transcript(
@@ -147,6 +189,13 @@ GOOD = [
         is_thinking=True,
     ),
     Transcript("qwen3_coder", "<function=time>\n</function>\n", "", [NOW]),
+    Transcript("qwen3_coder", "See:\n<function=time>\n</function>\n</tool_call>\nOn.", "See:On.", [NOW]),
+    Transcript(
+        "qwen3_coder",
+        "<tool_call>\n<function=time>\n</function>\n<function=time>\n</function>\n</tool_call>",
+        "",
+        [NOW, NOW],
+    ),
     Transcript(
         "glm45",
         "\n<think>Both.</think>\nI look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>東京 🗼</arg_value>"
@@ -194,6 +243,15 @@ GOOD = [
         "</｜DSML｜function_calls>",
         "Now.",
         [OSLO],
+    ),
+    Transcript(
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="time">\n<｜DSML｜parameter name="zone" string="true">007'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="at" string="false">7</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="on" string="true">12</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        "",
+        [("time", {"zone": "007", "at": 7, "on": "12"})],
     ),
     Transcript(
         "kimi_k2",
@@ -289,6 +347,9 @@ MALFORMED = [
     ("hermes", '<tool_call>{"name": [], "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "time", "arguments": "no"}</tool_call>'),
     ("hermes", '<tool_call>{"name": "time", "arguments": NaN}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"days": 1e999}}</tool_call>'),
+    ("llama3_json", '[{"name": "weather", "parameters": {"days": -1e999}}, '),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"days": 1e999}'),
     ("hermes", "<tool_call>" + "[" * 20_000),
     ("hermes", "<tool_call>" + '{"a":' * 20_000),
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Os'),
