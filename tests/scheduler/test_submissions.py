@@ -18,7 +18,7 @@ from protos import scheduler_pb2 as pb
 from scheduler.core.config import CoreConfig
 from scheduler.core.core import SchedulerCore
 from scheduler.core.effects import Accepted
-from scheduler.core.events import AbortRequested
+from scheduler.core.events import AbortRequested, Attached
 from scheduler.core.request import Request
 from scheduler.core.request_spec import RequestSpec
 from scheduler.edge.engine import Engine
@@ -190,3 +190,17 @@ async def test_a_request_with_the_id_of_a_forgotten_one_is_answered_after_its_ow
     await commit()
     assert answers == ["a"]
     assert list(engine.hub.logs["a"].request.spec.prompt) == [7, 8, 9]
+
+
+async def test_a_reader_of_a_forgotten_request_does_not_detach_from_a_new_one_with_its_id() -> None:
+    journal = HeldJournal()
+    config = CoreConfig(scheduler_epoch=1, vocab_size=100, max_sequence_length=100)
+    core = SchedulerCore(config, load_scheduler("", "guaranteed_no_evict", "inflight"))
+    engine = Engine(core, journal=journal, dispatcher=Mock())  # type: ignore[arg-type]
+    spec = RequestSpec(request_id="a", prompt=array("I", [1]), max_tokens=5)
+    engine.submit(spec, lambda _: None)
+    engine.handle(Attached(engine.now_ns(), "a"))
+    engine._on_detach(Request(spec, 7))  # of an earlier request
+    assert core.lifecycle.requests["a"].num_attached == 1
+    engine._on_detach(core.lifecycle.requests["a"])
+    assert core.lifecycle.requests["a"].num_attached == 0

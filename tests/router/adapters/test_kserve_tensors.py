@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 
 from protos import generation_pb2 as pb
 from protos import kserve_pb2
-from router.protocols.kserve.ensemble import INPUTS
-from router.protocols.kserve.tensors import FINAL, OutputTensor, StreamResponses, parse_inputs
+from router.pipeline.prompt import PromptBuilder, PromptOptions
+from router.protocols.kserve.ensemble import INPUTS, _fill_bias
+from router.protocols.kserve.tensors import FINAL, InputTensor, OutputTensor, StreamResponses, parse_inputs
 
 TABLE = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -49,3 +52,18 @@ def test_each_response_of_a_stream_describes_its_own_outputs() -> None:
     second = made[1].infer_response
     assert list(second.outputs[1].shape) == [1, 2]
     assert np.frombuffer(second.raw_output_contents[1], "<f4").tolist() == [-0.5, -1.0]
+
+
+async def test_each_word_has_its_own_bias_and_special_tokens_have_none() -> None:
+    class Prompts:
+        async def token_ids(self, request: pb.GenerateRequest, options: PromptOptions) -> list[int]:
+            assert options.adds_special_tokens is False
+            return [ord(character) for character in request.prompt]
+
+    request = pb.GenerateRequest()
+    parts = {
+        "embedding_bias_words": InputTensor("embedding_bias_words", "BYTES", (1, 3), (b"", b"a", b"bc")),
+        "embedding_bias_weights": InputTensor("embedding_bias_weights", "FP32", (1, 3), (9.0, 1.0, -2.0)),
+    }
+    await _fill_bias(request, parts, cast("PromptBuilder", Prompts()))
+    assert dict(request.sampling.embedding_bias) == {ord("a"): 1.0, ord("b"): -2.0, ord("c"): -2.0}

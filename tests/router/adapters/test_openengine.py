@@ -14,6 +14,7 @@ from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from protos import openengine_pb2 as oe
 from protos import openengine_pb2_grpc
+from router.protocols.openengine.request import _guide
 from tests.router.conftest import Cluster, Part
 
 if TYPE_CHECKING:
@@ -165,3 +166,9 @@ async def test_server_info_health_and_event_sources(control: ControlAsyncStub) -
     assert health.state == oe.HEALTH_STATE_READY
     sources = await control.GetKvEventSources(oe.GetKvEventSourcesRequest(), timeout=30)
     assert [source.transport for source in sources.sources] == ["grpc"]
+
+
+def test_choices_with_any_letters_are_a_grammar() -> None:
+    choices = ["é", "日本", 'a "b"']
+    guide = _guide(oe.GuidedDecoding(choice=oe.ChoiceConstraint(choices=choices))).guide
+    assert guide == 'root ::= "é" | "日本" | "a \\"b\\""'
