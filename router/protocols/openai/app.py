@@ -70,7 +70,7 @@ class OpenAiApi:
         self._bodies = bodies
         self._kept = kept
         self._models = Models(self._model, front.runner.cells)
-        self._vocabulary = Vocabulary(prompts.tokenizer.token_bytes, chat)
+        self._vocabulary = Vocabulary(prompts.tokenizer.token_bytes, chat, prompts.tokenizer.special_ids)
         self._document = JSONResponse(document(self._model))
 
     def app(self) -> Starlette:

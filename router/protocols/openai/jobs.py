@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
@@ -33,10 +34,12 @@ class Vocabulary:
 
     Attributes:
         spell: Returns the bytes of a token.
+        special_ids: Ids of special tokens, which the text omits unless a request asks for them.
     """
 
     spell: Spell
     chat: ChatModel = field(default_factory=ChatModel)
+    special_ids: Set[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -123,7 +126,8 @@ def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
         else:
             copy.token_ids.values.extend(prompt)
         requests.append(copy)
-    job = _job(body, requests, CompletionShape(vocabulary.spell, details), num_choices)
+    skipped = frozenset[int]() if body.flag("skip_special_tokens") is False else vocabulary.special_ids
+    job = _job(body, requests, CompletionShape(vocabulary.spell, details, skipped), num_choices)
     job.echoes_prompt, job.echoes_log_probs = is_echoed, is_echoed and log_probs is not None
     job.options, job.names = _options(body), names
     return job

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -119,11 +119,13 @@ class CompletionShape:
     request_id = ""
     is_prompt_shared = False
 
-    def __init__(self, spell: Spell, details: Details) -> None:
+    def __init__(self, spell: Spell, details: Details, skipped_ids: Set[int] = frozenset()) -> None:
+        """`skipped_ids` are the tokens that the text omits."""
         self.envelope: dict[str, object] = {}
         self.reasoning: dict[int, list[str]] = {}
         self.details = details
         self._spell = spell
+        self._skipped_ids = skipped_ids
         self._offsets: dict[int, _TextOffset] = {}
 
     def opening(self, index: int) -> dict[str, object] | None:
@@ -172,7 +174,7 @@ class CompletionShape:
             missing = [None] * (num_prompt - num_known)
             values = [*missing, *known, *values]
             tops = [*missing, *known_tops, *tops]
-        pieces = [self._spell(token) for token in token_ids]
+        pieces = [b"" if token in self._skipped_ids else self._spell(token) for token in token_ids]
         offset = self._offsets.setdefault(index, _TextOffset())
         return {
             "tokens": [self._name(token) for token in token_ids],

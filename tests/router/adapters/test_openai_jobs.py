@@ -117,6 +117,16 @@ def test_a_token_with_a_partial_character_is_shown_as_bytes() -> None:
     assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == "a 😀b"
 
 
+def test_text_offsets_omit_special_tokens_as_the_text_does() -> None:
+    pieces = [b"<s>", b"ab", b"<x>", b"c"]
+    vocabulary = Vocabulary(pieces.__getitem__, special_ids={0, 2})
+    chunk = Chunk(0, 0, [0, 1, 2, 3], "abc", extras=Extras(LogProbs((-1.0,) * 4, 0, (), (), (1,) * 4)))
+    for fields, offsets in (({}, [0, 0, 2, 2]), ({"skip_special_tokens": False}, [0, 3, 5, 8])):
+        job = completion_job(Body({"prompt": "a", "logprobs": 0, **fields}), vocabulary)
+        choice: Any = job.shape.whole(0, chunk)
+        assert choice["logprobs"]["text_offset"] == offsets
+
+
 def test_text_offsets_continue_in_a_resumed_stream() -> None:
     """After each token, even within a character, another router continues from the id of the event."""
     pieces = [b"a", b" \xf0\x9f", b"\x98", b"\x80", b"\xc3", b"\xa9b", b"\xff", b"c"]
