@@ -12,6 +12,7 @@ computed it. Steps without common rows are launched in between, one per stage.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -36,7 +37,7 @@ from gpu_worker.device_memory import WarmUpMemory, empty_cache
 from gpu_worker.features import Feature
 from gpu_worker.kv.block_format import kind_digest
 from gpu_worker.kv.block_kind import block_kind
-from gpu_worker.kv.cache import KvCache, block_bytes
+from gpu_worker.kv.cache import KvCache
 from gpu_worker.kv.shared_store import KvStore, free_bytes
 from gpu_worker.kv.tiers import UNUSED_HOST_S, KvTiers, TierFolder
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks, may_run_ahead
@@ -338,6 +339,9 @@ class ModelRunner:
                 token_ids[is_run] = sampled.token_ids
                 log_probs, candidates = sampled.log_probs, sampled.candidates
                 errors += [(int(run_rows[place]), error) for place, error in sampled.errors]
+            elif self.model.device.type == "cuda":
+                # Nothing was read from the device, but a step that has finished must have filled its blocks.
+                torch.cuda.current_stream(self.model.device).synchronize()
         if not is_run.all():
             errors += [(row, self._rows.failed[row]) for row in rows[~is_run].tolist()]
         # Report these immediately, since sequences that share their blocks depend on them.
@@ -562,15 +566,17 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
         if seal is not None:
             kv.use_tiers(lambda pool: KvTiers((), "", pool, seal))
         return
-    if model.device.type != "cpu" or not is_whole:
-        raise ConfigError(
-            "requires a single-rank CPU worker without a draft model; set it to 0 to disable it", field=places[0][1]
-        )
+    if not is_whole:
+        raise ConfigError("requires a single rank without a draft model; set it to 0 to disable it", field=places[0][1])
     for _, setting, _, path in places:
         if not path:
             raise ConfigError("requires shared_kv_folder", field=setting)
+    if config.shared_kv_folder:
+        # Beside the host tier, the folder may hold pools, which must be private. If this fails, so does opening the tier.
+        with contextlib.suppress(OSError):
+            Path(config.shared_kv_folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     kind = block_kind(config, folder, model)
-    size = block_bytes(model.description, config.tokens_per_block, model.kv_dtype)
+    size = kv.num_bytes // kv.num_blocks
     # Blocks in host memory leave the space that the pools of workers beside them will need.
     more: dict[str, dict[str, Any]] = {
         "host": {"unused_s": UNUSED_HOST_S, "free_bytes": partial(free_bytes, Path(config.shared_kv_folder))},
@@ -591,8 +597,8 @@ def _open_transfers(
     """
     if config.role == "both":
         return
-    if model.device.type != "cpu" or not is_whole:
-        raise ConfigError("requires a single-rank CPU worker without a draft model; use both", field="role")
+    if not is_whole:
+        raise ConfigError("requires a single rank without a draft model; use both", field="role")
     # Imported only here, because these need ZeroMQ and protobuf, which machines for GPU measurements lack.
     import zmq
 
@@ -600,8 +606,7 @@ def _open_transfers(
 
     kind = kind_digest(block_kind(config, folder, model))
     if config.role == "decode":
-        size = block_bytes(model.description, config.tokens_per_block, model.kv_dtype)
-        kv.fetcher = BlockFetcher(kind, size, config.kv_transfer_bytes, kv.store)
+        kv.fetcher = BlockFetcher(kind, kv.num_bytes // kv.num_blocks, config.kv_transfer_bytes, kv.store)
         return
     host, port = config.kv_transfer_host, config.kv_transfer_port
     try:

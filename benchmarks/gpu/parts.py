@@ -36,6 +36,7 @@ PARTS = {
     "lora": Part("steps:measure_lora", 45, needs_gpu=False),
     "expert-lora": Part("steps:measure_expert_lora", 60, needs_gpu=False),
     "drafts": Part("steps:measure_drafts", 45, needs_gpu=False),
+    "kv-pool": Part("steps:measure_kv_pool", 30, needs_gpu=False),
     "ranks": Part("ranks:measure_ranks", 90, needs_gpu=False),
     "generate": Part("against_transformers:measure_generate", 60),
     "compiled-generate": Part("against_transformers:measure_compiled_generate", 120),

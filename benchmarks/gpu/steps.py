@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.gpu.model import (
     CONFIG_1B,
@@ -524,3 +525,32 @@ def _run_seconds(size: Sizes, run: Callable[[], object]) -> float:
 
 def _ms(took: float) -> str:
     return f" ({took * 1e3:.2f} ms)"
+
+
+def measure_kv_pool(report: Report) -> None:
+    """Check and measure the copies of KV blocks to the host and back, on which tiers and transfers depend."""
+    size = sizes()
+    num_blocks = 64 if size.device.type == "cuda" else 4
+    kv = KvCache(size.description, 2 * num_blocks, TOKENS_PER_BLOCK, size.dtype, size.device)
+    for cache in (kv.keys, kv.values):
+        cache.normal_()
+    kv.block_hashes[:] = np.arange(1, 2 * num_blocks + 1)
+    pool, seconds_of = kv.memory, dict[str, float]()
+    pool.write(0, cast("NDArray[np.uint8]", pool.read(0, 1)))  # allocates pinned memory
+    started = time.perf_counter()
+    contents = [cast("NDArray[np.uint8]", pool.read(block, block + 1)) for block in range(num_blocks)]
+    seconds_of["to the host"] = time.perf_counter() - started
+    started = time.perf_counter()
+    for block, copied in enumerate(contents):
+        pool.write(num_blocks + block, copied)
+    if size.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds_of["to the device"] = time.perf_counter() - started
+    is_same = [
+        bool((cache[:, block] == cache[:, num_blocks + block]).all())
+        for cache in (kv.keys, kv.values)
+        for block in range(num_blocks)
+    ]
+    report.share("KV blocks unchanged by copies to the host and back", statistics.mean(is_same), 1.0)
+    for name, took in seconds_of.items():
+        report.note(f"KV blocks copied {name}", f"{num_blocks * len(contents[0]) / took / 1e9:.2f} GB/s")

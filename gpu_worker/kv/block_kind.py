@@ -20,15 +20,15 @@ _SUFFIXES = frozenset({".py", ".cpp", ".h"})
 
 
 def block_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> str:
-    """Return a key of the model, the settings, the code and the instruction set.
+    """Return a key of the model, the settings, the code and the processor.
 
-    Blocks of different kinds are never used in place of each other. Instruction sets differ in rounding, so a block
-    computed with one is not what another would compute.
+    Blocks of different kinds are never used in place of each other. Instruction sets and GPUs differ in rounding, so a
+    block computed with one is not what another would compute.
     """
     seen = (model.description.windows, model.description.num_sink_tokens)
     numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, seen)
     settings = (config.weights, config.activations, config.kernels, config.implementation)
-    return repr((numbers, settings, type(model.decoder).__name__, _code(), _processor()))
+    return repr((numbers, settings, type(model.decoder).__name__, _code(), _processor(model.device)))
 
 
 @functools.cache
@@ -43,6 +43,8 @@ def _code() -> str:
     return f"{digest.hexdigest()[:32]} {torch.__version__} {version('transformers')}"
 
 
-def _processor() -> str:
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     library = load_library()
     return f"{'reference' if library is None else library.isa} {torch.backends.cpu.get_cpu_capability()}"

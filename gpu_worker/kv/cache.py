@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.batch.step import IntArray
+from gpu_worker.kv.device_pool import BlockPool, DevicePool
 from gpu_worker.kv.shared_store import KvStore, PoolMemory
 from gpu_worker.kv.tiers import KvTiers
 from gpu_worker.models.description import DecoderDescription
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OpenTiers = Callable[[PoolMemory], KvTiers]
+OpenTiers = Callable[[BlockPool], KvTiers]
 _CPU_SHARE = 0.25
 _CPU_MAX_BYTES = 4 << 30
 
@@ -101,12 +103,15 @@ class KvCache:
         self.keys = self.values = self.key_scales = self.value_scales = self.states = empty
 
     def use_tiers(self, open_tiers: OpenTiers) -> None:
-        """Store full blocks in tiers and fetch blocks from them; only for a pool in host memory."""
+        """Store full blocks in tiers and fetch blocks from them."""
         self.tiers = open_tiers(self.memory)
 
-    @property
-    def memory(self) -> PoolMemory:
-        """The memory of the pool, which must be host memory."""
+    @functools.cached_property
+    def memory(self) -> BlockPool:
+        """The blocks of the pool, as bytes."""
+        if self._has_scales or self.keys.device.type != "cpu":
+            parts = self.keys, self.values, self.key_scales, self.value_scales, self.states
+            return DevicePool(self.block_hashes, parts)
         keys, values, states = (
             cache.view(torch.uint8)
             .numpy()

@@ -39,11 +39,11 @@ from numpy.typing import NDArray
 
 from gpu_worker.kv.block_format import HEAD_BYTES, HEADER_BYTES, Bytes, block_header, checksum, kind_digest
 from gpu_worker.kv.eviction import DEFAULT_RETENTION, EvictionOrder, Retention
-from gpu_worker.kv.shared_store import PoolMemory
 from midstream.errors import ConfigError
 from midstream.security.private_folder import is_private
 
 if TYPE_CHECKING:
+    from gpu_worker.kv.device_pool import BlockPool
     from midstream.telemetry import Metrics
     from protos import worker_pb2
 
@@ -382,7 +382,7 @@ class KvTiers:
         self,
         tiers: Sequence[TierFolder],
         name: str,
-        pool: PoolMemory,
+        pool: BlockPool,
         seal: Callable[[int, int, Bytes], None] | None = None,
         max_held: int = 0,
     ) -> None:

@@ -30,6 +30,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from gpu_worker.kv.block_format import Bytes, block_header, checksum
+from gpu_worker.kv.device_pool import BlockPool
 from gpu_worker.kv.shared_store import KvStore, PoolMemory
 from protos import blocks_pb2
 
@@ -78,7 +79,7 @@ class BlockServer:
     """Offers the blocks in this worker's pool to other workers."""
 
     def __init__(
-        self, host: str, port: int, kind: bytes, pool: PoolMemory, store: KvStore | None, *, curve: bool = False
+        self, host: str, port: int, kind: bytes, pool: BlockPool, store: KvStore | None, *, curve: bool = False
     ) -> None:
         """Bind the port and serve in a thread.
 
@@ -294,7 +295,7 @@ class BlockFetcher:
             while True:
                 yield self._reports.get_nowait()
 
-    def take(self, hashes: NDArray[np.uint64], targets: NDArray[np.int32], pool: PoolMemory) -> NDArray[np.int32]:
+    def take(self, hashes: NDArray[np.uint64], targets: NDArray[np.int32], pool: BlockPool) -> NDArray[np.int32]:
         """Fill blocks of the pool with held blocks, using each once; return the targets whose blocks are not held."""
         missing = []
         for value, target in zip(hashes.tolist(), targets.tolist(), strict=True):

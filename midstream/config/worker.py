@@ -65,16 +65,16 @@ class WorkerConfig(ServiceConfig):
     max_kv_tokens: int = setting(0, "Maximum tokens in the KV pool; 0: limited only by the memory fraction.")
     shared_kv_folder: str = setting(
         "",
-        "Folder in shared memory, accessible only to this user, for the KV pool of a CPU worker. If the worker "
-        "dies, other workers on the host reuse its blocks. Empty: the pool is lost with the process.",
+        "Folder in shared memory, accessible only to this user, for the KV pool of a CPU worker and for "
+        "host_kv_bytes. If a CPU worker dies, other workers on the host reuse its blocks. Empty: the pool is lost "
+        "with the process.",
     )
     host_kv_bytes: int = setting(
         0,
-        "Bytes of shared_kv_folder that keep full KV blocks of CPU workers after the blocks' eviction and after the "
-        "worker's death; 0: none.",
+        "Bytes of shared_kv_folder that keep full KV blocks after their eviction and after the worker's death; 0: none.",
     )
     disk_kv_folder: str = setting(
-        "", "Folder on disk, accessible only to this user, that keeps full KV blocks of CPU workers; empty: none."
+        "", "Folder on disk, accessible only to this user, that keeps full KV blocks; empty: none."
     )
     disk_kv_bytes: int = setting(16 << 30, "Maximum bytes of one model's blocks in disk_kv_folder.")
     disk_kv_bytes_per_s: int = setting(
