@@ -136,7 +136,7 @@ class ModelRunner:
             UnsupportedError: The model's architecture is not supported.
         """
         torch.set_num_threads(num_threads(config))
-        self.model: LoadedModel = model or load_model(config, folder, None if leader is None else leader.links)
+        self.model: LoadedModel = model or load_model(config, folder, None if leader is None else leader.communicator)
         self._limits = Limits.of(config, folder, self.model)
         self.max_sequence_length = self._limits.max_sequence_length
         self.max_num_tokens = self._limits.max_num_tokens
@@ -165,10 +165,10 @@ class ModelRunner:
         if leader is not None:
             leading = leader.lead(self.model.decoder, self.model.shard)
             self.model = replace(self.model, decoder=leading)
-            self._stages = leading if self._front is None and leader.links.ranks.pipeline_size > 1 else None
+            self._stages = leading if self._front is None and leader.communicator.ranks.pipeline_size > 1 else None
         self.num_micro_batches = 1
         if leader is not None and self._stages is not None:
-            self.num_micro_batches = leader.links.ranks.pipeline_size
+            self.num_micro_batches = leader.communicator.ranks.pipeline_size
         num_blocks = self._choose_num_blocks(self._warm_up())
         is_whole = leader is None and self._draft is None
         self._take_blocks(num_blocks, _shared_store(config, folder, self.model) if is_whole else None)
@@ -409,7 +409,7 @@ class ModelRunner:
 
     def _with_graphs(self) -> GraphDecoder:
         """Wrap the decoders so that inputs are copied to the GPU and, for the served model, graphs are replayed."""
-        share = None if self._leader is None else self._leader.links.share_tokens
+        share = None if self._leader is None else self._leader.communicator.share_tokens
         front = graph_decoder(self._config, self.model, self._limits, draws=self.runs_ahead, share=share)
         self.model = replace(self.model, decoder=front)
         if self._draft is not None:
@@ -572,7 +572,7 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
         if not path:
             raise ConfigError("requires shared_kv_folder", field=setting)
     if config.shared_kv_folder:
-        # Beside the host tier, the folder may hold pools, which must be private. If this fails, so does opening the tier.
+        # Beside the host tier, the folder may hold pools, which must be private. If this fails, opening the tier fails.
         with contextlib.suppress(OSError):
             Path(config.shared_kv_folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     kind = block_kind(config, folder, model)

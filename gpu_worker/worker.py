@@ -113,8 +113,8 @@ class Worker:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._link.leave())
         if self._group is not None:
-            self._group.lifelines.on_drain(self._link.leave)
-            self._group.lifelines.watch(lambda: self._loop.is_stalled)
+            self._group.monitor.on_drain(self._link.leave)
+            self._group.monitor.watch(lambda: self._loop.is_stalled)
         self._http.start()
         self._link.start()
         logger.info("ready", extra={"http_port": self._http.port})

@@ -28,8 +28,8 @@ from gpu_worker.parallel.shard import shard_of
 from midstream.config import WorkerConfig
 
 if TYPE_CHECKING:
+    from gpu_worker.parallel.communicator import RankCommunicator
     from gpu_worker.parallel.group import RankGroup
-    from gpu_worker.parallel.links import RankLinks
 
 _HOST = "127.0.0.1"
 _NUM_RANKS = 2
@@ -53,10 +53,10 @@ def measure_ranks(report: Report) -> None:
     other.start()
     size, config = sizes(), _config()
     group, model = _join(size, config, 0, port)
-    for num_bytes, ours_s, library_s in _sum_seconds(group.links, size):
+    for num_bytes, ours_s, library_s in _sum_seconds(group.communicator, size):
         name = f"sum of {num_bytes} bytes over two ranks"
         report.note(name, f"{ours_s * 1e6:.1f} µs in a step, {library_s * 1e6:.1f} µs by {dist.get_backend()}")
-    is_shared = group.links._one_shot is not None or group.links._shared is not None
+    is_shared = group.communicator._one_shot is not None or group.communicator._shared is not None
     report.note("small sums of two ranks", "through shared memory" if is_shared else f"by {dist.get_backend()}")
     _measure_steps(report, size, config, group, model)
     other.join(_END_S)
@@ -88,7 +88,7 @@ def _run_rank_1(port: int) -> None:
 
     size, config = sizes(), _config()
     group, model = _join(size, config, 1, port)
-    _sum_seconds(group.links, size)
+    _sum_seconds(group.communicator, size)
     executor = RankExecutor(config, random_folder(size.config), group, model)
     while not (command := ranks_pb2.RankCommand.FromString(group.receive())).HasField("stop"):
         executor.execute(command)
@@ -129,20 +129,22 @@ def _join(size: Sizes, config: WorkerConfig, rank: int, port: int) -> tuple[Rank
     torch.set_num_threads(config.num_threads or torch.get_num_threads())
     group = RankGroup(config, random_folder(size.config), ranks, device)
     shard = shard_of(size.description, ranks)
-    decoder = random_decoder(size.config, device, size.dtype, shard, group.links)
+    decoder = random_decoder(size.config, device, size.dtype, shard, group.communicator)
     return group, LoadedModel(size.description, decoder, device, size.dtype, size.dtype, divided=shard)
 
 
 @torch.inference_mode()
-def _sum_seconds(links: RankLinks, size: Sizes) -> list[tuple[int, float, float]]:
+def _sum_seconds(communicator: RankCommunicator, size: Sizes) -> list[tuple[int, float, float]]:
     """Return the bytes of sums, their times as a step computes them, and their times as all-reduces. Both ranks must
     call this together.
     """
-    measure = graph_seconds if links.device.type == "cuda" else _wall_seconds
+    measure = graph_seconds if communicator.device.type == "cuda" else _wall_seconds
     found = []
     for rows in _SUM_ROWS:
-        x = torch.zeros(rows, size.description.hidden_size, dtype=size.dtype, device=links.device)
-        ours_s, library_s = (measure(functools.partial(run, x), _REPEATS) for run in (links.sum, dist.all_reduce))
+        x = torch.zeros(rows, size.description.hidden_size, dtype=size.dtype, device=communicator.device)
+        ours_s, library_s = (
+            measure(functools.partial(run, x), _REPEATS) for run in (communicator.sum, dist.all_reduce)
+        )
         found.append((x.nbytes, ours_s, library_s))
     return found
 

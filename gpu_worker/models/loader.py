@@ -26,7 +26,7 @@ from midstream.model.folder import ModelFolder
 from midstream.processors import num_compute_threads
 
 if TYPE_CHECKING:
-    from gpu_worker.parallel.links import RankLinks
+    from gpu_worker.parallel.communicator import RankCommunicator
 
 logger = logging.getLogger(__name__)
 
@@ -80,19 +80,19 @@ class LoadedModel:
         return self.description if self.divided is None else self.divided.part
 
 
-def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | None = None) -> LoadedModel:
+def load_model(config: WorkerConfig, folder: ModelFolder, communicator: RankCommunicator | None = None) -> LoadedModel:
     """Load `folder` with the settings in `config`, and choose the process's attention kernels for it.
 
     Raises:
         ConfigError: The device is missing, or the folder is corrupt.
         UnsupportedError: The model or a setting is not supported.
     """
-    model = load_beside(config, folder, links)
+    model = load_beside(config, folder, communicator)
     _choose_attention(config, model.part, model.dtype, model.kv_dtype, model.device)
     return model
 
 
-def load_beside(config: WorkerConfig, folder: ModelFolder, links: RankLinks | None = None) -> LoadedModel:
+def load_beside(config: WorkerConfig, folder: ModelFolder, communicator: RankCommunicator | None = None) -> LoadedModel:
     """Load `folder` as `load_model` does, but keep the attention kernels that were chosen for another model."""
     # Imported here because these need the readers of weight files, which a model created elsewhere does not need.
     from gpu_worker.models.native import CpuDecoder
@@ -100,7 +100,7 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, links: RankLinks | No
     from gpu_worker.parallel.shard_weights import ShardWeights
 
     _refuse_other_heads(folder)
-    ranks = ALONE if links is None else links.ranks
+    ranks = ALONE if communicator is None else communicator.ranks
     device = use_device(config, ranks)
     dtype = compute_dtype(config, device)
     _check_activations(config, device)
@@ -115,9 +115,9 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, links: RankLinks | No
         if config.implementation == "native":
             raise
         logger.info("%s uses the transformers implementation with paged attention: %s", folder.name, error)
-        return _load_fallback(config, folder, device, dtype, links, error)
+        return _load_fallback(config, folder, device, dtype, communicator, error)
     if description is None:
-        return _load_fallback(config, folder, device, dtype, links)
+        return _load_fallback(config, folder, device, dtype, communicator)
     weights = DecoderWeights(folder, description, config.weights)
     shard = shard_of(description, ranks)
     library = _cpu_library(config, description, ranks) if device.type == "cpu" else None
@@ -129,7 +129,7 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, links: RankLinks | No
     part_weights: DecoderWeights | ShardWeights = weights if ranks.is_alone else ShardWeights(weights, shard)
     decoder: TorchDecoder | CpuDecoder
     if library is None:
-        decoder = TorchDecoder(description, part_weights, dtype, device, shard, links or ONE_RANK)
+        decoder = TorchDecoder(description, part_weights, dtype, device, shard, communicator or ONE_RANK)
         kind = kernels.describe(device)
     else:
         decoder = CpuDecoder(description, part_weights, library, num_threads(config), config.activations, shard)
@@ -146,8 +146,8 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, links: RankLinks | No
     can_record = not (description.latent or description.num_sink_tokens or description.state_size)
     if device.type == "cuda":
         can_record = can_record and kernels.can_record_attention(description.head_dim)
-    whole: Decoder = decoder if links is None else as_stage(decoder, description, links, dtype)
-    divided = None if links is None else shard
+    whole: Decoder = decoder if communicator is None else as_stage(decoder, description, communicator, dtype)
+    divided = None if communicator is None else shard
     return LoadedModel(
         description,
         whole,
@@ -196,13 +196,13 @@ def _load_fallback(
     folder: ModelFolder,
     device: torch.device,
     dtype: torch.dtype,
-    links: RankLinks | None,
+    communicator: RankCommunicator | None,
     reason: UnsupportedError | None = None,
 ) -> LoadedModel:
     """Load a model with the transformers implementation; `reason` is why it does not run natively."""
     from gpu_worker.models.weights.quantized import refuse_quantized
 
-    if links is not None:
+    if communicator is not None:
         raise UnsupportedError(
             "a model that uses the transformers implementation cannot be sharded across ranks", field="model"
         )

@@ -20,8 +20,8 @@ from gpu_worker.lora.adapter import Adapter, LoraPair
 from gpu_worker.models.loader import LoadedModel, load_model, num_threads
 from gpu_worker.parallel.commands import decode_adapter_layer, decode_forward, decode_post_process
 from gpu_worker.parallel.group import RankGroup
-from gpu_worker.parallel.lifelines import LOST_EXIT_CODE
 from gpu_worker.parallel.pipeline import PipelineDecoder
+from gpu_worker.parallel.rank_monitor import LOST_EXIT_CODE
 from gpu_worker.parallel.shard_adapters import adapter_part
 from gpu_worker.sampling.post_processors import Call, PostProcessor, apply, load_post_processors
 from midstream.config import WorkerConfig
@@ -43,19 +43,19 @@ class RankExecutor:
         wrong, or UnsupportedError if the model cannot be sharded.
         """
         torch.set_num_threads(num_threads(config))
-        self._config, self._links = config, group.links
-        self.model: LoadedModel = model or load_model(config, folder, group.links)
+        self._config, self._communicator = config, group.communicator
+        self.model: LoadedModel = model or load_model(config, folder, group.communicator)
         self._limits = Limits.of(config, folder, self.model)
         self._graphs: GraphDecoder | None = None
         self._decoder = self.model.decoder
         if self.model.device.type == "cuda" or may_run_ahead(config, self.model):
-            share = group.links.share_tokens
+            share = group.communicator.share_tokens
             self._graphs = self._decoder = graph_decoder(config, self.model, self._limits, share=share)
         self._kv: KvCache | None = None
         self._memory: WarmUpMemory | None = None
         self._has_chosen = False
         self._post_processors: dict[str, PostProcessor] = {}
-        if config.replicate_post_processors and self._links.ranks.stage == 0:
+        if config.replicate_post_processors and self._communicator.ranks.stage == 0:
             self._post_processors = load_post_processors(config.logits_post_processors)
         self._adapters: dict[int, object] = {}
         self._arriving: list[dict[str, LoraPair]] = []
@@ -103,7 +103,7 @@ class RankExecutor:
             self._decoder.forward(inputs, probe)
 
     def _end_pass(self) -> None:
-        if self._links.ranks.stage == 0:
+        if self._communicator.ranks.stage == 0:
             assert isinstance(self._decoder, PipelineDecoder)
             self._decoder.end()
 
@@ -123,7 +123,7 @@ class RankExecutor:
         self._memory.end_steps()
         if self._graphs is not None:
             self._graphs.clear()
-        self._links.least(local_num_blocks(self._config, self._limits, [self.model], self._memory.free_bytes()))
+        self._communicator.least(local_num_blocks(self._config, self._limits, [self.model], self._memory.free_bytes()))
         self._memory, self._has_chosen = None, True
 
     def _record_graphs(self) -> None:
@@ -135,17 +135,17 @@ class RankExecutor:
             self._memory.record(self._graphs.capture)
 
     def _join_logits(self, num_rows: int) -> None:
-        if self._links.ranks.stage == 0:
+        if self._communicator.ranks.stage == 0:
             description = self.model.description
             rows = torch.empty(num_rows, description.hidden_size, dtype=self.model.dtype, device=self.model.device)
-            self._links.share(rows)
+            self._communicator.share(rows)
             self._decoder.logits(rows)
 
     def _post_process(self, call: Call) -> None:
-        if self._links.ranks.stage == 0:
+        if self._communicator.ranks.stage == 0:
             shape = (len(call.tokens), self.model.description.vocab_size)
             logits = torch.empty(shape, dtype=torch.float32, device=self.model.device)
-            self._links.share(logits)
+            self._communicator.share(logits)
             apply(self._post_processors[call.name], call, logits)
 
     def _take_adapter_layer(self, layer: ranks_pb2.AdapterLayer) -> None:
@@ -169,7 +169,7 @@ def follow(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
     loop = progress.loop("compute", _STALL_S)
     commands = metrics.counter("worker_rank_commands", "Commands from rank 0 that were executed.")
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: group.lifelines.ask_drain())
+        signal.signal(number, lambda *_: group.monitor.ask_drain())
     http = HttpServer(config.host, config.http_port, metrics, progress.problems)
     http.start()
     logger.info("ready", extra={"http_port": http.port})

@@ -1,7 +1,7 @@
 """This process as one rank of its worker group: joins and leaves the group.
 
 The order of joining is: the group's store (at MASTER_ADDR:MASTER_PORT, or torchrun's), connections to rank 0,
-lifelines, then torch.distributed. Once the lifelines are up, this rank ends when any other rank ends.
+rank monitor, then torch.distributed. Once the monitor runs, this rank ends when any other rank ends.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from gpu_worker.parallel.communicator import RankCommunicator
 from gpu_worker.parallel.frames import FrameReceiver, FrameSender
 from gpu_worker.parallel.leader import Leader
-from gpu_worker.parallel.lifelines import Lifelines, end_process
-from gpu_worker.parallel.links import RankLinks
-from gpu_worker.parallel.meeting import DIGEST_BYTES, await_followers, dial_leader
+from gpu_worker.parallel.rank_monitor import RankMonitor, end_process
 from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.rendezvous import DIGEST_BYTES, await_followers, connect_to_leader
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, UnavailableError
 from midstream.model.folder import ModelFolder
@@ -53,7 +53,7 @@ class RankGroup:
     """The group from one rank's point of view.
 
     Attributes:
-        lifelines: Liveness connections to the other ranks.
+        monitor: Monitors the other ranks.
         leader: Sends commands to the other ranks; set on rank 0 only.
     """
 
@@ -72,16 +72,18 @@ class RankGroup:
             if ranks.rank == 0:
                 connections = await_followers(store, ranks, digest, _START_TIMEOUT_S)
             else:
-                connections = dial_leader(store, ranks, digest)
-            self.lifelines = Lifelines(connections.lifelines, config.rank_timeout_s)
+                connections = connect_to_leader(store, ranks, digest)
+            self.monitor = RankMonitor(connections.heartbeats, config.rank_timeout_s)
             if ranks.rank == 0:
                 self._sender = FrameSender(list(connections.frames.values()))
             else:
                 self._receiver = FrameReceiver(connections.frames[0])
-            self.links = RankLinks(ranks, device, PrefixStore("tensors", store), is_ordered=config.batch_invariant)
+            self.communicator = RankCommunicator(
+                ranks, device, PrefixStore("tensors", store), is_ordered=config.batch_invariant
+            )
         except (OSError, RuntimeError) as error:
             raise UnavailableError(f"rank {ranks.rank} could not join its group: {error}") from error
-        self.leader = Leader(self._sender, self.links) if ranks.rank == 0 else None
+        self.leader = Leader(self._sender, self.communicator) if ranks.rank == 0 else None
         logger.info("rank %d joined its group of %d", ranks.rank, ranks.world_size)
 
     @property
@@ -96,17 +98,17 @@ class RankGroup:
     def stop(self, exit_code: int) -> None:
         """Stop the other ranks with this exit code, and leave the group. To be called on rank 0."""
         assert self.leader is not None
-        self.lifelines.expect_end()
+        self.monitor.expect_end()
         self.leader.stop(exit_code)
-        self.lifelines.close()
+        self.monitor.close()
         self._sender.close()
-        self.links.close()
+        self.communicator.close()
 
     def close(self) -> None:
         """Leave the group. To be called on a follower."""
-        self.lifelines.leave()
+        self.monitor.leave()
         self._receiver.close()
-        self.links.close()
+        self.communicator.close()
 
     def fail(self, reason: str) -> None:
         """End this process, which also ends the group."""

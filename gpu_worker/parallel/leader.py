@@ -19,8 +19,8 @@ from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.models.decoder import Decoder, ForwardInputs, Probe
 from gpu_worker.parallel.commands import encode_adapter_layer, encode_forward, encode_post_process
+from gpu_worker.parallel.communicator import RankCommunicator
 from gpu_worker.parallel.frames import FrameSender
-from gpu_worker.parallel.links import RankLinks
 from gpu_worker.parallel.pipeline import PipelineDecoder
 from gpu_worker.parallel.shard import Shard
 from gpu_worker.parallel.shard_adapters import adapter_part
@@ -44,9 +44,9 @@ class Leader:
         has_failed: Whether the ranks' states may have diverged because a joint operation failed.
     """
 
-    def __init__(self, sender: FrameSender, links: RankLinks) -> None:
+    def __init__(self, sender: FrameSender, communicator: RankCommunicator) -> None:
         self.has_failed = False
-        self.links = links
+        self.communicator = communicator
         self._sender = sender
 
     def tell(self, command: ranks_pb2.RankCommand) -> None:
@@ -76,7 +76,7 @@ class Leader:
     def least_num_blocks(self, num_blocks: int) -> int:
         """Return the smallest KV block capacity of all ranks, given this rank's."""
         with self.together(ranks_pb2.RankCommand(choose_num_blocks=ranks_pb2.ChooseNumBlocks())):
-            return self.links.least(num_blocks)
+            return self.communicator.least(num_blocks)
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         """Copy blocks on all other ranks."""
@@ -85,9 +85,9 @@ class Leader:
 
     def post_process(self, call: Call, logits: Tensor) -> None:
         """Make the other tensor ranks of the first stage call a post-processor with these arguments."""
-        if self.links.ranks.tensor_size > 1:
+        if self.communicator.ranks.tensor_size > 1:
             with self.together(encode_post_process(call)):
-                self.links.share(logits.contiguous())
+                self.communicator.share(logits.contiguous())
 
     def record_graphs(self, record: Callable[[], None]) -> None:
         """Record CUDA graphs on all ranks at the same time."""
@@ -138,7 +138,7 @@ class LeadingDecoder:
     def end(self) -> Tensor:
         """Wait for the oldest pass that has begun; return float32 logits [S, vocab_size] of the sampled tokens."""
         assert isinstance(self._part, PipelineDecoder)
-        if self._leader.links.ranks.tensor_size == 1:
+        if self._leader.communicator.ranks.tensor_size == 1:
             with self._leader.guarded():
                 return self._part.end()
         with self._leader.together(ranks_pb2.RankCommand(end_pass=ranks_pb2.EndPass())):
@@ -152,12 +152,12 @@ class LeadingDecoder:
 
     def logits(self, last: Tensor) -> Tensor:
         """Return float32 logits [N, vocab_size] for some rows of the hidden states that a probe kept as `last`."""
-        links = self._leader.links
-        if links.ranks.tensor_size == 1:
+        communicator = self._leader.communicator
+        if communicator.ranks.tensor_size == 1:
             return self._part.logits(last)
         with self._leader.together(ranks_pb2.RankCommand(join_logits=ranks_pb2.JoinLogits(num_rows=len(last)))):
             rows = last.contiguous()
-            links.share(rows)
+            communicator.share(rows)
             return self._part.logits(rows)
 
     def place_adapter(self, adapter: Adapter) -> GroupAdapter:

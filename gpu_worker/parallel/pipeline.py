@@ -23,7 +23,7 @@ from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.shard import stage_layers
 
 
-class StageLinks(Protocol):
+class StageCommunicator(Protocol):
     """Communication with the corresponding ranks of other stages."""
 
     def send(self, x: Tensor, stage: int) -> None:
@@ -33,32 +33,36 @@ class StageLinks(Protocol):
         """Return a received tensor with the shape, type and device of `like`."""
 
 
-class GroupLinks(StageLinks, Protocol):
+class GroupCommunicator(StageCommunicator, Protocol):
     """Links of a rank to all other stages."""
 
     ranks: Ranks
     device: torch.device
 
 
-def as_stage(part: PartDecoder, description: DecoderDescription, links: GroupLinks, dtype: torch.dtype) -> Decoder:
+def as_stage(
+    part: PartDecoder, description: DecoderDescription, communicator: GroupCommunicator, dtype: torch.dtype
+) -> Decoder:
     """Return a rank's part of the model as a decoder, which is `part` itself if there is only one stage."""
-    ranks = links.ranks
+    ranks = communicator.ranks
     if ranks.pipeline_size == 1:
         return part
-    hidden = torch.empty(0, description.hidden_size, dtype=dtype, device=links.device)
-    return PipelineDecoder(part, stage_layers(description, ranks.pipeline_size), ranks.stage, links, hidden)
+    hidden = torch.empty(0, description.hidden_size, dtype=dtype, device=communicator.device)
+    return PipelineDecoder(part, stage_layers(description, ranks.pipeline_size), ranks.stage, communicator, hidden)
 
 
 class PipelineDecoder:
     """A decoder whose layers are split across stages."""
 
-    def __init__(self, part: PartDecoder, layers: list[range], stage: int, links: StageLinks, hidden: Tensor) -> None:
+    def __init__(
+        self, part: PartDecoder, layers: list[range], stage: int, communicator: StageCommunicator, hidden: Tensor
+    ) -> None:
         """Wrap this stage's part of the model.
 
         Args:
             hidden: An empty tensor [0, hidden_size] with the type and device of the activations sent between stages.
         """
-        self._part, self._layers, self._stage, self._links = part, layers, stage, links
+        self._part, self._layers, self._stage, self._communicator = part, layers, stage, communicator
         self._hidden = hidden
         self._last_stage = len(layers) - 1
         self._open: deque[tuple[ForwardInputs, Probe | None]] = deque()
@@ -85,17 +89,17 @@ class PipelineDecoder:
             self._open.append((inputs, probe))
             hidden = self._part.embed(inputs)
         else:
-            hidden = self._links.receive(self._rows(inputs.token_ids), self._stage - 1)
+            hidden = self._communicator.receive(self._rows(inputs.token_ids), self._stage - 1)
         hidden = self._part.run_layers(hidden, inputs, probe)
         if self._stage < self._last_stage:
-            self._links.send(hidden, self._stage + 1)
+            self._communicator.send(hidden, self._stage + 1)
         if self._stage == 0:
             return
         if probe is not None:
             for layer in self._kept(probe, self._stage):
-                self._links.send(probe.states[layer], 0)
+                self._communicator.send(probe.states[layer], 0)
         if self._stage == self._last_stage and (probe is not None or len(inputs.sampled)):
-            self._links.send(hidden if probe is not None else hidden[inputs.sampled.long()], 0)
+            self._communicator.send(hidden if probe is not None else hidden[inputs.sampled.long()], 0)
 
     @property
     def num_open(self) -> int:
@@ -107,11 +111,11 @@ class PipelineDecoder:
         inputs, probe = self._open.popleft()
         if probe is None:
             rows = self._rows(inputs.sampled)
-            return self._part.logits(self._links.receive(rows, self._last_stage) if len(rows) else rows)
+            return self._part.logits(self._communicator.receive(rows, self._last_stage) if len(rows) else rows)
         for stage in range(1, self._last_stage + 1):
             for layer in self._kept(probe, stage):
-                probe.states[layer] = self._links.receive(self._rows(inputs.token_ids), stage)
-        probe.last = self._links.receive(self._rows(inputs.token_ids), self._last_stage)
+                probe.states[layer] = self._communicator.receive(self._rows(inputs.token_ids), stage)
+        probe.last = self._communicator.receive(self._rows(inputs.token_ids), self._last_stage)
         return self._part.logits(probe.last[inputs.sampled.long()])
 
     def _kept(self, probe: Probe, stage: int) -> list[int]:

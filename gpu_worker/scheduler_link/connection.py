@@ -17,7 +17,7 @@ from midstream.security.curve import WorkerCredentials
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_BYTES = 64 << 20
-_REDIAL_S = 1.0
+_REJECTED_RETRY_S = 1.0
 _RECONNECT_MS, _MAX_RECONNECT_MS = 20, 200
 _LINGER_MS = 1000
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -28,7 +28,7 @@ _ONE_OF = "one-of:"
 _REPLY_S = 2.0
 
 
-class Dialler:
+class Connector:
     """Manages the connection to the scheduler; with `one-of:` addresses, to the active one of several."""
 
     def __init__(self, address: str, credentials: WorkerCredentials | None) -> None:
@@ -46,9 +46,9 @@ class Dialler:
         self._next_at = math.inf
         self._credentials = credentials
         self._was_refused = False
-        self._redial_at = 0.0
+        self._reconnect_at = 0.0
 
-    def dial(self, dealer: zmq.Socket[bytes]) -> None:
+    def connect(self, dealer: zmq.Socket[bytes]) -> None:
         """Configure and connect a DEALER socket; from then on ZeroMQ reconnects it."""
         dealer.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         dealer.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while disconnected
@@ -57,11 +57,11 @@ class Dialler:
         dealer.setsockopt(zmq.LINGER, _LINGER_MS)
         if self._credentials is not None:
             self._credentials.secure(dealer)
-        self._connect(dealer)
+        self._connect_next(dealer)
 
-    def was_cut(self, monitor: zmq.Socket[bytes]) -> bool:
+    def was_lost(self, monitor: zmq.Socket[bytes]) -> bool:
         """Return whether the connection has been lost since the last call; `monitor` must report LINK_EVENTS."""
-        was_cut = False
+        was_lost = False
         while True:
             try:
                 message = monitor.recv_multipart(zmq.NOBLOCK)
@@ -71,27 +71,27 @@ class Dialler:
             if event == zmq.EVENT_CONNECT_RETRIED:  # this scheduler is down, or a standby
                 self._next_at = min(self._next_at, time.monotonic() + _MAX_RECONNECT_MS / 1000)
                 continue
-            was_cut = was_cut or event == zmq.EVENT_DISCONNECTED
+            was_lost = was_lost or event == zmq.EVENT_DISCONNECTED
             if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-                self._redial_at = time.monotonic() + _REDIAL_S
+                self._reconnect_at = time.monotonic() + _REJECTED_RETRY_S
             if event != zmq.EVENT_DISCONNECTED and not self._was_refused:
                 self._was_refused = True
                 logger.warning(
                     "handshake failed: the scheduler rejects this worker's key, or has a different key itself"
                 )
-        return was_cut
+        return was_lost
 
-    def redial_when_due(self, dealer: zmq.Socket[bytes]) -> None:
+    def reconnect_when_due(self, dealer: zmq.Socket[bytes]) -> None:
         """Reconnect after a rejection, which ZeroMQ treats as final although the key may be allowed in the meantime;
         connect to the next scheduler if the current one has not replied.
         """
         now = time.monotonic()
         is_next = self._setting.startswith(_ONE_OF) and now >= self._next_at
-        if is_next or (self._redial_at and now >= self._redial_at):
-            self._redial_at = 0.0
+        if is_next or (self._reconnect_at and now >= self._reconnect_at):
+            self._reconnect_at = 0.0
             with contextlib.suppress(zmq.ZMQError):
                 dealer.disconnect(self._address)
-            self._connect(dealer)
+            self._connect_next(dealer)
 
     def note_registered(self) -> None:
         """Record a successful registration, so that the next rejection is logged again."""
@@ -102,7 +102,7 @@ class Dialler:
         """Record the end of a registration."""
         self._next_at = time.monotonic() + _REPLY_S
 
-    def _connect(self, dealer: zmq.Socket[bytes]) -> None:
+    def _connect_next(self, dealer: zmq.Socket[bytes]) -> None:
         addresses = _addresses(self._setting) or [self._address]
         position = addresses.index(self._address) + 1 if self._address in addresses else 0
         self._address = addresses[position % len(addresses)]

@@ -35,7 +35,7 @@ from gpu_worker.kv.transfer import BlockFetcher
 from gpu_worker.lora.cache import AdapterCache
 from gpu_worker.lora.messages import AdapterMessages
 from gpu_worker.models.images import ImageEncoder
-from gpu_worker.scheduler_link.connection import LINK_EVENTS, Dialler
+from gpu_worker.scheduler_link.connection import LINK_EVENTS, Connector
 from gpu_worker.scheduler_link.images import ImageMessages
 from gpu_worker.scheduler_link.messages import decode_step, encode_result
 from midstream.security.curve import WorkerCredentials
@@ -114,7 +114,7 @@ class SchedulerLink:
         self.inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self.epoch = 0
         self._address, self._register, self._memory = address, register, memory
-        self._dialler = Dialler(address, credentials)
+        self._connector = Connector(address, credentials)
         self._adapters = AdapterMessages(adapters, self._wake)
         self._kept, self._tiers, self._fetcher = kept, tiers, fetcher
         self._unsent_hashes = set[int]()  # of blocks in the tiers, which the heartbeats after a registration report
@@ -201,7 +201,7 @@ class SchedulerLink:
 
     def _serve(self) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-            self._dialler.dial(dealer)
+            self._connector.connect(dealer)
             # Poll the file descriptors: polling the socket itself would need the lock.
             poller = zmq.Poller()
             poller.register(dealer.fileno(), zmq.POLLIN)
@@ -209,7 +209,7 @@ class SchedulerLink:
             with dealer.get_monitor_socket(LINK_EVENTS) as monitor:
                 poller.register(monitor.fileno(), zmq.POLLIN)
                 # The descriptor reports events only after an attempt to receive has found none.
-                self._dialler.was_cut(monitor)
+                self._connector.was_lost(monitor)
                 self._dealer = dealer
                 try:
                     while self._turn(dealer, monitor, poller):
@@ -230,7 +230,7 @@ class SchedulerLink:
             return self._handle(dealer, monitor, was_signalled=monitor.fileno() in ready)
 
     def _handle(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], *, was_signalled: bool) -> bool:
-        if was_signalled and self._dialler.was_cut(monitor) and self.epoch:
+        if was_signalled and self._connector.was_lost(monitor) and self.epoch:
             # Steps and results in transit are lost, so register again.
             self._end_epoch("the connection was lost")
         self._send_results(dealer)
@@ -244,7 +244,7 @@ class SchedulerLink:
                 self._send(dealer, worker_pb2.WorkerMessage(leave=worker_pb2.Leave(epoch=self.epoch, reason="drain")))
             self.inbox.put(Stopped(0, "drained"))
             return False
-        self._dialler.redial_when_due(dealer)
+        self._connector.reconnect_when_due(dealer)
         self._send_when_due(dealer)
         self._is_drained = not _is_readable(dealer)
         return True
@@ -297,7 +297,7 @@ class SchedulerLink:
         elif not self._leaving:
             if self._has_failed:
                 self._has_failed = False
-                self._dialler.note_lost()
+                self._connector.note_lost()
                 self._register.incarnation = secrets.randbits(64)
                 self._kept.clear()
             self._kept.write(self._register)
@@ -393,7 +393,7 @@ class SchedulerLink:
         self._heartbeat_s = max(registered.heartbeat_interval_ms, 10) / 1000
         self._timeout_s = max(registered.timeout_ms / 1000, 2 * self._heartbeat_s)
         self._next_send = time.monotonic() + self._heartbeat_s
-        self._dialler.note_registered()
+        self._connector.note_registered()
         if self._fetcher is not None:
             self._fetcher.begin_epoch(self.epoch)
         self._registrations.inc()
@@ -404,7 +404,7 @@ class SchedulerLink:
         logger.warning("epoch %d ended: %s", self.epoch, reason)
         self.epoch = 0
         self._kept.end_epoch()
-        self._dialler.note_lost()
+        self._connector.note_lost()
         self._next_send = 0.0
 
     def _drop(self, reason: str) -> None:

@@ -71,7 +71,8 @@ class WorkerConfig(ServiceConfig):
     )
     host_kv_bytes: int = setting(
         0,
-        "Bytes of shared_kv_folder that keep full KV blocks after their eviction and after the worker's death; 0: none.",
+        "Bytes of shared_kv_folder that keep full KV blocks after their eviction and after the death of the worker; "
+        "0: none.",
     )
     disk_kv_folder: str = setting(
         "", "Folder on disk, accessible only to this user, that keeps full KV blocks; empty: none."

@@ -77,7 +77,7 @@ class RankPool:
             runner.close()
             group.stop(exit_code=0)
         except BaseException:
-            group.lifelines.expect_end()  # without this, the exit of another rank would end this process
+            group.monitor.expect_end()  # without this, the exit of another rank would end this process
             raise
         for process in followers:
             assert process.stdout is not None

@@ -102,7 +102,7 @@ class FakeGroup:
 
     def __init__(self, communicator: Communicator) -> None:
         self.ranks = Ranks(rank=1, world_size=2, tensor_size=2)
-        self.links = self.lifelines = SimpleNamespace(ranks=self.ranks, share_tokens=None)
+        self.communicator = self.monitor = SimpleNamespace(ranks=self.ranks, share_tokens=None)
         self.close = communicator.destroy
         self._commands: Iterator[ranks_pb2.RankCommand] = iter(
             (

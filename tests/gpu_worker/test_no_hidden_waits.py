@@ -144,7 +144,7 @@ def test_recorded_steps_read_nothing_from_the_device(tmp_path: Path, name: str, 
     assert num_recorded == 10 + 6
 
 
-class Links:
+class RecordingCommunicator:
     """Stands in for the other rank of a stage, and notes the operations."""
 
     def __init__(self) -> None:
@@ -164,19 +164,19 @@ class Links:
 
 
 def test_the_recorded_steps_of_a_rank_begin_with_the_tokens_of_the_previous_step() -> None:
-    links = Links()
+    communicator = RecordingCommunicator()
     description = describe(TINY)
     shard = shard_of(description, Ranks(rank=1, world_size=2, tensor_size=2))
-    decoder = random_decoder(TINY, META, torch.bfloat16, shard, links)
+    decoder = random_decoder(TINY, META, torch.bfloat16, shard, communicator)
     num_recorded = 0
 
     def record(run: Callable[[], object]) -> Callable[[], None]:
         nonlocal num_recorded
         num_recorded += 1
-        links.calls.clear()
+        communicator.calls.clear()
         run_on_one_device(run)
         # Each layer has two sums; embeddings are summed, and logits are joined.
-        assert links.calls == ["share", *["sum"] * (1 + 2 * description.num_layers), "join"] * 2
+        assert communicator.calls == ["share", *["sum"] * (1 + 2 * description.num_layers), "join"] * 2
         return lambda: None
 
     graphs = GraphDecoder(
@@ -186,7 +186,7 @@ def test_the_recorded_steps_of_a_rank_begin_with_the_tokens_of_the_previous_step
         max_num_tokens=32,
         max_blocks=4,
         make_recorder=lambda: record,
-        share=links.share,
+        share=communicator.share,
     )
     graphs.use_cache(KvCache(shard.part, 8, 16, torch.bfloat16, META))
     graphs.capture()

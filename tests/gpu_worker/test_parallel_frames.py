@@ -13,13 +13,13 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from gpu_worker.parallel.frames import FrameReceiver, FrameSender
-from gpu_worker.parallel.lifelines import Lifelines
-from gpu_worker.parallel.meeting import DIGEST_BYTES, Connections, await_followers, dial_leader
+from gpu_worker.parallel.rank_monitor import RankMonitor
 from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.rendezvous import DIGEST_BYTES, Connections, await_followers, connect_to_leader
 from midstream.errors import ConfigError, UnavailableError
 
 LIMIT_S = 60.0
-Lines = tuple[Lifelines, Lifelines, socket.socket, queue.SimpleQueue[str]]
+Monitors = tuple[RankMonitor, RankMonitor, socket.socket, queue.SimpleQueue[str]]
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -86,25 +86,25 @@ def test_a_frame_is_not_overwritten_before_it_is_read() -> None:
 
 
 @pytest.fixture
-def lifelines() -> Iterator[Lines]:
-    """Return the lifelines of ranks 0 and 1, rank 1's connection, and the ranks that rank 0 has lost."""
+def monitors() -> Iterator[Monitors]:
+    """Return the monitors of ranks 0 and 1, rank 1's connection, and the ranks that rank 0 has lost."""
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     near, far = tcp_pair()
-    one, other = Lifelines({1: near}, 5.0, lost.put), Lifelines({0: far}, 5.0, lambda reason: None)
+    one, other = RankMonitor({1: near}, 5.0, lost.put), RankMonitor({0: far}, 5.0, lambda reason: None)
     yield one, other, far, lost
     other.leave()
     one.close()
     far.close()
 
 
-def test_the_end_of_a_rank_is_detected(lifelines: Lines) -> None:
-    _, _, far, lost = lifelines
+def test_the_end_of_a_rank_is_detected(monitors: Monitors) -> None:
+    _, _, far, lost = monitors
     far.shutdown(socket.SHUT_RDWR)
     assert lost.get(timeout=LIMIT_S) == "rank 1 disconnected"
 
 
-def test_an_expected_exit_is_not_a_loss(lifelines: Lines) -> None:
-    one, other, _, lost = lifelines
+def test_an_expected_exit_is_not_a_loss(monitors: Monitors) -> None:
+    one, other, _, lost = monitors
     one.expect_end()
     other.leave()
     one.close()
@@ -112,9 +112,9 @@ def test_an_expected_exit_is_not_a_loss(lifelines: Lines) -> None:
 
 
 def test_a_rank_can_request_the_end(
-    lifelines: Lines,
+    monitors: Monitors,
 ) -> None:
-    one, other, _, lost = lifelines
+    one, other, _, lost = monitors
     asked = threading.Event()
     other.ask_drain()
     one.on_drain(asked.set)
@@ -122,8 +122,8 @@ def test_a_rank_can_request_the_end(
     assert lost.empty()
 
 
-def test_a_process_without_progress_is_lost(lifelines: Lines) -> None:
-    one, _, _, lost = lifelines
+def test_a_process_without_progress_is_lost(monitors: Monitors) -> None:
+    one, _, _, lost = monitors
     one.watch(lambda: True)
     assert lost.get(timeout=LIMIT_S) == "a step is stuck"
 
@@ -131,10 +131,10 @@ def test_a_process_without_progress_is_lost(lifelines: Lines) -> None:
 def test_a_silent_rank_is_lost() -> None:
     near, far = tcp_pair()
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-    lifelines = Lifelines({3: near}, 0.2, lost.put)
+    monitor = RankMonitor({3: near}, 0.2, lost.put)
     assert lost.get(timeout=LIMIT_S) == "rank 3 sent no heartbeat for 0.2 s"
     far.close()
-    lifelines.close()
+    monitor.close()
 
 
 RANKS = [Ranks(rank, 3, tensor_size=3, master_addr="127.0.0.1") for rank in range(3)]
@@ -144,7 +144,7 @@ DIGEST = b"d" * DIGEST_BYTES
 def dial(store: HashStore, rank: int, digest: bytes, connections: list[Connections]) -> threading.Thread:
     def run() -> None:
         with contextlib.suppress(OSError):  # rank 0 has disconnected again
-            connections.append(dial_leader(store, RANKS[rank], digest))
+            connections.append(connect_to_leader(store, RANKS[rank], digest))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -155,7 +155,7 @@ def test_followers_are_met_by_rank_and_share_memory_on_one_host() -> None:
     store, followers = HashStore(), list[Connections]()
     dialling = [dial(store, rank, DIGEST, followers) for rank in (2, 1)]
     leader = await_followers(store, RANKS[0], DIGEST, LIMIT_S)
-    assert {*leader.lifelines} == {*leader.frames} == {1, 2}
+    assert {*leader.heartbeats} == {*leader.frames} == {1, 2}
     assert {connection.family for connection in leader.frames.values()} == {socket.AF_UNIX}
     for thread in dialling:
         thread.join(LIMIT_S)

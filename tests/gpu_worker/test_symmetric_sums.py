@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import HashStore
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _symmetric_memory as symmetric
 
-from gpu_worker.parallel import links
-from gpu_worker.parallel.links import RankLinks
+from gpu_worker.parallel import communicator
+from gpu_worker.parallel.communicator import RankCommunicator
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.symmetric_sums import NUM_BYTES, symmetric_sum
 
@@ -106,7 +106,7 @@ class Journal:
         patch.setattr(dist, "init_process_group", lambda backend, **_: self.calls.append(backend))
         patch.setattr(dist, "new_group", lambda ranks, timeout: GROUP)
         patch.setattr(dist, "all_reduce", lambda x, group: self.calls.append(("all-reduce", x.numel())))
-        patch.setattr(links, "symmetric_sum", self._symmetric_sum)
+        patch.setattr(communicator, "symmetric_sum", self._symmetric_sum)
 
     def _symmetric_sum(self, *arguments: Any) -> tuple[Any, object] | None:
         self.calls.append(arguments)
@@ -125,7 +125,7 @@ def test_gpus_sum_small_tensors_at_once_and_others_through_nccl(
     monkeypatch: pytest.MonkeyPatch, has_one_shot: bool
 ) -> None:
     journal, device = Journal(monkeypatch, has_one_shot=has_one_shot), torch.device("cuda:1")
-    made = RankLinks(RANKS, device, HashStore(), is_ordered=True)
+    made = RankCommunicator(RANKS, device, HashStore(), is_ordered=True)
     with FakeTensorMode():
         sizes = [((4, 4096), torch.bfloat16), ((33, 4096), torch.bfloat16), ((1, 8), torch.float32)]
         for size, dtype in [*sizes, sizes[0]]:
@@ -153,6 +153,6 @@ def test_sums_of_several_ranks_have_the_order_of_the_ranks_if_batch_invariant(mo
     monkeypatch.setattr(dist, "all_gather", gather)
     ranks = Ranks(rank=1, world_size=3, tensor_size=3)
     for is_ordered, found in ((True, 2050), (False, 1)):
-        made = RankLinks(ranks, torch.device("cuda:1"), HashStore(), is_ordered=is_ordered)
+        made = RankCommunicator(ranks, torch.device("cuda:1"), HashStore(), is_ordered=is_ordered)
         assert made.sum(torch.ones(2, dtype=torch.float16)).tolist() == [found, found]
     assert journal.calls == ["nccl", "nccl", ("all-reduce", 2)]

@@ -40,7 +40,7 @@ from tests.gpu_worker.test_models import TOLERANCE, Recorder, expected_logits, p
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
 
 if TYPE_CHECKING:
-    from gpu_worker.parallel.links import RankLinks
+    from gpu_worker.parallel.communicator import RankCommunicator
 
 CPU = torch.device("cpu")
 TABLES = torch.tensor([[5, 1], [2, 7], [4, 3]], dtype=torch.int32)
@@ -304,7 +304,7 @@ def test_models_without_native_code_use_that_of_transformers(tmp_path: Path, cap
     with pytest.raises(
         UnsupportedError, match="uses the transformers implementation cannot be sharded across ranks"
     ) as raised:
-        load_model(config, open_model_folder(str(tmp_path)), cast("RankLinks", SimpleNamespace(ranks=ALONE)))
+        load_model(config, open_model_folder(str(tmp_path)), cast("RankCommunicator", SimpleNamespace(ranks=ALONE)))
     assert raised.value.field == "model"
 
 

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Longer than any pause of a healthy rank within a step; lifelines detect dead ranks earlier.
+# Longer than any pause of a healthy rank within a step; the rank monitor detects dead ranks earlier.
 _TIMEOUT = timedelta(minutes=10)
 # How many tensors a CPU rank may have sent that their receivers do not take yet.
 _MAX_SENDS = 8
 
 
-class RankLinks:
+class RankCommunicator:
     """Communication of this rank with the other ranks."""
 
     def __init__(self, ranks: Ranks, device: torch.device, store: Store, *, is_ordered: bool) -> None:

@@ -31,7 +31,7 @@ def end_process(reason: str) -> None:
     os._exit(LOST_EXIT_CODE)
 
 
-class Lifelines:
+class RankMonitor:
     """Monitors the connections to other ranks in a thread."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Lifelines:
         self._on_drain: Callable[[], None] | None = None
         self._is_stuck: Callable[[], bool] = lambda: False
         self._is_closing = self._wants_drain = False
-        self._thread = threading.Thread(target=self._run, name="lifelines", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rank-monitor", daemon=True)
         for connection in self._peers.values():
             connection.setblocking(False)
         self._thread.start()

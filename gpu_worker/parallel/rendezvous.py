@@ -1,4 +1,4 @@
-"""Connects the ranks: each follower opens two connections to rank 0, one for frames and one as a lifeline.
+"""Connects the ranks: each follower opens two connections to rank 0, one for frames and one for heartbeats.
 
 Rank 0 listens, and publishes its port and a secret in the group's store. Followers connect and send the secret, their
 rank, and a digest of the settings that must match. Frames use rank 0's Unix socket if it is reachable: it is in the
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 DIGEST_BYTES = 32
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sIB{DIGEST_BYTES}s")  # secret, rank, purpose, digest
-_LIFELINE, _FRAMES = 0, 1
+_HEARTBEATS, _FRAMES = 0, 1
 _KEY = "rank0"
 _HELLO_TIMEOUT_S = 5.0
 
@@ -37,11 +37,11 @@ _HELLO_TIMEOUT_S = 5.0
 class Connections:
     """Connections to other ranks, by rank."""
 
-    lifelines: dict[int, socket.socket] = field(default_factory=dict)
+    heartbeats: dict[int, socket.socket] = field(default_factory=dict)
     frames: dict[int, socket.socket] = field(default_factory=dict)
 
     def close(self) -> None:
-        for connection in (*self.lifelines.values(), *self.frames.values()):
+        for connection in (*self.heartbeats.values(), *self.frames.values()):
             connection.close()
 
 
@@ -62,10 +62,10 @@ def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float)
             selector.register(listener, selectors.EVENT_READ)
         store.set(_KEY, f"{remote.getsockname()[1]} {secret.hex()}")
         wanted = ranks.world_size - 1
-        while len(connections.lifelines) < wanted or len(connections.frames) < wanted:
+        while len(connections.heartbeats) < wanted or len(connections.frames) < wanted:
             left = deadline - time.monotonic()
             if left <= 0:
-                missing = sorted({*range(1, ranks.world_size)} - {*connections.lifelines})
+                missing = sorted({*range(1, ranks.world_size)} - {*connections.heartbeats})
                 raise UnavailableError(f"ranks {missing} did not connect within {timeout_s:g} s")
             for key, _ in selector.select(left):
                 assert isinstance(key.fileobj, socket.socket)
@@ -74,15 +74,15 @@ def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float)
     return connections
 
 
-def dial_leader(store: Store, ranks: Ranks, digest: bytes) -> Connections:
+def connect_to_leader(store: Store, ranks: Ranks, digest: bytes) -> Connections:
     """Connect to rank 0. To be called on a follower. Raises OSError if rank 0 cannot be reached."""
     port, secret = store.get(_KEY).decode().split()
     token = bytes.fromhex(secret)
     address = (ranks.master_addr, int(port))
     connections = Connections()
     try:
-        connections.lifelines[0] = lifeline = socket.create_connection(address, timeout=_HELLO_TIMEOUT_S)
-        lifeline.sendall(_HELLO.pack(token, ranks.rank, _LIFELINE, digest))
+        connections.heartbeats[0] = heartbeats = socket.create_connection(address, timeout=_HELLO_TIMEOUT_S)
+        heartbeats.sendall(_HELLO.pack(token, ranks.rank, _HEARTBEATS, digest))
         connections.frames[0] = frames = _dial_frames(address, token)
         frames.sendall(_HELLO.pack(token, ranks.rank, _FRAMES, digest))
     except BaseException:
@@ -123,7 +123,7 @@ def _welcome(connection: socket.socket, secret: bytes, digest: bytes, connection
     if purpose == _FRAMES and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # The connection of a follower that restarted in the meantime replaces its earlier one.
-    known = connections.frames if purpose == _FRAMES else connections.lifelines
+    known = connections.frames if purpose == _FRAMES else connections.heartbeats
     if rank in known:
         known[rank].close()
     known[rank] = connection
