@@ -105,6 +105,7 @@ async def serve(config: RouterConfig) -> None:
         turn_of=turns.of_method,
         more_services=ADAPTED_SERVICES,
         grpc_server=config.grpc_server,
+        shared_port=config.shared_port,
     )
     router_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
     limits = StreamLimits(config.max_concurrent_streams, config.max_streams_per_client)
@@ -160,6 +161,7 @@ async def serve(config: RouterConfig) -> None:
         config.host,
         config.http_port,
         tls,
+        shared_port=config.shared_http_port,
         max_open_files=raise_open_files_limit(),
     )
     parts = {"schedulers": cells.run(), "detokenizers": pool.run(), "status": status.run()}

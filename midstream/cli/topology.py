@@ -54,6 +54,7 @@ class Topology:
         http_port: HTTP port of the first router, likewise.
         served_model_name: Name of the model in the API; empty means the model's own name.
         num_prefill_workers: Number of workers that prefill, while the others decode; 0 means that each does both.
+        shares_ports: Whether `port` and `http_port` are those of all routers, beside ports of their own.
     """
 
     model: str = EMBEDDED_MODEL
@@ -67,6 +68,7 @@ class Topology:
     http_port: int | None = None
     served_model_name: str = ""
     num_prefill_workers: int = 0
+    shares_ports: bool = False
 
     def __post_init__(self) -> None:
         for flag, port in (("--port", self.port), ("--http-port", self.http_port)):
@@ -140,12 +142,21 @@ def plan_processes(
         specs.append(ProcessSpec(f"detokenizer-{index}", "detokenizer", flags, detokenizer.taken))
     targets = ",".join(spec.addresses["grpc"] for spec in specs if spec.kind == "detokenizer")
     links = (*served, "--host", topology.host, "--schedulers", f"{HOST}:{grpc}", "--detokenizers", targets)
+    if topology.shares_ports:
+        shared = _Addresses(ports, topology.host)
+        port, http_port = (
+            shared.add_public(flag, asked)
+            for flag, asked in (("--port", topology.port), ("--http-port", topology.http_port))
+        )
+        links += ("--shared-port", str(port), "--shared-http-port", str(http_port))
     for index in range(topology.num_routers):
         router = _Addresses(ports, topology.host)
-        is_first = index == 0
+        is_first = index == 0 and not topology.shares_ports
         port = router.add_public("--port", topology.port if is_first else 0)
         http_port = router.add_public("--http-port", topology.http_port if is_first else 0)
         own = ("--port", str(port), "--http-port", str(http_port))
+        if topology.shares_ports:
+            router.taken |= {f"shared {name}": address for name, address in shared.taken.items()}
         specs.append(ProcessSpec(f"router-{index}", "router", (*links, *own), router.taken))
     return specs
 

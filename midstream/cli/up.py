@@ -41,6 +41,7 @@ _TOPOLOGY = {
     "tensor_parallel": "tensor_parallel",
     "pipeline_parallel": "pipeline_parallel",
     "served_model_name": "served_model_name",
+    "share_ports": "shares_ports",
 }
 MODEL_HELP = "Folder, .gguf file, or name on the Hugging Face Hub (ORG/NAME)."
 
@@ -81,6 +82,11 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
         help="Require clients to send this bearer token; repeatable.",
     )
     parser.add_argument("--routers", type=int, default=1, metavar="N", help="[1]")
+    parser.add_argument(
+        "--share-ports",
+        action="store_true",
+        help="All routers listen on --port and --http-port, and each also on ports of its own.",
+    )
     parser.add_argument("--detokenizers", type=int, default=1, metavar="N", help="[1]")
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help="Number of workers, which share the cores. [1]"
@@ -150,14 +156,16 @@ def prepare_model(model: str, console: Console) -> str:
 def how_to_talk(state: RunState, run_dir: Path) -> str:
     """Return a text with the service's addresses and commands to try next."""
     routers = state.of_kind("router")
-    grpc = ", ".join(router.addresses["grpc"] for router in routers)
-    http = ", ".join(f"http://{router.addresses['http']}" for router in routers)
-    flag = escape(run_dir_flag(run_dir))
+    grpc, http = (
+        list(dict.fromkeys(router.addresses.get(f"shared {name}", router.addresses[name]) for router in routers))
+        for name in ("grpc", "http")
+    )
+    flag, pages = escape(run_dir_flag(run_dir)), [f"http://{address}" for address in http]
     return (
-        f"[bold]Midstream serves {escape(state.model)}[/bold]: gRPC {grpc}, HTTP {http}\n"
+        f"[bold]Midstream serves {escape(state.model)}[/bold]: gRPC {', '.join(grpc)}, HTTP {', '.join(pages)}\n"
         f'  midstream generate{flag} "What is the capital of France?"\n'
-        f"  midstream chat{flag}   (or http://{routers[0].addresses['http']}/)\n"
-        f"  midstream top{flag}   (or http://{routers[0].addresses['http']}/dashboard)"
+        f"  midstream chat{flag}   (or {pages[0]}/)\n"
+        f"  midstream top{flag}   (or {pages[0]}/dashboard)"
     )
 
 
@@ -200,7 +208,8 @@ async def _run(name: str, topology: Topology, run_dir: RunDir, console: Console)
 def _run_detached(name: str, topology: Topology, run_dir: RunDir, console: Console) -> int:
     command = python_command("midstream.cli", "up", "--run-dir", str(run_dir.path), "--model", topology.model)
     for flag, field in _TOPOLOGY.items():
-        command += [f"--{flag.replace('_', '-')}", str(getattr(topology, field))]
+        option, value = f"--{flag.replace('_', '-')}", getattr(topology, field)
+        command += ([option] if value else []) if isinstance(value, bool) else [option, str(value)]
     log = run_dir.logs / "supervisor.log"
     with log.open("wb") as output:
         supervisor = subprocess.Popen(

@@ -49,7 +49,7 @@ _KEEPALIVE = [
 _EVENT_LOOP_BEAT_S = 0.5
 _HANDSHAKE_MS = 10_000
 _Context = grpc.aio.ServicerContext[Any, Any]
-_AddPort = Callable[[str, int, Tls | None], int]
+_AddPort = Callable[..., int]
 _COLLECT_INTERVAL_S = 0.1
 _next_collection = 0.0
 
@@ -80,6 +80,7 @@ class Server:
         more_services: Sequence[str] = (),
         is_standby: bool = False,
         grpc_server: str = "auto",
+        shared_port: int = 0,
     ) -> None:
         """Bind the port, or, if `is_standby`, check that it is free.
 
@@ -94,10 +95,12 @@ class Server:
             is_standby: Whether `bind` will be called later. Connections to a bound port would wait to be accepted.
             grpc_server: Implementation of the server: `own` (midstream/rpc/http2), `grpcio`, or `auto`, which is `own`
                 if the package hpack is installed, otherwise `grpcio`.
+            shared_port: Another port, on which other processes may listen as well; 0 means none.
 
         Raises:
             OSError: The port is in use.
-            ConfigError: `own` was requested, but a package that it requires is not installed.
+            ConfigError: `own` was requested, but a package that it requires is not installed; or another server has a
+                shared port.
         """
         self.limits_addresses = _is_own(grpc_server)
         make = _own_server if self.limits_addresses else _grpcio_server
@@ -119,6 +122,10 @@ class Server:
         reflection.enable_server_reflection(services, self.grpc)
         self.port = port
         self._host, self._tls = host, tls
+        if shared_port:
+            if not self.limits_addresses:
+                raise ConfigError("requires the service's own gRPC server; set grpc_server to own", field="shared_port")
+            self._add_port(host, shared_port, tls, is_shared=True)
         if is_standby:
             check_port(host, port)
         else:

@@ -276,6 +276,7 @@ class HttpPort:
         port: int,
         tls: Tls | None = None,
         *,
+        shared_port: int = 0,
         max_open_files: int = 1024,
         head_timeout_s: float = HEAD_TIMEOUT_S,
         body_timeout_s: float = BODY_TIMEOUT_S,
@@ -284,6 +285,7 @@ class HttpPort:
 
         Args:
             port: 0 selects a free one, stored in `self.port`.
+            shared_port: Another port, on which other processes may listen as well; 0 means none.
             max_open_files: The process's open-file limit; connections use at most half of it.
             head_timeout_s: Time limit to receive a request's head.
             body_timeout_s: Time limit to receive its body.
@@ -291,9 +293,10 @@ class HttpPort:
         Raises:
             OSError: The port is in use.
         """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        self.port: int = self._socket.getsockname()[1]
+        self._sockets = [_listen(host, port)]
+        self.port: int = self._sockets[0].getsockname()[1]
+        if shared_port:
+            self._sockets.append(_listen(host, shared_port, is_shared=True))
         self._tls = tls
         config = uvicorn.Config(
             IdentifiedApp(DrainedApp(app)),
@@ -311,7 +314,7 @@ class HttpPort:
 
     def start(self) -> tuple[asyncio.Task[None], ...]:
         """Start serving; return the server's tasks, which end after `stop`."""
-        self._tasks.append(asyncio.create_task(self._server.serve([self._socket]), name="http"))
+        self._tasks.append(asyncio.create_task(self._server.serve(self._sockets), name="http"))
         if self._tls is not None:
             self._tasks.append(asyncio.create_task(_keep_fresh(self._tls), name="certificates"))
         return tuple(self._tasks)
@@ -336,7 +339,13 @@ class HttpPort:
         for connection in list(self._server.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
-        self._socket.close()
+        for listener in self._sockets:
+            listener.close()
+
+
+def _listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=is_shared)
 
 
 async def _keep_fresh(tls: Tls) -> None:

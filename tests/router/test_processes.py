@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import signal
 import socket
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -198,6 +200,40 @@ async def test_the_port_of_a_router_cannot_be_shared() -> None:
         _, log = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     assert "cannot listen" in log.decode()
+
+
+async def test_routers_share_ports(start: Start) -> None:
+    """The kernel divides connections among the routers; those after a router's death go to the other one."""
+    shared = free_ports(2)
+    detokenizer = await start("detokenizer")
+    ports = ("--shared-port", str(shared[0]), "--shared-http-port", str(shared[1]))
+    flags = ("--detokenizers", detokenizer.address, *ports)
+    routers = list(await asyncio.gather(start("router", *flags), start("router", *flags)))
+    for port in shared:
+        with contextlib.ExitStack() as opened:
+            for _ in range(40):
+                opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+            await accepted_by_all(routers, port)
+    routers[0].process.kill()
+    await routers[0].process.wait()
+    survivor = dataclasses.replace(routers[1], port=shared[0], http_port=shared[1])
+    for _ in range(8):
+        assert "midstream" in await asyncio.to_thread(survivor.get, "/metrics")
+        await survivor.ready()
+
+
+async def accepted_by_all(processes: list[Process], port: int) -> None:
+    """Wait until each process has open connections on the port."""
+    async with asyncio.timeout(60):
+        while True:
+            found = [psutil.Process(item.process.pid).net_connections("tcp") for item in processes]
+            if all(any(_is_open(entry, port) for entry in entries) for entries in found):
+                return
+            await asyncio.sleep(0.02)
+
+
+def _is_open(entry: Any, port: int) -> bool:
+    return bool(entry.laddr.port == port and entry.status == psutil.CONN_ESTABLISHED)
 
 
 async def test_a_router_receives_no_larger_messages_than_its_model_needs() -> None:

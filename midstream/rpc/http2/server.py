@@ -95,8 +95,12 @@ class GrpcServer(grpc.aio.Server):
         """Raise an error: gRPC's credentials cannot be read. `add_port` takes certificates."""
         raise NotImplementedError("use add_port")
 
-    def add_port(self, host: str, port: int, tls: Tls | None = None) -> int:
+    def add_port(self, host: str, port: int, tls: Tls | None = None, *, is_shared: bool = False) -> int:
         """Listen on a port; 0 chooses a free one. Connections are accepted once the server has started.
+
+        Args:
+            is_shared: Whether other processes of this user may listen on the same port; the kernel then gives each
+                connection to one of them.
 
         Returns:
             The port.
@@ -110,6 +114,7 @@ class GrpcServer(grpc.aio.Server):
             for family, kind, protocol, _, address in dict.fromkeys(found):
                 listener = opened.enter_context(socket.socket(family, kind, protocol))
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(is_shared))
                 if family == socket.AF_INET6:
                     # An address of all interfaces includes those of IPv4.
                     listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
