@@ -231,11 +231,13 @@ def grouped_linear(
     *,
     activation: Activation | None = None,
     num_repeats: int = 1,
+    is_partial: bool = False,
 ) -> Tensor:
     """Return row i as `x[i // num_repeats] @ weight[experts[i]].T + bias[experts[i]]` -> [R, N]; with an activation,
     return `activate` of that result.
 
-    x [R / num_repeats, K], weight [E, N, K], experts integers [R], bias [E, N].
+    x [R / num_repeats, K], weight [E, N, K], experts integers [R], bias [E, N]. Rows whose expert is E have any
+    contents, or are 0 if `is_partial`.
     """
     if _takes_triton(x):
         return triton.grouped_linear(
@@ -246,6 +248,7 @@ def grouped_linear(
             activation=activation,
             num_repeats=num_repeats,
             is_batch_invariant=_is_batch_invariant,
+            is_partial=is_partial,
         )
     product = torch_grouped_linear(x, weight, experts, bias, num_repeats=num_repeats)
     return product if activation is None else torch_activate(product, activation)

@@ -12,10 +12,10 @@ def grouped_linear(
 ) -> Tensor:
     """Return row i as `x[i // num_repeats] @ weight[experts[i]].T + bias[experts[i]]` -> [R, N].
 
-    x [R / num_repeats, K], weight [E, N, K], experts integers [R], bias [E, N]. On a CPU the bits of a row's result do
-    not depend on other rows.
+    x [R / num_repeats, K], weight [E, N, K], experts integers [R], bias [E, N]. Rows whose expert is E are 0. On a CPU
+    the bits of a row's result do not depend on other rows.
     """
-    out = torch.empty(experts.shape[0], weight.shape[1], dtype=x.dtype, device=x.device)
+    out = torch.zeros(experts.shape[0], weight.shape[1], dtype=x.dtype, device=x.device)
     for expert in range(weight.shape[0]):
         rows = torch.nonzero(experts == expert).flatten()
         if len(rows):

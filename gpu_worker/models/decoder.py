@@ -464,7 +464,7 @@ class TorchDecoder:
                 router.weight.dense().to(self._device), None if router.bias is None else router.bias.to(self._device)
             ),
             correction=None if weights.correction is None else weights.correction.to(self._device),
-            experts=Experts([self._plain(expert, keeps_blocks=False) for expert in weights.experts]),
+            experts=Experts([self._plain(expert, keeps_blocks=False) for expert in weights.experts], description.held),
             shared=None if weights.shared is None else self._plain(weights.shared),
             shared_gate=None if weights.shared_gate is None else self._linear(weights.shared_gate),
         )

@@ -40,6 +40,7 @@ class Mixture:
         weighs_input: Whether the weight multiplies an expert's input instead of its output.
         shared_size: Intermediate size of the shared expert, which processes every token; 0 if there is none.
         has_shared_gate: Whether the shared expert's output is scaled by a sigmoid gate.
+        held: The experts that a rank holds; None means all.
     """
 
     num_experts: int
@@ -55,6 +56,7 @@ class Mixture:
     weighs_input: bool = False
     shared_size: int = 0
     has_shared_gate: bool = False
+    held: range | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

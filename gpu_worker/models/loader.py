@@ -119,7 +119,7 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, communicator: RankCom
     if description is None:
         return _load_fallback(config, folder, device, dtype, communicator)
     weights = DecoderWeights(folder, description, config.weights)
-    shard = shard_of(description, ranks)
+    shard = shard_of(description, ranks, expert_parallel=config.expert_parallel)
     library = _cpu_library(config, description, ranks) if device.type == "cpu" else None
     kv_dtype = _kv_dtype(config, device, dtype) if library is None else _KV_DTYPES.get(config.kv, torch.int16)
     if library is not None and config.kv == "f8":

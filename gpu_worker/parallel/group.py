@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 600.0
 # Settings that must be equal on all ranks.
 _SHARED_SETTINGS = (
+    "expert_parallel",
     "weights",
     "kv",
     "activations",

@@ -2,8 +2,9 @@
 
 Layers are split across pipeline stages; within a stage each tensor rank has some KV heads with all their query heads,
 some features of each feed-forward network and each expert, and some of the vocabulary. None of these needs to divide
-evenly. With more tensor ranks than KV heads, several ranks hold the same KV head and share its query heads. Recurrent
-layers are not sharded: each tensor rank computes all of them.
+evenly. With expert parallelism, it has some of the experts instead, whole. With more tensor ranks than KV heads,
+several ranks hold the same KV head and share its query heads. Recurrent layers are not sharded: each tensor rank
+computes all of them.
 """
 
 from __future__ import annotations
@@ -57,15 +58,28 @@ def whole_shard(description: DecoderDescription) -> Shard:
     return shard_of(description, Ranks())
 
 
-def shard_of(description: DecoderDescription, ranks: Ranks) -> Shard:
-    """Return the part of `description` that a rank holds. Raises ConfigError if a rank would hold nothing."""
+def shard_of(description: DecoderDescription, ranks: Ranks, *, expert_parallel: bool = False) -> Shard:
+    """Return the part of `description` that a rank holds.
+
+    Args:
+        expert_parallel: Whether tensor ranks hold whole experts instead of some features of each.
+
+    Raises:
+        ConfigError: A rank would hold nothing.
+    """
     d, rank, size = description, ranks.tensor_rank, ranks.tensor_size
+    mixtures = [mixture for mixture in d.mixtures if mixture is not None]
+    if expert_parallel and not mixtures:
+        raise ConfigError("the model has no experts", field="expert_parallel")
+    if expert_parallel and size > min(mixture.num_experts for mixture in mixtures):
+        raise ConfigError(f"the experts cannot be divided among {size} ranks", field="expert_parallel")
     if ranks.pipeline_size > d.num_layers:
         raise ConfigError(
             f"{d.num_layers} layers cannot be split across {ranks.pipeline_size} pipeline stages",
             field="pipeline_parallel",
         )
-    sizes = (d.num_heads, d.intermediate_size, *(m.expert_size for m in d.mixtures if m is not None))
+    expert_sizes = () if expert_parallel else (mixture.expert_size for mixture in mixtures)
+    sizes = (d.num_heads, d.intermediate_size, *expert_sizes)
     if size > min(filter(None, sizes)):
         raise ConfigError(f"{d.num_heads} heads cannot be sharded across {size} ranks", field="tensor_parallel")
     layers = stage_layers(d, ranks.pipeline_size)[ranks.stage]
@@ -83,7 +97,7 @@ def shard_of(description: DecoderDescription, ranks: Ranks) -> Shard:
             num_heads=len(heads),
             num_kv_heads=len(kv_heads),
             intermediate_size=len(_features(d.intermediate_size, rank, size)),
-            mixtures=tuple(_mixture(d.mixtures[i], rank, size) for i in layers),
+            mixtures=tuple(_mixture(d.mixtures[i], rank, size, expert_parallel=expert_parallel) for i in layers),
         ),
         layers=layers,
         heads=heads,
@@ -102,15 +116,14 @@ def _features(count: int, rank: int, size: int) -> range:
     return range(units.start * unit, units.stop * unit)
 
 
-def _mixture(mixture: Mixture | None, rank: int, size: int) -> Mixture | None:
-    """Return the mixture of experts with only this rank's features of each expert."""
+def _mixture(mixture: Mixture | None, rank: int, size: int, *, expert_parallel: bool) -> Mixture | None:
+    """Return the mixture of experts with only this rank's experts, or features of each expert."""
     if mixture is None:
         return None
-    return replace(
-        mixture,
-        expert_size=len(_features(mixture.expert_size, rank, size)),
-        shared_size=len(_features(mixture.shared_size, rank, size)),
-    )
+    mixture = replace(mixture, shared_size=len(_features(mixture.shared_size, rank, size)))
+    if not expert_parallel:
+        return replace(mixture, expert_size=len(_features(mixture.expert_size, rank, size)))
+    return mixture if size == 1 else replace(mixture, held=_span(mixture.num_experts, rank, size))
 
 
 def stage_layers(description: DecoderDescription, num_stages: int) -> list[range]:

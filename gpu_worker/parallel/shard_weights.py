@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gpu_worker.models.description import Mixture
 from gpu_worker.models.weights.decoder_weights import DecoderWeights
 from gpu_worker.models.weights.layer_weights import (
     FeedForwardWeights,
@@ -68,19 +69,21 @@ class ShardWeights:
 
     def layers(self) -> Iterator[LayerWeights]:
         """Yield the rank's parts of the layers that it holds."""
-        for weights in self._weights.layers(self._shard.layers):
-            yield self._layer(weights) if self._is_divided else weights
+        mixtures = self._shard.part.mixtures
+        for weights, mixture in zip(self._weights.layers(self._shard.layers), mixtures, strict=True):
+            yield self._layer(weights, mixture) if self._is_divided else weights
 
     def _tokens(self, weight: Weight) -> Weight:
         if len(self._shard.tokens) == self._shard.whole.vocab_size:
             return weight
         return weight.take(_numbers(self._shard.tokens, 1).clamp(max=weight.shape[0] - 1))
 
-    def _layer(self, weights: LayerWeights) -> LayerWeights:
+    def _layer(self, weights: LayerWeights, mixture: Mixture | None) -> LayerWeights:
         d = self._shard.whole
         norms = (weights.q_norm, weights.k_norm)
         if self._row_norms is not None and norms[0] is not None and norms[1] is not None:
             norms = (norms[0][self._row_norms[0]], norms[1][self._row_norms[1]])
+        held = None if mixture is None else mixture.held
         return replace(
             weights,
             qkv=None if weights.qkv is None else _rows(weights.qkv, self._qkv_rows),
@@ -94,7 +97,7 @@ class ShardWeights:
             if weights.feed_forward is None
             else self._feed_forward(weights.feed_forward, d.intermediate_size),
             latent=None if weights.latent is None else self._latent(weights.latent),
-            mixture=None if weights.mixture is None else self._mixture(weights.mixture),
+            mixture=None if weights.mixture is None else self._mixture(weights.mixture, held),
         )
 
     def _feed_forward(self, weights: FeedForwardWeights, size: int) -> FeedForwardWeights:
@@ -115,12 +118,17 @@ class ShardWeights:
             kv_up=weights.kv_up[_numbers(self._shard.heads, latent.nope_dim + latent.value_dim)],
         )
 
-    def _mixture(self, weights: MixtureWeights) -> MixtureWeights:
-        size = weights.experts[0].down.weight.num_columns
+    def _mixture(self, weights: MixtureWeights, held: range | None) -> MixtureWeights:
+        """Return the rank's part of a mixture; `held` are its whole experts, None if it has some features of each."""
+        if held is None:
+            size = weights.experts[0].down.weight.num_columns
+            experts = [self._feed_forward(expert, size) for expert in weights.experts]
+        else:
+            experts = weights.experts[held.start : held.stop]
         shared = weights.shared
         return replace(
             weights,
-            experts=[self._feed_forward(expert, size) for expert in weights.experts],
+            experts=experts,
             shared=None if shared is None else self._feed_forward(shared, shared.down.weight.num_columns),
         )
 

@@ -29,6 +29,7 @@ def grouped_linear(
     activation: Activation | None = None,
     num_repeats: int = 1,
     is_batch_invariant: bool = False,
+    is_partial: bool = False,
 ) -> Tensor:
     """Return row i as `x[i // num_repeats] @ weight[experts[i]].T + bias[experts[i]]` -> [R, N].
 
@@ -38,10 +39,11 @@ def grouped_linear(
     Args:
         x: [R / num_repeats, K].
         weight: [E, N, K].
-        experts: int32 [R].
+        experts: int32 [R], 0 to E; rows with E have no matrix.
         bias: [E, N].
         num_repeats: Rows of the result that share a row of x.
         is_batch_invariant: A row's bits then do not depend on the others: the tiles are always the same.
+        is_partial: Rows without a matrix are 0; otherwise their contents are undefined.
     """
     num_rows, (num_experts, outer, inner) = experts.shape[0], weight.shape
     if activation is not None:
@@ -52,7 +54,7 @@ def grouped_linear(
     order = torch.empty(num_rows, dtype=torch.int32, device=x.device)
     ends = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     _sort[num_experts,](experts, order, ends, num_rows, BLOCK=_SORTED_ROWS, enable_fp_fusion=False)
-    out = torch.empty(num_rows, outer, dtype=x.dtype, device=x.device)
+    out = (torch.zeros if is_partial else torch.empty)(num_rows, outer, dtype=x.dtype, device=x.device)
     most_tiles = min(num_rows, num_rows // launch.block_m + num_experts)
     _grouped[(most_tiles, triton.cdiv(outer, launch.block_n))](
         x,

@@ -137,4 +137,7 @@ class WorkerConfig(ServiceConfig):
     num_threads: int = setting(0, "Number of compute threads on a CPU; 0: one per core allowed by affinity and cgroup.")
     tensor_parallel: int = setting(0, "Number of tensor parallel ranks; 0: WORLD_SIZE divided by the pipeline stages.")
     pipeline_parallel: int = setting(1, "Pipeline stages.")
+    expert_parallel: bool = setting(
+        False, "Give each tensor parallel rank whole experts of a mixture instead of some features of each expert."
+    )
     rank_timeout_s: float = setting(10.0, "Time without a message from a rank after which all ranks of its group exit.")

@@ -464,13 +464,15 @@ class ThreadRank:
         return torch.cat(self._ranks.gather(self._number, x), dim=-1)
 
 
-def on_two_tensor_ranks(path: Path, tokens: list[int], virtual: VirtualTokens | None = None) -> Tensor:
+def on_two_tensor_ranks(
+    path: Path, tokens: list[int], virtual: VirtualTokens | None = None, *, expert_parallel: bool = False
+) -> Tensor:
     """Return the logits of the last token of a prompt, computed by two tensor-parallel ranks."""
     folder, ranks = open_model_folder(str(path)), ThreadRanks(2)
 
     def run(number: int) -> Tensor:
         whole = describe(folder.config)
-        shard = shard_of(whole, Ranks(rank=number, world_size=2, tensor_size=2))
+        shard = shard_of(whole, Ranks(rank=number, world_size=2, tensor_size=2), expert_parallel=expert_parallel)
         weights = ShardWeights(DecoderWeights(folder, whole, "auto"), shard)
         decoder = TorchDecoder(whole, weights, torch.float32, torch.device("cpu"), shard, ranks.rank(number))
         with torch.inference_mode():
@@ -485,8 +487,13 @@ def test_two_tensor_ranks_give_the_logits_of_transformers(
     made: tuple[torch.nn.Module, Path],
 ) -> None:
     tokens = prompt(40, seed=5)
-    found, wanted = on_two_tensor_ranks(made[1], tokens), expected_logits(made[0], tokens)[-1:]
-    assert float((found - wanted).abs().max()) <= TOLERANCE * max(1.0, float(wanted.abs().max()))
+    wanted, has_experts = (
+        expected_logits(made[0], tokens)[-1:],
+        any(describe(open_model_folder(str(made[1])).config).mixtures),
+    )
+    for expert_parallel in (False, True) if has_experts else (False,):
+        found = on_two_tensor_ranks(made[1], tokens, expert_parallel=expert_parallel)
+        assert float((found - wanted).abs().max()) <= TOLERANCE * max(1.0, float(wanted.abs().max()))
 
 
 def test_two_tensor_ranks_scale_virtual_tokens_as_transformers_does(tmp_path: Path) -> None:

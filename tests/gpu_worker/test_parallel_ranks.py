@@ -90,6 +90,17 @@ def test_logits_equal_one_ranks(pool: RankPool, folder: Path, grid: tuple[int, i
         assert_close(one, other)
 
 
+def test_ranks_with_whole_experts_give_the_logits_of_one_rank(pool: RankPool, tmp_path: Path) -> None:
+    """Of five experts, of which each token has one, one rank holds two and the other three."""
+    make_tiny_model(tmp_path, "Mixtral", num_local_experts=5, num_experts_per_tok=1)
+    wanted = logits_of(make_runner(tmp_path, kernels="torch"))
+    with pool.runner(tmp_path, 2, 1, kernels="torch", expert_parallel=True) as runner:
+        assert {mixture and mixture.held for mixture in runner.model.part.mixtures} == {range(2)}
+        found = logits_of(runner)
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other)
+
+
 def test_stages_run_the_cpu_kernels_to_the_bit(pool: RankPool, tiny_folder: Path, tiny_runner: ModelRunner) -> None:
     with pool.runner(tiny_folder, 1, 3) as runner:
         assert runner.model.kv_dtype == torch.int16

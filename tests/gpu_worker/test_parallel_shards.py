@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.description import DecoderDescription, Mixture
 from gpu_worker.models.families import describe
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.shard import shard_of, stage_layers, whole_shard
@@ -113,6 +113,17 @@ def test_every_part_is_held(kv_heads: int, queries: int, tensor: int, stages: in
             assert shard.kv_heads[place // per_kv_head] == head // queries
         assert shard.part.windows == tuple(layer + 1 for layer in shard.layers)
     assert whole_shard(description).part == description
+
+
+def test_experts_that_cannot_be_divided_are_rejected() -> None:
+    two = Ranks(0, 2, tensor_size=2)
+    description = replace(_DESCRIPTION, num_heads=2, num_kv_heads=2, intermediate_size=2)
+    with pytest.raises(ConfigError, match="no experts") as error:
+        shard_of(description, two, expert_parallel=True)
+    assert error.value.field == "expert_parallel"
+    one_expert = replace(description, mixtures=(Mixture(num_experts=1, num_active=1, expert_size=8),))
+    with pytest.raises(ConfigError, match="cannot be divided among 2 ranks"):
+        shard_of(one_expert, two, expert_parallel=True)
 
 
 _DESCRIPTION = DecoderDescription(

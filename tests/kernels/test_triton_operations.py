@@ -164,6 +164,18 @@ def test_rows_of_many_tokens_have_their_own_matrices() -> None:
     assert exact.error(out, exact.grouped_linear(x, weight, experts, None, 1)) < 1e-6
 
 
+@pytest.mark.parametrize("num_rows", [6, 200], ids=["few rows", "many rows"])
+def test_rows_without_a_matrix_are_zero(num_rows: int) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(num_rows, 5), torch.randn(3, 7, 5), torch.randn(3, 7)
+    experts = torch.randint(0, 4, (num_rows,), dtype=torch.int32)
+    experts[:2] = torch.tensor([3, 0])
+    out, has_matrix = operations.grouped_linear(x, weight, experts, bias, is_partial=True), experts < 3
+    wanted = exact.grouped_linear(x[has_matrix], weight, experts[has_matrix], bias, 1)
+    assert exact.error(out[has_matrix], wanted) < 1e-6
+    assert not out[~has_matrix].any()
+
+
 @pytest.mark.parametrize("dtype", list(EPSILON))
 def test_weighted_sums_have_the_bits_of_the_reference(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

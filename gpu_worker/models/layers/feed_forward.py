@@ -60,8 +60,9 @@ class Experts:
     are stacked, so that one launch computes all experts without reading anything back from the device.
     """
 
-    def __init__(self, experts: list[FeedForward]) -> None:
-        self._experts = experts
+    def __init__(self, experts: list[FeedForward], held: range | None = None) -> None:
+        """Take the experts of a rank: those of the numbers `held`, or all."""
+        self._experts, self._held = experts, held
         self._stacks: tuple[_Stack, _Stack] | None = None
         first = experts[0].gate_up
         if kernels.can_group(first.weight) and first.scale is None:
@@ -76,7 +77,7 @@ class Experts:
     def __call__(
         self, x: Tensor, chosen: Tensor, weights: Tensor, *, weighs_input: bool, add_lora: AddExpertLora | None = None
     ) -> Tensor:
-        """Return the weighted sum [M, hidden_size] of the chosen experts' outputs.
+        """Return the weighted sum [M, hidden_size] of the outputs of the chosen experts that this rank holds.
 
         Args:
             x: [M, hidden_size].
@@ -85,6 +86,8 @@ class Experts:
             weighs_input: Whether a weight multiplies its expert's input instead of the output.
         """
         num_active, experts, first = chosen.shape[1], chosen.flatten().int(), self._experts[0]
+        if self._held is not None:
+            experts, weights = self._of_rank(experts, weights)
         if weighs_input:
             x = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)
         num_repeats = 1 if weighs_input else num_active
@@ -96,7 +99,7 @@ class Experts:
             )
             if fused is None:
                 inner = self._activated(x, inner, experts, num_repeats, add_lora)
-            out = kernels.grouped_linear(inner, down.weight, experts, down.bias)
+            out = kernels.grouped_linear(inner, down.weight, experts, down.bias, is_partial=self._held is not None)
         elif add_lora is None:
             out = _by_expert(self._experts, x, experts, num_repeats)
         else:
@@ -106,6 +109,16 @@ class Experts:
         if add_lora is not None:
             add_lora("experts_down", experts, inner, out)
         return kernels.weighted_sum(out.view(*chosen.shape, -1), None if weighs_input else weights)
+
+    def _of_rank(self, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts' numbers among those of this rank, and their weights.
+
+        Those of other ranks have the number after the last one, and no weight.
+        """
+        assert self._held is not None
+        numbers = experts - self._held.start
+        is_held = (numbers >= 0) & (numbers < len(self._held))
+        return torch.where(is_held, numbers, len(self._held)), weights * is_held.view_as(weights)
 
     def _activated(
         self, x: Tensor, inner: Tensor, experts: Tensor, num_repeats: int, add_lora: AddExpertLora | None
@@ -125,16 +138,18 @@ class Experts:
 def _by_expert(
     experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, chosen: Tensor, num_repeats: int = 1
 ) -> Tensor:
-    """Return what expert chosen[i] computes for row i // num_repeats of x."""
+    """Return what expert chosen[i] computes for row i // num_repeats of x; 0 if there is no such expert."""
     out: Tensor | None = None
     for number, expert in enumerate(experts):
         rows = torch.nonzero(chosen == number).flatten()
         if len(rows):
             made = expert(x[rows // num_repeats])
             if out is None:
-                out = made.new_empty(len(chosen), made.shape[1])
+                out = made.new_zeros(len(chosen), made.shape[1])
             out[rows] = made
-    assert out is not None
+    if out is None:  # one row shows the number of outputs
+        made = experts[0](x[:1])
+        out = made.new_zeros(len(chosen), made.shape[1])
     return out
 
 
