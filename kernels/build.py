@@ -4,6 +4,7 @@ import argparse
 import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -30,16 +31,25 @@ ISA_FLAGS = {
     ],
     "avxvnni": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "i8mm": ["-march=armv8.2-a+dotprod+i8mm"],
+    "neon": ["-march=armv8.2-a+dotprod"],
 }
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c"})
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
-# Instruction sets, fastest first, with the processor flags that each requires, as named in /proc/cpuinfo.
-ISA_NEEDS: dict[str, frozenset[str]] = {
-    "amx": _AVX512 | {"amx_tile", "amx_bf16"},
-    "avx512": _AVX512,
-    "avxvnni": _AVX2 | {"avx_vnni"},
-    "avx2": _AVX2,
-}
+_NEON = frozenset({"asimd", "asimddp"})
+# Instruction sets of this kind of processor, fastest first, with the processor flags that each requires, as named in
+# /proc/cpuinfo. The last one runs on all processors that are supported.
+ISA_NEEDS: dict[str, frozenset[str]] = (
+    {"i8mm": _NEON | {"i8mm"}, "neon": _NEON}
+    if platform.machine() == "aarch64"
+    else {
+        "amx": _AVX512 | {"amx_tile", "amx_bf16"},
+        "avx512": _AVX512,
+        "avxvnni": _AVX2 | {"avx_vnni"},
+        "avx2": _AVX2,
+    }
+)
+BASE_ISA = list(ISA_NEEDS)[-1]
 # Builds that serve an instruction set under another name.
 BUILD_OF = {"amx": "avx512"}
 
@@ -49,18 +59,19 @@ class BuildError(Exception):
 
 
 def processor_flags() -> frozenset[str]:
-    """Return the processor's flags as named in /proc/cpuinfo; empty if the file does not exist."""
+    """Return the processor's flags, on ARM called features, as in /proc/cpuinfo; empty if the file does not exist."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
+    found = (line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(found, []))
 
 
 def builds_for(flags: frozenset[str]) -> list[str]:
-    """Return the builds that a processor with these flags can run: the best one, and the AVX2 build as a fallback."""
+    """Return the builds that a processor with these flags can run: the best one, and the one for all as a fallback."""
     runnable = [BUILD_OF.get(isa, isa) for isa, needs in ISA_NEEDS.items() if flags >= needs]
-    return list(dict.fromkeys([*runnable[:1], "avx2"]))
+    return list(dict.fromkeys([*runnable[:1], BASE_ISA]))
 
 
 def library_path(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
@@ -119,7 +130,8 @@ def main() -> int:
     """Build the libraries, remove those of older sources, and report; return 1 if nothing could be built."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--here", action="store_true", help="Build only for this processor. [all instruction sets]")
-    wanted = builds_for(processor_flags()) if parser.parse_args().here else list(ISA_FLAGS)
+    every = list(dict.fromkeys(BUILD_OF.get(isa, isa) for isa in ISA_NEEDS))
+    wanted = builds_for(processor_flags()) if parser.parse_args().here else every
     started = time.monotonic()
     with ThreadPoolExecutor() as pool:
         builds = {isa: pool.submit(build, isa) for isa in wanted}

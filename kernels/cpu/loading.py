@@ -10,7 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from kernels.build import BUILD_OF, ISA_NEEDS, BuildError, build, processor_flags
+from kernels.build import BASE_ISA, BUILD_OF, ISA_NEEDS, BuildError, build, processor_flags
 from kernels.cpu.library import Library
 
 
@@ -18,7 +18,7 @@ def load_library() -> Library | None:
     """Return the best build of the kernels for this processor; None, after logging the reason, if there is none.
 
     A missing build is compiled first, which takes some seconds. The environment variable MIDSTREAM_CPU_ISA selects an
-    instruction set (amx, avx512, avxvnni, avx2), or `reference` for the PyTorch reference.
+    instruction set (amx, avx512, avxvnni, avx2; on ARM i8mm, neon), or `reference` for the PyTorch reference.
     """
     return _load(os.environ.get("MIDSTREAM_CPU_ISA", ""))
 
@@ -53,7 +53,7 @@ def _try(isa: str) -> tuple[Library | None, str | None]:
 
     try:
         path = build(BUILD_OF.get(isa, isa))
-        reason = None if isa == "avx2" else find_crash(path, isa)
+        reason = None if isa == BASE_ISA else find_crash(path, isa)
         library = None if reason else Library(path, isa)
     except (BuildError, OSError) as error:
         return None, str(error)

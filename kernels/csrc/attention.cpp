@@ -30,7 +30,7 @@ float to_float(uint16_t x) { return std::bit_cast<float>(static_cast<uint32_t>(x
 
 // The tile that follows is asked for early: its parts lie too far apart for the processor to foresee them.
 template <class T> [[gnu::always_inline]] inline void prefetch(const T* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+  __builtin_prefetch(p, 0, 3);
 }
 
 // The keys of a tile [head_dim, kKeyTile]. Only the slots of a vector are adjacent in memory.

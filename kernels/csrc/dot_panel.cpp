@@ -692,6 +692,8 @@ constexpr bool kHasPairProducts = kRegisters == 32 && Dots::Products::kGroups ==
 // unpacking costs little. Intel's do everything in the same two, so weights are unpacked once for all rows.
 #if defined(MIDSTREAM_PAIR)
 const bool kIsPairFaster = true, kIsTileFaster = true;  // for tests
+#elif defined(__aarch64__)
+const bool kIsPairFaster = false, kIsTileFaster = true;
 #else
 const bool kIsPairFaster = __builtin_cpu_is("amd"), kIsTileFaster = !kIsPairFaster;
 #endif
@@ -700,7 +702,11 @@ template <class Dots> constexpr int kFewestTileRows = 32 / Dots::kParts;
 
 // With fewer rows, copying the weights into tiles takes longer than is saved. Zen 4, the only processor of family 19h with
 // AVX-512, takes two cycles for a multiply and saves more.
+#if defined(__aarch64__)
+const int kFewestUnpackedPairRows = 24;
+#else
 const int kFewestUnpackedPairRows = __builtin_cpu_is("amdfam19h") ? 16 : 24;
+#endif
 int fewest_pair_rows(bool is_unpacked) { return is_unpacked ? kFewestUnpackedPairRows : 48; }
 
 // Number of blocks of a panel that fit in the L1 cache while all rows use them.

@@ -3,10 +3,66 @@
 #include <algorithm>
 
 #include "tiles.h"
+#if defined(__aarch64__)
+#include "vec_neon.h"
+#else
 #include "vec_avx2.h"
+#endif
 
 namespace midstream {
 namespace {
+
+#if defined(__aarch64__)
+namespace eight = neon;  // vectors of 8 lanes, in every build
+#else
+namespace eight = avx2;
+#endif
+
+uint32_t sum_words(eight::I x) {
+  uint32_t lanes[8], total = 0;
+  eight::store_int(lanes, x);
+  for (uint32_t lane : lanes) total += lane;
+  return total;
+}
+
+#if defined(__aarch64__)
+
+// The elements of a block.
+struct Elements {
+  int32_t values[kBlock];
+  explicit Elements(const eight::I* q) {
+    for (int i = 0; i < 4; ++i) eight::store_int(values + i * 8, q[i]);
+  }
+  int32_t operator[](int i) const { return values[i]; }
+};
+
+uint32_t pair(int32_t low, int32_t high) { return (static_cast<uint32_t>(low) & 0xffffu) | static_cast<uint32_t>(high) << 16; }
+
+// Byte j of word i is element 8 j + i, or, without nibbles, 4 i + j.
+void store_bytes(const eight::I* q, bool has_nibbles, uint32_t* words) {
+  Elements elements(q);
+  for (int i = 0; i < kBlock / 4; ++i) {
+    words[i] = 0;
+    for (int j = 0; j < 4; ++j) words[i] |= (static_cast<uint32_t>(elements[has_nibbles ? 8 * j + i : 4 * i + j]) & 255u) << 8 * j;
+  }
+}
+
+void store_unsigned_bytes(const eight::I* q, bool has_nibbles, uint32_t* words) { store_bytes(q, has_nibbles, words); }
+
+void store_halves(const eight::I* q, bool has_nibbles, uint32_t* words) {
+  Elements elements(q);
+  for (int i = 0; i < kBlock / 2; ++i) {
+    int first = has_nibbles ? i : i / 2 * 4 + i % 2;
+    words[i] = pair(elements[first], elements[first + (has_nibbles ? 16 : 2)]);
+  }
+}
+
+// Words are not multiplied in pairs, and there are no tiles.
+uint32_t negative_products(const uint32_t*) { return 0; }
+void store_tile_row(const eight::I*, Input, bool, uint32_t*) {}
+void split_floats(const float*, uint32_t*) {}
+
+#else
 
 // Byte j of word i is element 8 j + i.
 __m256i interleave(const __m256i* q) {
@@ -32,29 +88,12 @@ __m256i pair_alternate(__m256i q) { return pair(q, _mm256_shuffle_epi32(q, 0x0e)
 
 void store_words(uint32_t* words, __m256i value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), value); }
 
-void store_bytes(const __m256i* q, bool has_nibbles, uint32_t* words, bool is_signed = true) {
-  store_words(words, has_nibbles ? interleave(q) : in_order(q, is_signed));
+void store_bytes(const __m256i* q, bool has_nibbles, uint32_t* words) {
+  store_words(words, has_nibbles ? interleave(q) : in_order(q, true));
 }
 
-uint32_t sum_words(__m256i x) {
-  uint32_t lanes[8], total = 0;
-  store_words(lanes, x);
-  for (uint32_t lane : lanes) total += lane;
-  return total;
-}
-
-void store_split(const __m256i* q, bool has_nibbles, uint32_t* words) {
-  __m256i high[4], low[4], high_sum = _mm256_setzero_si256(), low_sum = high_sum;
-  for (int i = 0; i < 4; ++i) {
-    high[i] = _mm256_srai_epi32(q[i], 8);
-    low[i] = _mm256_and_si256(q[i], _mm256_set1_epi32(255));
-    high_sum = _mm256_add_epi32(high_sum, high[i]);
-    low_sum = _mm256_add_epi32(low_sum, low[i]);
-  }
-  store_bytes(high, has_nibbles, words);
-  store_bytes(low, has_nibbles, words + kBlock / 4, false);
-  words[kBlock / 2] = sum_words(high_sum);
-  words[kBlock / 2 + 1] = sum_words(low_sum);
+void store_unsigned_bytes(const __m256i* q, bool has_nibbles, uint32_t* words) {
+  store_words(words, has_nibbles ? interleave(q) : in_order(q, false));
 }
 
 // Returns minus the sum of the products of a block's words 2 i and 2 i + 1, as pairs of halves, modulo 2^32.
@@ -116,6 +155,22 @@ void split_floats(const float* row, uint32_t* words) {
     }
     store_pairs(parts, false, words + part * kTileRows * kBlock / 2);
   }
+}
+
+#endif
+
+void store_split(const eight::I* q, bool has_nibbles, uint32_t* words) {
+  eight::I high[4], low[4], high_sum = eight::set1_int(0), low_sum = high_sum;
+  for (int i = 0; i < 4; ++i) {
+    high[i] = eight::shift_right_signed<8>(q[i]);
+    low[i] = eight::bit_and(q[i], eight::set1_int(255));
+    high_sum = eight::add_int(high_sum, high[i]);
+    low_sum = eight::add_int(low_sum, low[i]);
+  }
+  store_bytes(high, has_nibbles, words);
+  store_unsigned_bytes(low, has_nibbles, words + kBlock / 4);
+  words[kBlock / 2] = sum_words(high_sum);
+  words[kBlock / 2 + 1] = sum_words(low_sum);
 }
 
 #if defined(__AVX512F__) && !defined(MIDSTREAM_PAIR)
@@ -211,20 +266,20 @@ void QuantizedRows::quantize(int index, const float* row, Format format) const {
 #if defined(__AVX512F__) && !defined(MIDSTREAM_PAIR)
   if (has_halves && has_nibbles && !has_tiles && !num_split) return quantize_halves(*this, index, row, most_level);
 #endif
-  __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  eight::I magnitude = eight::set1_int(0x7fffffff);
   for (int b = 0; b < num_blocks; ++b) {
-    __m256 x[4], most = _mm256_setzero_ps(), total = _mm256_setzero_ps();
+    eight::F x[4], most = eight::zero(), total = eight::zero();
     for (int i = 0; i < 4; ++i) {
-      x[i] = _mm256_loadu_ps(row + b * kBlock + i * 8);
-      most = _mm256_max_ps(most, _mm256_and_ps(x[i], magnitude));
-      total = _mm256_add_ps(total, x[i]);
+      x[i] = eight::load(row + b * kBlock + i * 8);
+      most = eight::max(most, eight::as_float(eight::bit_and(eight::as_int(x[i]), magnitude)));
+      total = eight::add(total, x[i]);
     }
-    float largest = avx2::max_lanes(most);
-    __m256 inverse = _mm256_set1_ps(largest > 0 ? most_level / largest : 0.0f);
-    __m256i q[4], sum = _mm256_setzero_si256();
+    float largest = eight::max_lanes(most);
+    eight::F inverse = eight::set1(largest > 0 ? most_level / largest : 0.0f);
+    eight::I q[4], sum = eight::set1_int(0);
     for (int i = 0; i < 4; ++i) {
-      q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(x[i], inverse));
-      sum = _mm256_add_epi32(sum, q[i]);
+      q[i] = eight::to_int(eight::mul(x[i], inverse));
+      sum = eight::add_int(sum, q[i]);
     }
     if (has_tiles) {
       int64_t tile_words = num_parts(input) * kTileRows * kBlock / 2;
@@ -241,9 +296,9 @@ void QuantizedRows::quantize(int index, const float* row, Format format) const {
       if (products) products[(first + b) * row_tile + place] = negative_products(block);
     }
     // The maximum ignores NaN, and integers cannot represent it, so the scale becomes NaN.
-    float scale = largest / most_level + 0.0f * avx2::sum_lanes(total);
+    float scale = largest / most_level + 0.0f * eight::sum_lanes(total);
     scales[(first + b) * row_tile + place] = scale;
-    sums[(first + b) * row_tile + place] = scale * avx2::sum_lanes(_mm256_cvtepi32_ps(sum));
+    sums[(first + b) * row_tile + place] = scale * eight::sum_lanes(eight::to_float(sum));
   }
 }
 

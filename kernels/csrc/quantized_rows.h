@@ -1,7 +1,5 @@
-// Rows of activations as signed integers, for integer dot products. The conversion uses AVX2 in every build.
+// Rows of activations as signed integers, for integer dot products. The conversion uses vectors of 8 lanes in every build.
 #pragma once
-#include <immintrin.h>
-
 #include <cstdint>
 #include <new>
 #include <vector>

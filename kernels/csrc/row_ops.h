@@ -142,7 +142,7 @@ template <class T> inline float quantize_head(const float* x, int dim, T most, T
     store_int(levels, to_int(mul(load(x + d), set1(inverse))));
     for (int i = 0; i < kLanes; ++i) out[d + i] = static_cast<T>(levels[i]);
   }
-  for (int d = whole; d < dim; ++d) out[d] = static_cast<T>(_mm_cvtss_si32(_mm_set_ss(x[d] * inverse)));
+  for (int d = whole; d < dim; ++d) out[d] = static_cast<T>(std::lrint(x[d] * inverse));
   return largest / static_cast<float>(most) + 0.0f * total;
 }
 

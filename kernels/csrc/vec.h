@@ -8,6 +8,9 @@ namespace midstream { using namespace pair; }
 #elif defined(__AVX512F__)
 #include "vec_avx512.h"
 namespace midstream { using namespace avx512; }
+#elif defined(__aarch64__)
+#include "vec_neon.h"
+namespace midstream { using namespace neon; }
 #else
 #include "vec_avx2.h"
 namespace midstream { using namespace avx2; }

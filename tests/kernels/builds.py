@@ -79,8 +79,8 @@ def main() -> None:
     flags = processor_flags()
     try:
         made = [compiled("avx2", own_flags) for own_flags in (PAIR, SANITIZED)]
-        for isa in ISA_FLAGS:
-            if flags >= ISA_NEEDS[isa] and isa not in builds_for(flags):
+        for isa in ISA_NEEDS:
+            if isa in ISA_FLAGS and flags >= ISA_NEEDS[isa] and isa not in builds_for(flags):
                 build(isa)
     except (OSError, subprocess.CalledProcessError, BuildError) as error:
         sys.exit(f"The tests' kernels are not compiled: {error}")
