@@ -31,16 +31,14 @@ ISA_FLAGS = {
     ],
     "avxvnni": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "i8mm": ["-march=armv8.2-a+dotprod+i8mm"],
     "neon": ["-march=armv8.2-a+dotprod"],
 }
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c"})
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
-_NEON = frozenset({"asimd", "asimddp"})
 # Instruction sets of this kind of processor, fastest first, with the processor flags that each requires, as named in
 # /proc/cpuinfo. The last one runs on all processors that are supported.
 ISA_NEEDS: dict[str, frozenset[str]] = (
-    {"i8mm": _NEON | {"i8mm"}, "neon": _NEON}
+    {"neon": frozenset({"asimd", "asimddp"})}
     if platform.machine() == "aarch64"
     else {
         "amx": _AVX512 | {"amx_tile", "amx_bf16"},

@@ -507,9 +507,50 @@ template <class Block> void prefetch_ahead(const uint8_t* panel, int b) {
   prefetch<Block::kBytes>(panel + static_cast<int64_t>(b + kBlocksAhead) * Block::kBytes);
 }
 
-// For rows that are split into bytes. If there are several rows, their float sums are kept in memory.
-template <class Bytes, class Halves, int R> void sum_split(const uint8_t* panel, const QuantizedRows& rows, float* sums) {
-  constexpr int V = kRegisters == 32 ? kPanelVectors : 2, kWords = ByteProducts::kGroups / Bytes::kParts;
+// Adds the products of V vectors of weights with the high bytes of R rows, and those with their low bytes.
+template <class Bytes, int R, int V>
+[[gnu::always_inline]] inline void add_split_dots(const I (&weights)[V], const uint32_t* high, const uint32_t* low, I (&highs)[R][V], I (&lows)[R][V]) {
+#if defined(__aarch64__)
+  I w[V];
+  for (int v = 0; v < V; ++v) w[v] = Bytes::to_signed(weights[v]);
+  if constexpr (R == 4) {
+    int32x4_t x = vld1q_s32(reinterpret_cast<const int32_t*>(high)), y = vld1q_s32(reinterpret_cast<const int32_t*>(low));
+    auto add_row = [&]<int r>() __attribute__((always_inline)) {
+      for (int v = 0; v < V; ++v) {
+        highs[r][v] = dot_signed_bytes<r>(highs[r][v], w[v], x);
+        lows[r][v] = dot_signed_bytes<r>(lows[r][v], w[v], y);
+      }
+    };
+    add_row.template operator()<0>();
+    add_row.template operator()<1>();
+    add_row.template operator()<2>();
+    add_row.template operator()<3>();
+    return;
+  }
+  for (int r = 0; r < R; ++r) {
+    I x = set1_int(high[r]), y = set1_int(low[r]);
+    for (int v = 0; v < V; ++v) {
+      highs[r][v] = dot_signed_bytes(highs[r][v], w[v], x);
+      lows[r][v] = dot_signed_bytes(lows[r][v], w[v], y);
+    }
+  }
+#else
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    I high_bytes = set1_int(high[r]), low_bytes = set1_int(low[r]);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      highs[r][v] = dot_bytes(highs[r][v], weights[v], high_bytes);
+      lows[r][v] = dot_bytes(lows[r][v], low_bytes, Bytes::to_signed(weights[v]));
+    }
+  }
+#endif
+}
+
+// For a tile of rows that are split into bytes. If there are several rows, their float sums are kept in memory.
+template <class Bytes, class Halves, int R> void sum_split(const uint8_t* panel, const QuantizedRows& rows, int tile, float* sums) {
+  constexpr int V = kRegisters == 32 ? kPanelVectors : R > 2 ? 1 : 2, kWords = ByteProducts::kGroups / Bytes::kParts;
+  const int stride = kHasSignedDots ? rows.num_split : R;
   F sum[kPanelVectors / V][R][V];
   if (R == 1) {
     for (auto& part : sum) clear(part);
@@ -518,28 +559,22 @@ template <class Bytes, class Halves, int R> void sum_split(const uint8_t* panel,
   }
   for (int b = 0; b < rows.num_blocks; ++b) {
     if constexpr (R > 1) prefetch_ahead<typename Bytes::Block>(panel, b);
-    const uint32_t* high = opaque(rows.words + b * kSplitWords * R);
-    const uint32_t *low = high + kBlock / 4 * R, *totals = low + kBlock / 4 * R;
-    RowBlock x{high, opaque(rows.scales + b * kRowTile), opaque(rows.sums + b * kRowTile)};
+    int64_t block = static_cast<int64_t>(tile) * rows.num_blocks + b;
+    const uint32_t* high = opaque(rows.words + block * kSplitWords * stride);
+    const uint32_t *low = high + kBlock / 4 * stride, *totals = low + kBlock / 4 * stride;
+    RowBlock x{high, opaque(rows.scales + block * kRowTile), opaque(rows.sums + block * kRowTile)};
 #pragma GCC unroll 2
     for (int i = 0; i < kPanelVectors / V; ++i) {
       I highs[R][V], dots[R][V];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        uint32_t start = 0u - 256 * Bytes::kAdded * totals[r] - Bytes::kSignedAdded * totals[R + r];
+        constexpr int kAdded = kHasSignedDots ? Bytes::kSignedAdded : Bytes::kAdded;
+        uint32_t start = 0u - 256 * kAdded * totals[r] - Bytes::kSignedAdded * totals[stride + r];
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) highs[r][v] = set1_int(0), dots[r][v] = set1_int(start);
       }
       for_each_group<V, true>(block_of<Bytes>(panel, b), i * V, 0, kWords, [&](int group, const I (&w)[V]) __attribute__((always_inline)) {
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          I high_bytes = set1_int(high[group * R + r]), low_bytes = set1_int(low[group * R + r]);
-#pragma GCC unroll 4
-          for (int v = 0; v < V; ++v) {
-            highs[r][v] = dot_bytes(highs[r][v], w[v], high_bytes);
-            dots[r][v] = dot_bytes(dots[r][v], low_bytes, Bytes::to_signed(w[v]));
-          }
-        }
+        add_split_dots<Bytes, R, V>(w, high + group * stride, low + group * stride, highs, dots);
       });
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
@@ -560,9 +595,14 @@ template <class Bytes, class Halves, int R> void sum_split(const uint8_t* panel,
 }
 
 template <class Bytes, class Halves> void sum_split(int m, const uint8_t* panel, const QuantizedRows& rows, float* sums) {
+  if constexpr (kHasSignedDots) {
+    for (int row = 0; row < m; row += kRowTile)
+      with_row_count(m - row, [&]<int R>() { sum_split<Bytes, Halves, R>(panel, rows, row / kRowTile, sums + row * kPanel); });
+    return;
+  }
   if constexpr (kMostSplitRows > 1)
-    if (m == 2) return sum_split<Bytes, Halves, 2>(panel, rows, sums);
-  sum_split<Bytes, Halves, 1>(panel, rows, sums);
+    if (m == 2) return sum_split<Bytes, Halves, 2>(panel, rows, 0, sums);
+  sum_split<Bytes, Halves, 1>(panel, rows, 0, sums);
 }
 
 // The blocks first..end-1 of a row, which are those of a tile.

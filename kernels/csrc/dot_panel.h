@@ -24,11 +24,13 @@ inline bool has_dots(Format format, Input input) {
 // Returns whether words of m rows of an input are multiplied in pairs, for which QuantizedRows::products is needed.
 bool has_pair_products(Format format, Input input, int m);
 
-// The maximum number of rows of an input that are split into high and low bytes.
+// Returns how many of m rows are interleaved if they are split into high and low bytes; 0 if they are not split.
 constexpr int kMostSplitRows = kLanes == 16 ? kSplitRows : 1;
-inline int most_split_rows(Format format, Input input) {
+inline int num_split_rows(Format format, Input input, int m) {
   bool has_bytes = format == Format::kQ8 || format == Format::kInt8;
-  return kHasByteDots && input == Input::kHalves && (has_bytes || has_nibbles(format)) ? kMostSplitRows : 0;
+  if (!kHasByteDots || input != Input::kHalves || !(has_bytes || has_nibbles(format))) return 0;
+  if (kHasSignedDots) return m < kRowTile ? m : kRowTile;
+  return m <= kMostSplitRows ? m : 0;
 }
 
 // sums [m, kPanel] = rows times panel. For int8, the scales of the channels are not applied. `tile` has kDotTileBytes bytes.

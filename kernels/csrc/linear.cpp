@@ -169,7 +169,7 @@ void run_part(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quanti
   Input input = static_cast<Input>(weight.input);
   bool is_quantized = has_dots(format, input), is_gated = output == Output::kSiluMul;
   QuantizedRows rows = quantized.rows(m, weight.k, format, is_quantized ? input : Input::kFloats);
-  rows.num_split = m <= most_split_rows(format, input) ? m : 0;
+  if (!rows.has_tiles) rows.num_split = num_split_rows(format, input, m);
   if (!rows.has_tiles && has_pair_products(format, input, m)) rows.products = quantized.products.data();
   bool is_prepared = is_quantized || rows.has_tiles;
   // Rows of a tile share cache lines, so one thread prepares all of them.
@@ -236,11 +236,10 @@ void grouped_linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& 
   QuantizedRows rows = quantized.rows(usual_rows, weights->k, format, is_quantized ? input : Input::kFloats);
   if (!rows.has_tiles && has_pair_products(format, input, usual_rows)) rows.products = quantized.products.data();
   bool is_prepared = is_quantized || rows.has_tiles;
-  int most_split = rows.has_tiles ? 0 : most_split_rows(format, input);
   auto rows_of = [&](const RowGroup& group, int first) {
-    QuantizedRows some = rows.from(first);
-    some.num_split = group.count <= most_split ? group.count : 0;
-    return some;
+    QuantizedRows some = rows.from_group(group.first);
+    some.num_split = rows.has_tiles ? 0 : num_split_rows(format, input, group.count);
+    return some.from(first - group.first);
   };
   if (is_prepared)
     pool.for_each(num_rows, pool.grain(num_rows), [&](int r) {

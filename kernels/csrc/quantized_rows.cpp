@@ -162,8 +162,8 @@ void split_floats(const float* row, uint32_t* words) {
 void store_split(const eight::I* q, bool has_nibbles, uint32_t* words) {
   eight::I high[4], low[4], high_sum = eight::set1_int(0), low_sum = high_sum;
   for (int i = 0; i < 4; ++i) {
-    high[i] = eight::shift_right_signed<8>(q[i]);
-    low[i] = eight::bit_and(q[i], eight::set1_int(255));
+    low[i] = kHasSignedDots ? eight::shift_right_signed<24>(eight::shift_left<24>(q[i])) : eight::bit_and(q[i], eight::set1_int(255));
+    high[i] = eight::shift_right_signed<8>(kHasSignedDots ? eight::sub_int(q[i], low[i]) : q[i]);
     high_sum = eight::add_int(high_sum, high[i]);
     low_sum = eight::add_int(low_sum, low[i]);
   }
@@ -285,7 +285,8 @@ void QuantizedRows::quantize(int index, const float* row, Format format) const {
       int64_t tile_words = num_parts(input) * kTileRows * kBlock / 2;
       store_tile_row(q, input, has_nibbles, words + (first + b) * tile_words + place * kBlock / 2);
     } else if (num_split) {
-      uint32_t block[kSplitWords], *out = words + b * kSplitWords * num_split + place;
+      int64_t tile = index / num_split;
+      uint32_t block[kSplitWords], *out = words + (tile * num_blocks + b) * kSplitWords * num_split + index % num_split;
       store_split(q, has_nibbles, block);
       for (int i = 0; i < kSplitWords; ++i) out[i * num_split] = block[i];
     } else {

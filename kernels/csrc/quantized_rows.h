@@ -27,8 +27,9 @@ constexpr int kRowTile = kLanes == 16 ? 6 : 4;
 // word k has k and k + 16.
 //
 // Alternatively, a few rows of halves may be split into bytes, x = 256 high + low, for which unpacking the weights takes half as
-// many instructions. They are stored as eight words of high bytes (signed), eight words of low bytes (unsigned), both in the order
-// of bytes, and the sums of each: [num_blocks, kSplitWords, num_split]. The dot products are the same.
+// many instructions. They are stored as eight words of high bytes (signed), eight words of low bytes (unsigned, or signed if dot
+// products are), both in the order of bytes, and the sums of each: [m / num_split, num_blocks, kSplitWords, num_split]. The dot
+// products are the same. With signed dot products, any number of rows is split, because products of halves take longer.
 //
 // For tiles, elements are represented as sums of one to three bfloat16s, in order, or for weights of four bits, k next to k + 16.
 // A byte has one part, a half two (the high and the low byte), and a float, which is not rounded, three.
@@ -48,8 +49,15 @@ struct QuantizedRows {
   // Returns the rows from `row` on, which must be the first row of a tile.
   QuantizedRows from(int row) const {
     int64_t blocks = static_cast<int64_t>(row) * num_blocks;
-    int words_of_row = has_tiles ? num_parts(input) * kBlock / 2 : words_of_block(input);
+    int words_of_row = has_tiles ? num_parts(input) * kBlock / 2 : num_split ? kSplitWords : words_of_block(input);
     return {words + blocks * words_of_row, scales + blocks, sums + blocks, num_blocks, input, has_tiles, num_split, products ? products + blocks : nullptr};
+  }
+
+  // Returns the rows from `row` on, if each group of rows may be split or not.
+  QuantizedRows from_group(int row) const {
+    QuantizedRows rows = *this;
+    rows.num_split = kHasSignedDots && input == Input::kHalves ? kRowTile : 0;
+    return rows.from(row);
   }
 
   // Quantizes one row of num_blocks * kBlock elements for weights of this format.
@@ -78,7 +86,7 @@ struct QuantizedScratch {
   void reserve(int m, int k) {
     size_t blocks = static_cast<size_t>(m + kMostTileRows) * (round_up(k, kBlock) / kBlock);
     if (has_orders && ordered.size() < blocks * kBlock) ordered.resize(blocks * kBlock);
-    if (scales.size() < blocks) words.resize(blocks * (can_use_tiles ? 3 : 1) * kBlock / 2), scales.resize(blocks), sums.resize(blocks), products.resize(blocks);
+    if (scales.size() < blocks) words.resize(blocks * (can_use_tiles ? 3 * kBlock / 2 : kSplitWords)), scales.resize(blocks), sums.resize(blocks), products.resize(blocks);
   }
   // Returns storage for m rows: quantized to `input` for a layer with integer products, or floats for another layer.
   QuantizedRows rows(int m, int k, Format format, Input input) {

@@ -73,6 +73,8 @@ inline I to_int(F a) { return _mm256_cvtps_epi32(a); }
 inline F as_float(I a) { return _mm256_castsi256_ps(a); }
 inline I as_int(F a) { return _mm256_castps_si256(a); }
 
+// Whether bytes are multiplied as signed ones only.
+constexpr bool kHasSignedDots = false;
 #ifdef __AVXVNNI__
 // Adds the products of the four bytes of each lane to the lane of the sum; u is unsigned, x is signed.
 constexpr bool kHasByteDots = true;

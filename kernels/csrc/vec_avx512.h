@@ -71,7 +71,7 @@ inline F as_float(I a) { return _mm512_castsi512_ps(a); }
 inline I as_int(F a) { return _mm512_castps_si512(a); }
 
 // Adds the products of the four bytes of each lane to the lane of the sum; u is unsigned, x is signed.
-constexpr bool kHasByteDots = true;
+constexpr bool kHasByteDots = true, kHasSignedDots = false;
 inline I dot_bytes(I sum, I u, I x) { return _mm512_dpbusd_epi32(sum, u, x); }
 inline I dot_nibbles(I sum, I u, I x) { return dot_bytes(sum, u, x); }
 inline I finish_nibbles(I sum) { return sum; }

@@ -111,20 +111,23 @@ inline I load_bytes(const uint8_t* p) {
 // Adds the products of the four bytes of each lane to the lane of the sum; u is unsigned, x is signed.
 constexpr bool kHasByteDots = true;
 inline int32x4_t dot_bytes(int32x4_t sum, int32x4_t u, int32x4_t x) {
-#ifdef __ARM_FEATURE_MATMUL_INT8
-  return vusdotq_s32(sum, vreinterpretq_u8_s32(u), bytes(x));
-#else
   // u is 128 more than a signed byte, and 128 is twice 64.
   const int8x16_t half = vdupq_n_s8(64);
   sum = vdotq_s32(sum, veorq_s8(bytes(u), vdupq_n_s8(-128)), bytes(x));
   return vdotq_s32(vdotq_s32(sum, half, bytes(x)), half, bytes(x));
-#endif
 }
 inline I dot_bytes(I sum, I u, I x) { return {dot_bytes(sum.a, u.a, x.a), dot_bytes(sum.b, u.b, x.b)}; }
-// The same for u of at most 15.
-inline I dot_nibbles(I sum, I u, I x) {
-  return {vdotq_s32(sum.a, bytes(u.a), bytes(x.a)), vdotq_s32(sum.b, bytes(u.b), bytes(x.b))};
+// The same for signed bytes.
+constexpr bool kHasSignedDots = true;
+inline I dot_signed_bytes(I sum, I w, I x) {
+  return {vdotq_s32(sum.a, bytes(w.a), bytes(x.a)), vdotq_s32(sum.b, bytes(w.b), bytes(x.b))};
 }
+// The same with the bytes of one word of x.
+template <int word> I dot_signed_bytes(I sum, I w, int32x4_t x) {
+  return {vdotq_laneq_s32(sum.a, bytes(w.a), bytes(x), word), vdotq_laneq_s32(sum.b, bytes(w.b), bytes(x), word)};
+}
+// The same for u of at most 15.
+inline I dot_nibbles(I sum, I u, I x) { return dot_signed_bytes(sum, u, x); }
 inline I finish_nibbles(I sum) { return sum; }
 // Adds the products of the two signed halves of each lane to the lane of the sum.
 inline int32x4_t dot_halves(int32x4_t sum, int32x4_t w, int32x4_t x) {

@@ -70,7 +70,7 @@ inline I dot_nibbles(I s, I u, I x) { return {avx2::dot_nibbles(s.a, u.a, x.a), 
 inline I finish_nibbles(I s) { return {avx2::finish_nibbles(s.a), avx2::finish_nibbles(s.b)}; }
 inline I dot_halves(I s, I w, I x) { return {avx2::dot_halves(s.a, w.a, x.a), avx2::dot_halves(s.b, w.b, x.b)}; }
 inline void add_dot_halves(I& sum, const uint8_t* w, I x) { sum = dot_halves(sum, load_int(w), x); }
-constexpr bool kHasHalfPairs = false;
+constexpr bool kHasHalfPairs = false, kHasSignedDots = false;
 inline I even_bytes(I x) { return {avx2::even_bytes(x.a), avx2::even_bytes(x.b)}; }
 inline I odd_bytes(I x) { return {avx2::odd_bytes(x.a), avx2::odd_bytes(x.b)}; }
 constexpr bool kHasByteDots = true;

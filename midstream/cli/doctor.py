@@ -143,7 +143,7 @@ def _compute() -> Iterator[Finding]:
 
 def _kernel_cure() -> str:
     if shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++"):
-        return "the kernels need a CPU with AVX2, FMA and F16C"
+        return "the kernels need a CPU with AVX2, FMA and F16C, or an ARM CPU with dot products"
     return "install g++, which makes the worker about 15 times as fast (apt-get install g++)"
 
 
