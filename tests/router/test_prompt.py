@@ -13,6 +13,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
 from midstream.model.folder import ModelFolder
@@ -223,6 +224,27 @@ def test_a_template_sees_what_templates_expect() -> None:
     with closing(ChatTemplate(source, {"bos_token": "<s>"})) as template:
         text = template.render(turns, tools=[{"name": "<é>"}], variables={"mood": "!"})
     assert text == '<s>ab[{"name": "<é>"}]!>[0, 1, 2]'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% generation %}{{ m.content }} {% endgeneration %}{% endfor %}",
+        "{%- for m in messages -%}\n  {%- generation -%}  {{ m.role }}\n{%- endgeneration %}\n{% endfor %}",
+        "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
+        "{{ tools | tojson(separators=(',', ':'), sort_keys=true) }}",
+        "{{ tools | tojson(true) }}{{ tools | tojson(indent=2) }}{{ tools | tojson(false, '\t') }}",
+        "{% set comma = joiner(', ') %}{% for m in messages %}{{ comma() }}{{ m.role }}{% endfor %}",
+        "{% set turn = cycler('a', 'b') %}{{ turn.next() }}{{ turn.next() }}{{ turn.next() }}",
+        "{{ documents is defined }}{{ documents is none }}{{ tools is none }}{{ add_generation_prompt }}",
+    ],
+)
+def test_a_template_gives_the_text_of_transformers(source: str) -> None:
+    turns = [{"role": "user", "content": "Hi <é>"}, {"role": "assistant", "content": "Ho"}]
+    tools: list[dict[Any, Any]] = [{"type": "function", "function": {"name": "é", "description": "<b>"}}]
+    (expected,), _ = render_jinja_template([turns], tools=tools, chat_template=source, add_generation_prompt=True)
+    with closing(ChatTemplate(source, {})) as template:
+        assert template.render(turns, tools=tools) == expected
 
 
 def test_a_conversation_waits_for_a_process_and_gets_its_own_answer() -> None:
