@@ -112,9 +112,35 @@ def test_the_embedded_model_uses_the_sampling_defaults_of_its_card() -> None:
 def test_the_chat_template_comes_from_its_file_or_the_tokenizer_configuration(folder: Path) -> None:
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert open_model_folder(str(folder)).chat_template == "D"
+    model = open_model_folder(str(folder))
+    assert (model.chat_template, model.tool_template) == ("D", "T")
     (folder / "chat_template.jinja").write_text("J")
-    assert open_model_folder(str(folder)).chat_template == "J"
+    model = open_model_folder(str(folder))
+    assert (model.chat_template, model.tool_template) == ("J", None)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("U")
+    model = open_model_folder(str(folder))
+    assert (model.chat_template, model.tool_template) == ("J", "U")
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("token", ["<end>", {"content": "<end>", "__type": "AddedToken"}])
+def test_the_end_token_of_the_tokenizer_ends_sequences_too(folder: Path, place: str, token: object) -> None:
+    listed: dict[str, object] = {"added_tokens_decoder": {"6": {"content": "<pad>"}, "9": {"content": "<end>"}}}
+    if place == "tokenizer.json":
+        listed = {}
+        added = [{"id": 6, "content": "<pad>"}, {"id": 9, "content": "<end>"}]
+        (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token, "bos_token": None, **listed}))
+    model = open_model_folder(str(folder))
+    assert (model.end_ids, dict(model.special_tokens)) == ((7, 8, 9), {"eos_token": "<end>", "bos_token": None})
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
+    assert open_model_folder(str(folder)).end_ids == (9, 7)
+
+
+def test_an_older_tokenizer_names_its_special_tokens_in_a_file_of_their_own(folder: Path) -> None:
+    (folder / "special_tokens_map.json").write_text(json.dumps({"unk_token": {"content": "?"}, "other": "x"}))
+    assert dict(open_model_folder(str(folder)).special_tokens) == {"unk_token": "?"}
 
 
 def test_the_fingerprint_depends_on_weights_and_configuration(folder: Path) -> None:
