@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -46,8 +47,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def write_gguf(path: Path, *, architecture: str = "llama", tokenizer: str = "gpt2", pre: str = "smollm") -> Path:
-    """Write a GGUF file with a vocabulary of 256 bytes, `ab`, and a control token."""
+def write_gguf(
+    path: Path,
+    *,
+    architecture: str = "llama",
+    tokenizer: str = "gpt2",
+    pre: str = "smollm",
+    ends: Mapping[str, int] | None = None,
+) -> Path:
+    """Write a GGUF file with a vocabulary of 256 bytes, `ab`, and a control token, which is the end token if `ends` has
+    no others.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
     writer.add_embedding_length(32)
@@ -64,7 +74,8 @@ def write_gguf(path: Path, *, architecture: str = "llama", tokenizer: str = "gpt
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_eos_token_id(len(tokens) - 1)
+    for name, token_id in (ends or {"eos": len(tokens) - 1}).items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
     if tokenizer == "gpt2":
         writer.add_token_merges(["a b"])
     else:
@@ -273,6 +284,11 @@ def test_a_gguf_file_becomes_a_folder(tmp_path: Path, home: Path) -> None:
     ids = tokenizer.encode("ab 10<end>").ids
     assert [tokenizer.id_to_token(i) for i in ids] == ["ab", "Ġ", "1", "0", "<end>"]
     assert tokenizer.decode(tokenizer.encode("naïve ab é").ids) == "naïve ab é"
+
+
+def test_all_tokens_that_end_a_turn_in_a_gguf_file_end_sequences(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "small.gguf", ends={"eos": 1, "eot": 2, "eom": 3})
+    assert open_model_folder(str(path)).end_ids == (1, 2, 3)
 
 
 def test_a_sentence_piece_vocabulary_merges_by_score(tmp_path: Path) -> None:

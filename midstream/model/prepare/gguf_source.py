@@ -71,6 +71,8 @@ def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object
             raise ConfigError(f"the GGUF file lacks {architecture}.{name}", field="model")
         return value
 
+    if num_experts := get("expert_count", 0):
+        raise UnsupportedError(f"{architecture}.expert_count {num_experts} is not supported", field="model")
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
     assert isinstance(hidden_size, int)
     if not isinstance(num_heads, int) or num_heads <= 0:
@@ -133,6 +135,7 @@ def _rope_scaling(metadata: Metadata, prefix: str) -> dict[str, object] | None:
         raise UnsupportedError(f"{prefix}scaling.attn_factor {multiplier} is supported only with yarn", field="model")
     if kind == "none":
         return None
+    _check_extrapolation(number("scaling.yarn_ext_factor"), kind, prefix)
     if factor is None:
         raise ConfigError(f"the GGUF file lacks {prefix}scaling.factor", field="model")
     scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
@@ -152,6 +155,15 @@ def _rope_scaling(metadata: Metadata, prefix: str) -> dict[str, object] | None:
     return scaling
 
 
+def _check_extrapolation(factor: float | None, kind: MetadataValue, prefix: str) -> None:
+    """Raise UnsupportedError if `factor` mixes two kinds of scaling; a negative one means that the kind decides."""
+    usual = int(kind == "yarn")
+    if factor is not None and factor >= 0 and factor != usual:
+        raise UnsupportedError(
+            f"{prefix}scaling.yarn_ext_factor {factor:g} is not supported with {kind}; must be {usual}", field="model"
+        )
+
+
 def _sampling(metadata: Metadata) -> dict[str, object]:
     values = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
     return {name: value for name, value in values.items() if value is not None}
@@ -160,7 +172,7 @@ def _sampling(metadata: Metadata) -> dict[str, object]:
 def _special_ids(metadata: Metadata) -> dict[str, object]:
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    end_ids = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
+    end_ids = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     known = list(dict.fromkeys(item for item in end_ids if item is not None))
     found: dict[str, object] = {name: value for name, value in ids.items() if value is not None}
     if len(known) > 1:
