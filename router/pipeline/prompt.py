@@ -295,6 +295,9 @@ def _parse(text: str, kind: type[_T], field: str) -> _T | None:
         return None
     try:
         value = json.loads(text)
+        if "\\u" in text:
+            # A lone surrogate is valid JSON, but not valid text.
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"is not JSON: {error}", field=field) from None
     if not isinstance(value, kind):

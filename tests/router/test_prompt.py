@@ -270,6 +270,20 @@ async def test_templates_get_the_special_tokens_that_transformers_gives_them(
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [("tools_json", r'[{"name": "\ud83d"}]'), ("template_variables_json", r'{"x": "\ude00 \ud83d"}')],
+)
+async def test_half_of_a_surrogate_pair_is_refused(builder: PromptBuilder, field: str, value: str) -> None:
+    chat = pb.ChatInput(messages=[pb.ChatMessage(role="user", content="Hi")])
+    setattr(chat, field, value)
+    with pytest.raises(InvalidArgumentError) as raised:
+        await builder.token_ids(pb.GenerateRequest(chat=chat))
+    assert raised.value.field == f"chat.{field}"
+    setattr(chat, field, value.replace(r"\ud83d", r"\ud83d\ude00").replace(r"\ude00 ", ""))
+    assert await builder.token_ids(pb.GenerateRequest(chat=chat))
+
+
+@pytest.mark.parametrize(
     "source",
     [
         "{% for m in messages %}{% generation %}{{ m.content }} {% endgeneration %}{% endfor %}",
