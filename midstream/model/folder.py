@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from midstream.errors import ConfigError
+from midstream.model.families import SERVED_FAMILIES
 from midstream.model.hub import download, is_hub_name, repository_of
 
 if TYPE_CHECKING:
@@ -248,9 +249,7 @@ def _open_gguf(file: Path, name: str, identity: str, sampling: Mapping[str, floa
 
 def _open_folder(path: Path) -> ModelFolder:
     config = _read_json(path / "config.json")
-    for name in ("config.json", "tokenizer_config.json"):
-        if _read_json(path / name, optional=True).get("auto_map"):
-            raise ConfigError(f"{path / name} requires its own code (auto_map), which is never run", field="model")
+    _refuse_own_code(path, config)
     weight_files = _weight_files(path)
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"the model folder {path} lacks tokenizer.json", field="model")
@@ -299,6 +298,19 @@ def _open_folder(path: Path) -> ModelFolder:
         sampling_defaults=_sampling_defaults(generation),
         config=config,
     )
+
+
+def _refuse_own_code(path: Path, config: dict[str, Any]) -> None:
+    """Raise ConfigError if the model cannot run, or its text cannot be tokenized, without the folder's own code.
+
+    Folders of supported families may contain code, too: it is from before transformers supported them.
+    """
+    parts = {"tokenizer_config.json": _read_json(path / "tokenizer_config.json", optional=True)}
+    if not any(config.get("model_type") in family.types for family in SERVED_FAMILIES):
+        parts["config.json"] = config
+    for name, settings in parts.items():
+        if settings.get("auto_map"):
+            raise ConfigError(f"{path / name} requires its own code (auto_map), which is never run", field="model")
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
