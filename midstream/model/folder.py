@@ -64,6 +64,12 @@ _TEMPLATE, _MORE_TEMPLATES = "chat_template", "additional_chat_templates"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MANIFEST = "midstream.json"
 _MANIFEST_VERSION = 1
+# By the suffix of weights that are not read: the advice in the error.
+_OTHER_WEIGHTS = {
+    ".gguf": "; to serve {0}, name this file instead of the folder",
+    ".bin": "; {0} is not read, since such files can contain code: convert it to safetensors",
+    ".pth": "; {0} is not read, since such files can contain code: convert it to safetensors",
+}
 _AFTER_CHANGES = f"delete {_MANIFEST} if the change is intended"
 _MAX_JSON_BYTES = 256 << 20
 # Larger files are identified by samples: the first and last bytes, which include headers, and others in between.
@@ -327,7 +333,9 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         return (path / "model.safetensors",)
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        raise ConfigError(f"the model folder {path} lacks model.safetensors (or model.gguf)", field="model")
+        others = sorted(file.name for file in path.iterdir() if file.suffix in _OTHER_WEIGHTS)
+        advice = _OTHER_WEIGHTS[Path(others[0]).suffix].format(others[0]) if others else ""
+        raise ConfigError(f"the model folder {path} lacks model.safetensors (or model.gguf){advice}", field="model")
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{index} lacks weight_map", field="model")

@@ -148,6 +148,7 @@ def test_the_scaling_of_rotary_frequencies(
             {Keys.Rope.SCALING_FACTOR: 4.0, Keys.Rope.SCALING_YARN_EXT_FACTOR: 1.0},
             r"yarn_ext_factor 1 is not supported with linear; must be 0",
         ),
+        ({Keys.Split.LLM_KV_SPLIT_COUNT: 3}, "one of 3 parts; merge them"),
         ({Keys.LLM.EXPERT_COUNT: 8}, r"qwen2\.expert_count 8 is not supported"),
         ({Keys.Rope.SCALING_TYPE: "longrope"}, "rope scaling 'longrope' is not known"),
         ({Keys.Rope.SCALING_TYPE: "yarn"}, r"lacks qwen2\.rope\.scaling\.factor"),

@@ -199,6 +199,19 @@ def test_a_missing_file_is_named(folder: Path, name: str) -> None:
         open_model_folder(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("pytorch_model.bin", "pytorch_model.bin is not read, since such files can contain code"),
+        ("tiny-Q4_1.gguf", "to serve tiny-Q4_1.gguf, name this file"),
+    ],
+)
+def test_weights_that_are_not_read_are_named(folder: Path, name: str, advice: str) -> None:
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(ConfigError, match=rf"lacks model\.safetensors.*{advice}"):
+        open_model_folder(str(folder))
+
+
 def test_a_file_that_changed_since_its_manifest_is_named(folder: Path) -> None:
     open_model_folder(str(folder))
     (folder / "model.safetensors").write_bytes(b"cut")

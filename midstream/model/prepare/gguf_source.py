@@ -71,6 +71,11 @@ def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object
             raise ConfigError(f"the GGUF file lacks {architecture}.{name}", field="model")
         return value
 
+    num_parts = metadata.get("split.count", 1)
+    if num_parts not in (0, 1):
+        raise UnsupportedError(
+            f"the GGUF file is one of {num_parts} parts; merge them with `llama-gguf-split --merge`", field="model"
+        )
     if num_experts := get("expert_count", 0):
         raise UnsupportedError(f"{architecture}.expert_count {num_experts} is not supported", field="model")
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
