@@ -274,21 +274,21 @@ def _open_folder(path: Path) -> ModelFolder:
         text = {"max_position_embeddings": UNLIMITED_LENGTH, **text}
 
     special = _special_tokens(path)
+    vocab_size = _dimension(path, text, "vocab_size")
 
     def token_ids(name: str) -> tuple[int, ...]:
-        return next((ids for source in (generation, config, text) if (ids := _ids(source.get(name)))), ())
+        return next((ids for source in (generation, config, text) if (ids := _ids(source.get(name), vocab_size))), ())
 
     end_ids = token_ids("eos_token_id")
     # Chat models made from base models may end their answers with a token that only their tokenizer names.
-    end_id = _added_token_id(path, special.get("eos_token"))
-    if end_id is not None and end_id not in end_ids:
-        end_ids = (*end_ids, end_id)
+    own_ids = _ids(_added_token_id(path, special.get("eos_token")), vocab_size)
+    end_ids += tuple(token_id for token_id in own_ids if token_id not in end_ids)
     templates = _chat_templates(path)
     return ModelFolder(
         path=path,
         name=str(manifest["name"]),
         architecture=architecture,
-        vocab_size=_dimension(path, text, "vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=_dimension(path, text, "hidden_size"),
         num_layers=_dimension(path, text, "num_hidden_layers", _MAX_LAYERS),
         max_sequence_length=_dimension(path, text, "max_position_embeddings"),
@@ -493,9 +493,12 @@ def _dimension(path: Path, config: dict[str, Any], name: str, limit: int = _MAX_
     return value
 
 
-def _ids(value: object) -> tuple[int, ...]:
+def _ids(value: object, vocab_size: int) -> tuple[int, ...]:
+    """Return the token ids in a setting: one or a list. Other numbers, such as -1, mean that there is none."""
     values = value if isinstance(value, list) else [value]
-    return tuple(item for item in values if isinstance(item, int))
+    return tuple(
+        item for item in values if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < vocab_size
+    )
 
 
 @contextmanager

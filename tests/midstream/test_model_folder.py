@@ -134,6 +134,17 @@ def test_the_chat_template_comes_from_its_file_or_the_tokenizer_configuration(fo
     assert (model.chat_template, model.tool_template) == ("J", "U")
 
 
+def test_numbers_that_are_no_token_ids_mean_that_there_is_none(folder: Path) -> None:
+    settings = {"eos_token_id": [-1, 8, 300], "pad_token_id": -1, "bos_token_id": True}
+    (folder / "config.json").write_text(json.dumps(CONFIG | settings))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": -1}))
+    decoder = {"added_tokens_decoder": {"300": {"content": "<end>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", **decoder}))
+    model = open_model_folder(str(folder))
+    assert (model.end_ids, model.pad_id, model.bos_id) == ((8,), None, None)
+    assert model.to_proto(()).end_ids == [8]
+
+
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "tokenizer.json"])
 @pytest.mark.parametrize("token", ["<end>", {"content": "<end>", "__type": "AddedToken"}])
 def test_the_end_token_of_the_tokenizer_ends_sequences_too(folder: Path, place: str, token: object) -> None:
