@@ -296,6 +296,7 @@ def replaced(pattern: str, content: str) -> dict[str, object]:
         ),
         ({"normalizer": {"type": "Unknown"}}, "is not a tokenizer"),
         ({"decoder": {"type": "Sequence", "decoders": [replaced("a", "aaaa")] * 20}}, "decoder .* may expand"),
+        ({"decoder": {"type": "Strip", "content": " ", "start": 0, "stop": 1}}, "decoder .* crashes the tokenizer lib"),
     ],
 )
 def test_a_tokenizer_that_explodes_is_rejected_without_a_crash(
