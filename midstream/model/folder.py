@@ -1,7 +1,7 @@
 """Model folders: the files that the services use, and how a folder is created.
 
-A folder holds config.json, tokenizer.json, tokenizer_config.json, generation_config.json, chat_template.jinja if there
-is one, the weights (safetensors or model.gguf) and midstream.json, a manifest whose fingerprint identifies the
+A folder holds config.json, tokenizer.json, tokenizer_config.json, generation_config.json, the chat templates if there
+are any, the weights (safetensors or model.gguf) and midstream.json, a manifest whose fingerprint identifies the
 configuration and the weights. A Hugging Face folder becomes a model folder when the manifest is added.
 """
 

@@ -54,6 +54,7 @@ def write_gguf(
     tokenizer: str = "gpt2",
     pre: str = "smollm",
     ends: Mapping[str, int] | None = None,
+    templates: list[dict[str, str]] | None = None,
 ) -> Path:
     """Write a GGUF file with a vocabulary of 256 bytes, `ab`, and a control token, which is the end token if `ends` has
     no others.
@@ -74,6 +75,8 @@ def write_gguf(
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
+    if templates:
+        writer.add_chat_template(templates)
     for name, token_id in (ends or {"eos": len(tokens) - 1}).items():
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
     if tokenizer == "gpt2":
@@ -313,6 +316,12 @@ def test_a_gguf_file_becomes_a_folder(tmp_path: Path, home: Path) -> None:
 def test_all_tokens_that_end_a_turn_in_a_gguf_file_end_sequences(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "small.gguf", ends={"eos": 1, "eot": 2, "eom": 3})
     assert open_model_folder(str(path)).end_ids == (1, 2, 3)
+
+
+def test_a_gguf_file_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    model = open_model_folder(str(write_gguf(tmp_path / "small.gguf", templates=templates)))
+    assert (model.chat_template, model.tool_template) == ("D", "T")
 
 
 def test_a_sentence_piece_vocabulary_merges_by_score(tmp_path: Path) -> None:

@@ -27,10 +27,15 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+# Files of a model folder by the keys of templates.
+_TEMPLATES = {
+    "tokenizer.chat_template": "chat_template.jinja",
+    "tokenizer.chat_template.tool_use": "additional_chat_templates/tool_use.jinja",
+}
 
 
 def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> None:
-    """Fill the empty `folder` with config.json, the tokenizer's files, chat_template.jinja if there is one, and
+    """Fill the empty `folder` with config.json, the tokenizer's files, the chat templates if there are any, and
     model.gguf.
 
     Sampling parameters that the file recommends (`general.sampling.*`) override those of `sampling`.
@@ -45,9 +50,10 @@ def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> No
     _write(folder / "tokenizer.json", tokenizer)
     _write(folder / "tokenizer_config.json", tokenizer_config)
     _write(folder / "generation_config.json", {**_special_ids(metadata), **sampling, **_sampling(metadata)})
-    template = metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    for key, file in _TEMPLATES.items():
+        if isinstance(template := metadata.get(key), str):
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).write_text(template, encoding="utf-8")
     source, target = gguf_file.resolve(), folder / "model.gguf"
     try:
         os.link(source, target)
