@@ -55,6 +55,7 @@ def write_gguf(
     pre: str = "smollm",
     ends: Mapping[str, int] | None = None,
     templates: list[dict[str, str]] | None = None,
+    adds_bos: bool | None = None,
 ) -> Path:
     """Write a GGUF file with a vocabulary of 256 bytes, `ab`, and a control token, which is the end token if `ends` has
     no others.
@@ -81,8 +82,10 @@ def write_gguf(
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
     if tokenizer == "gpt2":
         writer.add_token_merges(["a b"])
-    else:
-        writer.add_bos_token_id(1)
+    writer.add_bos_token_id(1)
+    if adds_bos is not None:
+        writer.add_add_bos_token(adds_bos)
+    if tokenizer != "gpt2":
         writer.add_token_scores([0.0, 0.0, -5.0, -6.0, -7.0, -1.0, -2.0, 0.0])
     writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 32), dtype=np.float32))
     writer.write_header_to_file()
@@ -316,6 +319,26 @@ def test_a_gguf_file_becomes_a_folder(tmp_path: Path, home: Path) -> None:
 def test_all_tokens_that_end_a_turn_in_a_gguf_file_end_sequences(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "small.gguf", ends={"eos": 1, "eot": 2, "eom": 3})
     assert open_model_folder(str(path)).end_ids == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "pre", "adds_bos", "expected"),
+    [
+        ("llama", "default", None, True),
+        ("llama", "default", False, False),
+        ("gpt2", "llama-bpe", None, True),
+        ("gpt2", "llama-bpe", False, False),
+        ("gpt2", "qwen2", None, False),
+        ("gpt2", "qwen2", True, True),
+    ],
+)
+def test_prompts_of_a_gguf_file_begin_with_bos_where_llama_cpp_adds_it(
+    tmp_path: Path, tokenizer: str, pre: str, adds_bos: bool | None, expected: bool
+) -> None:
+    path = write_gguf(tmp_path / "small.gguf", tokenizer=tokenizer, pre=pre, adds_bos=adds_bos)
+    folder = open_model_folder(str(path)).path
+    assert (Tokenizer.from_file(str(folder / "tokenizer.json")).encode("ab").ids[0] == 1) == expected
+    assert json.loads((folder / "tokenizer_config.json").read_text())["add_bos_token"] == expected
 
 
 def test_a_gguf_file_may_have_a_template_for_tools(tmp_path: Path) -> None:
