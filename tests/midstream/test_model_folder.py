@@ -56,6 +56,7 @@ def write_gguf(
     ends: Mapping[str, int] | None = None,
     templates: list[dict[str, str]] | None = None,
     adds_bos: bool | None = None,
+    end: str = "<end>",
 ) -> Path:
     """Write a GGUF file with a vocabulary of 256 bytes, `ab`, and a control token, which is the end token if `ends` has
     no others.
@@ -68,10 +69,8 @@ def write_gguf(
     writer.add_head_count(2)
     writer.add_layer_norm_rms_eps(1e-5)
     alphabet = sorted(byte_alphabet())
-    tokens = (
-        [*alphabet, "ab", "<end>"] if tokenizer == "gpt2" else ["<unk>", "<s>", "▁", "a", "b", "ab", "▁ab", "<end>"]
-    )
-    kinds = [3 if token in ("<s>", "<end>") else 1 for token in tokens]
+    tokens = [*alphabet, "ab", end] if tokenizer == "gpt2" else ["<unk>", "<s>", "▁", "a", "b", "ab", "▁ab", end]
+    kinds = [3 if token in ("<s>", end) else 1 for token in tokens]
     writer.add_tokenizer_model(tokenizer)
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
@@ -319,6 +318,8 @@ def test_a_gguf_file_becomes_a_folder(tmp_path: Path, home: Path) -> None:
 def test_all_tokens_that_end_a_turn_in_a_gguf_file_end_sequences(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "small.gguf", ends={"eos": 1, "eot": 2, "eom": 3})
     assert open_model_folder(str(path)).end_ids == (1, 2, 3)
+    path = write_gguf(tmp_path / "chat.gguf", ends={"eos": 1}, end="<|eot_id|>")
+    assert open_model_folder(str(path)).end_ids == (1, 257)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.prepare.gguf_file import Metadata, MetadataValue, read_gguf_head
-from midstream.model.prepare.gguf_tokenizer import build_tokenizer
+from midstream.model.prepare.gguf_tokenizer import CONTROL, build_tokenizer
 
 _ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -27,6 +27,8 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+# Tokens at which llama.cpp ends, too.
+_TURN_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
 # Files of a model folder by the keys of templates.
 _TEMPLATES = {
     "tokenizer.chat_template": "chat_template.jinja",
@@ -184,11 +186,20 @@ def _special_ids(metadata: Metadata) -> dict[str, object]:
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
     end_ids = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    known = list(dict.fromkeys(item for item in end_ids if item is not None))
+    known = list(dict.fromkeys(item for item in (*end_ids, *_turn_ends(metadata)) if item is not None))
     found: dict[str, object] = {name: value for name, value in ids.items() if value is not None}
     if len(known) > 1:
         found["eos_token_id"] = known
     return found
+
+
+def _turn_ends(metadata: Metadata) -> list[int]:
+    """Return the control tokens that end a turn by their names: many files name only the end token of a base model."""
+    tokens, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if not isinstance(tokens, list) or not isinstance(kinds, list):
+        return []
+    pairs = zip(tokens, kinds, strict=False)
+    return [i for i, (token, kind) in enumerate(pairs) if token in _TURN_ENDS and kind == CONTROL]
 
 
 def _write(path: Path, value: Mapping[str, object]) -> None:

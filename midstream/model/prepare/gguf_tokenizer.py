@@ -9,7 +9,7 @@ from midstream.errors import ConfigError, UnsupportedError
 Json = dict[str, object]
 
 # GGUF token types.
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_UNKNOWN, CONTROL, _USER_DEFINED = 2, 3, 4
 
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3_PATTERN = (
@@ -128,7 +128,7 @@ def _added_tokens(metadata: Mapping[str, object], tokens: Sequence[str]) -> list
             "special": kind != _USER_DEFINED,
         }
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        if kind in (_UNKNOWN, CONTROL, _USER_DEFINED)
     ]
 
 
