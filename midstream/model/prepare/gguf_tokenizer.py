@@ -46,12 +46,15 @@ def build_tokenizer(metadata: Mapping[str, object]) -> tuple[Json, Json]:
     else:
         raise UnsupportedError(f"GGUF tokenizer {kind!r} is not supported; supported are gpt2 and llama", field="model")
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, **tokenizer}
-    tokenizer["added_tokens"] = _added_tokens(metadata, tokens)
+    added = tokenizer["added_tokens"] = _added_tokens(metadata, tokens)
     # Many files leave the setting out; the default is llama.cpp's.
     usual = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
     adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", usual))
     tokenizer["post_processor"] = _post_processor(metadata, tokens) if adds_bos else None
-    return tokenizer, {**_tokenizer_config(metadata, tokens), "add_bos_token": adds_bos}
+    # Listed here, too, so that finding a token's id does not need the large tokenizer.json.
+    listed = {str(token["id"]): {name: value for name, value in token.items() if name != "id"} for token in added}
+    config = {**_tokenizer_config(metadata, tokens), "add_bos_token": adds_bos, "added_tokens_decoder": listed}
+    return tokenizer, config
 
 
 def _byte_level(metadata: Mapping[str, object], tokens: Sequence[str]) -> Json:
