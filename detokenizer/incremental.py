@@ -60,7 +60,9 @@ class ByteLevelFactory:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         alphabet = byte_level_alphabet()
-        self._all = [byte_level_bytes(tokenizer.token(token_id) or "", alphabet) for token_id in _ids(tokenizer)]
+        self._all = [
+            byte_level_bytes(tokenizer.token(token_id) or "", alphabet) for token_id in range(tokenizer.vocab_size)
+        ]
         self._plain = [b"" if i in tokenizer.special_ids else piece for i, piece in enumerate(self._all)]
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
@@ -89,7 +91,7 @@ class ByteFallbackFactory:
     """Decoders for SentencePiece vocabularies: an entry is text with ▁ for a space, or <0xNN> for a single byte."""
 
     def __init__(self, tokenizer: Tokenizer, *, strip_first_space: bool) -> None:
-        self._all = [_fallback_piece(tokenizer.token(token_id)) for token_id in _ids(tokenizer)]
+        self._all = [_fallback_piece(tokenizer.token(token_id)) for token_id in range(tokenizer.vocab_size)]
         self._plain = [None if i in tokenizer.special_ids else piece for i, piece in enumerate(self._all)]
         self._strip_first_space = strip_first_space
 
@@ -164,6 +166,9 @@ class _LibraryDecoder:
         return self._flush() if self._waiting else ""
 
     def _decode(self, token_id: int) -> str:
+        # The library decodes the others as if such a token did not exist, so it must not displace them.
+        if (self._skip and token_id in self._tokenizer.special_ids) or self._tokenizer.token(token_id) is None:
+            return ""
         self._waiting.append(token_id)
         try:
             text = self._step(token_id)
@@ -186,11 +191,6 @@ class _LibraryDecoder:
 
     def _text(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
-
-
-def _ids(tokenizer: Tokenizer) -> range:
-    # Ids may have gaps, so the id of an added token can be greater than the number of entries.
-    return range(max(tokenizer.vocab_size, max(tokenizer.special_ids, default=-1) + 1))
 
 
 def _fallback_piece(token: str | None) -> str | int | None:

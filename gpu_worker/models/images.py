@@ -107,9 +107,9 @@ def _load(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> Any:
     """Return transformers' model without its language model."""
     import transformers  # imported here, because it takes a second, and most models do not accept images
 
-    config = transformers.AutoConfig.from_pretrained(folder.path)
+    config = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
     with torch.device("meta"):
-        model: Any = transformers.AutoModel.from_config(config, dtype=dtype).eval()
+        model: Any = transformers.AutoModel.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     del model.text_model
     tensors: dict[str, Tensor] = {}
     for path in folder.weight_files:

@@ -9,13 +9,15 @@ from pathlib import Path
 from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.model.folder import open_model_folder
 
-# Names of the tokenizer's files.
+# Names of the tokenizer's files, and of the folder of its templates.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
 )
 
 
@@ -44,7 +46,7 @@ def with_tokenizer(engine_dir: str, tokenizer_dir: str | None, target: Path) -> 
         if file.name not in _TOKENIZER_FILES and not file.name.startswith("."):
             (combined / file.name).symlink_to(file.resolve())
     for name in _TOKENIZER_FILES:
-        if (tokenizer / name).is_file():
+        if (tokenizer / name).exists():
             (combined / name).symlink_to((tokenizer / name).resolve())
     return str(combined)
 

@@ -20,8 +20,10 @@ class GuideError(Exception):
 
 
 def load_tokenizer(file: Path, vocab_size: int, end_ids: list[int]) -> llguidance.LLTokenizer:
-    """Return the tokenizer in a tokenizer.json, padded to the model's vocabulary."""
-    return llguidance.LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=end_ids)
+    """Return the tokenizer in a tokenizer.json, padded to the model's vocabulary. If the model has no end ids, the
+    library chooses one.
+    """
+    return llguidance.LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=end_ids or None)
 
 
 def compile_guide(guide: Guide, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:

@@ -1,7 +1,7 @@
 """Model folders: the files that the services use, and how a folder is created.
 
-A folder holds config.json, tokenizer.json, tokenizer_config.json, generation_config.json, chat_template.jinja if there
-is one, the weights (safetensors or model.gguf) and midstream.json, a manifest whose fingerprint identifies the
+A folder holds config.json, tokenizer.json, tokenizer_config.json, generation_config.json, the chat templates if there
+are any, the weights (safetensors or model.gguf) and midstream.json, a manifest whose fingerprint identifies the
 configuration and the weights. A Hugging Face folder becomes a model folder when the manifest is added.
 """
 
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from midstream.errors import ConfigError
+from midstream.model.families import SERVED_FAMILIES
 from midstream.model.hub import download, is_hub_name, repository_of
 
 if TYPE_CHECKING:
@@ -58,9 +59,17 @@ _EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 # Parameters that generation_config.json may recommend for requests that do not set them.
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Version of the folders made from GGUF files; increment it when the same file would give another folder.
-_GGUF_LAYOUT = 3
+_GGUF_LAYOUT = 4
+_TEMPLATE, _MORE_TEMPLATES = "chat_template", "additional_chat_templates"
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MANIFEST = "midstream.json"
 _MANIFEST_VERSION = 1
+# By the suffix of weights that are not read: the advice in the error.
+_OTHER_WEIGHTS = {
+    ".gguf": "; to serve {0}, name this file instead of the folder",
+    ".bin": "; {0} is not read, since such files can contain code: convert it to safetensors",
+    ".pth": "; {0} is not read, since such files can contain code: convert it to safetensors",
+}
 _AFTER_CHANGES = f"delete {_MANIFEST} if the change is intended"
 _MAX_JSON_BYTES = 256 << 20
 # Larger files are identified by samples: the first and last bytes, which include headers, and others in between.
@@ -81,6 +90,9 @@ class ModelFolder:
         architecture: `model_type` of config.json, such as `llama`.
         max_sequence_length: Maximum length of prompt and output together, in tokens.
         chat_template: Jinja source of the chat template, if the model has one.
+        tool_template: Jinja source of a template for conversations with tools, if the model has a separate one.
+        special_tokens: Texts of special tokens by their names in transformers, such as `bos_token`; None for those that
+            the tokenizer's files declare not to exist.
         fingerprint: sha256 over config.json and the contents of the weight files (samples of large ones), hexadecimal.
         sampling_defaults: Recommended sampling parameters, under their names in generation_config.json.
     """
@@ -101,6 +113,13 @@ class ModelFolder:
     weight_files: tuple[Path, ...]
     config: dict[str, Any]
     sampling_defaults: dict[str, float] = field(default_factory=dict)
+    tool_template: str | None = None
+    special_tokens: Mapping[str, str | None] = field(default_factory=dict)
+
+    @property
+    def templates(self) -> str:
+        """Sources of all templates, in which formats and variables are looked for."""
+        return (self.chat_template or "") + (self.tool_template or "")
 
     @property
     def num_labels(self) -> int | None:
@@ -236,9 +255,7 @@ def _open_gguf(file: Path, name: str, identity: str, sampling: Mapping[str, floa
 
 def _open_folder(path: Path) -> ModelFolder:
     config = _read_json(path / "config.json")
-    for name in ("config.json", "tokenizer_config.json"):
-        if _read_json(path / name, optional=True).get("auto_map"):
-            raise ConfigError(f"{path / name} requires its own code (auto_map), which is never run", field="model")
+    _refuse_own_code(path, config)
     weight_files = _weight_files(path)
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"the model folder {path} lacks tokenizer.json", field="model")
@@ -256,27 +273,50 @@ def _open_folder(path: Path) -> ModelFolder:
     if architecture in _UNLIMITED:
         text = {"max_position_embeddings": UNLIMITED_LENGTH, **text}
 
-    def token_ids(name: str) -> tuple[int, ...]:
-        return next((ids for source in (generation, config, text) if (ids := _ids(source.get(name)))), ())
+    special = _special_tokens(path)
+    vocab_size = _dimension(path, text, "vocab_size")
 
+    def token_ids(name: str) -> tuple[int, ...]:
+        return next((ids for source in (generation, config, text) if (ids := _ids(source.get(name), vocab_size))), ())
+
+    end_ids = token_ids("eos_token_id")
+    # Chat models made from base models may end their answers with a token that only their tokenizer names.
+    own_ids = _ids(_added_token_id(path, special.get("eos_token")), vocab_size)
+    end_ids += tuple(token_id for token_id in own_ids if token_id not in end_ids)
+    templates = _chat_templates(path)
     return ModelFolder(
         path=path,
         name=str(manifest["name"]),
         architecture=architecture,
-        vocab_size=_dimension(path, text, "vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=_dimension(path, text, "hidden_size"),
         num_layers=_dimension(path, text, "num_hidden_layers", _MAX_LAYERS),
         max_sequence_length=_dimension(path, text, "max_position_embeddings"),
-        end_ids=token_ids("eos_token_id"),
+        end_ids=end_ids,
         pad_id=next(iter(token_ids("pad_token_id")), None),
         bos_id=next(iter(token_ids("bos_token_id")), None),
-        chat_template=_chat_template(path),
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
+        special_tokens=special,
         fingerprint=str(manifest["fingerprint"]),
         weights_format="gguf" if weight_files[0].suffix == ".gguf" else "safetensors",
         weight_files=weight_files,
         sampling_defaults=_sampling_defaults(generation),
         config=config,
     )
+
+
+def _refuse_own_code(path: Path, config: dict[str, Any]) -> None:
+    """Raise ConfigError if the model cannot run, or its text cannot be tokenized, without the folder's own code.
+
+    Folders of supported families may contain code, too: it is from before transformers supported them.
+    """
+    parts = {"tokenizer_config.json": _read_json(path / "tokenizer_config.json", optional=True)}
+    if not any(config.get("model_type") in family.types for family in SERVED_FAMILIES):
+        parts["config.json"] = config
+    for name, settings in parts.items():
+        if settings.get("auto_map"):
+            raise ConfigError(f"{path / name} requires its own code (auto_map), which is never run", field="model")
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
@@ -293,7 +333,9 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         return (path / "model.safetensors",)
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        raise ConfigError(f"the model folder {path} lacks model.safetensors (or model.gguf)", field="model")
+        others = sorted(file.name for file in path.iterdir() if file.suffix in _OTHER_WEIGHTS)
+        advice = _OTHER_WEIGHTS[Path(others[0]).suffix].format(others[0]) if others else ""
+        raise ConfigError(f"the model folder {path} lacks model.safetensors (or model.gguf){advice}", field="model")
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{index} lacks weight_map", field="model")
@@ -381,17 +423,48 @@ def _file_digest(file: Path) -> bytes:
     return digest.digest()
 
 
-def _chat_template(path: Path) -> str | None:
-    if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
-    files = ("chat_template.json", "tokenizer_config.json")
-    template = next(
-        (found for file in files if (found := _read_json(path / file, optional=True).get("chat_template"))), None
-    )
-    if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _chat_templates(path: Path) -> dict[str, str]:
+    """Return the chat templates by name; as in transformers, those in their own files replace the others."""
+    files = {"default": path / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((path / _MORE_TEMPLATES).glob("*.jinja"))}
+    found: dict[str, object] = {
+        name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()
+    }
+    if not found:
+        names = ("chat_template.json", "tokenizer_config.json")
+        value = next(
+            (value for name in names if (value := _read_json(path / name, optional=True).get(_TEMPLATE))), None
+        )
+        if isinstance(value, list):
+            found = {str(item.get("name")): item.get("template") for item in value if isinstance(item, dict)}
+        else:
+            found = value if isinstance(value, dict) else {"default": value}
+    return {name: source for name, source in found.items() if isinstance(source, str)}
+
+
+def _special_tokens(path: Path) -> dict[str, str | None]:
+    """Return the special tokens that the tokenizer's files name; None for those that it declares not to have."""
+    config = _read_json(path / "tokenizer_config.json", optional=True)
+    # Older files; newer ones list all tokens in tokenizer_config.json.
+    older = {} if "added_tokens_decoder" in config else _read_json(path / "special_tokens_map.json", optional=True)
+    values = {name: value for name, value in {**config, **older}.items() if name in _SPECIAL_TOKENS}
+    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: content if isinstance(content, str) else None for name, content in contents.items()}
+
+
+def _added_token_id(path: Path, content: str | None) -> int | None:
+    """Return the id of an added token; None if the tokenizer has no such token."""
+    if content is None:
+        return None
+    known = _read_json(path / "tokenizer_config.json", optional=True).get("added_tokens_decoder")
+    if isinstance(known, dict):
+        for number, token in known.items():
+            if isinstance(token, dict) and token.get("content") == content and number.isdecimal():
+                return int(number)
+    added = _read_json(path / "tokenizer.json").get("added_tokens")
+    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    found = next((token.get("id") for token in tokens if token.get("content") == content), None)
+    return found if isinstance(found, int) else None
 
 
 def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
@@ -420,9 +493,12 @@ def _dimension(path: Path, config: dict[str, Any], name: str, limit: int = _MAX_
     return value
 
 
-def _ids(value: object) -> tuple[int, ...]:
+def _ids(value: object, vocab_size: int) -> tuple[int, ...]:
+    """Return the token ids in a setting: one or a list. Other numbers, such as -1, mean that there is none."""
     values = value if isinstance(value, list) else [value]
-    return tuple(item for item in values if isinstance(item, int))
+    return tuple(
+        item for item in values if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < vocab_size
+    )
 
 
 @contextmanager

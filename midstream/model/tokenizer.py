@@ -15,12 +15,15 @@ from midstream.errors import ConfigError
 from midstream.model.token_bytes import byte_level_alphabet, byte_level_bytes, fallback_byte
 from midstream.model.tokenizer_check import check_tokenizer
 
+# Maximum number of ids, since tables have an entry for each id up to the greatest one.
+_MAX_IDS = 1 << 24
+
 
 class Tokenizer:
     """Encodes and decodes text. Thread-safe; encoding releases the GIL.
 
     Attributes:
-        vocab_size: Number of ids, including special tokens.
+        vocab_size: The greatest id plus one; some ids below it may have no token.
         special_ids: Ids of special tokens.
         added_tokens: Ids of tokens added to the vocabulary, by their text; includes special tokens.
         decoder: The `decoder` section of tokenizer.json.
@@ -43,7 +46,10 @@ class Tokenizer:
             raise ConfigError(f"{file} is not a tokenizer: {error}", field="model") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size: int = max(ids, default=-1) + 1
+        if self.vocab_size > _MAX_IDS:
+            raise ConfigError(f"{file} has the token id {self.vocab_size - 1}; must be below {_MAX_IDS}", field="model")
         added = self._tokenizer.get_added_tokens_decoder()
         self.added_tokens: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)

@@ -45,6 +45,11 @@ def check_tokenizer(file: Path, text: str) -> None:
                 f"the {part} in {file} may expand one character to {expansion}; must be at most {MAX_EXPANSION}",
                 field="model",
             )
+    # The library does not compare this number with the length of a token, and a panic in it is not an Exception.
+    if any(step.get("type") == "Strip" and step.get("stop") for step in _steps(fields.get("decoder"))):
+        raise ConfigError(
+            f"the decoder in {file} strips the end of tokens, which crashes the tokenizer library", field="model"
+        )
     # Byte-level tokenizers without a normalizer are known to be safe; not trying them makes starts faster.
     if fields.get("normalizer") is None and not any("pattern" in step for step in steps):
         return

@@ -194,7 +194,7 @@ def format_of(folder: ModelFolder, tool_parser: str = "auto", reasoning_parser: 
 
 def _choose(name: str, field: str, names: tuple[str, ...], rows: tuple[_Row, ...], folder: ModelFolder) -> str:
     if name == "auto":
-        template = folder.chat_template or ""
+        template = folder.templates
         fits = (row.name for row in rows if _fits(row, template, folder.architecture))
         return next(fits, "none")
     if name != "none" and name not in names:

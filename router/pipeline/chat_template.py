@@ -68,7 +68,8 @@ class ChatTemplate:
         """Return the prompt text of a conversation; blocks until a process is free. Raises InvalidArgumentError if the
         template rejects the conversation, fails, or exceeds its limits.
         """
-        values: dict[str, object] = {**self._tokens, **(variables or {})}
+        # Templates may test whether `documents` is None, which transformers passes if there are none.
+        values: dict[str, object] = {"documents": None, **self._tokens, **(variables or {})}
         values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
         process = self._processes.get()
         try:

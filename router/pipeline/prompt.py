@@ -66,14 +66,13 @@ class PromptBuilder:
         self._images = PromptImages(folder, self.tokenizer, encode_image)
         self._max_tokens = folder.max_sequence_length
         # A classifier's template may be left over from the model that it was made from.
-        has_own_template = re.search("[\"']document[\"']", folder.chat_template or "") is not None
+        has_own_template = re.search("[\"']document[\"']", folder.templates) is not None
         self._joins_pairs = folder.num_labels is not None and not has_own_template
-        self._template: ChatTemplate | None = None
-        if folder.chat_template is not None:
-            ends = folder.end_ids[:1]
-            ids = {"bos_token": folder.bos_id, "eos_token": ends[0] if ends else None, "pad_token": folder.pad_id}
-            tokens = {name: self.tokenizer.token(value) or "" for name, value in ids.items() if value is not None}
-            self._template = ChatTemplate(folder.chat_template, tokens, num_threads + 1)
+        tokens = _special_tokens(folder, self.tokenizer)
+        sources = folder.chat_template, folder.tool_template
+        self._template, self._tool_template = (
+            None if source is None else ChatTemplate(source, tokens, num_threads + 1) for source in sources
+        )
         # This leaves a thread for other clients, and also a processor: tokenizing does not hold the interpreter lock.
         num_per_client = max(min(num_threads, num_compute_threads() - 1), 1)
         self._threads = FairThreads(num_threads + 1, "tokenizer", num_per_client=num_per_client)
@@ -81,8 +80,9 @@ class PromptBuilder:
     def close(self) -> None:
         """Stop the threads."""
         self._threads.close()
-        if self._template is not None:
-            self._template.close()
+        for template in (self._template, self._tool_template):
+            if template is not None:
+                template.close()
 
     async def token_ids(self, request: pb.GenerateRequest, options: PromptOptions = _DEFAULT_OPTIONS) -> list[int]:
         """Return the input's token ids (never empty).
@@ -152,15 +152,16 @@ class PromptBuilder:
     ) -> list[int]:
         if self._joins_pairs and [message.role for message in chat.messages] == ["query", "document"]:
             return self.tokenizer.encode_pair(*self._pair(chat))
-        if self._template is None:
-            raise UnsupportedError("this model has no chat template", field="chat")
         if not chat.messages:
             raise InvalidArgumentError("must not be empty", field="chat.messages")
         tools = _parse(chat.tools_json, list, "chat.tools_json")
+        template = self._template if tools is None else self._tool_template or self._template
+        if template is None:
+            raise UnsupportedError("this model has no chat template", field="chat")
         variables = _parse(chat.template_variables_json, dict, "chat.template_variables_json")
         default = not options.continues_last
         render = partial(
-            self._template.render,
+            template.render,
             tools=tools,
             add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else default,
             variables=variables,
@@ -201,6 +202,15 @@ class PromptBuilder:
         if len(text) > self._max_tokens * self.tokenizer.longest_token:
             reason = f"has {len(text)} characters; this model's maximum context length is {self._max_tokens} tokens"
             raise ContextLengthError(reason, field=field)
+
+
+def _special_tokens(folder: ModelFolder, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the special tokens that templates refer to; those that the tokenizer's files do not name are taken from
+    the model's configuration.
+    """
+    ids = {"bos_token": folder.bos_id, "eos_token": next(iter(folder.end_ids), None), "pad_token": folder.pad_id}
+    tokens = {name: tokenizer.token(value) for name, value in ids.items() if value is not None}
+    return {name: token for name, token in {**tokens, **folder.special_tokens}.items() if token is not None}
 
 
 def _message(message: pb.ChatMessage, index: int, *, in_parts: bool) -> dict[str, object]:
@@ -285,6 +295,9 @@ def _parse(text: str, kind: type[_T], field: str) -> _T | None:
         return None
     try:
         value = json.loads(text)
+        if "\\u" in text:
+            # A lone surrogate is valid JSON, but not valid text.
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"is not JSON: {error}", field=field) from None
     if not isinstance(value, kind):

@@ -16,12 +16,14 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import jinja2
 import jinja2.debug  # Jinja imports this module on errors, when files can no longer be opened
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CPU_LIMIT_S = 1.0
@@ -30,18 +32,30 @@ MAX_OUTPUT_CHARACTERS = 8 << 20
 LENGTH = struct.Struct("<I")
 
 
+class _GenerationBlocks(Extension):
+    """Accepts `{% generation %}` around the text of the assistant, which training code uses, as a block of its own."""
+
+    tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call block has its own scope, as in transformers.
+        return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+    def _text(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
 class Renderer:
     """One compiled chat template."""
 
     def __init__(self, source: str) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.globals = {
-            "range": range,
-            "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
-            "namespace": environment.globals["namespace"],
-            "dict": dict,
-        }
+        # The extensions, filters and functions that transformers gives to templates.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+        )
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         environment.filters["tojson"] = _to_json
         self._template = environment.from_string(source)
 
@@ -73,9 +87,15 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now(tz=datetime.UTC).strftime(pattern)
 
 
-def _to_json(value: object, *, indent: int | None = None, ensure_ascii: bool = False) -> str:
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes HTML, which would be wrong in a prompt.
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _confine() -> None:

@@ -56,7 +56,7 @@ class ChatModel:
 
     Attributes:
         format: How the model writes calls and reasoning.
-        template: The model's chat template; empty if it has none.
+        template: The model's chat templates; empty if it has none.
         tokens: Markers of the format that are a single token, with the token's id; grammars must refer to them by id.
         has_special_marks: Whether some markers are special tokens, so that the text must keep special tokens.
     """
@@ -80,7 +80,7 @@ class ChatModel:
         ids = {mark: tokenizer.added_tokens[mark] for mark in found.marks if mark in tokenizer.added_tokens}
         # The grammar library treats tokens in angle brackets as special, regardless of the tokenizer.
         tokens = {mark: number for mark, number in ids.items() if mark in special or mark.startswith("<")}
-        model = ChatModel(found, folder.chat_template or "", tokens, any(mark in special for mark in found.marks))
+        model = ChatModel(found, folder.templates, tokens, any(mark in special for mark in found.marks))
         if model.template and not model.has_tools:
             logger.info("the chat template does not show tools: the model calls only those that a request requires")
         return model

@@ -188,6 +188,30 @@ def test_a_decoder_that_changes_earlier_text_gives_text_that_depends_only_on_tok
     assert whole == "".join(in_chunks(factory, ids, list(range(len(ids))), skip=True))
 
 
+@pytest.mark.parametrize("skipped", [OTHER_WORDS.index("<s>"), len(OTHER_WORDS)], ids=["special", "unknown"])
+@pytest.mark.parametrize("number", [1, 31, 32, 100])
+def test_any_number_of_tokens_without_text_leaves_the_next_words_apart(
+    tmp_path: Path, number: int, skipped: int
+) -> None:
+    tokenizer = other_tokenizer(tmp_path, DECODERS["word piece"])
+    ids = [0, *[skipped] * number, 0]
+    assert "".join(in_chunks(decoder_factory(tokenizer), ids, list(range(number)), skip=True)) == "the the"
+    assert tokenizer.decode(ids) == "the the"
+
+
+def test_ids_may_have_gaps(tmp_path: Path) -> None:
+    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    vocabulary = {"a": 0, "b": 1, "Ġc": 900}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(["<s>"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(tokenizer.to_str()) | {"decoder": decoder}))
+    found = Tokenizer(tmp_path)
+    assert "".join(in_chunks(decoder_factory(found), [0, 500, 900], [1], skip=True)) == "a c" == found.decode([0, 900])
+    (tmp_path / "tokenizer.json").write_text((tmp_path / "tokenizer.json").read_text().replace("900", "4000000000"))
+    with pytest.raises(ConfigError, match="token id 4000000000"):
+        Tokenizer(tmp_path)
+
+
 def test_text_of_words_without_a_decoder_by_hand(tmp_path: Path) -> None:
     decoder = decoder_factory(other_tokenizer(tmp_path, None)).open(skip_special_tokens=True)
     assert [decoder.decode((token_id,)) for token_id in (0, 11, 5, 6)] == ["the", "", " .", " n"]

@@ -144,7 +144,7 @@ def change(path: Path, **fields: object) -> None:
         {"hidden_size": True},
         {"hidden_size": "576"},
         {"model_type": ["llama"]},
-        {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Model"}},
+        {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Model"}, "model_type": "evil"},
     ],
 )
 def test_a_configuration_out_of_bounds_is_refused_by_name(folder: Path, fields: dict[str, object]) -> None:
@@ -160,6 +160,22 @@ def test_a_tokenizer_with_custom_code_is_rejected(folder: Path) -> None:
     change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_evil.Tokenizer", None]})
     with pytest.raises(ConfigError, match=r"tokenizer_config.json.*auto_map"):
         open_model_folder(str(folder))
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_code_in_the_folder_of_a_supported_family_is_not_run(implementation: str, tmp_path: Path) -> None:
+    from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
+
+    folder, evidence = tmp_path / "model", tmp_path / "evidence"
+    make_tiny_model(folder, "Llama")
+    code = f"open({str(evidence)!r}, 'w')\nfrom transformers import LlamaConfig as Config, LlamaForCausalLM as Model\n"
+    (folder / "modeling_evil.py").write_text(code, encoding="utf-8")
+    change(
+        folder / "config.json",
+        auto_map={"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"},
+    )
+    make_runner(folder, implementation=implementation)
+    assert not evidence.exists()
 
 
 def gguf_string(text: str) -> bytes:
@@ -231,7 +247,7 @@ def test_a_configuration_cannot_make_a_worker_allocate_memory(folder: Path) -> N
 
 
 def test_no_process_starts_on_a_hostile_model(folder: Path) -> None:
-    change(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling_evil.Model"})
+    change(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling_evil.Model"}, model_type="evil")
     ports = ("--port", "0", "--http-port", "0")
     commands = {
         "scheduler": ("--worker-port", "0", "--journal", "off", *ports),
@@ -280,6 +296,7 @@ def replaced(pattern: str, content: str) -> dict[str, object]:
         ),
         ({"normalizer": {"type": "Unknown"}}, "is not a tokenizer"),
         ({"decoder": {"type": "Sequence", "decoders": [replaced("a", "aaaa")] * 20}}, "decoder .* may expand"),
+        ({"decoder": {"type": "Strip", "content": " ", "start": 0, "stop": 1}}, "decoder .* crashes the tokenizer lib"),
     ],
 )
 def test_a_tokenizer_that_explodes_is_rejected_without_a_crash(

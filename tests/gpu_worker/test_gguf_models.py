@@ -119,6 +119,8 @@ YARN_KEYS: dict[str, str | float] = {
         ({**YARN_KEYS, Keys.Rope.SCALING_ATTN_FACTOR: 1.5},
          {**YARN, "attention_factor": 1.5 * (0.1 * math.log(4) + 1)}),
         ({**YARN_KEYS, Keys.Rope.SCALING_YARN_ATTN_FACTOR: 1.5}, {**YARN, "attention_factor": 1.5}),
+        ({**YARN_KEYS, Keys.Rope.SCALING_YARN_EXT_FACTOR: 1.0}, YARN),
+        ({Keys.Rope.SCALING_FACTOR: 4.0, Keys.Rope.SCALING_YARN_EXT_FACTOR: -1.0}, LINEAR),
     ],
 )  # fmt: skip
 def test_the_scaling_of_rotary_frequencies(
@@ -138,12 +140,22 @@ def test_the_scaling_of_rotary_frequencies(
             {Keys.Rope.SCALING_FACTOR: 4.0, Keys.Rope.SCALING_ATTN_FACTOR: 1.5},
             r"attn_factor 1\.5 is supported only with yarn",
         ),
+        (
+            {**YARN_KEYS, Keys.Rope.SCALING_YARN_EXT_FACTOR: 0.5},
+            r"yarn_ext_factor 0\.5 is not supported with yarn; must be 1",
+        ),
+        (
+            {Keys.Rope.SCALING_FACTOR: 4.0, Keys.Rope.SCALING_YARN_EXT_FACTOR: 1.0},
+            r"yarn_ext_factor 1 is not supported with linear; must be 0",
+        ),
+        ({Keys.Split.LLM_KV_SPLIT_COUNT: 3}, "one of 3 parts; merge them"),
+        ({Keys.LLM.EXPERT_COUNT: 8}, r"qwen2\.expert_count 8 is not supported"),
         ({Keys.Rope.SCALING_TYPE: "longrope"}, "rope scaling 'longrope' is not known"),
         ({Keys.Rope.SCALING_TYPE: "yarn"}, r"lacks qwen2\.rope\.scaling\.factor"),
         ({Keys.Rope.SCALING_FACTOR: "4"}, r"qwen2\.rope\.scaling\.factor must be a number; got '4'"),
     ],
 )
-def test_other_rotary_settings_are_refused(keys: dict[str, str | float], message: str, tmp_path: Path) -> None:
+def test_other_settings_are_refused(keys: dict[str, str | float], message: str, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "made", "Qwen2", tie_word_embeddings=True)
     write_gguf(tmp_path / "file.gguf", "qwen2", model, keys)
     (tmp_path / "folder").mkdir()

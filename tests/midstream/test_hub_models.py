@@ -26,6 +26,8 @@ FILES = {
     }).encode(),
     "tokenizer.json": b"{}",
     "model.safetensors": b"weights",
+    "hf_quant_config.json": b"{ }",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     "README.md": b"# not needed",
     "original/consolidated.safetensors": b"the same weights again",
 }  # fmt: skip
@@ -109,10 +111,11 @@ def test_a_model_is_downloaded_once_and_served_under_its_name(hub: str, tmp_path
     first = prepare(hub, tmp_path, "acme/tiny")
     assert first.returncode == 0, first.stderr
     assert "acme/tiny is in" in first.stdout
-    assert sorted(Hub.downloaded) == ["config.json", "model.safetensors", "tokenizer.json"]
+    files = ["config.json", "hf_quant_config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(Hub.downloaded) == ["additional_chat_templates/tool_use.jinja", *files]
     snapshot = tmp_path / "hf" / "hub" / "models--acme--tiny" / "snapshots" / COMMIT
     # Midstream must not write anything there.
-    assert sorted(path.name for path in snapshot.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in snapshot.iterdir()) == ["additional_chat_templates", *files]
     Hub.downloaded.clear()
     offline = prepare(hub, tmp_path, "acme/tiny", HF_HUB_OFFLINE="1")
     assert offline.returncode == 0, offline.stderr

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -46,8 +47,20 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def write_gguf(path: Path, *, architecture: str = "llama", tokenizer: str = "gpt2", pre: str = "smollm") -> Path:
-    """Write a GGUF file with a vocabulary of 256 bytes, `ab`, and a control token."""
+def write_gguf(
+    path: Path,
+    *,
+    architecture: str = "llama",
+    tokenizer: str = "gpt2",
+    pre: str = "smollm",
+    ends: Mapping[str, int] | None = None,
+    templates: list[dict[str, str]] | None = None,
+    adds_bos: bool | None = None,
+    end: str = "<end>",
+) -> Path:
+    """Write a GGUF file with a vocabulary of 256 bytes, `ab`, and a control token, which is the end token if `ends` has
+    no others.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
     writer.add_embedding_length(32)
@@ -56,19 +69,22 @@ def write_gguf(path: Path, *, architecture: str = "llama", tokenizer: str = "gpt
     writer.add_head_count(2)
     writer.add_layer_norm_rms_eps(1e-5)
     alphabet = sorted(byte_alphabet())
-    tokens = (
-        [*alphabet, "ab", "<end>"] if tokenizer == "gpt2" else ["<unk>", "<s>", "▁", "a", "b", "ab", "▁ab", "<end>"]
-    )
-    kinds = [3 if token in ("<s>", "<end>") else 1 for token in tokens]
+    tokens = [*alphabet, "ab", end] if tokenizer == "gpt2" else ["<unk>", "<s>", "▁", "a", "b", "ab", "▁ab", end]
+    kinds = [3 if token in ("<s>", end) else 1 for token in tokens]
     writer.add_tokenizer_model(tokenizer)
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_eos_token_id(len(tokens) - 1)
+    if templates:
+        writer.add_chat_template(templates)
+    for name, token_id in (ends or {"eos": len(tokens) - 1}).items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
     if tokenizer == "gpt2":
         writer.add_token_merges(["a b"])
-    else:
-        writer.add_bos_token_id(1)
+    writer.add_bos_token_id(1)
+    if adds_bos is not None:
+        writer.add_add_bos_token(adds_bos)
+    if tokenizer != "gpt2":
         writer.add_token_scores([0.0, 0.0, -5.0, -6.0, -7.0, -1.0, -2.0, 0.0])
     writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 32), dtype=np.float32))
     writer.write_header_to_file()
@@ -112,9 +128,46 @@ def test_the_embedded_model_uses_the_sampling_defaults_of_its_card() -> None:
 def test_the_chat_template_comes_from_its_file_or_the_tokenizer_configuration(folder: Path) -> None:
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert open_model_folder(str(folder)).chat_template == "D"
+    model = open_model_folder(str(folder))
+    assert (model.chat_template, model.tool_template) == ("D", "T")
     (folder / "chat_template.jinja").write_text("J")
-    assert open_model_folder(str(folder)).chat_template == "J"
+    model = open_model_folder(str(folder))
+    assert (model.chat_template, model.tool_template) == ("J", None)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("U")
+    model = open_model_folder(str(folder))
+    assert (model.chat_template, model.tool_template) == ("J", "U")
+
+
+def test_numbers_that_are_no_token_ids_mean_that_there_is_none(folder: Path) -> None:
+    settings = {"eos_token_id": [-1, 8, 300], "pad_token_id": -1, "bos_token_id": True}
+    (folder / "config.json").write_text(json.dumps(CONFIG | settings))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": -1}))
+    decoder = {"added_tokens_decoder": {"300": {"content": "<end>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", **decoder}))
+    model = open_model_folder(str(folder))
+    assert (model.end_ids, model.pad_id, model.bos_id) == ((8,), None, None)
+    assert model.to_proto(()).end_ids == [8]
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("token", ["<end>", {"content": "<end>", "__type": "AddedToken"}])
+def test_the_end_token_of_the_tokenizer_ends_sequences_too(folder: Path, place: str, token: object) -> None:
+    listed: dict[str, object] = {"added_tokens_decoder": {"6": {"content": "<pad>"}, "9": {"content": "<end>"}}}
+    if place == "tokenizer.json":
+        listed = {}
+        added = [{"id": 6, "content": "<pad>"}, {"id": 9, "content": "<end>"}]
+        (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token, "bos_token": None, **listed}))
+    model = open_model_folder(str(folder))
+    assert (model.end_ids, dict(model.special_tokens)) == ((7, 8, 9), {"eos_token": "<end>", "bos_token": None})
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
+    assert open_model_folder(str(folder)).end_ids == (9, 7)
+
+
+def test_an_older_tokenizer_names_its_special_tokens_in_a_file_of_their_own(folder: Path) -> None:
+    (folder / "special_tokens_map.json").write_text(json.dumps({"unk_token": {"content": "?"}, "other": "x"}))
+    assert dict(open_model_folder(str(folder)).special_tokens) == {"unk_token": "?"}
 
 
 def test_the_fingerprint_depends_on_weights_and_configuration(folder: Path) -> None:
@@ -159,6 +212,19 @@ def test_shards_are_found_by_their_index(folder: Path) -> None:
 def test_a_missing_file_is_named(folder: Path, name: str) -> None:
     (folder / name).unlink()
     with pytest.raises(ConfigError, match=f"lacks {name}"):
+        open_model_folder(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("pytorch_model.bin", "pytorch_model.bin is not read, since such files can contain code"),
+        ("tiny-Q4_1.gguf", "to serve tiny-Q4_1.gguf, name this file"),
+    ],
+)
+def test_weights_that_are_not_read_are_named(folder: Path, name: str, advice: str) -> None:
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(ConfigError, match=rf"lacks model\.safetensors.*{advice}"):
         open_model_folder(str(folder))
 
 
@@ -247,6 +313,39 @@ def test_a_gguf_file_becomes_a_folder(tmp_path: Path, home: Path) -> None:
     ids = tokenizer.encode("ab 10<end>").ids
     assert [tokenizer.id_to_token(i) for i in ids] == ["ab", "Ġ", "1", "0", "<end>"]
     assert tokenizer.decode(tokenizer.encode("naïve ab é").ids) == "naïve ab é"
+
+
+def test_all_tokens_that_end_a_turn_in_a_gguf_file_end_sequences(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "small.gguf", ends={"eos": 1, "eot": 2, "eom": 3})
+    assert open_model_folder(str(path)).end_ids == (1, 2, 3)
+    path = write_gguf(tmp_path / "chat.gguf", ends={"eos": 1}, end="<|eot_id|>")
+    assert open_model_folder(str(path)).end_ids == (1, 257)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "pre", "adds_bos", "expected"),
+    [
+        ("llama", "default", None, True),
+        ("llama", "default", False, False),
+        ("gpt2", "llama-bpe", None, True),
+        ("gpt2", "llama-bpe", False, False),
+        ("gpt2", "qwen2", None, False),
+        ("gpt2", "qwen2", True, True),
+    ],
+)
+def test_prompts_of_a_gguf_file_begin_with_bos_where_llama_cpp_adds_it(
+    tmp_path: Path, tokenizer: str, pre: str, adds_bos: bool | None, expected: bool
+) -> None:
+    path = write_gguf(tmp_path / "small.gguf", tokenizer=tokenizer, pre=pre, adds_bos=adds_bos)
+    folder = open_model_folder(str(path)).path
+    assert (Tokenizer.from_file(str(folder / "tokenizer.json")).encode("ab").ids[0] == 1) == expected
+    assert json.loads((folder / "tokenizer_config.json").read_text())["add_bos_token"] == expected
+
+
+def test_a_gguf_file_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    model = open_model_folder(str(write_gguf(tmp_path / "small.gguf", templates=templates)))
+    assert (model.chat_template, model.tool_template) == ("D", "T")
 
 
 def test_a_sentence_piece_vocabulary_merges_by_score(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -57,6 +58,14 @@ GOOD = [
     ("EBNF_GRAMMAR", 'root ::= root "a" | "b"'),
     ("EBNF_GRAMMAR", 'start: "yes" | "no"'),
 ]
+
+
+async def test_a_model_without_end_ids_takes_guides(folder: ModelFolder) -> None:
+    checker = GrammarChecker(dataclasses.replace(folder, end_ids=()), limit_s=PATIENT_S)
+    await checker.check(guide("REGEX", "[0-9]{3}"))
+    checker.close()
+
+
 BAD = {
     "no JSON": ("JSON_SCHEMA", "{"),
     "no schema": ("JSON_SCHEMA", "3"),

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
-from midstream.model.folder import ModelFolder
+from midstream.model.folder import ModelFolder, open_model_folder
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from router.pipeline import prompt
@@ -223,6 +227,81 @@ def test_a_template_sees_what_templates_expect() -> None:
     with closing(ChatTemplate(source, {"bos_token": "<s>"})) as template:
         text = template.render(turns, tools=[{"name": "<é>"}], variables={"mood": "!"})
     assert text == '<s>ab[{"name": "<é>"}]!>[0, 1, 2]'
+
+
+async def chat_text(folder: ModelFolder, tools: str = "", template_variables: str = "") -> str:
+    """Return the prompt of a conversation as text."""
+    chat = pb.ChatInput(messages=[pb.ChatMessage(role="user", content="Hi")], tools_json=tools)
+    chat.template_variables_json = template_variables
+    with closing(PromptBuilder(folder, 1)) as builder:
+        ids = await builder.token_ids(pb.GenerateRequest(chat=chat))
+        return builder.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+async def test_conversations_with_tools_use_the_template_for_them(folder: ModelFolder) -> None:
+    model = dataclasses.replace(folder, chat_template="plain", tool_template="{{ tools | length }} tools")
+    assert [await chat_text(model), await chat_text(model, "[{}]")] == ["plain", "1 tools"]
+    assert await chat_text(dataclasses.replace(model, tool_template=None), "[{}]") == "plain"
+
+
+SPECIAL_TOKENS = [
+    {"bos_token": "<|im_start|>", "eos_token": "<|endoftext|>", "unk_token": "<|im_end|>"},
+    {"bos_token": None, "eos_token": {"content": "<|endoftext|>", "__type": "AddedToken"}},
+    {"eos_token": "<|im_end|>", "sep_token": "<|im_start|>", "mask_token": "<|im_end|>", "cls_token": "<|im_start|>"},
+]
+
+
+@pytest.mark.parametrize("declared", SPECIAL_TOKENS)
+async def test_templates_get_the_special_tokens_that_transformers_gives_them(
+    declared: dict[str, object], folder: ModelFolder, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder.path / "tokenizer.json").read_bytes())
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **declared}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(folder.config | {"bos_token_id": None}), encoding="utf-8")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    names = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
+    source = "|".join(f"{{{{ {name} }}}}" for name in names)
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    turns = [{"role": "user", "content": "Hi"}]
+    expected = library.apply_chat_template(turns, chat_template=source, tokenize=False)
+    model = dataclasses.replace(open_model_folder(str(tmp_path)), chat_template=source)
+    assert await chat_text(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tools_json", r'[{"name": "\ud83d"}]'), ("template_variables_json", r'{"x": "\ude00 \ud83d"}')],
+)
+async def test_half_of_a_surrogate_pair_is_refused(builder: PromptBuilder, field: str, value: str) -> None:
+    chat = pb.ChatInput(messages=[pb.ChatMessage(role="user", content="Hi")])
+    setattr(chat, field, value)
+    with pytest.raises(InvalidArgumentError) as raised:
+        await builder.token_ids(pb.GenerateRequest(chat=chat))
+    assert raised.value.field == f"chat.{field}"
+    setattr(chat, field, value.replace(r"\ud83d", r"\ud83d\ude00").replace(r"\ude00 ", ""))
+    assert await builder.token_ids(pb.GenerateRequest(chat=chat))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% generation %}{{ m.content }} {% endgeneration %}{% endfor %}",
+        "{%- for m in messages -%}\n  {%- generation -%}  {{ m.role }}\n{%- endgeneration %}\n{% endfor %}",
+        "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
+        "{{ tools | tojson(separators=(',', ':'), sort_keys=true) }}",
+        "{{ tools | tojson(true) }}{{ tools | tojson(indent=2) }}{{ tools | tojson(false, '\t') }}",
+        "{% set comma = joiner(', ') %}{% for m in messages %}{{ comma() }}{{ m.role }}{% endfor %}",
+        "{% set turn = cycler('a', 'b') %}{{ turn.next() }}{{ turn.next() }}{{ turn.next() }}",
+        "{{ documents is defined }}{{ documents is none }}{{ tools is none }}{{ add_generation_prompt }}",
+    ],
+)
+def test_a_template_gives_the_text_of_transformers(source: str) -> None:
+    turns = [{"role": "user", "content": "Hi <é>"}, {"role": "assistant", "content": "Ho"}]
+    tools: list[dict[Any, Any]] = [{"type": "function", "function": {"name": "é", "description": "<b>"}}]
+    (expected,), _ = render_jinja_template([turns], tools=tools, chat_template=source, add_generation_prompt=True)
+    with closing(ChatTemplate(source, {})) as template:
+        assert template.render(turns, tools=tools) == expected
 
 
 def test_a_conversation_waits_for_a_process_and_gets_its_own_answer() -> None:

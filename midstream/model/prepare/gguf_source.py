@@ -11,7 +11,7 @@ from pathlib import Path
 
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.prepare.gguf_file import Metadata, MetadataValue, read_gguf_head
-from midstream.model.prepare.gguf_tokenizer import build_tokenizer
+from midstream.model.prepare.gguf_tokenizer import CONTROL, build_tokenizer
 
 _ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -27,10 +27,17 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+# Tokens at which llama.cpp ends, too.
+_TURN_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
+# Files of a model folder by the keys of templates.
+_TEMPLATES = {
+    "tokenizer.chat_template": "chat_template.jinja",
+    "tokenizer.chat_template.tool_use": "additional_chat_templates/tool_use.jinja",
+}
 
 
 def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> None:
-    """Fill the empty `folder` with config.json, the tokenizer's files, chat_template.jinja if there is one, and
+    """Fill the empty `folder` with config.json, the tokenizer's files, the chat templates if there are any, and
     model.gguf.
 
     Sampling parameters that the file recommends (`general.sampling.*`) override those of `sampling`.
@@ -45,9 +52,10 @@ def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> No
     _write(folder / "tokenizer.json", tokenizer)
     _write(folder / "tokenizer_config.json", tokenizer_config)
     _write(folder / "generation_config.json", {**_special_ids(metadata), **sampling, **_sampling(metadata)})
-    template = metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    for key, file in _TEMPLATES.items():
+        if isinstance(template := metadata.get(key), str):
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).write_text(template, encoding="utf-8")
     source, target = gguf_file.resolve(), folder / "model.gguf"
     try:
         os.link(source, target)
@@ -71,6 +79,13 @@ def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object
             raise ConfigError(f"the GGUF file lacks {architecture}.{name}", field="model")
         return value
 
+    num_parts = metadata.get("split.count", 1)
+    if num_parts not in (0, 1):
+        raise UnsupportedError(
+            f"the GGUF file is one of {num_parts} parts; merge them with `llama-gguf-split --merge`", field="model"
+        )
+    if num_experts := get("expert_count", 0):
+        raise UnsupportedError(f"{architecture}.expert_count {num_experts} is not supported", field="model")
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
     assert isinstance(hidden_size, int)
     if not isinstance(num_heads, int) or num_heads <= 0:
@@ -133,6 +148,7 @@ def _rope_scaling(metadata: Metadata, prefix: str) -> dict[str, object] | None:
         raise UnsupportedError(f"{prefix}scaling.attn_factor {multiplier} is supported only with yarn", field="model")
     if kind == "none":
         return None
+    _check_extrapolation(number("scaling.yarn_ext_factor"), kind, prefix)
     if factor is None:
         raise ConfigError(f"the GGUF file lacks {prefix}scaling.factor", field="model")
     scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
@@ -152,6 +168,15 @@ def _rope_scaling(metadata: Metadata, prefix: str) -> dict[str, object] | None:
     return scaling
 
 
+def _check_extrapolation(factor: float | None, kind: MetadataValue, prefix: str) -> None:
+    """Raise UnsupportedError if `factor` mixes two kinds of scaling; a negative one means that the kind decides."""
+    usual = int(kind == "yarn")
+    if factor is not None and factor >= 0 and factor != usual:
+        raise UnsupportedError(
+            f"{prefix}scaling.yarn_ext_factor {factor:g} is not supported with {kind}; must be {usual}", field="model"
+        )
+
+
 def _sampling(metadata: Metadata) -> dict[str, object]:
     values = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
     return {name: value for name, value in values.items() if value is not None}
@@ -160,12 +185,21 @@ def _sampling(metadata: Metadata) -> dict[str, object]:
 def _special_ids(metadata: Metadata) -> dict[str, object]:
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    end_ids = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
-    known = list(dict.fromkeys(item for item in end_ids if item is not None))
+    end_ids = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    known = list(dict.fromkeys(item for item in (*end_ids, *_turn_ends(metadata)) if item is not None))
     found: dict[str, object] = {name: value for name, value in ids.items() if value is not None}
     if len(known) > 1:
         found["eos_token_id"] = known
     return found
+
+
+def _turn_ends(metadata: Metadata) -> list[int]:
+    """Return the control tokens that end a turn by their names: many files name only the end token of a base model."""
+    tokens, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if not isinstance(tokens, list) or not isinstance(kinds, list):
+        return []
+    pairs = zip(tokens, kinds, strict=False)
+    return [i for i, (token, kind) in enumerate(pairs) if token in _TURN_ENDS and kind == CONTROL]
 
 
 def _write(path: Path, value: Mapping[str, object]) -> None:

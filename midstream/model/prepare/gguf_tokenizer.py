@@ -9,7 +9,7 @@ from midstream.errors import ConfigError, UnsupportedError
 Json = dict[str, object]
 
 # GGUF token types.
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_UNKNOWN, CONTROL, _USER_DEFINED = 2, 3, 4
 
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3_PATTERN = (
@@ -46,9 +46,15 @@ def build_tokenizer(metadata: Mapping[str, object]) -> tuple[Json, Json]:
     else:
         raise UnsupportedError(f"GGUF tokenizer {kind!r} is not supported; supported are gpt2 and llama", field="model")
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, **tokenizer}
-    tokenizer["added_tokens"] = _added_tokens(metadata, tokens)
-    tokenizer["post_processor"] = _post_processor(metadata, tokens, kind)
-    return tokenizer, _tokenizer_config(metadata, tokens)
+    added = tokenizer["added_tokens"] = _added_tokens(metadata, tokens)
+    # Many files leave the setting out; the default is llama.cpp's.
+    usual = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", usual))
+    tokenizer["post_processor"] = _post_processor(metadata, tokens) if adds_bos else None
+    # Listed here, too, so that finding a token's id does not need the large tokenizer.json.
+    listed = {str(token["id"]): {name: value for name, value in token.items() if name != "id"} for token in added}
+    config = {**_tokenizer_config(metadata, tokens), "add_bos_token": adds_bos, "added_tokens_decoder": listed}
+    return tokenizer, config
 
 
 def _byte_level(metadata: Mapping[str, object], tokens: Sequence[str]) -> Json:
@@ -125,14 +131,14 @@ def _added_tokens(metadata: Mapping[str, object], tokens: Sequence[str]) -> list
             "special": kind != _USER_DEFINED,
         }
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        if kind in (_UNKNOWN, CONTROL, _USER_DEFINED)
     ]
 
 
-def _post_processor(metadata: Mapping[str, object], tokens: Sequence[str], kind: str) -> Json | None:
-    """Return the post-processor that adds the BOS token if the file asks for it, otherwise None."""
+def _post_processor(metadata: Mapping[str, object], tokens: Sequence[str]) -> Json | None:
+    """Return the post-processor that adds the BOS token; None if the file names no such token."""
     bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if bos is None or not metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"):
+    if bos is None:
         return None
     token = tokens[_token_id(bos, tokens)]
     begin: Json = {"SpecialToken": {"id": token, "type_id": 0}}
@@ -151,7 +157,6 @@ def _tokenizer_config(metadata: Mapping[str, object], tokens: Sequence[str]) -> 
     config: Json = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
     }
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
