@@ -51,7 +51,8 @@ logger = logging.getLogger(__name__)
 
 # Interval between scans for other workers' files; also how long a tier is paused after a write error.
 _SCAN_S, _PAUSE_S = 5.0, 10.0
-# How long a step waits for one block. A disk that does not answer, as on a network, must not stop its worker.
+# How long a step waits for its blocks. A disk that answers slowly or not at all, as on a network, must not stop its
+# worker.
 _HUNG_S = 2.0
 # How long to wait for the threads when closing.
 _CLOSE_S = 5.0
@@ -307,13 +308,33 @@ class TierFolder:
         self.touch(value)
         return contents
 
-    def touch(self, value: int) -> None:
-        """Mark a block as recently used."""
+    def touch(self, value: int) -> bool:
+        """Mark a block as recently used; return False if its file is gone."""
         with self._lock:
             self._index.use(value)
         now_ns = time.time_ns()  # more precise than the kernel's timestamp of a new file
-        with contextlib.suppress(OSError):
+        try:
             os.utime(self._path(value), ns=(now_ns, now_ns))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def confirm(self, value: int) -> bool:
+        """Return whether a block is stored; if so, mark it as recently used and report it again.
+
+        It was computed although it is stored, perhaps because the scheduler forgot it: a step did not get it in time.
+        """
+        if value not in self:
+            return False
+        if not self.touch(value):
+            self._forget(value)
+            return False
+        with self._lock:
+            if value in self._index:
+                self._news[value] = True
+        return True
 
     def _make_room(self, max_blocks: int, priority: int) -> bool:
         """Evict blocks until this number is left; return False if the rest has a higher priority."""
@@ -468,18 +489,21 @@ class KvTiers:
         return np.array(missing, dtype=np.int32)
 
     def _read(self, values: list[int]) -> Iterator[Bytes | None]:
-        """Yield blocks in order, read by a thread; None for those that are missing, and once a read hangs."""
+        """Yield blocks in order, read by a thread; None for those that are missing, and once this takes too long."""
         answers: SimpleQueue[Bytes | None] = SimpleQueue()
         is_waiting = self._reading is None or self._reading is not self._abandoned
         if is_waiting and values:
             self._to_read.put((values, answers))
+        give_up_at = time.monotonic() + _HUNG_S
         for number in range(len(values)):
             contents = None
             if is_waiting:
                 try:
-                    contents = answers.get(timeout=_HUNG_S)
+                    contents = answers.get(timeout=max(0.0, give_up_at - time.monotonic()))
                 except Empty:
-                    logger.warning("the KV tiers do not answer; %d blocks will be computed", len(values) - number)
+                    logger.warning(
+                        "the KV tiers do not answer in time; %d blocks will be computed", len(values) - number
+                    )
                     self._abandoned, is_waiting = answers, False
             yield contents
 
@@ -585,9 +609,9 @@ class KvTiers:
     def _store(self, block: int, value: int, *, is_delayed: bool = False) -> None:
         lacking = []
         for tier in self._tiers:
-            if value in tier:
-                tier.touch(value)
-            elif tier.delay_s or (tier.is_limited and self._delayed and not is_delayed):
+            if tier.confirm(value):
+                continue
+            if tier.delay_s or (tier.is_limited and self._delayed and not is_delayed):
                 self._delayed.append((block, value))  # after the blocks that have waited longer
             else:
                 lacking.append(tier)

@@ -318,6 +318,48 @@ def test_a_disk_that_does_not_answer_delays_one_step(tmp_path: Path, monkeypatch
     tiers.close()
 
 
+def test_a_slow_disk_delays_a_step_no_more_than_one_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_all(tmp_path / "tier", pool())
+    folder = tier(tmp_path / "tier")
+    tiers, get = KvTiers([folder], "store", empty_pool()), folder.get
+    monkeypatch.setattr("gpu_worker.kv.tiers._HUNG_S", 0.05)
+
+    def read_slowly(value: int) -> np.ndarray | None:
+        time.sleep(0.04)
+        return get(value)
+
+    monkeypatch.setattr(folder, "get", read_slowly)
+    missing = tiers.fetch(np.arange(101, 106, dtype=np.uint64), np.arange(5, dtype=np.int32))
+    assert missing.tolist()[-3:] == [2, 3, 4]
+    tiers.close()
+
+
+def test_a_computed_block_that_is_stored_is_reported_again(tmp_path: Path) -> None:
+    """The scheduler forgets a block that a step did not get in time, although it is still stored."""
+    memory = pool()
+    store_all(tmp_path / "tier", memory)
+    tiers = KvTiers([tier(tmp_path / "tier")], "store", memory)
+    assert len(tiers.hashes()) == NUM_BLOCKS
+    tiers.offer([(5, 105)])
+    assert tiers.wait_until_stored(30)
+    assert tiers.changes() == StoreChanges((105,), ())
+    tiers.close()
+
+
+def test_a_computed_block_that_another_worker_has_evicted_is_stored_again(tmp_path: Path) -> None:
+    memory = pool()
+    store_all(tmp_path / "tier", memory)
+    folder, other = tier(tmp_path / "tier"), tier(tmp_path / "tier")
+    tiers = KvTiers([folder], "store", memory)
+    other._make_room(0, 100)
+    tiers.offer([(5, 105)])
+    assert tiers.wait_until_stored(30)
+    tiers.close()
+    assert values_in(tier(tmp_path / "tier"), range(100, 110)) == [105]
+
+
 def test_a_tier_leaves_the_space_that_pools_need(tmp_path: Path) -> None:
     """Pools in the same memory take up space when they are written, and the worker would be killed without it."""
     used = tmp_path / "tier"
