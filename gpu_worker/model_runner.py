@@ -579,7 +579,9 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
     tiers = [TierFolder(name, Path(path), kind, size, num_bytes, **more[name]) for name, _, num_bytes, path in places]
     num_ahead = config.kv_transfer_bytes // size
     host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    name = hashlib.blake2b(repr((host, places, kind)).encode(), digest_size=12).hexdigest()
+    # Containers on one host may have different folders at the same path.
+    folders = [(status.st_dev, status.st_ino) for status in (Path(place[-1]).stat() for place in places)]
+    name = hashlib.blake2b(repr((host, folders, kind)).encode(), digest_size=12).hexdigest()
     kv.use_tiers(lambda pool: KvTiers(tiers, name, pool, seal, num_ahead))
 
 

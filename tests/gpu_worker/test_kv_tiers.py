@@ -550,3 +550,20 @@ def test_blocks_of_another_instruction_set_or_other_code_are_not_used(
     monkeypatch.setattr(block_kind, "_code", lambda: "other code")
     note()
     assert len(kinds) == 3
+
+
+def test_workers_share_tiers_if_they_use_the_same_folder(tmp_path: Path) -> None:
+    """Containers on one host may have different folders at the same path, and one folder at different paths."""
+    make_tiny_model(tmp_path / "model", "Llama")
+
+    def name_of(folder: str) -> str:
+        runner = make_runner(tmp_path / "model", disk_kv_folder=str(tmp_path / folder))
+        runner.close()
+        assert runner.kv.tiers is not None
+        return runner.kv.tiers.name
+
+    first = name_of("kv")
+    assert name_of("model/../kv") == first
+    (tmp_path / "kv").rename(tmp_path / "moved")
+    assert name_of("kv") != first
+    assert name_of("moved") == first
