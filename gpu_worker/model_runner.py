@@ -603,6 +603,9 @@ def _open_transfers(
     kind = kind_digest(block_kind(config, folder, model))
     if config.role == "decode":
         size = block_bytes(model.description, config.tokens_per_block, model.kv_dtype)
+        if config.kv_transfer_bytes < size:
+            reason = f"is {config.kv_transfer_bytes}; must be at least {size}, the size of one KV block"
+            raise ConfigError(reason, field="kv_transfer_bytes")
         kv.fetcher = BlockFetcher(kind, size, config.kv_transfer_bytes, kv.store)
         return
     host, port = config.kv_transfer_host, config.kv_transfer_port

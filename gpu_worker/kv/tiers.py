@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_worker.kv.block_format import HEAD_BYTES, HEADER_BYTES, Bytes, block_header, checksum, kind_digest
-from gpu_worker.kv.eviction import DEFAULT_RETENTION, EvictionOrder, Retention
+from gpu_worker.kv.eviction import DEFAULT_RETENTION, MAX_PRIORITY, EvictionOrder, Retention
 from gpu_worker.kv.shared_store import PoolMemory
 from midstream.errors import ConfigError
 from midstream.security.private_folder import is_private
@@ -147,7 +147,7 @@ class TierFolder:
 
     def scan(self) -> None:
         """Read the folder, including files of other workers, in the order of their last use; create it if it has been
-        removed. While others can access the folder, the tier is empty.
+        removed. Evict blocks above the limit. While others can access the folder, the tier is empty.
         """
         with self._lock:
             self._forgotten.clear()
@@ -162,6 +162,8 @@ class TierFolder:
             before, self._index = self._index, order
             self._news |= dict.fromkeys(set(before) - set(order), False)
             self._news |= dict.fromkeys(set(order) - set(before), True)
+        # Other workers may have stored as many blocks at the same time, and the limit may have been higher before.
+        self._make_room(self._max_blocks, MAX_PRIORITY)
 
     def _read_folder(self) -> EvictionOrder:
         found: list[tuple[int, int]] = []

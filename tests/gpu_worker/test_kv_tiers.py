@@ -195,6 +195,24 @@ def test_a_smaller_tier_retains_fewer_blocks_after_a_restart(tmp_path: Path) -> 
     assert values_in(after, range(1, 7)) == [3, 4, 5, 6]
 
 
+def test_blocks_above_the_limit_are_evicted_even_if_none_is_stored_afterwards(tmp_path: Path) -> None:
+    one, other = tier(tmp_path / "tier", num_blocks=3), tier(tmp_path / "tier", num_blocks=3)
+    for value in (1, 2, 3):
+        assert one.put(value, block(value))
+        assert other.put(10 * value, block(10 * value))
+    one.scan()
+    assert len(files(tmp_path)) == 3
+    tier(tmp_path / "tier", num_blocks=2)  # a worker with a lower limit
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_decode_worker_must_be_able_to_hold_a_block(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", "Llama")
+    with pytest.raises(ConfigError, match="one KV block") as raised:
+        make_runner(tmp_path / "model", role="decode", kv_transfer_bytes=1000)
+    assert raised.value.field == "kv_transfer_bytes"
+
+
 def test_retention_ends_with_its_duration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tier(tmp_path / "tier", num_blocks=2)
     now_ns = time.time_ns()
