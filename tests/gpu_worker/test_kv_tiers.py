@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -553,8 +554,8 @@ def test_blocks_of_another_instruction_set_or_other_code_are_not_used(
     make_tiny_model(tmp_path / "model", "Llama")
     kinds = set[str]()
 
-    def note() -> None:
-        runner = make_runner(tmp_path / "model", disk_kv_folder=str(tmp_path / "kv"))
+    def note(**settings: Any) -> None:
+        runner = make_runner(tmp_path / "model", disk_kv_folder=str(tmp_path / "kv"), **settings)
         kinds.update(path.name for path in (tmp_path / "kv").iterdir())
         runner.close()
 
@@ -568,6 +569,14 @@ def test_blocks_of_another_instruction_set_or_other_code_are_not_used(
     monkeypatch.setattr(block_kind, "_code", lambda: "other code")
     note()
     assert len(kinds) == 3
+    note(kernels="torch")
+    note(kernels="torch")
+    assert len(kinds) == 4
+    monkeypatch.setattr(block_kind, "_product", lambda: "of another BLAS")
+    note()
+    assert len(kinds) == 4, "the CPU kernels do not use BLAS"
+    note(kernels="torch")
+    assert len(kinds) == 5
 
 
 def test_workers_share_tiers_if_they_use_the_same_folder(tmp_path: Path) -> None:
