@@ -552,8 +552,9 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
     """
     host_folder = config.shared_kv_folder and f"{config.shared_kv_folder}/tier"
     places = [("host", "host_kv_bytes", config.host_kv_bytes, host_folder)]
-    if config.disk_kv_bytes_per_s < 0:
-        raise ConfigError(f"is {config.disk_kv_bytes_per_s}; must be at least 0", field="disk_kv_bytes_per_s")
+    for setting in ("host_kv_bytes", "disk_kv_bytes", "disk_kv_bytes_per_s"):
+        if (number := getattr(config, setting)) < 0:
+            raise ConfigError(f"is {number}; must be at least 0", field=setting)
     if config.disk_kv_folder:
         places.append(("disk", "disk_kv_bytes", config.disk_kv_bytes, config.disk_kv_folder))
     places = [place for place in places if place[2]]

@@ -119,12 +119,13 @@ class TierFolder:
         self._is_private = False
         self._paused_until = self._may_write_at = 0.0
         self._write_s = (block_bytes + HEAD_BYTES) / max_bytes_per_s if max_bytes_per_s else 0.0
+        field = "shared_kv_folder" if name == "host" else "disk_kv_folder"
         try:
             self.scan()
         except OSError as error:
-            raise ConfigError(f"{folder} cannot be used: {error}", field=f"{name}_kv_folder") from None
+            raise ConfigError(f"{folder} cannot be used: {error}", field=field) from None
         if not self._is_private:
-            raise ConfigError(f"{folder} must be owned by this user with mode 700", field=f"{name}_kv_folder")
+            raise ConfigError(f"{folder} must be a folder, not a link, owned by this user with mode 700", field=field)
 
     def __contains__(self, value: int) -> bool:
         with self._lock:

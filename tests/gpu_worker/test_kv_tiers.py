@@ -207,6 +207,23 @@ def test_blocks_above_the_limit_are_evicted_even_if_none_is_stored_afterwards(tm
     assert len(files(tmp_path)) == 2
 
 
+@pytest.mark.parametrize("field", ["disk_kv_bytes", "host_kv_bytes", "disk_kv_bytes_per_s"])
+def test_negative_sizes_of_tiers_are_rejected(tiny_folder: Path, tmp_path: Path, field: str) -> None:
+    places = {"shared_kv_folder": str(tmp_path / "shared"), "disk_kv_folder": str(tmp_path / "disk")}
+    with pytest.raises(ConfigError, match="at least 0") as raised:
+        make_runner(tiny_folder, **{**places, field: -1})
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize(("name", "field"), [("disk", "disk_kv_folder"), ("host", "shared_kv_folder")])
+def test_a_folder_that_is_a_link_is_refused(tmp_path: Path, name: str, field: str) -> None:
+    (tmp_path / "disk").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with pytest.raises(ConfigError, match="not a link") as raised:
+        tier(tmp_path / "link", name=name)
+    assert raised.value.field == field
+
+
 def test_a_decode_worker_must_be_able_to_hold_a_block(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", "Llama")
     with pytest.raises(ConfigError, match="one KV block") as raised:
